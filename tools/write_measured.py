@@ -1,4 +1,4 @@
-"""Write what the records of docs/benchmarks measured into the catalogue's profiles and docs/strategies.md.
+"""Write what the records of docs/benchmarks measured into strategies/measured.json and docs/strategies.md.
 
     python tools/write_measured.py           # after a new record, or a new mark on an old one
     python tools/write_measured.py --check   # only report what is out of date; exit code 1
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.profile.catalogue import MEASURED
 from tools.benchmarks.quoted import line, with_blocks
 from tools.benchmarks.records import ROOT, Record, all_records, quotable
 
 PAGES = ("docs/strategies.md",)
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
-_SECTION = re.compile(r"\n*^measured:.*\n(?:(?:[ \t]+.*|[ \t]*)\n?)*", re.MULTILINE)
 
 
 def lines_for(profile: Profile, name: str, records: Sequence[Record]) -> list[str]:
@@ -55,20 +54,15 @@ def section_of(profile: Profile, lines: Sequence[str], others: Collection[str] =
     return [*lines, *kept] or reasons or [NOT_YET]
 
 
-def with_section(text: str, lines: Sequence[str]) -> str:
-    """A profile's text with these lines as its ``measured`` section, at its end."""
-    entries = "".join(f"  - {json.dumps(each, ensure_ascii=False)}\n" for each in lines)
-    return f"{_SECTION.sub(chr(10), text).rstrip()}\n\nmeasured:\n{entries}"
-
-
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
-    """The text that each out-of-date profile or page should have."""
+    """The text that the table and each page should have."""
     found: dict[Path, str] = {}
     others = [each.source for each in all_records() if not each.compares_strategies and not each.refutation]
+    table = {}
     for name in profile_names():
-        profile, file = load_profile(name), ROOT / "strategies" / f"{name}.yaml"
-        lines = section_of(profile, lines_for(profile, name, records), others)
-        found[file] = with_section(file.read_text(), lines) if lines != list(profile.measured) else file.read_text()
+        profile = load_profile(name)
+        table[name] = section_of(profile, lines_for(profile, name, records), others)
+    found[ROOT / "strategies" / MEASURED] = json.dumps(table, indent=1, ensure_ascii=False) + "\n"
     for page in PAGES:
         found[ROOT / page] = with_blocks((ROOT / page).read_text(), records)
     return found

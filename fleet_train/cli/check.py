@@ -12,7 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from fleet_train.cli.options import Number, WholeNumber, folders
+from fleet_train.cli.options import HELP, Number, WholeNumber, folders
 from fleet_train.data import (
     AUGMENTATIONS,
     LOADERS,
@@ -51,7 +51,7 @@ together; divide by the number of machines); measure it on generated data:
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(epilog=_EPILOG, context_settings=HELP)
 @click.option(
     "--data",
     required=True,

@@ -17,7 +17,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from fleet_train.cli.options import Items
+from fleet_train.cli.options import HELP, Items
 
 NAME = "fleet_train"
 VARIABLE = "_FLEET_TRAIN_COMPLETE"
@@ -97,7 +97,7 @@ def register() -> None:
 @click.command(
     name="completion",
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=HELP,
 )
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 @click.pass_context

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options import NumberRange, where
+from fleet_train.cli.options import HELP, NumberRange, where
 from fleet_train.doctor.facts import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
@@ -41,7 +41,7 @@ Exit codes:
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(epilog=_EPILOG, context_settings=HELP)
 @where("1")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Examine this; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave this out; may be repeated.")

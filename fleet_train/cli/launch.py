@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 
 import click
 
-from fleet_train.cli.options import NumberRange, WholeNumber, WholeNumberRange, files, folders, profiles, seconds
+from fleet_train.cli.options import (
+    DASHES_ALLOWED,
+    NumberRange,
+    WholeNumber,
+    WholeNumberRange,
+    files,
+    folders,
+    profiles,
+    seconds,
+    set_option,
+)
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, parse_hosts
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.store.members import FAN_IN
@@ -77,12 +87,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     name="launch",
     cls=_LaunchCommand,
     epilog=_EXAMPLES,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("-", "_"),
-        "max_content_width": 110,
-    },
+    context_settings=DASHES_ALLOWED,
 )
 @click.option(
     "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
@@ -108,8 +113,12 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
 )
 @click.option(
-    "--strategy", metavar="NAME|FILE", help="Profile by name (see: profiles) or YAML file.", shell_complete=profiles
+    "--strategy",
+    metavar="NAME|FILE",
+    help="Profile by name (see: profiles) or YAML file; wins over the script's.",
+    shell_complete=profiles,
 )
+@set_option
 @click.option(
     "--log_dir",
     type=Path,
@@ -232,14 +241,11 @@ def command(**flags: Any) -> None:
 def read_request(
     *,
     program: tuple[str, ...],
-    is_module: bool,
     cluster_node_ips: str | None,
     node_ip: str | None,
     started_port: int | None,
     selected_gpus: str | None,
     nproc_per_node: int | None,
-    strategy: str | None,
-    log_dir: Path,
     join_timeout: float,
     max_restarts: int,
     min_nodes: int | None,
@@ -248,13 +254,12 @@ def read_request(
     grace_seconds: float,
     job_id: str | None,
     job_secret_file: Path | None,
-    direct_ranks: int,
     use_paddlecloud: bool,
     engine: str | None,
-    verbose: bool = False,
-    strict: bool = False,
+    **same_names: Any,
 ) -> LaunchRequest:
-    """The launch request of the flags. Raises ClusterError for a text that cannot be parsed."""
+    """The launch request of the flags; ``same_names``: those that the request has, too. Raises ClusterError for a text
+    that cannot be parsed."""
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:
@@ -265,21 +270,16 @@ def read_request(
         ports_per_node = cloud.ports_per_node
     return LaunchRequest(
         command=program,
-        is_module=is_module,
         hosts=hosts,
         node_host=node_ip,
         started_port=started_port,
         ports_per_node=ports_per_node,
         selected_gpus=parse_devices(selected_gpus) if selected_gpus is not None else None,
         processes_per_node=nproc_per_node,
-        strategy=strategy,
-        log_dir=log_dir,
         join_timeout_seconds=join_timeout,
         faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds),
         job_id=None if job_id is None else read_job_id(job_id),
-        direct_ranks=direct_ranks,
         engine="none" if use_paddlecloud else engine,
         secret_file=None if job_secret_file is None else job_secret_file.absolute(),
-        verbose=verbose,
-        strict=strict,
+        **same_names,
     )

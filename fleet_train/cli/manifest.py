@@ -10,105 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fleet_train.cli.options import WholeNumberRange
+from fleet_train.cli.options import DASHES_ALLOWED, WholeNumberRange, set_option
 from fleet_train.errors import ClusterError
 from fleet_train.files import publish_where_linked
 
 if TYPE_CHECKING:
     from fleet_train.manifest import Pods, Training
 
-
-# Flags of ``manifest`` that several engines share.
-
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def of_training(bound: str | None, bound_help: str = "", default: int = 0) -> Callable[[Command], Command]:
-    """The flags of every engine about the training. ``bound``: the flag that limits the engine's restarts."""
-    starts_again = click.option(
-        str(bound), type=WholeNumberRange(0, 10_000), default=default, show_default=True, metavar="N", help=bound_help
-    )
-    options: list[Callable[[Any], Any]] = [
-        click.option(
-            "--nodes", type=WholeNumberRange(1, 100_000), required=True, metavar="N", help="Machines, or pods."
-        ),
-        click.option("--name", metavar="NAME", help="Name of the job. [default: made from the script's]"),
-        click.option(
-            "--processes", type=WholeNumberRange(1), metavar="N", help="Ranks per node. [default: --gpus, or 1]"
-        ),
-        click.option("--strategy", metavar="NAME|FILE", help="Profile, as for launch."),
-        click.option("--python", default="python", show_default=True, metavar="PATH", help="The interpreter there."),
-        click.option(
-            "--max_restarts",
-            type=WholeNumberRange(0),
-            default=3,
-            show_default=True,
-            metavar="N",
-            help="How often the launchers restart the ranks before they report a failure to the engine.",
-        ),
-        *([starts_again] if bound else []),
-        click.option(
-            "--join_timeout",
-            type=WholeNumberRange(1, 1_000_000),
-            default=900,
-            show_default=True,
-            metavar="SECONDS",
-            help="How long a node waits for the others.",
-        ),
-        click.option("--launch_flags", default="", metavar="TEXT", help="More flags of launch: '--min_nodes=3'"),
-        click.option("--output", type=Path, metavar="FILE", help="Write there instead of to standard output."),
-        click.option("--force", is_flag=True, help="Overwrite FILE."),
-        click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does."),
-        click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]..."),
-    ]
-    return _all_of(options)
-
-
-def _all_of(options: list[Callable[[Any], Any]]) -> Callable[[Command], Command]:
-    def decorate(function: Command) -> Command:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-of_ending = click.option(
-    "--grace_seconds",
-    type=WholeNumberRange(0, 1_000_000),
-    metavar="SECONDS",
-    help="After SIGTERM, how long ranks may take to save their state. [default: 60 for Slurm, else 30]",
-)
-of_pods = _all_of(
-    [
-        click.option(
-            "--image", required=True, metavar="IMAGE", help="With Python, Paddle, fleet_train and the script."
-        ),
-        click.option("--namespace", metavar="NAME", help="[default: kubectl's own]"),
-        click.option("--cpu", metavar="N", help="Processors of a pod: 8, 500m."),
-        click.option("--memory", metavar="SIZE", help="Memory of a pod: 64Gi."),
-        click.option("--gpus", type=WholeNumberRange(0, 1000), default=0, metavar="N", help="GPUs of a pod."),
-        click.option("--gpu_resource", default="nvidia.com/gpu", show_default=True, metavar="NAME"),
-        click.option(
-            "--shm", default="1Gi", show_default=True, metavar="SIZE", help="Size of /dev/shm; 0: not mounted."
-        ),
-        click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH[:ro]", help="A PersistentVolumeClaim."),
-        click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Used as given."),
-        click.option("--workdir", metavar="/PATH", help="Where the script starts. [default: the image's]"),
-    ]
-)
-of_port = click.option(
-    "--port", type=WholeNumberRange(1, 65_000), default=6170, show_default=True, help="First port of a pod."
-)
-
-
-_SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda name: name.replace("-", "_"),
-    "max_content_width": 110,
-}
 _GROUP_EPILOG = """
 \b
 Examples
@@ -144,7 +52,78 @@ checkpoints' volume at once (ReadWriteMany).
 """
 
 
-@click.group(name="manifest", context_settings=_SETTINGS, epilog=_GROUP_EPILOG)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    def decorate(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _of_training(engines: Callable[[Any], Any] | None = None) -> Callable[[Command], Command]:
+    """The flags of every engine about the training; ``engines``: how often that one starts it again."""
+    return _options(
+        click.option(
+            "--nodes", type=WholeNumberRange(1, 100_000), required=True, metavar="N", help="Machines, or pods."
+        ),
+        click.option("--name", metavar="NAME", help="Name of the job. [default: made from the script's]"),
+        click.option(
+            "--processes", type=WholeNumberRange(1), metavar="N", help="Ranks per node. [default: --gpus, or 1]"
+        ),
+        click.option("--strategy", metavar="NAME|FILE", help="Profile, as for launch."),
+        set_option,
+        click.option("--python", default="python", show_default=True, metavar="PATH", help="The interpreter there."),
+        _number(
+            "--max_restarts",
+            3,
+            0,
+            None,
+            "N",
+            "How often the launchers restart the ranks before they report a failure to the engine.",
+        ),
+        *([engines] if engines else []),
+        _number("--join_timeout", 900, 1, 1_000_000, "SECONDS", "How long a node waits for the others."),
+        click.option("--launch_flags", default="", metavar="TEXT", help="More flags of launch: '--min_nodes=3'"),
+        click.option("--output", type=Path, metavar="FILE", help="Write there instead of to standard output."),
+        click.option("--force", is_flag=True, help="Overwrite FILE."),
+        click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does."),
+        click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGS]..."),
+        click.option(
+            "--grace_seconds",
+            type=WholeNumberRange(0, 1_000_000),
+            metavar="SECONDS",
+            help="After SIGTERM, how long ranks may take to save their state. [default: 60 for Slurm, else 30]",
+        ),
+    )
+
+
+def _number(
+    flag: str, default: int, least: int, most: int | None, metavar: str | None, what: str
+) -> Callable[[Command], Command]:
+    kind = WholeNumberRange(least, most)
+    return click.option(flag, type=kind, default=default, show_default=True, metavar=metavar, help=what)
+
+
+_of_pods = _options(
+    click.option("--image", required=True, metavar="IMAGE", help="With Python, Paddle, fleet_train and the script."),
+    click.option("--namespace", metavar="NAME", help="[default: kubectl's own]"),
+    click.option("--cpu", metavar="N", help="Processors of a pod: 8, 500m."),
+    click.option("--memory", metavar="SIZE", help="Memory of a pod: 64Gi."),
+    click.option("--gpus", type=WholeNumberRange(0, 1000), default=0, metavar="N", help="GPUs of a pod."),
+    click.option("--gpu_resource", default="nvidia.com/gpu", show_default=True, metavar="NAME"),
+    click.option("--shm", default="1Gi", show_default=True, metavar="SIZE", help="Size of /dev/shm; 0: not mounted."),
+    click.option("--volume", "volumes", multiple=True, metavar="CLAIM:/PATH[:ro]", help="A PersistentVolumeClaim."),
+    click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Used as given."),
+    click.option("--workdir", metavar="/PATH", help="Where the script starts. [default: the image's]"),
+)
+_of_port = _number("--port", 6170, 1, 65_000, None, "First port of a pod.")
+
+
+@click.group(name="manifest", context_settings=DASHES_ALLOWED, epilog=_GROUP_EPILOG)
 def command() -> None:
     """Write the batch script or manifest that starts a training on an engine.
 
@@ -153,9 +132,8 @@ def command() -> None:
     """
 
 
-@command.command(name="slurm", context_settings=_SETTINGS, epilog=_SLURM_EPILOG)
-@of_training("--max_requeues", "How often the job is requeued.", default=10)
-@of_ending
+@command.command(name="slurm", context_settings=DASHES_ALLOWED, epilog=_SLURM_EPILOG)
+@_of_training(_number("--max_requeues", 10, 0, 10_000, "N", "How often the job is requeued."))
 @click.option("--cpus", type=WholeNumberRange(1), metavar="N", help="Processors of a node.")
 @click.option("--gpus", metavar="[KIND:]N", help="GPUs of a node: 8, a100:4.")
 @click.option("--mem", metavar="SIZE", help="Memory of a node: 64G; 0: all of it.")
@@ -205,11 +183,10 @@ def slurm(**given: Any) -> None:
     _write(batch_script(training, batch), given, "sbatch")
 
 
-@command.command(name="job", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="job"))
-@of_training("--max_retries", "How often Kubernetes restarts a failed pod.", default=6)
-@of_ending
-@of_pods
-@of_port
+@command.command(name="job", context_settings=DASHES_ALLOWED, epilog=_PODS_EPILOG.format(kind="job"))
+@_of_training(_number("--max_retries", 6, 0, 10_000, "N", "How often Kubernetes restarts a failed pod."))
+@_of_pods
+@_of_port
 def job(**given: Any) -> None:
     """Write an indexed Kubernetes Job and its headless service. No operator is needed (Kubernetes 1.29 or later)."""
     from fleet_train.manifest import indexed_job
@@ -218,11 +195,10 @@ def job(**given: Any) -> None:
     _write(indexed_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
 
 
-@command.command(name="paddlejob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="paddlejob"))
-@of_training("--max_retries", "How often all pods are restarted after a failure.", default=6)
-@of_ending
-@of_pods
-@of_port
+@command.command(name="paddlejob", context_settings=DASHES_ALLOWED, epilog=_PODS_EPILOG.format(kind="paddlejob"))
+@_of_training(_number("--max_retries", 6, 0, 10_000, "N", "How often all pods are restarted after a failure."))
+@_of_pods
+@_of_port
 def paddlejob(**given: Any) -> None:
     """Write a PaddleJob for Kubeflow's training operator (v1)."""
     from fleet_train.manifest import paddle_job
@@ -231,10 +207,9 @@ def paddlejob(**given: Any) -> None:
     _write(paddle_job(training, _read_pods(given, training), given["max_retries"]), given, "kubectl apply -f")
 
 
-@command.command(name="trainjob", context_settings=_SETTINGS, epilog=_PODS_EPILOG.format(kind="trainjob"))
-@of_training(None)
-@of_ending
-@of_pods
+@command.command(name="trainjob", context_settings=DASHES_ALLOWED, epilog=_PODS_EPILOG.format(kind="trainjob"))
+@_of_training()
+@_of_pods
 @click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="A PyTorch runtime.")
 @click.option(
     "--runtime_kind",
@@ -268,6 +243,7 @@ def _read_training(given: dict[str, Any], gpus: int, grace_seconds: int) -> Trai
         is_module=given["is_module"],
         python=given["python"],
         strategy=given["strategy"],
+        settings=given["settings"],
         max_restarts=given["max_restarts"],
         grace_seconds=grace_seconds if asked is None else asked,
         join_timeout_seconds=given["join_timeout"],
@@ -289,6 +265,10 @@ def _check_launch(training: Training) -> None:
     from fleet_train.cli.launch import command as launch
 
     context = launch.make_context("launch", training.launch()[4:])
+    if training.settings:
+        from fleet_train.profile.catalogue import check_assignments
+
+        check_assignments(training.settings)
     told = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
     if of_engine := sorted(name for name in told if context.params[name]):
         raise click.UsageError(

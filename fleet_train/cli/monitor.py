@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from fleet_train.cli.options import WholeNumberRange
+from fleet_train.cli.options import HELP, WholeNumberRange
 from fleet_train.errors import printable
 from fleet_train.launch.processes import StopRequested, stopping_signals
 from fleet_train.launch.worker_main import die_with_parent
@@ -23,7 +23,7 @@ _REFRESH_SECONDS = 2.0
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(context_settings=HELP)
 @click.option(
     "--logdir",
     "folders",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -33,6 +34,22 @@ def profiles(context: click.Context, parameter: click.Parameter, incomplete: str
 
     named = [CompletionItem(name) for name in profile_names() if name.startswith(incomplete)]
     return named or files(context, parameter, incomplete)
+
+
+def knobs(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
+    """Names of knobs for ``--set``, and after ``=`` the values of a knob that has few."""
+    del context, parameter
+    from fleet_train.profile import KNOBS
+    from fleet_train.profile.knobs import AUTO
+    from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
+
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        names = [each for each in KNOBS if each not in DESCRIPTIVE and each not in FLAG_KNOBS]
+        return [CompletionItem(each) for each in names if each.startswith(incomplete)]
+    row = KNOBS.get(name)
+    values = () if row is None else row.choices or (("true", "false") if row.kind is bool else (AUTO,) * row.auto)
+    return [CompletionItem(f"{name}={value}") for value in values if f"{name}={value}".startswith(incomplete)]
 
 
 # Numbers in flags: decimal, finite, and written with the digits 0 to 9.
@@ -160,3 +177,38 @@ def where(ranks: str) -> Callable[[Command], Command]:
         return command
 
     return add
+
+
+# What commands have in common: click's settings, ``--set``, the flags of a program that runs in this process.
+
+
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""click's settings of a command."""
+BEFORE_A_SCRIPT: dict[str, Any] = {**HELP, "allow_interspersed_args": False}
+"""Of one whose own flags end where the script's begin."""
+DASHES_ALLOWED: dict[str, Any] = {**BEFORE_A_SCRIPT, "token_normalize_func": lambda name: name.replace("-", "_")}
+"""``--log-dir`` is ``--log_dir``."""
+
+
+def set_option(command: _Command) -> _Command:
+    """Add the flag to a command, as ``settings``."""
+    return click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KNOB=VALUE",
+        help="Set a knob, whatever profile and script set; may be repeated.",
+        shell_complete=knobs,
+    )(command)
+
+
+def ask_here(strategy: str | None, settings: Sequence[str]) -> None:
+    """Let the program that this process runs next train with these flags. Raises ProfileError for a bad ``--set``."""
+    from fleet_train.cluster import environment
+
+    if settings:
+        from fleet_train.profile.catalogue import check_assignments
+
+        check_assignments(settings)
+    if sentence := environment.ask_here(os.environ, strategy, settings):
+        click.echo(f"fleet_train: {sentence}", err=True)

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fleet_train.cli.options import NumberRange, WholeNumberRange, files, profiles, verbose_option
+from fleet_train.cli.options import (
+    BEFORE_A_SCRIPT,
+    NumberRange,
+    WholeNumberRange,
+    ask_here,
+    files,
+    profiles,
+    set_option,
+    verbose_option,
+)
+from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.errors import ConversionError, ScheduleMismatch
 from fleet_train.train.settings import MODELS, VISION_MODELS
 
@@ -74,12 +84,7 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 
 
 @click.command(
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "max_content_width": 110,
-        "help_option_names": ["-h", "--help"],
-    },
+    context_settings=BEFORE_A_SCRIPT | {"ignore_unknown_options": True},
     epilog=_EPILOG,
     short_help="Show what a script or model would communicate, and which knob causes it.",
 )
@@ -92,9 +97,10 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--strategy",
     metavar="NAME|FILE",
-    help="Profile for a script that names none. Default: depends on the cluster.",
+    help="Profile, whatever the script names. Default: the script's, or depends on the cluster.",
     shell_complete=profiles,
 )
+@set_option
 @click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second of a node in each direction.")
@@ -134,6 +140,7 @@ def command(
     nodes: int,
     ranks_per_node: int,
     strategy: str | None,
+    settings: tuple[str, ...],
     model: str | None,
     measure: bool,
     measure_seconds: float,
@@ -157,11 +164,11 @@ def command(
     if measure:
         if told := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
             raise click.UsageError(f"--measure measures what {', '.join(told)} would specify: leave one of them out")
-        rest = _repeated(strategy, model, script, arguments, nodes_on_paper, given)
+        ask_here(strategy, settings)
+        rest = _repeated(model, script, arguments, nodes_on_paper, given)
         _measure(measure_seconds, as_json, rest)
         return
-    if strategy:
-        os.environ["FLEET_TRAIN_STRATEGY"] = strategy
+    ask_here(strategy, settings)
     from fleet_train.cluster import Cluster
     from fleet_train.plan.pricing import price
     from fleet_train.plan.trial import try_out
@@ -215,7 +222,6 @@ def _conditions(batch_size: int, backward_share: float | None, **given: float | 
 
 
 def _repeated(
-    strategy: str | None,
     model: str | None,
     script: str | None,
     arguments: tuple[str, ...],
@@ -223,8 +229,9 @@ def _repeated(
     given: dict[str, Any],
 ) -> list[str]:
     """The flags of the printed command besides the measured ones; --script is last, it takes the rest of the line."""
-    strategy = strategy or os.environ.get("FLEET_TRAIN_STRATEGY")  # the launcher's
+    strategy, settings = asked_strategy(os.environ), asked_settings(os.environ)  # also the launcher's
     words = [f"--strategy={strategy}"] if strategy else []
+    words += [f"--set={text}" for text in settings]
     kept = ("compute_ms", "backward_share", "batch_size")
     words += [f"--{name}={given[name]:g}" for name in kept if given[name]]
     words += [f"--nodes_on_paper={','.join(map(str, nodes_on_paper))}"] if nodes_on_paper else []

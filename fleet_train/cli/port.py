@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fleet_train.cli.options import HELP
 from fleet_train.errors import printable
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ Exit codes:
 """
 
 
-@click.command(
-    name="port", epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@click.command(name="port", epilog=_EPILOG, context_settings=HELP)
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE|FOLDER...")
 @click.option("--write", is_flag=True, help="Change the files instead of printing a diff.")
 @click.option("--check", is_flag=True, help="Print which files would change, write nothing, exit 1 if there are any.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options import NumberRange, WholeNumberRange, files, folders, where
+from fleet_train.cli.options import BEFORE_A_SCRIPT, NumberRange, WholeNumberRange, files, folders, set_option, where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
 _EPILOG = """\b
@@ -36,12 +36,7 @@ Exit codes:
 
 @click.command(
     epilog=_EPILOG,
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "max_content_width": 110,
-        "help_option_names": ["-h", "--help"],
-    },
+    context_settings=BEFORE_A_SCRIPT | {"ignore_unknown_options": True},
 )
 @where("2")
 @click.option(
@@ -51,6 +46,7 @@ Exit codes:
     help="Also pick profiles that may cost accuracy: gradients rounded to 16 bits, approximated (and rounded) "
     "gradients, local steps. May be repeated.",
 )
+@set_option
 @click.option("--seconds", type=NumberRange(10, 3600), default=90.0, show_default=True, help="About how long it takes.")
 @click.option("--trials", type=WholeNumberRange(1, 30), default=4, show_default=True, help="Profiles to try.")
 @click.option(
@@ -81,16 +77,17 @@ Exit codes:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def command(
-    script: str, arguments: tuple[str, ...], allow: tuple[str, ...], seconds: float, trials: int, output: Path,
-    record: Path, as_json: bool, outcome: Path | None, **machines: Any,
+    script: str, arguments: tuple[str, ...], allow: tuple[str, ...], settings: tuple[str, ...], seconds: float,
+    trials: int, output: Path, record: Path, as_json: bool, outcome: Path | None, **machines: Any,
 ) -> None:  # fmt: skip
     """Measure the links and a script's computing, predict every profile, try the best, and write the one to use.
 
-    By default only profiles that cannot change the result are picked; --allow adds others. Excluded profiles are listed
+    By default only profiles that cannot change the result are picked; --allow adds others. --set changes a knob of all
+    of them. Excluded profiles are listed
     with the reason, and so is the bandwidth at which another profile is better. A trial that fails or hangs is stopped.
     """
     from fleet_train.recommend.report import start
     from fleet_train.selftest.supervisor import Where
 
-    options = Options(script, arguments, allow, seconds, trials)
+    options = Options(script, arguments, allow, seconds, trials, settings=settings)
     sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

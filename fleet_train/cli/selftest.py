@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options import folders, where
+from fleet_train.cli.options import HELP, folders, where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -39,7 +39,7 @@ Exit codes:
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(epilog=_EPILOG, context_settings=HELP)
 @where("2")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Run these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Skip these checks; may be repeated.")

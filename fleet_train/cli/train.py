@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from fleet_train.cli.options import Number, WholeNumber, WholeNumberRange, folders, profiles, verbose_option
+from fleet_train.cli.options import (
+    HELP,
+    Number,
+    WholeNumber,
+    WholeNumberRange,
+    ask_here,
+    folders,
+    profiles,
+    set_option,
+    verbose_option,
+)
 from fleet_train.data import AUGMENTATIONS, LAST_BATCHES, LOADERS, SHARDINGS, UNEVEN_POLICIES
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.config import DEFAULT_LEARNING_RATES, ON_NAN, OPTIMIZERS, TrainConfig
@@ -38,7 +47,55 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     return click.option(flag, help=help_text, **settings)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+_FOLDER = "add --data_dir <folder>"
+NEEDS: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str, str]] = {
+    "data": (lambda given: given["data_dir"] is None, "names data that --data_dir replaces", "leave --data_dir out"),
+    "image_size": (lambda given: given["data_dir"] is not None, "is for the images of --data_dir", _FOLDER),
+    "max_corrupt": (lambda given: given["data_dir"] is not None, "is for the files of --data_dir", _FOLDER),
+    "workers": (
+        lambda given: given["data_dir"] is not None and given["loader"] != "thread",
+        "counts processes that decode the images of --data_dir, which --loader thread does not start",
+        "give --data_dir <folder> and another --loader",
+    ),
+    "uneven": (
+        lambda given: given["shard_by"] == "folder",
+        "applies to machines that read their own folders",
+        "add --shard_by folder",
+    ),
+    "last_batch": (
+        lambda given: given["shard_by"] == "sample",
+        "applies to samples that all ranks share; with --shard_by folder, --uneven decides",
+        "give --uneven instead",
+    ),
+    "lr_decay": (
+        lambda given: given["lr_schedule"] == "step",
+        "belongs to the step schedule",
+        "add --lr_schedule step",
+    ),
+    "lr_power": (
+        lambda given: given["lr_schedule"] == "polynomial",
+        "belongs to the polynomial schedule",
+        "add --lr_schedule polynomial",
+    ),
+    "no_decay_norm_bias": (
+        lambda given: given["weight_decay"] > 0,
+        "leaves parameters out of --weight_decay",
+        "add --weight_decay 1e-4",
+    ),
+}
+"""Options that have no effect without another one, which are refused, not ignored: whether one has an effect with the
+given values, and the ends of two sentences, "--option <rule>" and "<fix>, or leave --option out"."""
+
+
+def _refuse_without_effect(context: click.Context, options: Mapping[str, Any]) -> None:
+    """Raise FleetTrainError for an option that was given explicitly and has no effect."""
+    for name, (has_effect, rule, fix) in NEEDS.items():
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT and not has_effect(options):
+            said = f"--{name} {options[name]} would have no effect: it {rule}"
+            raise FleetTrainError(f"{said}; {fix}, or leave --{name} out")
+
+
+@click.command(context_settings=HELP)
 @_option("--model", "Network: small ones, and paddle.vision.models.", type=click.Choice(MODELS))
 @_option("--data", "digits (scikit-learn), synthetic, or synthetic:<channels>x<height>x<width>x<classes>.")
 @_option(
@@ -62,6 +119,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
     "Profile name or YAML file. Default: the launcher's, else chosen by the cluster.",
     shell_complete=profiles,
 )
+@set_option
 @_option("--epochs", "Passes over the training data.", type=WholeNumber())
 @_option(
     "--batch_size", "Samples per rank and batch; a step is one, or accumulate_steps of the profile.", type=WholeNumber()
@@ -120,73 +178,11 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], 
 @_option("--stop_after_epochs", "Stop this run after this many epochs; --resume continues later.", type=WholeNumber())
 @verbose_option
 @click.pass_context
-def command(context: click.Context, /, lr: float | None, **options: Any) -> None:
+def command(context: click.Context, /, lr: float | None, settings: tuple[str, ...], **options: Any) -> None:
     """Train a built-in model with the reference trainer, on one process or under any launcher."""
-    refuse_without_companion(context, TRAIN, options)
+    _refuse_without_effect(context, options)
     config = TrainConfig(learning_rate=lr, **options)
+    ask_here(config.strategy, settings)
     from fleet_train.train.reference import run
 
     run(config)
-
-
-# Options that have no effect without another one are refused, not ignored.
-
-
-Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Companion:
-    """``has_effect``: whether the option has an effect with these values. ``rule`` and ``fix`` end two sentences:
-    "--option <rule>" and "<fix>, or leave --option out"."""
-
-    has_effect: Callable[[Options], bool]
-    rule: str
-    fix: str
-
-
-_FOLDER = "add --data_dir <folder>"
-
-TRAIN = {
-    "data": Companion(
-        lambda given: given["data_dir"] is None, "names data that --data_dir replaces", "leave --data_dir out"
-    ),
-    "image_size": Companion(lambda given: given["data_dir"] is not None, "is for the images of --data_dir", _FOLDER),
-    "max_corrupt": Companion(lambda given: given["data_dir"] is not None, "is for the files of --data_dir", _FOLDER),
-    "workers": Companion(
-        lambda given: given["data_dir"] is not None and given["loader"] != "thread",
-        "counts processes that decode the images of --data_dir, which --loader thread does not start",
-        "give --data_dir <folder> and another --loader",
-    ),
-    "uneven": Companion(
-        lambda given: given["shard_by"] == "folder",
-        "applies to machines that read their own folders",
-        "add --shard_by folder",
-    ),
-    "last_batch": Companion(
-        lambda given: given["shard_by"] == "sample",
-        "applies to samples that all ranks share; with --shard_by folder, --uneven decides",
-        "give --uneven instead",
-    ),
-    "lr_decay": Companion(
-        lambda given: given["lr_schedule"] == "step", "belongs to the step schedule", "add --lr_schedule step"
-    ),
-    "lr_power": Companion(
-        lambda given: given["lr_schedule"] == "polynomial",
-        "belongs to the polynomial schedule",
-        "add --lr_schedule polynomial",
-    ),
-    "no_decay_norm_bias": Companion(
-        lambda given: given["weight_decay"] > 0, "leaves parameters out of --weight_decay", "add --weight_decay 1e-4"
-    ),
-}
-"""What options of the reference trainer require."""
-
-
-def refuse_without_companion(context: click.Context, table: Mapping[str, Companion], options: Options) -> None:
-    """Raise FleetTrainError for an option of ``table`` that was given explicitly and has no effect."""
-    for name, companion in table.items():
-        if context.get_parameter_source(name) is ParameterSource.DEFAULT or companion.has_effect(options):
-            continue
-        said = f"--{name} {options[name]} would have no effect: it {companion.rule}"
-        raise FleetTrainError(f"{said}; {companion.fix}, or leave --{name} out")

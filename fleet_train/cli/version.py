@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.options import HELP
+
 _VARIABLES = ("FLEET_TRAIN_", "PADDLE_", "FLAGS_", "GLOO_", "NCCL_", "GLOG_", "OMP_", "MKL_", "CUDA_", "KMP_")
 _GIB = 1 << 30
 
@@ -25,7 +27,7 @@ Paddle is not imported; python -m fleet_train selftest checks whether it works.
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(epilog=_EPILOG, context_settings=HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text for people.")
 def command(as_json: bool) -> None:
     """Show versions, Paddle's build, machine, limits, GPUs and the engine of this process for a bug report."""

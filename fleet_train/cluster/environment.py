@@ -7,7 +7,9 @@ the stock launcher's variables can describe another job than the requested one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from fleet_train.cluster.cluster import (
@@ -23,6 +25,9 @@ from fleet_train.cluster.engines import detect
 from fleet_train.cluster.kubernetes import read_as_rank
 from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
+
+SETTINGS = "FLEET_TRAIN_SET"
+"""The variable with the settings of ``--set``: a JSON list of the texts ``knob=value``."""
 
 
 def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
@@ -98,6 +103,36 @@ def launched_job(environ: Mapping[str, str]) -> str:
 def asked_strategy(environ: Mapping[str, str]) -> str | None:
     """The launcher's profile, by name or path, or None."""
     return environ.get("FLEET_TRAIN_STRATEGY") or None
+
+
+def asked_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The launcher's ``--set``, as the texts ``knob=value``. Raises ClusterError for what the launcher never sets."""
+    text = environ.get(SETTINGS) or "[]"
+    try:
+        texts = json.loads(text)
+    except ValueError:
+        texts = None
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        raise ClusterError(f'{SETTINGS} is not a JSON list of texts such as ["nccl_comm_num=2"]; give --set instead')
+    return tuple(texts)
+
+
+def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: Sequence[str]) -> str:
+    """Put flags of a program that a launcher may have started over the launcher's. Returns the sentence about what they
+    overrule, on rank 0; or nothing.
+    """
+    told = environ.get("FLEET_TRAIN_STRATEGY")
+    if strategy:
+        environ["FLEET_TRAIN_STRATEGY"] = strategy
+    own = {text.partition("=")[0] for text in settings}
+    kept = [text for text in asked_settings(environ) if text.partition("=")[0] not in own]
+    lost = [text.partition("=")[0] for text in asked_settings(environ) if text not in (*kept, *settings)]
+    if kept or settings:
+        environ[SETTINGS] = json.dumps([*kept, *settings])
+    words = [f"--strategy {told}"] if told and strategy and told not in (strategy, os.path.abspath(strategy)) else []
+    words += [f"--set {knob}" for knob in lost]
+    is_first = environ.get("PADDLE_TRAINER_ID", "0") == "0"
+    return f"the launcher's {' and '.join(words)} is not used: the program has its own" if words and is_first else ""
 
 
 def is_strict(environ: Mapping[str, str]) -> bool:

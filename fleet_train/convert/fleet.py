@@ -16,7 +16,6 @@ import numpy as np
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
 from fleet_train.cluster.engines import alone_in_allocation, detect
-from fleet_train.cluster.environment import asked_strategy
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import exits
 from fleet_train.errors import ClusterError, ConversionError
@@ -26,7 +25,6 @@ require_paddle()
 
 import paddle  # noqa: E402
 
-from fleet_train.collectives.job import Job  # noqa: E402
 from fleet_train.collectives.step_notes import Communication  # noqa: E402
 from fleet_train.convert import (  # noqa: E402
     metrics,
@@ -46,6 +44,7 @@ from fleet_train.convert.profile_settings import (  # noqa: E402
     say,
     unwrap,
 )
+from fleet_train.convert.resolving import resolve  # noqa: E402
 from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
 from fleet_train.convert.saving import (  # noqa: E402
     capture_persistables,
@@ -63,8 +62,7 @@ from fleet_train.convert.strategy import (  # noqa: E402
     one_of,
 )
 from fleet_train.plan import CommPlan  # noqa: E402
-from fleet_train.profile import Profile, applied_mappings, load_profile  # noqa: E402
-from fleet_train.profile.fleet_objects import asked_of_stock  # noqa: E402
+from fleet_train.profile import Profile, applied_mappings  # noqa: E402
 
 if TYPE_CHECKING:
     main_program: Any
@@ -183,8 +181,9 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
-    name or path, or None: then that of ``init``, else the launcher's ``--strategy`` or ``spawn``'s, else ``multi_node``
-    on several nodes and ``single_node`` on one. A strategy object in which nothing was set is as None. Optimizers that
+    name or path, or None: then that of ``init``, else ``spawn``'s, else ``multi_node`` on several nodes and
+    ``single_node`` on one. The launcher's ``--strategy`` and ``--set`` win over all of these; rank 0 says what they
+    overrule. A strategy object in which nothing was set is as None. Optimizers that
     Paddle wraps around others (``paddle.static.amp.decorate``, ``GradientMergeOptimizer``, ...) are unwrapped, and what
     they ask for becomes settings of the profile.
 
@@ -192,15 +191,11 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     """
     now = _current()
     rank, node_num = now.job.cluster.rank, now.job.cluster.node_num
-    own = None if _is_empty(strategy) else strategy
-    by_init = None if _is_empty(now.strategy) else now.strategy
     unwrapped = unwrap(optimizer)
-    resolved = _resolve(by_init if own is None else own, now.job)
-    if own is None and by_init is None and (strategy is not None or now.strategy is not None):
-        notices = [f"nothing was set in the script's strategy: profile '{resolved.name}' is used"]
+    if (prescribed := session.prescribed()) is not None:
+        asked, notices = unwrapped.added_to(prescribed), list[str]()
     else:
-        notices = _which_strategy(own, by_init)
-    asked = unwrapped.added_to(resolved)
+        asked, notices = resolve(strategy, now.strategy, session.offered(), unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
     say([*notices, *applied_mappings(now.profile, node_num)], rank)
@@ -223,43 +218,6 @@ def minimize(
             "fleet.minimize needs an optimizer: call fleet.distributed_optimizer(optimizer) before it"
         )
     return _current().optimizers[-1].minimize(loss, startup_program, parameter_list, no_grad_set)
-
-
-def _is_empty(strategy: Any) -> bool:
-    """Whether a strategy of ours or of Paddle asks for nothing: no object, or one in which nothing was set."""
-    if strategy is None or isinstance(strategy, (str, Path, Profile)):
-        return strategy is None
-    return strategy.is_empty() if isinstance(strategy, DistributedStrategy) else not asked_of_stock(strategy)
-
-
-def _which_strategy(strategy: Any, by_init: Any) -> list[str]:
-    """The message if a strategy was given in more than one place."""
-    launchers, offered = asked_strategy(os.environ), session.offered()
-    names_its_own = strategy is not None or by_init is not None
-    notices = []
-    if launchers and names_its_own:
-        notices.append(f"the script gives its own strategy; the launcher's --strategy is not used ({launchers})")
-    if offered is not None and names_its_own:
-        notices.append(f"the function gives its own strategy; that of spawn is not used ({offered.name})")
-    if strategy is not None and by_init is not None and strategy is not by_init:
-        notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
-    return notices
-
-
-def _resolve(strategy: Any, job: Job) -> Profile:
-    if (prescribed := session.prescribed()) is not None:
-        return prescribed
-    if strategy is None:
-        strategy = session.offered() or asked_strategy(os.environ)
-    if strategy is None:
-        strategy = "multi_node" if job.cluster.node_num > 1 else "single_node"
-    if isinstance(strategy, (str, Path)):
-        return load_profile(str(strategy))
-    if isinstance(strategy, Profile):
-        return strategy
-    if isinstance(strategy, DistributedStrategy):
-        return strategy.to_profile()
-    return DistributedStrategy.from_stock(strategy).to_profile()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,10 +17,11 @@ from fleet_train.convert import replaced
 from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec
-from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Conditions, choose, decline, needs_link
+from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Choice, Conditions, choose, decline, needs_link
 from fleet_train.plan.compressions import DgcSettings, dgc_settings
 from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
 from fleet_train.profile import KNOBS, Profile, check_flags
+from fleet_train.profile.catalogue import laid_over
 from fleet_train.profile.knobs import AUTO, shown
 
 
@@ -168,7 +169,8 @@ def _typed(name: str, text: str) -> Any:
 
 
 def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
-    """``profile`` with numbers for open settings, and without a compression that does not pay; rank 0 reports which.
+    """``profile`` with numbers for open settings, and, if it asks for that, without a compression that does not pay;
+    rank 0 reports both. A link is measured only if that decides something.
 
     All ranks call it with the same arguments.
     """
@@ -178,7 +180,8 @@ def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profi
     source = job.network_source if job.network else "assumed"
     most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
     conditions = Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
-    kept = decline(profile, gradients, job.cluster, conditions, judged)
+    is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
+    kept = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
     choice = choose(kept.profile, gradients, job.cluster, conditions)
     say([*kept.sentences, *choice.sentences], job.cluster.rank)
     return choice.profile
@@ -232,12 +235,25 @@ class Unwrapped:
                 )
         wanted = {knob: value for knob, (value, _) in self.settings.items()}
         profile = profile.with_settings("the optimizer's wrapper", **wanted) if wanted else profile
+        self.refuse_steps_without_updates(profile)
+        return profile.with_notes(self.sentences) if self.sentences else profile
+
+    def under(self, profile: Profile) -> Profile:
+        """The profile of a flag, which wins over the wrappers' settings."""
+        wanted = {knob: value for knob, (value, _) in self.settings.items()}
+        if not wanted:
+            return profile
+        return laid_over(Profile().with_settings("the optimizer's wrapper", **wanted), profile).with_notes(
+            self.sentences
+        )
+
+    def refuse_steps_without_updates(self, profile: Profile) -> None:
+        """Raise ProfileError where the wrapper that counts updates would count wrongly."""
         if self.around is not None and (profile.use_local_sgd or profile.accumulate_steps > 1):
             raise ProfileError(
                 "paddle.incubate.LookAhead: counts updates in the program, but use_local_sgd and accumulate_steps "
                 "have steps without an update of all ranks; wrap the inner optimizer alone, or choose another profile"
             )
-        return profile.with_notes(self.sentences) if self.sentences else profile
 
 
 def unwrap(optimizer: Any) -> Unwrapped:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, load_profile
-from fleet_train.profile.fleet_fields import STOCK_FIELDS, settle
+from fleet_train.profile.fleet_fields import STOCK_FIELDS, outcome_of
 from fleet_train.profile.fleet_objects import asked_of_stock
 from fleet_train.profile.knobs import hidden, shown
 from fleet_train.profile.rules import describe, suggestion, value_problems
@@ -219,9 +219,10 @@ class DistributedStrategy:
         if path in DESCRIPTIVE:
             self._set(path, path, value)
             return
-        outcome = settle(path, value)
-        if outcome.problem:
-            raise ProfileError(f"DistributedStrategy.{path}: {outcome.problem}")
+        try:
+            outcome = outcome_of(path, value)
+        except ProfileError as refused:
+            raise ProfileError(f"DistributedStrategy.{path}: {refused}") from None
         for knob, setting in outcome.settings:
             self._set(path, knob, setting)
         self._forget_older(path, {knob for knob, _ in outcome.settings})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from fleet_train import __version__
 from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import is_number, refuse_repeated
+from fleet_train.cluster.environment import SETTINGS
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -302,7 +304,7 @@ FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLA
 RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
 PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
 FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
-FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
+FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 """
 # Prints environments, starts ranks under another program, or changes where the launcher reads its flags from.
 _MEDDLERS = "FLAGS_print_launcher_env WITH_COVERAGE PADDLE_LAUNCH_WITH_ARGS"
@@ -348,6 +350,8 @@ class Wanted:
     hidden: frozenset[str] = frozenset()
     """Names of the environment section."""
     strict: bool = False
+    settings: tuple[str, ...] = ()
+    """The texts of ``--set``."""
 
 
 def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -379,6 +383,8 @@ def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
         told[JOB_ID] = wanted.job_id
     if wanted.secret_file is not None:
         told[SECRET_FILE] = str(wanted.secret_file)
+    if wanted.settings:
+        told[SETTINGS] = json.dumps(wanted.settings)
     return told | ({"FLEET_TRAIN_STRATEGY": wanted.strategy} if wanted.strategy else {})
 
 

@@ -10,14 +10,14 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fleet_train
-from fleet_train.cluster.environment import is_strict
+from fleet_train.cluster.environment import SETTINGS, is_strict
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
 from fleet_train.cluster.store.members import FAN_IN
 from fleet_train.errors import ClusterError, PaddleUnusable
@@ -62,6 +62,8 @@ class Launch:
     """The job's name across these restarts; empty: each launch is a separate job."""
     verbose: bool = False
     strict: bool = False
+    settings: str = ""
+    """Those of ``--set``, for messages."""
 
     def at(self, node: Node) -> Launch:
         """The same launch for this subset of the nodes: ranks are renumbered."""
@@ -84,9 +86,11 @@ class Launch:
         nodes = counted(len(node.addresses), "node")
         on = f"devices {','.join(node.devices)}" if node.devices else "CPU"
         ranks = counted(node.world_size, "rank")
+        changed = f" with --set {self.settings}" if self.settings else ""
         return (
             f"{nodes} x {node.processes} = {ranks}; this is {node.describe()}, {on}, interface "
-            f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}; logs in {self.log_dir}"
+            f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}{changed}; "
+            f"logs in {self.log_dir}"
         )
 
     def dry_run(self) -> str:
@@ -112,7 +116,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     machine = look_around(environ)
     check_program(request)
     check_size(request)
-    strategy, profile = load_strategy(request.strategy)
+    strategy, profile = load_strategy(request.strategy, request.settings)
     node = place(request, machine)
     check_ports(node)
     access = access_of_request(request, node, environ)
@@ -120,14 +124,15 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     check_paddle(machine, profile)
     strict = request.strict or is_strict(environ)
     wanted = Wanted(
-        profile.worker_environment() if profile else {},
+        profile.worker_environment() if profile and strategy else profile.environment if profile else {},
         strategy,
         request.join_timeout_seconds,
         import_path_for_ranks(),
         access.job,
         request.secret_file,
-        frozenset(profile.environment) if profile else frozenset(),
+        frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
         strict,
+        request.settings,
     )
     return Launch(
         node=node,
@@ -145,6 +150,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         run=request.run,
         verbose=request.verbose,
         strict=strict,
+        settings=shown_settings(request.settings),
     )
 
 
@@ -171,6 +177,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
             "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
             if profile and request.strategy
             else "none",
+            "--set": shown_settings(request.settings) or "none",
             "--max_restarts": request.faults.max_restarts,
             "--min_nodes": request.faults.min_nodes or len(node.addresses),
             "--direct_ranks": request.direct_ranks,
@@ -245,14 +252,29 @@ def check_log_dir(log_dir: Path) -> None:
         raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a writable folder; choose another")
 
 
-def load_strategy(asked: str | None) -> tuple[str | None, Profile | None]:
-    """(profile name or absolute path, profile): ranks may run in a different working directory."""
-    if asked is None:
+def load_strategy(asked: str | None, settings: Sequence[str] = ()) -> tuple[str | None, Profile | None]:
+    """(profile name or absolute path, profile): ranks may run in a different working directory. Without a name, a
+    profile that only has the variables of ``settings``, which every profile of a script gets.
+    """
+    if asked is None and not settings:
         return None, None
-    from fleet_train.profile import load_profile, profile_names  # pydantic: only when a profile was asked for
+    # pydantic: only when a profile was asked for
+    from fleet_train.profile import Profile, load_profile, profile_names
+    from fleet_train.profile.catalogue import check_assignments, with_assignments
 
-    profile = load_profile(asked)
+    if asked is None:
+        return None, Profile(environment=check_assignments(settings).get("environment", {}))
+    profile = with_assignments(load_profile(asked), settings)
     return (asked if asked in profile_names() else str(Path(asked).absolute())), profile
+
+
+def shown_settings(settings: Sequence[str]) -> str:
+    """Those of ``--set`` without the values of variables; empty without any."""
+    if not settings:
+        return ""
+    from fleet_train.profile.catalogue import shown_assignments
+
+    return shown_assignments(settings)
 
 
 def check_paddle(machine: Machine, profile: Profile | None) -> None:

@@ -52,6 +52,8 @@ class LaunchRequest:
     selected_gpus: tuple[str, ...] | None = None
     processes_per_node: int | None = None
     strategy: str | None = None
+    settings: tuple[str, ...] = ()
+    """The texts of ``--set``, ``knob=value`` each."""
     log_dir: Path = Path("log")
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     faults: FaultPolicy = field(default_factory=FaultPolicy)

@@ -136,11 +136,74 @@ def check_path(flag: str, path: str) -> str:
     return path
 
 
-# The comments of the written files: paragraphs, and tables of commands.
+# The processes of every node, one launcher and under it the script; and the comments of the written files.
 
 
+_LONGEST_NAME = 40
 _WIDTH = 110
 _COLUMN = 9
+
+
+@dataclass(frozen=True)
+class Training:
+    """The launch that each node of the engine runs. Times in seconds."""
+
+    program: tuple[str, ...]
+    """Script (or module) and its arguments, unchanged."""
+    nodes: int
+    processes: int = 1
+    """Ranks per node."""
+    is_module: bool = False
+    python: str = "python"
+    strategy: str | None = None
+    settings: tuple[str, ...] = ()
+    """Of ``--set``, ``knob=value`` each."""
+    max_restarts: int = 3
+    """How often the launchers restart the ranks themselves before they report a failure to the engine."""
+    grace_seconds: int = 30
+    """How long ranks may take to save their state after SIGTERM."""
+    join_timeout_seconds: int = 900
+    """How long a node waits for the others: images are pulled, machines are added."""
+    launch_flags: tuple[str, ...] = ()
+    """Further flags of ``launch``, unchanged."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "processes"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"--{name}={getattr(self, name)} is too few; give 1 or more")
+        for word in (self.python, *self.program):
+            if "\0" in word:
+                raise ClusterError(f"{word[:60]!r} has a NUL in it, which no argument of a program can have; remove it")
+
+    def launch(self, *flags: str) -> list[str]:
+        """The launcher's command line, with flags of the engine's own."""
+        words = [self.python, "-m", "fleet_train", "launch", f"--nproc_per_node={self.processes}"]
+        words += [f"--strategy={self.strategy}"] if self.strategy else []
+        words += [f"--set={text}" for text in self.settings]
+        words += [f"--join_timeout={self.join_timeout_seconds}", f"--grace_seconds={self.grace_seconds}"]
+        words += [f"--max_restarts={self.max_restarts}"] if self.max_restarts else []
+        words += [*flags, *self.launch_flags]
+        return [*words, *(["-m"] if self.is_module else []), *self.program]
+
+    def shape(self) -> str:
+        return f"{self.nodes} x {self.processes} = {self.nodes * self.processes}"
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether it is the reference trainer, whose flags are known."""
+        return self.is_module and self.program[:2] == ("fleet_train", "train")
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether a second start would not continue from the state that the first one saved, as far as is known."""
+        return self.is_trainer and "--resume" not in self.program
+
+    def default_name(self) -> str:
+        """A name for the job, derived from the script's."""
+        given = self.program[1] if self.is_trainer else PurePath(self.program[0].replace(".", "/")).name
+        stem = given if self.is_module else PurePath(self.program[0]).stem
+        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_LONGEST_NAME].strip("-")
+        return name if re.match("[a-z]", name) else f"train-{name}".strip("-")
 
 
 def paragraph(text: str) -> list[str]:
@@ -167,78 +230,3 @@ def about(training: Training, what: str, counts_starts: bool = False) -> list[st
             "checkpoints that it finds; write --resume after `fleet_train train`."
         )
     return lines
-
-
-def about_ends(training: Training, end_seconds: int) -> list[str]:
-    """The behaviour of pods that must stop."""
-    return paragraph(
-        "When a pod must stop (an eviction, a drained machine, pause, stop) it gets SIGTERM. All ranks then save their "
-        f"state after the same step, within --grace_seconds={training.grace_seconds}, and every launcher ends with "
-        f"exit code 12; {end_seconds} s are left for that. To continue from there, the script loads its newest "
-        "checkpoint, if any (the reference trainer: --resume), from a volume that all pods mount."
-    )
-
-
-# The processes of every node: one launcher, and under it the unchanged script.
-
-
-_LONGEST_NAME = 40
-
-
-@dataclass(frozen=True)
-class Training:
-    """The launch that each node of the engine runs. Times in seconds."""
-
-    program: tuple[str, ...]
-    """Script (or module) and its arguments, unchanged."""
-    nodes: int
-    processes: int = 1
-    """Ranks per node."""
-    is_module: bool = False
-    python: str = "python"
-    strategy: str | None = None
-    max_restarts: int = 3
-    """How often the launchers restart the ranks themselves before they report a failure to the engine."""
-    grace_seconds: int = 30
-    """How long ranks may take to save their state after SIGTERM."""
-    join_timeout_seconds: int = 900
-    """How long a node waits for the others: images are pulled, machines are added."""
-    launch_flags: tuple[str, ...] = ()
-    """Further flags of ``launch``, unchanged."""
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "processes"):
-            if getattr(self, name) < 1:
-                raise ClusterError(f"--{name}={getattr(self, name)} is too few; give 1 or more")
-        for word in (self.python, *self.program):
-            if "\0" in word:
-                raise ClusterError(f"{word[:60]!r} has a NUL in it, which no argument of a program can have; remove it")
-
-    def launch(self, *flags: str) -> list[str]:
-        """The launcher's command line, with flags of the engine's own."""
-        words = [self.python, "-m", "fleet_train", "launch", f"--nproc_per_node={self.processes}"]
-        words += [f"--strategy={self.strategy}"] if self.strategy else []
-        words += [f"--join_timeout={self.join_timeout_seconds}", f"--grace_seconds={self.grace_seconds}"]
-        words += [f"--max_restarts={self.max_restarts}"] if self.max_restarts else []
-        words += [*flags, *self.launch_flags]
-        return [*words, *(["-m"] if self.is_module else []), *self.program]
-
-    def shape(self) -> str:
-        return f"{self.nodes} x {self.processes} = {self.nodes * self.processes}"
-
-    @property
-    def is_trainer(self) -> bool:
-        """Whether it is the reference trainer, whose flags are known."""
-        return self.is_module and self.program[:2] == ("fleet_train", "train")
-
-    @property
-    def starts_anew(self) -> bool:
-        """Whether a second start would not continue from the state that the first one saved, as far as is known."""
-        return self.is_trainer and "--resume" not in self.program
-
-    def default_name(self) -> str:
-        """A name for the job, derived from the script's."""
-        given = self.program[1] if self.is_trainer else PurePath(self.program[0].replace(".", "/")).name
-        stem = given if self.is_module else PurePath(self.program[0]).stem
-        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_LONGEST_NAME].strip("-")
-        return name if re.match("[a-z]", name) else f"train-{name}".strip("-")

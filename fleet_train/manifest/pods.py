@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from fleet_train.errors import ClusterError
 from fleet_train.manifest.checks import (
@@ -91,9 +88,6 @@ class Pods:
         if both := read_only & {volume.claim for volume in self.volumes if not volume.read_only}:
             raise ClusterError(f"--volume: {min(both)} is given with and without :ro; give one of the two")
 
-    def metadata(self) -> dict[str, Any]:
-        return {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
-
     def resources(self) -> dict[str, Any]:
         """Requests equal limits: such pods are evicted last when a machine is short of memory."""
         wanted: dict[str, str] = {}
@@ -138,9 +132,9 @@ class Pods:
         claims = dict.fromkeys(volume.claim for volume in self.volumes)
         return {claim: f"claim-{number}" for number, claim in enumerate(claims)}
 
-    def pod(self, name: str, training: Training, words: Sequence[str], env: list[dict[str, Any]]) -> dict[str, Any]:
-        """The spec of a pod with one container of this name, which runs these words."""
-        container: dict[str, Any] = {"name": name, "image": self.image, **command(words)}
+    def pod(self, name: str, training: Training, env: list[dict[str, Any]]) -> dict[str, Any]:
+        """The spec of a pod with one container of this name, which runs the launcher."""
+        container: dict[str, Any] = {"name": name, "image": self.image, **command(training.launch())}
         if self.working_folder:
             container["workingDir"] = self.working_folder
         container["env"] = env
@@ -157,9 +151,6 @@ class Pods:
             "containers": [container],
         }
         return {**spec, **({"volumes": self.sources()} if self.sources() else {})}
-
-    def kubectl(self) -> str:
-        return f"kubectl -n {self.namespace}" if self.namespace else "kubectl"
 
 
 def command(words: Sequence[str]) -> dict[str, Any]:
@@ -178,35 +169,3 @@ def _refuse_nested(paths: Sequence[str]) -> None:
         for other in paths[:i]:
             if path.rstrip("/") == other.rstrip("/") or path == "/":
                 raise ClusterError(f"--volume: something else is mounted at {path} already; choose another path")
-
-
-# Manifests as YAML that PyYAML and Kubernetes parse identically.
-
-
-# YAML parsers differ in what they treat as a number or a boolean (1e-3, 0o7, 12:30, y, no): only texts that are
-# neither in any of them stay unquoted.
-_PLAIN = re.compile(r"(?:--)?[A-Za-z/][A-Za-z0-9_./@=+-]*", re.ASCII)
-_NOT_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
-        super().increase_indent(flow, False)
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = _PLAIN.fullmatch(text) is not None and text.lower() not in _NOT_TEXT
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
-
-
-_Dumper.add_representer(str, _text)
-
-
-def to_yaml(comment: Sequence[str], *documents: dict[str, Any]) -> str:
-    """A comment, then the documents, keys in the given order."""
-    head = "".join(f"# {line}".rstrip() + "\n" for line in comment[: -1 if comment[-1:] == [""] else None])
-    bodies = (yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True) for one in documents)
-    return head + "---\n".join(bodies)

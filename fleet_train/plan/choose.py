@@ -339,7 +339,8 @@ def decline(
     conditions: Conditions,
     judged: Collection[str] = JUDGED,
 ) -> Choice:
-    """``profile``, with bfloat16 or float32 instead of a compression of ``judged`` if that makes a shorter step.
+    """``profile``, with bfloat16 or float32 instead of a compression of ``judged`` if that makes a shorter step and
+    the profile asks for it (``compression_declines``); else only the advice, as a sentence.
 
     Each is priced with the buckets chosen for it; computing times as in `fleet_train.plan.choose`.
     """
@@ -358,8 +359,11 @@ def decline(
     if prices[best] > _CLEARLY * prices[profile.compression]:
         return Choice(profile)
     link, asked = link_in_words(network, cluster, profile, conditions), profile.compression
+    share = prices[best] / prices[asked]
+    if not profile.compression_declines:
+        return Choice(profile, (_advice(asked, best, link, share),))
     settled = profile.with_choices(f"{DECLINED} for {link}", compression=best)
-    return Choice(settled, (_decline_sentence(asked, best, link, prices[best] / prices[asked]),))
+    return Choice(settled, (_decline_sentence(asked, best, link, share),))
 
 
 def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[Compute]) -> float:
@@ -371,4 +375,12 @@ def _decline_sentence(asked: str, best: str, link: str, share: float) -> str:
     return (
         f"compression: {asked} is declined: over {link} encoding costs more than the saved bytes gain; "
         f"{_IN_WORDS[best]} is sent instead, for {share:.0%} of the predicted steps"
+    )
+
+
+def _advice(asked: str, best: str, link: str, share: float) -> str:
+    return (
+        f"compression: {asked} probably does not pay: over {link} encoding costs more than the saved bytes gain; "
+        f"{_IN_WORDS[best]} takes {share:.0%} of the predicted steps. It is sent as asked; python -m fleet_train "
+        "recommend tries which profile is best"
     )

@@ -153,8 +153,8 @@ def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note
         instead = "float32" if profile.compression == "none" else profile.compression
         notes.append(Note("compression", f"{origin}: the requested compression does not pay there; {instead} is sent"))
     elif profile.compression != "none":
-        if not profile.compression_declines:
-            notes.append(Note("compression_declines", f"off: {profile.compression} is sent whatever encoding costs"))
+        if profile.compression_declines:
+            notes.append(Note("compression_declines", f"on: {profile.compression} is sent where it pays on this link"))
         notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
     if profile.accumulate_steps > 1:
         notes.append(Note("accumulate_steps", f"all of this once per {profile.accumulate_steps} micro-batches"))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile.loader import load_file, shown_path
+from fleet_train.profile.knobs import shown
+from fleet_train.profile.loader import SET, Layer, checked_layer, load_file, read_assignments, report_of, shown_path
 from fleet_train.profile.profile import Profile
-from fleet_train.profile.rules import suggestion
+from fleet_train.profile.rules import suggestion, value_problems
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SUFFIXES = (".yaml", ".yml")
+MEASURED = "measured.json"
+"""Written by tools/write_measured.py from the records, which an installed package does not have."""
 
 
 @cache
@@ -30,6 +37,13 @@ def catalogue_folder() -> Path:
 def profile_names() -> list[str]:
     """Names of the catalogue, sorted."""
     return sorted(path.stem for path in catalogue_folder().glob("*.yaml"))
+
+
+@cache
+def measurements() -> dict[str, list[str]]:
+    """What was measured with each profile of the catalogue, a line each: on what, the numbers, and their record."""
+    lines: dict[str, list[str]] = json.loads((catalogue_folder() / MEASURED).read_text(encoding="utf-8"))
+    return lines
 
 
 def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
@@ -59,7 +73,11 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
 
 def load_profile(name_or_path: str) -> Profile:
     """The profile of a catalogue name or a file. Raises ProfileError with ``file:line`` for each problem in it."""
-    return load_file(find_profile(name_or_path), find_profile)
+    path = find_profile(name_or_path)
+    profile = load_file(path, find_profile)
+    if path.parent.resolve() != catalogue_folder():
+        return profile
+    return profile.with_choices(MEASURED, measured=list(measurements().get(path.stem, ())))
 
 
 def _what_there_is(name: str) -> str:
@@ -68,3 +86,53 @@ def _what_there_is(name: str) -> str:
     there_are = f"there are {', '.join(names)}; {example}"
     hint = suggestion(name, names)
     return f"{hint} {there_are[0].upper()}{there_are[1:]}" if hint else f"; {there_are}"
+
+
+# ``--set knob=value``: settings of the command line, read and checked as in a profile's file, and laid over it.
+
+
+EXAMPLE = f"{SET} nccl_comm_num=2"
+
+
+def check_assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """The settings of these texts, each checked by itself: the profile that they are laid over is not known yet.
+
+    Raises ProfileError with one line per problem: ``--set: nccl_com_num: unknown key; did you mean ...``.
+    """
+    source = read_assignments(texts)
+    problems = source.problems + value_problems(source.settings)
+    if problems:
+        raise ProfileError(report_of(problems, source, Layer({}, {})))
+    return source.settings
+
+
+def with_assignments(profile: Profile, texts: Sequence[str]) -> Profile:
+    """``profile`` with these settings laid over it, as those of a file over what it extends: a switch that they turn
+    off takes the profile's knobs that tune it with it. Raises ProfileError as `check_assignments` does, and for
+    contradictions.
+    """
+    if not texts:
+        return profile
+    layer = checked_layer(read_assignments(texts), Layer(profile.settings(), profile.origins))
+    descriptive = profile.settings().keys() - profile.explicit
+    kept = {name: getattr(profile, name) for name in descriptive}
+    return Profile.assembled(kept | layer.settings, layer.origins).with_notes(profile.notes)
+
+
+def laid_over(below: Profile, above: Profile) -> Profile:
+    """The settings of ``above``, and those of ``below`` that they do not switch off. Raises ProfileError for
+    contradictions."""
+    layer = Layer(below.settings(), below.origins).under(Layer(above.settings(), above.origins))
+    return Profile.assembled(layer.settings, layer.origins).with_notes(above.notes)
+
+
+def shown_assignments(texts: Iterable[str]) -> str:
+    """For messages and comparisons between nodes: ``nccl_comm_num=2``; digests for the values of environment variables,
+    which may be secrets."""
+    settings = read_assignments(texts).settings
+    variables = settings.pop("environment", {})
+    words = [f"{name}={shown(value)}" for name, value in settings.items()]
+    for name, value in variables.items():
+        digest = hashlib.sha256(f"{name}={value}".encode(errors="replace")).hexdigest()[:12]
+        words.append(f"environment.{name}=(digest {digest})")
+    return " ".join(sorted(words))

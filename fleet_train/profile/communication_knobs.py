@@ -16,25 +16,22 @@ class CommunicationKnobs(BaseModel):
 
     name: str = knob(
         "default",
-        fate="carried out",
         meaning="The profile's name in messages and records. Default: the file's name.",
         reason="Printed with the plan and kept in the run's records; it changes nothing in training.",
     )
     description: str = knob(
         "",
-        fate="carried out",
         meaning="The purpose of this profile in one line: its network and cluster.",
         reason="Shown by `fleet_train profiles`; it changes nothing in training.",
     )
     measured: list[str] = knob(
         factory=list,
-        fate="carried out",
         meaning="Measurements of this profile, a line each: on what, the numbers, and their record.",
-        reason="Shown by `fleet_train profiles NAME` and written by tools/write_measured.py.",
+        reason="Shown by `fleet_train profiles NAME`. Those of the catalogue's profiles are in `measured.json` beside "
+        "them, written by tools/write_measured.py.",
     )
     nccl_comm_num: int | Auto = knob(
         AUTO,
-        fate="carried out",
         unit="communicators",
         ge=1,
         le=16,
@@ -65,7 +62,6 @@ class CommunicationKnobs(BaseModel):
     )
     fetch_frequency: int = knob(
         1,
-        fate="carried out",
         unit="steps",
         ge=1,
         le=1_000_000,
@@ -75,13 +71,11 @@ class CommunicationKnobs(BaseModel):
     )
     fuse_all_reduce_ops: bool = knob(
         True,
-        fate="carried out",
         meaning="Gather gradients into buckets and allreduce a bucket at a time. false = one allreduce per gradient.",
         reason="The plan puts gradients into buckets in the order in which the backward pass finishes them.",
     )
     fuse_grad_size_in_MB: float | Auto = knob(
         AUTO,
-        fate="carried out",
         unit="MB (2**20 bytes)",
         gt=0,
         le=4096,
@@ -93,7 +87,6 @@ class CommunicationKnobs(BaseModel):
     )
     fuse_parameter_groups_size: int = knob(
         50,
-        fate="carried out",
         unit="gradients",
         ge=1,
         le=100_000,
@@ -103,7 +96,6 @@ class CommunicationKnobs(BaseModel):
     )
     last_comm_group_size_MB: float | Auto = knob(
         AUTO,
-        fate="carried out",
         unit="MB (2**20 bytes)",
         gt=0,
         le=4096,
@@ -116,7 +108,6 @@ class CommunicationKnobs(BaseModel):
     )
     link_gigabits: float = knob(
         0.0,
-        fate="carried out",
         unit="10^9 bits per second",
         ge=0,
         le=10_000,
@@ -128,7 +119,6 @@ class CommunicationKnobs(BaseModel):
     )
     link_latency_ms: float = knob(
         0.0,
-        fate="carried out",
         unit="milliseconds",
         ge=0,
         le=10_000,
@@ -138,14 +128,12 @@ class CommunicationKnobs(BaseModel):
     )
     use_hierarchical_allreduce: bool = knob(
         False,
-        fate="carried out",
         meaning="Reduce inside each node, allreduce between the nodes' leaders, broadcast inside each node.",
         reason="Every bucket takes three phases, and only the leaders' bytes cross between nodes. It needs "
         "several nodes with several ranks each to differ from the flat allreduce.",
     )
     hierarchical_allreduce_inter_nranks: int = knob(
         0,
-        fate="carried out",
         unit="ranks",
         ge=0,
         le=1024,
@@ -155,13 +143,11 @@ class CommunicationKnobs(BaseModel):
     )
     sync_nccl_allreduce: bool = knob(
         False,
-        fate="carried out",
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",
         reason="The operator that starts a bucket waits for it. Results are bit-equal, the step is slower.",
     )
     barrier_every_steps: int = knob(
         1,
-        fate="carried out",
         unit="synchronous steps",
         ge=1,
         le=1_000_000,
@@ -339,13 +325,14 @@ class CompressionKnobs(LocalSgdKnobs):
         "et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
     )
     compression_declines: bool = knob(
-        True,
+        False,
         fate="carried out",
         only_with=OnlyWith("compression", ("int8", "int4")),
         meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
-        "link. false = always send the requested compression.",
+        "link. false = send the requested compression; rank 0 says where it probably does not pay.",
         reason="Encoding takes processor time, which a fast link does not save. The link is that of link_gigabits "
-        "and link_latency_ms, measured if they are not given; rank 0 prints what was declined.",
+        "and link_latency_ms, measured if they are not given: with true, a run's numbers depend on that measurement. "
+        "`recommend` tries what pays.",
     )
     quantised_block_size: int = knob(
         512,

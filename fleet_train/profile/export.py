@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile.catalogue import load_profile, profile_names
+from fleet_train.profile.catalogue import MEASURED, load_profile, profile_names
 from fleet_train.profile.compatibility import Strategy, Verdict, entries
 from fleet_train.profile.fleet_fields import STOCK_FIELDS, StockField
 from fleet_train.profile.knobs import FATES, Knob, shown
@@ -160,7 +160,7 @@ def broken_profiles() -> list[str]:
         if profile.name != name or not profile.description:
             found.append(f"strategies/{name}.yaml: needs a description, and no name other than its file's")
         if not profile.measured:
-            found.append(f"strategies/{name}.yaml: needs what was measured with it, or 'not measured' and why")
+            found.append(f"strategies/{MEASURED}: needs what was measured with {name}, or 'not measured' and why")
     return found
 
 

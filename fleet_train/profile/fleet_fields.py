@@ -11,10 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_train.errors import ProfileError
 from fleet_train.profile.knobs import Fate, shown
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS
 
-# A row of ``stock_fields`` about one field of Fleet's strategy objects.
+
+@dataclass(frozen=True)
+class Switch:
+    """The value of a field that stands for settings of other knobs; ``note`` is a note to the user.
+
+    ``yields``: the settings apply only unless another field or knob sets them, in any order.
+    """
+
+    value: Any
+    settings: tuple[tuple[str, Any], ...]
+    note: str = ""
+    yields: bool = False
+
+    @property
+    def words(self) -> str:
+        settings = " and ".join(f"{name}: {shown(value)}" for name, value in self.settings)
+        return f"read as {settings}{', unless another field says otherwise' if self.yields else ''}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -43,24 +60,6 @@ class StockField:
         if self.knob == self.path:
             return KNOBS[self.knob].fate
         return "mapped" if self.knob or self.mapping or self.switch else "refused"
-
-
-@dataclass(frozen=True)
-class Switch:
-    """The value of a field that stands for settings of other knobs; ``note`` is a note to the user.
-
-    ``yields``: the settings apply only unless another field or knob sets them, in any order.
-    """
-
-    value: Any
-    settings: tuple[tuple[str, Any], ...]
-    note: str = ""
-    yields: bool = False
-
-    @property
-    def words(self) -> str:
-        settings = " and ".join(f"{name}: {shown(value)}" for name, value in self.settings)
-        return f"read as {settings}{', unless another field says otherwise' if self.yields else ''}{self.note}"
 
 
 _OFF: tuple[Any, ...] = (False, None)
@@ -345,12 +344,9 @@ STOCK_FIELDS: dict[str, StockField] = {
 } | {name: StockField(name, knob=name, switch=_NO_LIMIT.get(name)) for name in _SAME_NAME}
 
 
-# How one value of one field of Fleet's strategy objects is handled.
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """The result for a field's value: settings, a sentence for rank 0, a problem, or nothing.
+    """The result for a field's value: settings, a sentence for rank 0, or nothing.
 
     A ``fallback`` is a setting for a knob that nothing else sets.
     """
@@ -358,46 +354,36 @@ class Outcome:
     settings: tuple[tuple[str, Any], ...] = ()
     fallback: tuple[tuple[str, Any], ...] = ()
     sentence: str = ""
-    problem: str = ""
 
 
-def settle(path: str, value: Any) -> Outcome:
-    """The result for one value of one field. A knob's own rules are checked by the knob."""
-    value = _number_of(value)
+def outcome_of(path: str, value: Any) -> Outcome:
+    """The result for one value of one field. Raises ProfileError for one that is refused; a knob's own rules are
+    checked by the knob."""
+    number = getattr(value, "value", None)
+    value = number if type(number) is int else value  # an enumeration: BuildStrategy.ReduceStrategy.Reduce
     row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
+    said = f"{path}: {shown(value)} is mapped: "
     if row is None:
-        return Outcome(problem=f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
+        raise ProfileError(f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
     if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
-        sentence = f"{path}: {shown(value)} is mapped: {row.switch.words}"
-        if row.switch.yields:
-            return Outcome(fallback=row.switch.settings, sentence=sentence)
-        return Outcome(row.switch.settings, sentence=sentence)
+        brought = row.switch.settings
+        own, fallback = ((), brought) if row.switch.yields else (brought, ())
+        return Outcome(own, fallback, said + row.switch.words)
     if row.knob:
         read = row.reading(value) if row.reading and value is not None else value
-        return Outcome() if _is_one_of(read, row.silent) else _to_knob(row, value, read)
+        if _is_one_of(read, row.silent):
+            return Outcome()
+        is_variable = row.knob.startswith("environment.") and isinstance(read, int)
+        settings = ((row.knob, str(int(read)) if is_variable else read),)
+        return Outcome(settings, sentence="" if row.knob == row.path else f"{said}read as {row.knob}{row.note}")
     if _is_one_of(value, row.mapped):
-        return Outcome(sentence=f"{path}: {shown(value)} is mapped: {row.mapping}")
+        return Outcome(sentence=said + row.mapping)
     # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.
     if row.path == path and _is_one_of(value, row.silent):
         return Outcome()
-    return Outcome(problem=f"given {shown(value)}: {row.refusal}")
-
-
-def _number_of(value: Any) -> Any:
-    """The number of an enumeration (``BuildStrategy.ReduceStrategy.Reduce``); other values as they are."""
-    number = getattr(value, "value", None)
-    return number if type(number) is int else value
+    raise ProfileError(f"given {shown(value)}: {row.refusal}")
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
     """Equal and of the same type: 1 is not True here."""
-    return any(type(value) is type(one) and value == one for one in known)
-
-
-def _to_knob(row: StockField, value: Any, read: Any) -> Outcome:
-    if row.knob == row.path:
-        return Outcome(((row.knob, read),))
-    sentence = f"{row.path}: {shown(value)} is mapped: read as {row.knob}{row.note}"
-    if row.knob.startswith("environment.") and isinstance(read, int):
-        read = str(int(read))
-    return Outcome(((row.knob, read),), sentence=sentence)
+    return any(type(value) is type(each) and value == each for each in known)

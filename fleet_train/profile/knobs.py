@@ -118,9 +118,9 @@ class Knob:
 def knob(
     default: Any = None,
     *,
-    fate: Fate,
     meaning: str,
     reason: str,
+    fate: Fate = "carried out",
     unit: str = "",
     ge: float | None = None,
     gt: float | None = None,

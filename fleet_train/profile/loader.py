@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,31 @@ Finder = Callable[[str, Path], Path]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A file together with everything that it extends."""
 
     settings: dict[str, Any]
-    origins: dict[str, str]
+    origins: Mapping[str, str]
+
+    def under(self, own: Layer) -> Layer:
+        """A file's settings over these, which it extends; environments are merged by name, the description is not
+        inherited.
+
+        A knob that only these set and that the file switches off (``fuse_all_reduce_ops: false`` over
+        ``fuse_grad_size_in_MB: 16``, ``outer_optimizer: none`` over ``outer_lr: 0.7``) is dropped with it:
+        contradictions exist only between lines written to apply together.
+        """
+        kept = {name: value for name, value in self.settings.items() if name not in DESCRIPTIVE}
+        chosen = dict(own.settings)
+        # The knobs that tune a dropped knob are dropped too: amp_level drops amp_dtype, which drops its loss scale.
+        while gone := [name for name in kept if _taken_away(KNOBS[name], chosen)]:
+            for name in gone:
+                del kept[name]
+                chosen.setdefault(name, KNOBS[name].default)
+        settings = kept | own.settings
+        if "environment" in kept and "environment" in own.settings:
+            settings["environment"] = kept["environment"] | own.settings["environment"]
+        return Layer(settings, {**self.origins, **own.origins})
 
 
 def load_file(path: Path, find: Finder) -> Profile:
@@ -40,22 +61,27 @@ def load_file(path: Path, find: Finder) -> Profile:
     return Profile.assembled({"name": path.stem} | layer.settings, layer.origins)
 
 
-def _load_layer(path: Path, find: Finder, chain: tuple[Path, ...]) -> _Layer:
+def _load_layer(path: Path, find: Finder, chain: tuple[Path, ...]) -> Layer:
     source = read_source(path, shown_path(path))
-    parent = _parent(source, path, find, (*chain, path.resolve())) if source.extends else _Layer({}, {})
+    parent = _parent(source, path, find, (*chain, path.resolve())) if source.extends else Layer({}, {})
+    return checked_layer(source, parent)
+
+
+def checked_layer(source: Source, parent: Layer) -> Layer:
+    """What was read, over ``parent``. Raises ProfileError with one line per problem."""
     own, came_from, problems = fold_flags(source.settings)
     problems = source.problems + problems
     origins = {name: source.place(came_from.get(name, name)) for name in own}
     origins |= {key: source.place(key) for key in source.lines if key.startswith("environment.")}
-    layer = _merged(parent, _Layer(own, origins))
+    layer = parent.under(Layer(own, origins))
     unread = {problem.key for problem in problems}
     problems += [problem for problem in problems_in(layer.settings) if not _moot(problem, unread)]
     if problems:
-        raise ProfileError(_report(problems, source, layer))
+        raise ProfileError(report_of(problems, source, layer))
     return layer
 
 
-def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -> _Layer:
+def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -> Layer:
     place = source.place("extends")
     try:
         wanted = find(source.extends, path.parent)
@@ -67,27 +93,6 @@ def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -
     if len(chain) >= MAX_EXTENDS:
         raise ProfileError(f"{place}: extends: more than {MAX_EXTENDS} files deep")
     return _load_layer(wanted, find, chain)
-
-
-def _merged(parent: _Layer, own: _Layer) -> _Layer:
-    """The file's settings over those that it extends; environments are merged by name, the description is not
-    inherited.
-
-    A knob that only the parent sets and that the file switches off (``fuse_all_reduce_ops: false`` over a parent's
-    ``fuse_grad_size_in_MB: 16``, ``outer_optimizer: none`` over its ``outer_lr: 0.7``) is dropped with it:
-    contradictions exist only between lines written to apply together.
-    """
-    kept = {name: value for name, value in parent.settings.items() if name not in DESCRIPTIVE}
-    chosen = dict(own.settings)
-    # The knobs that tune a dropped knob are dropped too: amp_level drops amp_dtype, which drops its loss scale.
-    while gone := [name for name in kept if _taken_away(KNOBS[name], chosen)]:
-        for name in gone:
-            del kept[name]
-            chosen.setdefault(name, KNOBS[name].default)
-    settings = kept | own.settings
-    if "environment" in kept and "environment" in own.settings:
-        settings["environment"] = kept["environment"] | own.settings["environment"]
-    return _Layer(settings, parent.origins | own.origins)
 
 
 def _taken_away(row: Knob, own: Mapping[str, Any]) -> bool:
@@ -108,7 +113,9 @@ def _moot(problem: Problem, unread: set[str]) -> bool:
     return row.needs in unread or (row.only_with is not None and any(name in unread for name in row.only_with.choices))
 
 
-def _report(problems: list[Problem], source: Source, layer: _Layer) -> str:
+def report_of(problems: list[Problem], source: Source, layer: Layer) -> str:
+    """One line per problem, in the order of the file, each with its place."""
+
     def place(problem: Problem) -> str:
         return source.place(problem.key) if problem.key in source.lines else layer.origins.get(problem.key, source.path)
 
@@ -128,28 +135,37 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
-# Reads one YAML file into settings with line numbers, without guessing or dropping anything.
+# Reads YAML into settings with line numbers, without guessing or dropping anything.
 #
 # PyYAML's own loader reads ``1e-3`` as text, ``no`` as False, ``010`` as 8, ``1:30`` as 90, and keeps the last of two
-# equal keys. So PyYAML only composes the file into nodes, and each scalar is read according to its knob.
+# equal keys. So PyYAML only composes the text into nodes, and each scalar is read according to its knob.
 
 
 MAX_BYTES = 64 * 1024
 MAX_KEYS = 500
 MAX_DEPTH = 20
 MAX_DIGITS = 40
+SET = "--set"
 KEY = re.compile(r"[A-Za-z_][\w.-]{0,79}")
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _WORDS_OF_THE_FILE = re.compile(r"(?<=alias|nchor|andle) .*", re.DOTALL)
 """A part of PyYAML's messages that shows more than one character of the file."""
 _NO_KEY = "is not a key of a profile; to build on another profile, use extends"
 _NO_VARIABLE = "is not a variable name; write NAME: value"
+_SET_TWICE = "is set again{where}; keep one of the two"
+_VARIABLES = "environment."
 READ_AS = {"bool": "a boolean", "int": "a number", "float": "a number", "null": "nothing", "timestamp": "a date"}
+_EXTENDS = Knob("extends", "carried out", "", "", "", "", kind=str)
+
+
+class _Unreadable(ValueError):
+    """Why a value cannot be read, and how to write it."""
 
 
 @dataclass
 class Source:
-    """The content of one file: ``settings`` and ``extends``, the line of each key, and what could not be read."""
+    """The content of one file, or of the command line: ``settings`` and ``extends``, the line of each key, and what
+    could not be read."""
 
     path: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -162,6 +178,38 @@ class Source:
         line = self.lines.get(key) or self.lines.get(key.partition(".")[0])
         return f"{self.path}:{line}" if line else self.path
 
+    def read(self, key: str, node: yaml.Node) -> None:
+        """Take over one key of a profile."""
+        row = KNOBS.get(key)
+        if row is None:
+            self.problems.append(Problem(key, unknown_key(key)))
+        elif key == "environment" and isinstance(node, yaml.MappingNode):
+            self.settings[key] = {}
+            for name, value in _items(node, self, _VARIABLES):
+                self.read_variable(name, value)
+        elif row.kind is list and isinstance(node, yaml.SequenceNode):
+            self.settings[key] = []
+            for item in node.value:
+                with self.problem_of(key):
+                    self.settings[key].append(_read(item, replace(row, kind=str)))
+        else:
+            with self.problem_of(key):
+                self.settings[key] = _read(node, row)
+
+    def read_variable(self, name: str, node: yaml.Node) -> None:
+        """Take over one line of the environment section."""
+        variables = self.settings.setdefault("environment", {})
+        with self.problem_of(_VARIABLES + name):
+            variables[name] = _read_variable(node)
+
+    @contextmanager
+    def problem_of(self, key: str) -> Iterator[None]:
+        """A value that cannot be read becomes a problem of this key."""
+        try:
+            yield
+        except _Unreadable as unreadable:
+            self.problems.append(Problem(key, str(unreadable)))
+
 
 def read_source(path: Path, shown: str) -> Source:
     """Read one profile file. Raises ProfileError if there is no mapping in it at all; other problems are collected.
@@ -169,20 +217,42 @@ def read_source(path: Path, shown: str) -> Source:
     The file may not be a profile: messages show only names and values of knobs from its text.
     """
     root = _compose(_read_text(path, shown), shown)
+    if root is None:
+        raise ProfileError(f"{shown}: is empty; write at least 'description: ...', or give another file")
+    if not isinstance(root, yaml.MappingNode):
+        line_number = root.start_mark.line + 1
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ProfileError(f"{shown}:{line_number}: is {kind}; a profile is a list of 'knob: value' lines")
     source = Source(shown)
-    for key, node in _items(root, source, prefix=""):
-        if key == "environment" and isinstance(node, yaml.MappingNode):
-            source.settings[key] = _environment(node, source)
-        elif key == "extends":
-            source.extends = str(_setting(key, node, str, source) or "")
-        elif key in KNOBS and KNOBS[key].kind is list and isinstance(node, yaml.SequenceNode):
-            source.settings[key] = _names(key, node, source)
-        elif key in KNOBS:
-            value = _setting(key, node, KNOBS[key].kind, source)
-            if value is not None:
-                source.settings[key] = value
+    for key, node in _items(root, source):
+        if key == "extends":
+            with source.problem_of(key):
+                source.extends = _read(node, _EXTENDS)
         else:
-            source.problems.append(Problem(key, unknown_key(key)))
+            source.read(key, node)
+    return source
+
+
+def read_assignments(texts: Iterable[str]) -> Source:
+    """The texts ``knob=value`` of ``--set``, each value as in a profile's YAML; ``environment.NAME=value`` is one
+    variable. Raises ProfileError for a text that is not an assignment, or not YAML; other problems are collected.
+    """
+    source = Source(SET)
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not KEY.fullmatch(key):
+            raise ProfileError(f"{SET}: {cut(key)!r} is not KNOB=VALUE; write for example {SET} nccl_comm_num=2")
+        node = _compose(value, f"{SET}: {key}") or yaml.ScalarNode("tag:yaml.org,2002:null", "")
+        if key in source.lines:
+            source.problems.append(Problem(key, _SET_TWICE.format(where="")))
+            continue
+        source.lines[key] = 0
+        if key == "extends":
+            source.problems.append(Problem(key, "is a line of a file; give --strategy"))
+        elif key.startswith(_VARIABLES):
+            source.read_variable(key.removeprefix(_VARIABLES), node)
+        else:
+            source.read(key, node)
     return source
 
 
@@ -201,9 +271,9 @@ def _read_text(path: Path, shown: str) -> str:
         ) from error
 
 
-def _compose(text: str, shown: str) -> yaml.MappingNode:
+def _compose(text: str, shown: str) -> yaml.Node | None:
     try:
-        root = yaml.compose(text, Loader=_FlatLoader)
+        root: yaml.Node | None = yaml.compose(text, Loader=_FlatLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (f":{mark.line + 1}", f" (column {mark.column + 1})") if mark else ("", "")
@@ -218,12 +288,6 @@ def _compose(text: str, shown: str) -> yaml.MappingNode:
         raise ProfileError(f"{shown}: is nested too deeply; a profile is a list of 'knob: value' lines") from None
     except (ValueError, OverflowError):  # "\UFFFFFFFF", %YAML 1.999...9: PyYAML leaves these to chr() and int()
         raise ProfileError(f"{shown}: is not YAML: a number in an escape or directive is too large") from None
-    if root is None:
-        raise ProfileError(f"{shown}: is empty; write at least 'description: ...', or give another file")
-    if not isinstance(root, yaml.MappingNode):
-        line_number = root.start_mark.line + 1
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ProfileError(f"{shown}:{line_number}: is {kind}; a profile is a list of 'knob: value' lines")
     return root
 
 
@@ -241,7 +305,7 @@ class _FlatLoader(yaml.SafeLoader):
         return node
 
 
-def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[tuple[str, yaml.Node]]:
+def _items(mapping: yaml.MappingNode, source: Source, prefix: str = "") -> Iterator[tuple[str, yaml.Node]]:
     """Keys as they are written (so ``no:`` stays ``no``) with their values; repeated ones become problems."""
     if len(mapping.value) > MAX_KEYS:
         line = mapping.start_mark.line + 1
@@ -257,119 +321,89 @@ def _items(mapping: yaml.MappingNode, source: Source, prefix: str) -> Iterator[t
             source.lines.setdefault(path, line)
             source.problems.append(Problem(path, _NO_VARIABLE if prefix else _NO_KEY))
         elif path in source.lines:
-            source.problems.append(Problem(path, f"is set again on line {line}; keep one of the two"))
+            source.problems.append(Problem(path, _SET_TWICE.format(where=f" on line {line}")))
         else:
             source.lines[path] = line
             yield key, node
 
 
-def _environment(section: yaml.MappingNode, source: Source) -> dict[str, str]:
-    """Variables as the written text; only text that YAML would convert to something else needs quotes."""
-    variables = {}
-    for name, node in _items(section, source, prefix="environment."):
-        key = f"environment.{name}"
-        if not isinstance(node, yaml.ScalarNode):
-            source.problems.append(Problem(key, f"is {_kind_of(node)}; allowed: one line of text"))
-            continue
-        if unprintable := _unprintable(node):
-            source.problems.append(Problem(key, unprintable))
-            continue
-        tag = _tag(node)
-        if tag == "null":
-            source.problems.append(Problem(key, 'has no value; for an empty one write ""'))
-        elif tag == "bool" and node.value.lower() not in ("true", "false"):
-            rule = "is read as a boolean by YAML; write it in quotes for the text, or 1 or 0"
-            source.problems.append(Problem(key, rule))
-        else:
-            variables[name] = str(int(node.value.lower() == "true")) if tag == "bool" else node.value
-    return variables
-
-
-def _names(key: str, sequence: yaml.SequenceNode, source: Source) -> list[str]:
-    """The entries of a list as the written text."""
-    names = []
-    for node in sequence.value:
-        text = _setting(key, node, str, source)
-        if text is not None:
-            names.append(str(text))
-    return names
-
-
-def _setting(key: str, node: yaml.Node, kind: type, source: Source) -> Any:
-    """The value of a knob, or None with a problem that says how to write it."""
+def _read_variable(node: yaml.Node) -> str:
+    """A variable's written text; only text that YAML would convert to something else needs quotes."""
     if not isinstance(node, yaml.ScalarNode):
-        allowed = KNOBS[key].allowed if key in KNOBS else "text"
-        source.problems.append(Problem(key, f"given {_kind_of(node)}; allowed: {allowed}"))
-        return None
-    if unprintable := _unprintable(node):
-        source.problems.append(Problem(key, unprintable))
-        return None
-    choices = KNOBS[key].choices if key in KNOBS else ()
-    if choices and _tag(node) not in ("str", "null"):
-        read = READ_AS.get(_tag(node), _tag(node))
-        quoted = cut(node.value)
-        source.problems.append(Problem(key, f"{quoted} is read as {read} by YAML; allowed: {KNOBS[key].allowed}"))
-        return None
-    if key in KNOBS and KNOBS[key].auto and _tag(node) == "str" and node.value == AUTO:
+        raise _Unreadable(f"is {_kind_of(node)}; allowed: one line of text")
+    tag, text = _tag_of(node), str(node.value)
+    if tag == "null":
+        raise _Unreadable('has no value; for an empty one write ""')
+    if tag != "bool":
+        return text
+    if text.lower() not in ("true", "false"):
+        raise _Unreadable("is read as a boolean by YAML; write it in quotes for the text, or 1 or 0")
+    return str(int(text.lower() == "true"))
+
+
+def _read(node: yaml.Node, row: Knob) -> Any:
+    """The value of a knob."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise _Unreadable(f"given {_kind_of(node)}; allowed: {row.allowed}")
+    tag, text = _tag_of(node), node.value
+    quoted, kind = cut(text), READ_AS.get(tag, tag)
+    if tag == "null" and row.kind is not dict:
+        raise _Unreadable(f"has no value; allowed: {row.allowed}")
+    if row.choices and tag != "str":
+        raise _Unreadable(f"{quoted} is read as {kind} by YAML; allowed: {row.allowed}")
+    if row.auto and tag == "str" and text == AUTO:
         return AUTO
-    value, advice = _read_scalar(node, kind)
-    if advice:
-        source.problems.append(Problem(key, advice.replace("ALLOWED", KNOBS[key].allowed if key in KNOBS else "text")))
-    return value
-
-
-def _read_scalar(node: yaml.ScalarNode, kind: type) -> tuple[Any, str]:
-    tag, text = _tag(node), node.value
-    if tag == "null" and kind is not dict:
-        return None, "has no value; allowed: ALLOWED"
-    if kind is str:
-        if tag == "str":
-            return text, ""
-        quoted = cut(text)
-        return None, f'{quoted} is read as {READ_AS.get(tag, tag)} by YAML; write "{quoted}"'
-    if kind is bool:
-        return _read_boolean(tag, text)
-    if kind in (int, float):
-        return _read_number(tag, text, kind)
+    if row.kind is str:
+        if tag != "str":
+            raise _Unreadable(f'{quoted} is read as {kind} by YAML; write "{quoted}"')
+        return text
+    given = f"given {quoted!r} (text)" if tag == "str" else f"given {quoted} ({kind})"
+    if row.kind is bool:
+        return _read_boolean(tag, text, f"{given}; allowed: {row.allowed}")
+    if row.kind in (int, float):
+        return _read_number(tag, text, row, given)
     # The environment section's text may be a variable with its value.
-    return None, f"given {'text' if kind is dict else _kind_of(node)}; allowed: ALLOWED"
+    raise _Unreadable(f"given {'text' if row.kind is dict else _kind_of(node)}; allowed: {row.allowed}")
 
 
-def _read_boolean(tag: str, text: str) -> tuple[Any, str]:
-    if tag == "bool" and text.lower() in TRUE_WORDS | FALSE_WORDS:
-        return text.lower() in TRUE_WORDS, ""
-    if text.lower() in TRUE_WORDS | FALSE_WORDS:
-        right = "true" if text.lower() in TRUE_WORDS else "false"
-        return None, f"given {_as_read(tag, text)}; allowed: true or false; write {right} without quotes"
-    return None, f"given {_as_read(tag, text)}; allowed: ALLOWED"
+def _read_boolean(tag: str, text: str, refusal: str) -> bool:
+    is_true = text.lower() in TRUE_WORDS
+    if not is_true and text.lower() not in FALSE_WORDS:
+        raise _Unreadable(refusal)
+    if tag != "bool":
+        raise _Unreadable(f"{refusal}; write {'true' if is_true else 'false'} without quotes")
+    return is_true
 
 
-def _read_number(tag: str, text: str, kind: type) -> tuple[Any, str]:
+def _read_number(tag: str, text: str, row: Knob, given: str) -> int | float:
+    allowed = f"allowed: {row.allowed}"
     if len(text) > MAX_DIGITS:
-        return None, f"given {len(text)} characters; allowed: ALLOWED"
+        raise _Unreadable(f"given {len(text)} characters; {allowed}")
     if tag == "int" and INTEGER.fullmatch(text):
-        return int(text), ""
-    if tag in ("int", "float") and (number := _number_in_yaml(tag, text)) is None:
-        return None, f"{text} is not a number; allowed: ALLOWED"
-    if tag == "int":
-        return None, f"{text} is read as {number} by YAML; write a plain decimal number"
-    if tag == "float":
-        if kind is float:
-            return number, ""
-        whole = f"; write {int(number)}" if number.is_integer() else ""
-        return None, f"given {text} (a number with decimals); allowed: ALLOWED{whole}"
+        return int(text)
     if tag == "bool":
-        return None, f"{text} is read as a boolean by YAML; allowed: ALLOWED"
-    return None, f"given {_as_read(tag, text)}; allowed: ALLOWED{_number_advice(text, kind)}"
+        raise _Unreadable(f"{text} is read as a boolean by YAML; {allowed}")
+    if tag not in ("int", "float"):
+        raise _Unreadable(f"{given}; {allowed}{_number_advice(text, row.kind)}")
+    number = _number_in_yaml(tag, text)
+    if number is None:
+        raise _Unreadable(f"{text} is not a number; {allowed}")
+    if tag == "int":
+        raise _Unreadable(f"{text} is read as {number} by YAML; write a plain decimal number")
+    if row.kind is int:
+        whole = f"; write {int(number)}" if float(number).is_integer() else ""
+        raise _Unreadable(f"given {text} (a number with decimals); {allowed}{whole}")
+    return number
 
 
-def _number_in_yaml(tag: str, text: str) -> Any:
+def _number_in_yaml(tag: str, text: str) -> int | float | None:
     """The value that YAML 1.1 reads: ``010`` as 8, ``1:30`` as 90. None if only its tag (``!!int x``) makes it a
     number."""
     constructor: Any = yaml.constructor.SafeConstructor()
     node = yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", text)
     try:
-        return constructor.construct_yaml_int(node) if tag == "int" else constructor.construct_yaml_float(node)
+        number: int | float = getattr(constructor, f"construct_yaml_{tag}")(node)
+        return number
     except (ValueError, IndexError, OverflowError):
         return None
 
@@ -390,18 +424,10 @@ def _number_advice(text: str, kind: type) -> str:
     return f"; write {dotted}e{signed}" if exponent else f"; write {text} without quotes"
 
 
-def _as_read(tag: str, text: str) -> str:
-    quoted = cut(text)
-    return f"{quoted!r} (text)" if tag == "str" else f"{quoted} ({READ_AS.get(tag, tag)})"
-
-
-def _unprintable(node: yaml.ScalarNode) -> str:
-    """The problem with a text that contains terminal control characters, or nothing."""
-    found = UNPRINTABLE.search(node.value)
-    return f"has the control character U+{ord(found[0]):04X}; remove it" if found else ""
-
-
-def _tag(node: yaml.ScalarNode) -> str:
+def _tag_of(node: yaml.ScalarNode) -> str:
+    """``int``, ``str``, ... Refuses text that contains terminal control characters."""
+    if found := UNPRINTABLE.search(node.value):
+        raise _Unreadable(f"has the control character U+{ord(found[0]):04X}; remove it")
     return str(node.tag).rpartition(":")[2]
 
 

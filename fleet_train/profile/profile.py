@@ -54,6 +54,11 @@ class Profile(Settings):
         """Where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
         return self._origins.get(knob, "default")
 
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Where each setting, and each variable (``environment.NAME``), was written."""
+        return self._origins
+
     def settings(self) -> dict[str, Any]:
         """Only the knobs that were set, with name and description: enough to rebuild this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
@@ -149,9 +154,6 @@ class Profile(Settings):
 
     def __hash__(self) -> int:
         return hash((self.name, self.digest()))
-
-
-# The messages that rank 0 prints once, and checks that need the installed Paddle.
 
 
 def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]:

@@ -21,7 +21,6 @@ class ProgramKnobs(CompressionKnobs):
 
     accumulate_steps: int = knob(
         1,
-        fate="carried out",
         unit="micro-batches",
         ge=1,
         le=100_000,
@@ -31,7 +30,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_level: Literal["O0", "O1", "O2"] = knob(
         "O0",
-        fate="carried out",
         meaning="Mixed precision: O0 = float32, O1 = matrix products and convolutions in amp_dtype, O2 = also what "
         "follows them.",
         refused={
@@ -43,14 +41,12 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_dtype: Literal["bfloat16", "float16"] = knob(
         "bfloat16",
-        fate="carried out",
         only_with=OnlyWith("amp_level", ("O1", "O2")),
         meaning="The low precision. float16 needs a GPU and a loss scale.",
         reason="float16 is refused on CPU: Paddle has no such matrix product there.",
     )
     amp_keep_batch_norm_fp32: bool = knob(
         True,
-        fate="carried out",
         only_with=OnlyWith("amp_level", ("O2",)),
         meaning="Batch norm computes in float32 in O2 as well (in O1 it always does). false needs a GPU.",
         reason="Statistics and their update are float32 in any case. Refused when false on CPU, which has no bfloat16 "
@@ -58,7 +54,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_init_loss_scaling: float = knob(
         32768.0,
-        fate="carried out",
         ge=1,
         le=2.0**32,
         only_with=OnlyWith("amp_dtype", ("float16",)),
@@ -68,14 +63,12 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_dynamic_loss_scaling: bool = knob(
         True,
-        fate="carried out",
         only_with=OnlyWith("amp_dtype", ("float16",)),
         meaning="Adjust the loss scale automatically. false = it stays amp_init_loss_scaling.",
         reason="An update with an overflow is skipped on every rank in either case.",
     )
     amp_incr_every_n_steps: int = knob(
         1000,
-        fate="carried out",
         unit="updates",
         ge=1,
         le=1_000_000_000,
@@ -86,7 +79,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_decr_every_n_nan_or_inf: int = knob(
         2,
-        fate="carried out",
         unit="updates",
         ge=1,
         le=1_000_000,
@@ -97,7 +89,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_incr_ratio: float = knob(
         2.0,
-        fate="carried out",
         gt=1,
         le=1024,
         needs="amp_dynamic_loss_scaling",
@@ -107,7 +98,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     amp_decr_ratio: float = knob(
         0.8,
-        fate="carried out",
         gt=0,
         le=0.99,
         needs="amp_dynamic_loss_scaling",
@@ -117,14 +107,12 @@ class ProgramKnobs(CompressionKnobs):
     )
     sync_batch_norm: bool = knob(
         False,
-        fate="carried out",
         meaning="Batch norm over the batches of all ranks, forward and backward.",
         reason="Paddle's kernels on CPUs, single operators on GPUs, around two small exchanges per layer and step, "
         "not overlapped; independent layers share theirs.",
     )
     recompute_segments: int = knob(
         0,
-        fate="carried out",
         unit="segments",
         ge=0,
         le=10_000,
@@ -136,7 +124,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     recompute_every_blocks: int = knob(
         0,
-        fate="carried out",
         unit="blocks",
         ge=0,
         le=10_000,
@@ -146,7 +133,6 @@ class ProgramKnobs(CompressionKnobs):
     )
     recompute_checkpoints: list[str] = knob(
         factory=list,
-        fate="carried out",
         meaning="Recompute: split before the first operator that reads the parameter of each name instead.",
         reason="Values have no names in PIR programs, parameters do. A parameter that the loss does not depend on "
         "is an error.",
@@ -158,7 +144,6 @@ class Settings(ProgramKnobs):
 
     divergence_check_steps: int = knob(
         100,
-        fate="carried out",
         unit="steps",
         ge=0,
         le=1_000_000_000,
@@ -171,7 +156,6 @@ class Settings(ProgramKnobs):
     )
     collective_timeout_seconds: int = knob(
         300,
-        fate="carried out",
         unit="seconds",
         ge=1,
         le=86_400,
@@ -180,7 +164,6 @@ class Settings(ProgramKnobs):
     )
     environment: dict[str, str] = knob(
         factory=dict,
-        fate="carried out",
         meaning="Variables for the workers, such as NCCL_IB_DISABLE or FLAGS_fraction_of_gpu_memory_to_use.",
         reason="The launcher sets them for every worker before Paddle starts; in a script started in another way, "
         "flags are set when the optimizer is wrapped, and rank 0 reports those that were too late. A FLAGS_* name that "

@@ -16,6 +16,7 @@ from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Compute, Costs, Link, Network, Prediction, predict
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.profile.catalogue import check_assignments, with_assignments
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
 
 RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))
@@ -87,20 +88,26 @@ def risk_of(profile: Profile) -> str:
 
 
 def consider(
-    found: Found, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS
+    found: Found, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS, settings: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[RuledOut]]:
-    """The catalogue with predictions from the measurements; the shortest predicted step first."""
+    """The catalogue, each profile with ``settings`` (``knob=value``), with predictions from the measurements; the
+    shortest predicted step first.
+    """
+    fixed = check_assignments(settings).keys()
     candidates: list[Candidate] = []
     ruled_out: list[RuledOut] = []
     for name in profile_names():
-        profile = load_profile(name)
-        reason = _unfit(profile, found, cluster)
-        if not reason:
-            try:
-                candidates += _with_variant(_Pricing(found, cluster, most_communicators), name, profile)
+        shipped = load_profile(name)
+        try:
+            profile = with_assignments(shipped, settings)
+            reason = _unfit(shipped, profile, found, cluster)
+            if not reason:
+                pricing = _Pricing(found, cluster, most_communicators)
+                turned = [changes for changes in variants(profile) if not fixed & changes.keys()]
+                candidates += _with_variant(pricing, name, profile, turned)
                 continue
-            except FleetTrainError as error:
-                reason = str(error)
+        except FleetTrainError as error:
+            reason = str(error)
         ruled_out.append(RuledOut(name, reason))
     distinct, same = _distinct(sorted(candidates, key=lambda one: one.step))
     return distinct, [*ruled_out, *same]
@@ -151,10 +158,12 @@ class _Pricing:
         return Candidate(called, name, changes, risk_of(profile), settled, plan, prediction, codec, leaving)
 
 
-def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candidate]:
+def _with_variant(
+    pricing: _Pricing, name: str, profile: Profile, changed: Sequence[Mapping[str, Any]]
+) -> list[Candidate]:
     """The shipped profile and, if changing its knobs pays, the mildest change that is about as good as any."""
     shipped = pricing.price(name, profile, {})
-    turned = [pricing.price(name, profile, changes) for changes in variants(profile)]
+    turned = [pricing.price(name, profile, changes) for changes in changed]
     best = min((one.step for one in turned), default=shipped.step)
     if best > _PAYS * shipped.step:
         return [shipped]
@@ -162,9 +171,9 @@ def _with_variant(pricing: _Pricing, name: str, profile: Profile) -> list[Candid
     return [shipped, next(one for one in turned if one.step <= enough)]
 
 
-def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:
-    """Why a profile is not a candidate here, or nothing."""
-    changes = [knob for knob in _PROGRAM_KNOBS if getattr(profile, knob) != getattr(Profile(), knob)]
+def _unfit(shipped: Profile, profile: Profile, found: Found, cluster: Cluster) -> str:
+    """Why a profile is not a candidate here, or nothing. ``profile``: the shipped one with the user's settings."""
+    changes = [knob for knob in _PROGRAM_KNOBS if getattr(shipped, knob) != getattr(Profile(), knob)]
     if changes:
         return f"{changes[0]} changes what a rank computes, not what it sends: decide about it separately"
     if found.is_gloo and any(name.startswith("NCCL_") for name in profile.environment):
@@ -172,7 +181,7 @@ def _unfit(profile: Profile, found: Found, cluster: Cluster) -> str:
     per_node = len(cluster.ranks_on_node(0))
     if profile.use_hierarchical_allreduce and not 1 < per_node < cluster.world_size:
         return "these ranks form no hierarchy: it needs several nodes with several ranks each"
-    if profile.num_threads != 1:
+    if shipped.num_threads != 1:
         return "shows the old recipe's knobs; multi_node is its equivalent with today's"
     return ""
 

@@ -24,6 +24,8 @@ class Options:
     seconds: float = 90.0
     trials: int = 4
     join_timeout_seconds: float = 60.0
+    settings: tuple[str, ...] = ()
+    """Of ``--set``: ``knob=value`` each, for every profile."""
 
     def allows(self, risk: str) -> bool:
         """Allowing lossy gradients allows rounded ones."""
@@ -34,4 +36,8 @@ class Options:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Options:
-        return cls(**data | {"arguments": tuple(data["arguments"]), "allow": tuple(data["allow"])})
+        return cls(
+            **data
+            | {"arguments": tuple(data["arguments"]), "allow": tuple(data["allow"])}
+            | {"settings": tuple(data["settings"])}
+        )

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import click
 import yaml
 
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.environment import asked_settings
 from fleet_train.errors import ClusterError, ConversionError, printable
 from fleet_train.files import publish_where_linked
 from fleet_train.plan.price import Costs, Link
 from fleet_train.profile import load_profile
+from fleet_train.profile.catalogue import check_assignments
 from fleet_train.profile.profile import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate, thresholds
 from fleet_train.recommend.options import RISKS, Options
@@ -107,6 +109,7 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     content = {
         "description": f"{best.name} with numbers measured for {_script(options)}.",
         "extends": best.extends,
+        **check_assignments(options.settings),
         **best.changes,
         **numbers,
     }
@@ -224,6 +227,7 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
     """Run the recommendation; returns the exit code. ``outcome``: given to ranks that were started from here."""
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
+    check_assignments(options.settings)
     if not is_rank(os.environ):
         written = outcome_in(folder)
         command = command_of(options, folder, output, written)
@@ -233,6 +237,7 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
             "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
             "give them to the launcher"
         )
+    options = replace(options, settings=(*asked_settings(os.environ), *options.settings))
     return supervise(options, folder, output, as_json, outcome)
 
 
@@ -242,6 +247,7 @@ def command_of(options: Options, folder: Path, output: Path, outcome: Path | Non
     words += ["--outcome", str(outcome)] if outcome else []
     words += ["--record", str(folder.absolute()), "--output", str(output.absolute())]
     words += ["--seconds", f"{options.seconds:g}", "--trials", str(options.trials)]
+    words += [f"--set={text}" for text in options.settings]
     words += [word for risk in options.allow for word in ("--allow", risk)]
     return [*words, "--script", str(Path(options.script).absolute()), *options.arguments]
 

@@ -18,6 +18,7 @@ from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Costs
 from fleet_train.plan.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
+from fleet_train.profile.catalogue import with_assignments
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
 from fleet_train.selftest.child import Child, Peers, environ_of, free_port
@@ -35,6 +36,8 @@ _SHORT_PERIOD = 4
 """Steps between averagings in a trial that is shorter than two of the profile's own periods; the cost of an averaging
 is then spread over that period."""
 
+_OF_COMPUTING = ("amp_", "accumulate_", "recompute_")
+"""Beginnings of the names of knobs that change what a rank computes."""
 _OF_OTHER_SCHEDULES = ("local_sgd_max_steps",)
 """Knobs without meaning for a constant period."""
 
@@ -85,7 +88,9 @@ class Supervisor:
     def run(self) -> Results:
         """Measure, predict, try; the same on every rank. Raises FleetTrainError if the script cannot be measured."""
         self._say(f"measuring the computing of {self._options.script} and the links")
-        task = self._task(_local_only(), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {"measure_seconds": _MEASURE_SECONDS}
+        task = self._task(_local_only(self._options.settings), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {
+            "measure_seconds": _MEASURE_SECONDS
+        }
         try:
             reports = self._trial(
                 _COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _CALIBRATE_SECONDS + _COMPUTE_SECONDS)
@@ -94,7 +99,7 @@ class Supervisor:
             raise FleetTrainError(f"{self._options.script} did not run long enough to be measured: {failed}") from None
         found, spread, error = read_computing(reports)
         most = MOST_COMMUNICATORS if found.is_gloo else 1
-        candidates, ruled_out = consider(found, self.cluster, most)
+        candidates, ruled_out = consider(found, self.cluster, most, self._options.settings)
         self._say(
             f"computing {found.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
             f"{len(ruled_out)} ruled out; trying the best of those that --allow permits"
@@ -192,9 +197,10 @@ def _is_loss(words: str) -> bool:
     return words.startswith(_LOST) or describe_code(WorkerFailed.exit_code) in words
 
 
-def _local_only() -> Profile:
-    """A step of this profile sends nothing, on all ranks at the same time."""
-    return Profile(
+def _local_only(settings: Sequence[str] = ()) -> Profile:
+    """A step of this profile sends nothing, on all ranks at the same time. It has those of ``settings`` that change
+    what a rank computes."""
+    silent = Profile(
         use_local_sgd=True,
         local_sgd_is_warm_steps=0,
         local_sgd_steps=1_000_000,
@@ -204,6 +210,7 @@ def _local_only() -> Profile:
         last_comm_group_size_MB=4096.0,
         nccl_comm_num=1,
     )
+    return with_assignments(silent, [text for text in settings if text.startswith(_OF_COMPUTING)])
 
 
 def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, float, float]:

@@ -32,7 +32,9 @@ _LONGEST_LINE = 16 * 1024
 # Variables of the selftest's own launch that the subject must not see: its profiles come from the checks.
 # Its ranks train on their own, too, to compare.
 _NOT_PASSED_ON = frozenset(
-    "FLEET_TRAIN_STRATEGY FLEET_TRAIN_STRICT FLEET_TRAIN_ATTEMPT PADDLE_MASTER MASTER_ADDR MASTER_PORT".split()
+    """
+    FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_STRICT FLEET_TRAIN_ATTEMPT PADDLE_MASTER MASTER_ADDR MASTER_PORT
+    """.split()
 )
 
 

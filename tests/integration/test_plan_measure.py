@@ -22,7 +22,8 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: Path) -> None:
     launch = (
         f"python -m fleet_train launch --cluster_node_ips={','.join(HOSTS)} --started_port={free_ports(2, HOSTS)} "
-        "--strategy=multi_node --node_ip={host} -m fleet_train plan --measure --measure_seconds=2 --compute_ms=30"
+        "--strategy=multi_node --set=nccl_comm_num=2 --node_ip={host} "
+        "-m fleet_train plan --measure --measure_seconds=2 --compute_ms=30"
     )
     result = run_launchers([launch.format(host=host).split() for host in HOSTS], folder=tmp_path)
     output = result.nodes[0].output
@@ -35,7 +36,7 @@ def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: P
     (line,) = [line for line in output.splitlines() if line.startswith("python -m fleet_train plan ")]
     words = shlex.split(line)
     assert words[4:6] == ["--nodes=2", "--ranks_per_node=1"]
-    assert words[8:] == ["--strategy=multi_node", "--compute_ms=30", "--model=mlp"]
+    assert words[8:] == ["--strategy=multi_node", "--set=nccl_comm_num=2", "--compute_ms=30", "--model=mlp"]
     done = subprocess.run(
         [sys.executable, *words[1:4], "--json", *words[4:]],
         cwd=tmp_path,

@@ -5,6 +5,7 @@ Each rank has its share of every batch of 24 samples, so one process trains on t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,7 @@ def strategies() -> None:
         report(**{f"strategy_{case}": [apart, fleet.profile().fuse_grad_size_in_MB]})
 
 
+LAUNCHERS = os.environ.pop("FLEET_TRAIN_STRATEGY", "")
 paddle.enable_static()
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
 check_metrics()
@@ -190,4 +192,5 @@ if "only_metrics" not in sys.argv:
     made("memory", lambda: dataset(compat.InMemoryDataset), pass_over)
     if fleet.worker_num() > 1:
         made("uneven", lambda: dataset(compat.QueueDataset), uneven)
+        os.environ["FLEET_TRAIN_STRATEGY"] = LAUNCHERS
         strategies()

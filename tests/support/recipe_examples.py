@@ -102,10 +102,13 @@ PROFILE = Example(
 description: Several machines with several ranks each; the machines' leaders send gradients in 8 bits.
 extends: int8_compression
 use_hierarchical_allreduce: true
-
-measured:
-  - "not measured: an example of how a profile is added"
 """
+            ),
+        ),
+        "strategies/measured.json": (
+            Insertion(
+                ' "int8_hierarchical": [\n  "not measured: an example of how a profile is added"\n ],\n',
+                before=' "local_sgd": [\n',
             ),
         ),
         "tests/unit/profile/test_profile_catalogue.py": (

@@ -15,6 +15,7 @@ from paddle.incubate.optimizer import (
 
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.profile_settings import owner_of, unwrap
+from fleet_train.convert.resolving import resolve
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, applied_mappings
 
@@ -215,3 +216,37 @@ def test_the_wrappers_own_names_are_none_of_paddles() -> None:
     assert {"_inner", "_passes", "_job"} <= ours
     for make in (paddle.optimizer.SGD, paddle.optimizer.Momentum, paddle.optimizer.AdamW, paddle.optimizer.Lamb):
         assert not ours & set(vars(make(0.1, parameters=[paddle.create_parameter([1], "float32")])))
+
+
+def test_a_profile_of_a_flag_wins_over_a_wrapper() -> None:
+    unwrapped = unwrap(paddle.static.amp.decorate(sgd(), level="O1", dtype="float16"))
+    used = unwrapped.under(Profile(name="flag", amp_dtype="bfloat16", amp_level="O2"))
+    assert (used.name, used.amp_level, used.amp_dtype) == ("flag", "O2", "bfloat16")
+    assert "amp_init_loss_scaling" not in used.explicit
+    assert unwrapped.under(Profile(fetch_frequency=2)).amp_dtype == "float16"
+
+
+def test_what_flags_overrule_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_TRAIN_SET", '["amp_level=O0", "environment.TOKEN=secret"]')
+    unwrapped = unwrap(paddle.static.amp.decorate(sgd(), level="O1", dtype="bfloat16"))
+    profile, notices = resolve(Profile(environment={"TOKEN": "another"}), None, None, unwrapped, 1)
+    assert (profile.amp_level, profile.environment) == ("O0", {"TOKEN": "secret"})
+    (sentence,) = notices
+    assert sentence.startswith("--set wins over the script: amp_level is 'O0', not 'O1'; environment is ")
+    assert "secret" not in sentence
+
+
+def test_a_launchers_strategy_wins_over_spawns_and_over_that_of_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = unwrap(sgd())
+    first, second = Profile(name="first", fetch_frequency=3), Profile(name="second")
+    offered = Profile(name="offered")
+    assert resolve(first, second, offered, plain, 1)[1] == [
+        "the strategy of fleet.distributed_optimizer is used, that of fleet.init is not",
+        "the function gives its own strategy; that of spawn is not used (offered)",
+    ]
+    assert [resolve(None, None, None, plain, nodes)[0].name for nodes in (1, 2)] == ["single_node", "multi_node"]
+    assert resolve(None, None, offered, plain, 1)[0].name == "offered"
+    monkeypatch.setenv("FLEET_TRAIN_STRATEGY", "unfused")
+    used, notices = resolve(None, first, offered, plain, 1)
+    assert used.name == "unfused"
+    assert notices[-1] == "--strategy unfused wins over the script: fetch_frequency is 1, not 3"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fleet_train.profile import load_profile
 from tools.benchmarks.quoted import tables_outside_blocks, with_blocks
 from tools.benchmarks.records import Record, is_marked_page, mark, quotable, read
-from tools.write_measured import NOT_YET, lines_for, section_of, with_section
+from tools.write_measured import NOT_YET, lines_for, section_of
 
 FIGURES: dict[str, Any] = {
     "step_ms": 40.85,
@@ -135,14 +134,6 @@ def test_a_line_from_a_record_of_another_kind_stays() -> None:
     ]
     profile = load_profile("multi_node").model_copy(update={"measured": lines})
     assert section_of(profile, ["new"], ["docs/benchmarks/b.json"]) == ["new", lines[1]]
-
-
-def test_a_section_is_replaced_and_the_rest_stays() -> None:
-    text = "# Why: x\n\ndescription: A.\nmeasured:\n  - old\n  - older\nnccl_comm_num: 2\n"
-    changed = with_section(text, ['new: "1"', "two"])
-    assert yaml.safe_load(changed) == {"description": "A.", "nccl_comm_num": 2, "measured": ['new: "1"', "two"]}
-    assert changed.startswith("# Why: x\n\ndescription: A.\n")
-    assert with_section(changed, ["three"]).count("measured") == 1
 
 
 PAGE = "before\n<!-- figures: task=mlp network=1gbit -->\nold\n<!-- end of figures -->\nafter\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli.train import TRAIN, command
+from fleet_train.cli.train import NEEDS, command
 from fleet_train.errors import FleetTrainError
 from fleet_train.train import reference
 from fleet_train.train.config import TrainConfig
@@ -33,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 
 def test_every_row_of_the_table_has_a_case() -> None:
-    assert {case.split()[0].removeprefix("--") for case in CASES} == set(TRAIN)
+    assert {case.split()[0].removeprefix("--") for case in CASES} == set(NEEDS)
 
 
 @pytest.mark.parametrize("option", CASES)

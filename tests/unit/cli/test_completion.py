@@ -37,6 +37,15 @@ def test_profiles_complete_for_strategy(command: str) -> None:
     assert kinds(command, "--strategy", "./mine") == {"file"}
 
 
+@pytest.mark.parametrize("command", ["launch", "train", "plan", "recommend"])
+def test_knobs_and_their_words_complete_for_set(command: str) -> None:
+    assert values(command, "--set", "fuse_par") == ["fuse_parameter_groups_size"]
+    assert values(command, "--set", "compression=in") == ["compression=int8", "compression=int4"]
+    assert values(command, "--set", "use_local_sgd=") == ["use_local_sgd=true", "use_local_sgd=false"]
+    assert values(command, "--set", "fetch_frequency=") == []
+    assert "name" not in values(command, "--set", "")
+
+
 def test_profiles_complete_as_the_argument_of_profiles() -> None:
     assert values("profiles", "powe") == ["powersgd"]
 

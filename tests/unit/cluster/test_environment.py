@@ -3,6 +3,10 @@ from __future__ import annotations
 import pytest
 
 from fleet_train.cluster.environment import (
+    SETTINGS,
+    ask_here,
+    asked_settings,
+    asked_strategy,
     attempt,
     cluster_from_environ,
     is_strict,
@@ -177,3 +181,22 @@ def test_a_machine_that_is_named_twice_is_refused() -> None:
     )
     with pytest.raises(ClusterError, match=r"--cluster_node_ips lists 10\.0\.0\.1 twice; list every machine once"):
         cluster_from_environ({"PADDLE_TRAINER_ID": "0"}, command.split())
+
+
+def test_settings_of_the_launcher_are_a_list_of_texts() -> None:
+    assert asked_settings({}) == asked_settings({SETTINGS: ""}) == ()
+    assert asked_settings({SETTINGS: '["a=1", "b=x y"]'}) == ("a=1", "b=x y")
+    for text in ("a=1", "{}", "[1]", '"a"'):
+        with pytest.raises(ClusterError, match="FLEET_TRAIN_SET is not a JSON list of texts"):
+            asked_settings({SETTINGS: text})
+
+
+def test_flags_of_a_program_win_over_the_launchers_and_rank_0_says_so() -> None:
+    environ = {"FLEET_TRAIN_STRATEGY": "local_sgd", SETTINGS: '["a=1", "b=2"]'}
+    assert ask_here(environ, "unfused", ("b=3",)) == (
+        "the launcher's --strategy local_sgd and --set b is not used: the program has its own"
+    )
+    assert (asked_strategy(environ), asked_settings(environ)) == ("unfused", ("a=1", "b=3"))
+    assert ask_here({"FLEET_TRAIN_STRATEGY": "a", "PADDLE_TRAINER_ID": "1"}, "b", ()) == ""
+    assert ask_here(environ, "unfused", ("b=3",)) == ask_here(environ, None, ()) == ""
+    assert (asked_strategy(environ), asked_settings(environ)) == ("unfused", ("a=1", "b=3"))

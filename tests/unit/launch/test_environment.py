@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.errors import ProfileError
 from fleet_train.launch.node import Machine, Node, Wanted, build_environment
 
@@ -72,3 +73,11 @@ def test_the_import_path_is_added_and_the_users_path_is_not_shown() -> None:
     assert environment.over({})["PYTHONPATH"] == "/checkout"
     assert environment.shown()["PYTHONPATH"] == "...:/checkout"
     assert environment.ours["FLEET_TRAIN_STRATEGY"] == "multi_node"
+
+
+def test_settings_reach_the_ranks_and_a_variables_value_is_not_shown() -> None:
+    asked = Wanted({"TOKEN": "abc"}, None, 300.0, None, hidden=frozenset({"TOKEN", SETTINGS}), settings=("a=1",))
+    environment = build_environment(TWO_NODES, CPU, asked, {SETTINGS: "an outer job's"})
+    ours = environment.over({SETTINGS: "an outer job's"})
+    assert asked_settings(ours) == ("a=1",)
+    assert (environment.shown()[SETTINGS], environment.shown()["TOKEN"]) == ("(set)", "(set)")

@@ -89,6 +89,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "the number of processes per node": 2,
         "--started_port": 6170,
         "--strategy": "none",
+        "--set": "none",
         "--max_restarts": 0,
         "--min_nodes": 2,
         "--direct_ranks": 32,

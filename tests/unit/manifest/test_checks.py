@@ -16,7 +16,7 @@ from fleet_train.manifest.checks import (
     check_subdomain,
     quantity,
 )
-from fleet_train.manifest.paddlejob import backoff_limit
+from fleet_train.manifest.kubernetes import backoff_limit
 from fleet_train.manifest.pods import Volume
 
 

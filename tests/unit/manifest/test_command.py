@@ -222,3 +222,8 @@ def test_without_dev_shm_and_volumes_none_are_made(kind: str) -> None:
     pod = pod_of(kind, manifests(kind, "--nodes=2", "--shm=0", "train.py"))
     assert "volumes" not in pod
     assert not pod["containers"][0].get("volumeMounts")
+
+
+def test_a_setting_that_no_profile_could_have_is_refused() -> None:
+    made = run("slurm", "--nodes=2", "--set=nccl_comm_num=99", "train.py")
+    assert str(made.exception) == "--set: nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto"

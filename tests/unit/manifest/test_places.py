@@ -60,14 +60,18 @@ def test_the_launch_of_a_pod(kind: str) -> None:
     )
 
 
+SET = ("--set=nccl_comm_num=2", "--set", "recompute_checkpoints=[a, b]")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launch_of_a_pod_with_every_flag(kind: str) -> None:
     documents = manifests(
-        kind, "--nodes=2", *[word for word in EVERYTHING if "workdir" not in word], "-m", "my.train", "-m"
+        kind, "--nodes=2", *[word for word in EVERYTHING if "workdir" not in word], *SET, "-m", "my.train", "-m"
     )
     (container,) = pod_of(kind, documents)["containers"]
     request = request_of(command_line(container, {}))
     assert (request.command, request.is_module, request.strategy) == (("my.train", "-m"), True, "multi_node")
+    assert request.settings == ("nccl_comm_num=2", "recompute_checkpoints=[a, b]")
     assert (request.processes_per_node, request.join_timeout_seconds) == (2, 600.0)
     faults = request.faults
     assert (faults.max_restarts, faults.min_nodes, faults.grace_seconds) == (5, 2, 45.0)

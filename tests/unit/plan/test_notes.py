@@ -57,8 +57,8 @@ LOCAL_NOTES = ("use_local_sgd", "local_sgd_momentum", "local_sgd_dtype")
         ({"accumulate_steps": 3}, {"accumulate_steps": "once per 3 micro-batches"}),
         ({"compression": "int8"}, {"compression": "float32 buckets go as int8"}),
         (
-            {"compression": "int8", "compression_declines": False},
-            {"compression": "go as int8", "compression_declines": "int8 is sent whatever"},
+            {"compression": "int8", "compression_declines": True},
+            {"compression": "go as int8", "compression_declines": "on: int8 is sent where it pays"},
         ),
         ({"compression": "dgc", "dgc_sparsity": 0.99}, {"compression": "sparsity 0.99"}),
         ({"amp_level": "O1", "amp_dtype": "float16"}, {"amp_level": "O1 in float16, with a loss scale;"}),

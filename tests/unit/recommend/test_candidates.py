@@ -66,6 +66,23 @@ def test_a_turned_profile_is_written_as_it_was_tried(tmp_path: Path) -> None:
     assert load_profile(str(path)).digest() == turned.profile.digest()
 
 
+def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
+    settings = ("nccl_comm_num=1", "local_sgd_steps=5")
+    candidates, ruled_out = consider(FOUND, PAIR, settings=settings[:1])
+    assert {one.profile.nccl_comm_num for one in candidates} == {1}
+    candidates, ruled_out = consider(FOUND, PAIR, settings=settings)
+    assert {one.profile.local_sgd_steps for one in candidates} == {5}
+    reasons = {one.name: one.reason for one in ruled_out}
+    assert reasons["multi_node"].startswith("--set: local_sgd_steps: has no effect while use_local_sgd is false")
+    best = candidates[0]
+    tried = Results(FOUND, 1.1, 0.05, 2**30, (best,), (), {best.name: Tried(best.name, 10.0)}, 60.0)
+    options = Options("train.py", allow=(LOCAL_STEPS,), settings=settings)
+    path = tmp_path / "written.yaml"
+    path.write_text(profile_text(tried, options, PAIR, "the command"))
+    written = load_profile(str(path))
+    assert (written.nccl_comm_num, written.local_sgd_steps) == (1, 5)
+
+
 def test_of_steps_about_as_short_the_least_risk_is_picked() -> None:
     found = results(multi_node=Tried("multi_node", 103.0), diloco=Tried("diloco", 100.0))
     allowed = Options("train.py", allow=(LOCAL_STEPS,))

@@ -45,9 +45,12 @@ def test_no_flags_give_the_defaults(ran: list[TrainConfig]) -> None:
     assert ran == [TrainConfig()]
 
 
-def test_flags_reach_the_config(ran: list[TrainConfig]) -> None:
+def test_flags_reach_the_config(ran: list[TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags_of_ranks: list[Any] = []
     flags = "--model mlp --data synthetic --lr 0.5 --epochs 3 --batch_size 8 --resume --strategy multi_node --scale_lr"
-    assert CliRunner().invoke(command, flags.split()).exit_code == 0
+    monkeypatch.setattr("fleet_train.cli.train.ask_here", lambda *asked: flags_of_ranks.append(asked))
+    assert CliRunner().invoke(command, [*flags.split(), "--set=fetch_frequency=2"]).exit_code == 0
+    assert flags_of_ranks == [("multi_node", ("fetch_frequency=2",))]
     assert ran == [
         TrainConfig(
             model="mlp",
