@@ -30,6 +30,20 @@ from fleet_train.data.sampler import BatchSampler
 from fleet_train.errors import DataError
 from fleet_train.files import open_regular
 
+BATCHES_IN_DALI = 2
+"""How many batches DALI prefetches itself."""
+
+
+class GraphInput(NamedTuple):
+    """The graph's input for one image."""
+
+    data: NDArray[np.uint8]
+    start: NDArray[np.int32]
+    """Top and left of the used part, in pixels."""
+    size: NDArray[np.int32]
+    """Its height and width."""
+    look: Look
+
 
 class DaliLoader(Loader):
     """One rank's batches of an image folder through DALI.
@@ -52,16 +66,12 @@ class DaliLoader(Loader):
         super().__init__(dataset, sampler)
         import_dali()
         self.images = dataset
-        self._corrupt = dataset.corrupt_images()
+        self.corrupt: CorruptImages = dataset.corrupt_images()
         self._decoder = ImageDecoder(dataset.settings, augment, sampler.seed)
         self._augment = augment
         self._threads = threads
         self._prefetch_depth = prefetch_depth
         self._place = place
-
-    @property
-    def corrupt(self) -> CorruptImages:
-        return self._corrupt
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         self.sampler.set_epoch(epoch, consumed_samples)
@@ -106,13 +116,13 @@ class DaliLoader(Loader):
         images: list[GraphInput] = []
         indices = np.array(self.indices(step))
         for row, wanted in enumerate(indices.tolist()):
-            index = self._corrupt.skip(wanted)
+            index = self.corrupt.skip(wanted)
             while True:
                 try:
                     images.append(self._image(index))
                     break
                 except UnreadableImage as reason:
-                    index = self._corrupt.replacement(index, self.images.paths[index], str(reason))
+                    index = self.corrupt.replacement(index, self.images.paths[index], str(reason))
             indices[row] = index
         return images, indices
 
@@ -139,37 +149,19 @@ class DaliLoader(Loader):
     def _find_corrupt(self, first_step: int, error: RuntimeError) -> None:
         """Count the unreadable images of the steps that the pipeline may have been processing; if there are none,
         raise."""
-        known = len(self._corrupt)
+        known = len(self.corrupt)
         out = np.empty(self.images.sample_shape, np.float32)
         for step in range(first_step, min(len(self), first_step + BATCHES_IN_DALI + 1)):
             for wanted in self.indices(step).tolist():
-                index = self._corrupt.skip(wanted)
+                index = self.corrupt.skip(wanted)
                 try:
                     self._decoder.decode(self.images.path(index), index, self.sampler.epoch, out)
                 except UnreadableImage as reason:
-                    self._corrupt.replacement(index, self.images.paths[index], str(reason))
-        if len(self._corrupt) == known:
+                    self.corrupt.replacement(index, self.images.paths[index], str(reason))
+        if len(self.corrupt) == known:
             raise DataError(
                 f"DALI failed on images that Pillow can read; try --loader workers. DALI reports: {error}"
             ) from error
-
-
-# DALI's graph: encoded images and decisions in, normalised batches out. The same graph on a CPU and on a GPU.
-
-
-BATCHES_IN_DALI = 2
-"""How many batches DALI prefetches itself."""
-
-
-class GraphInput(NamedTuple):
-    """The graph's input for one image."""
-
-    data: NDArray[np.uint8]
-    start: NDArray[np.int32]
-    """Top and left of the used part, in pixels."""
-    size: NDArray[np.int32]
-    """Its height and width."""
-    look: Look
 
 
 def copy_to_paddle(batch: Any, place: Any) -> Any:

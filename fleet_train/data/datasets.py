@@ -132,7 +132,7 @@ def digits(test_share: float = 0.2) -> Splits:
     raw = load_digits()
     features = (np.asarray(raw.images, dtype=np.float32) / np.float32(16.0))[:, None, :, :]
     labels = np.asarray(raw.target, dtype=np.int64)
-    train, test = _stratified_split(labels, test_share, seed=0)
+    train, test = _stratified_split(labels, test_share)
     return Splits(
         ArrayDataset("digits/train", features[train], labels[train], num_classes=10),
         ArrayDataset("digits/test", features[test], labels[test], num_classes=10),
@@ -206,12 +206,12 @@ def load_splits(name: str) -> Splits:
     return DATASETS[name]()
 
 
-def _stratified_split(labels: Indices, test_share: float, seed: int) -> tuple[Indices, Indices]:
+def _stratified_split(labels: Indices, test_share: float) -> tuple[Indices, Indices]:
     """Sorted train and test indices; the same share of each class goes to the test part.
 
     It does not use scikit-learn's splitter: the split must stay the same when scikit-learn is updated.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     test: list[Indices] = []
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-import socket
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,13 +142,6 @@ class ImageSettings:
     def shape(self) -> tuple[int, int, int]:
         return (3, self.image_size, self.image_size)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ImageSettings:
-        return cls(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
-
 
 class Box(NamedTuple):
     """A part of an image in pixels; evaluation boxes may be fractional."""
@@ -201,30 +192,6 @@ def random_look(settings: ImageSettings, draws: Sequence[float]) -> Look:
     flip, *colors = draws[2 * _CROP_TRIES + 2 : DRAWS_PER_IMAGE]
     factors = (1 + settings.color_jitter * (2 * color - 1) for color in colors)
     return Look(flip < 0.5, *factors)
-
-
-# The messages between a trainer and its decoding worker processes: JSON, one message per packet of a socket.
-#
-# {"settings": {...}, "augment": "crop_flip", "seed": 0} to the worker, first and once {"slot": 0, "bytes": 9633792}
-# with a descriptor: a new piece of memory {"task": 7, "slot": 0, "row": 16, "epoch": 2, "images": [[path, index],
-# ...]} {"task": 7, "failed": [[3, "OSError: ..."]]} the answer: rows of the task, with reasons
-
-
-MAX_MESSAGE_BYTES = 1 << 20
-
-
-def send(connection: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
-    """Send one message, with a file descriptor if one is given."""
-    data = [json.dumps(message).encode()]
-    if descriptor is None:
-        connection.sendmsg(data)
-    else:
-        socket.send_fds(connection, data, [descriptor])
-
-
-def parse(data: bytes) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(data)
-    return message
 
 
 # Memory that worker processes write and this process reads without a copy.

@@ -3,13 +3,14 @@
     python -m fleet_train.data.decode_worker <descriptor of a socket>
 
 It is a separate program, neither a fork (Paddle's threads do not survive one) nor multiprocessing's spawn (which would
-import the user's script again), and does not import Paddle. `protocol` describes the messages. It ends when the other
-end of the socket is closed, including when its parent is killed; until then it ignores Ctrl-C and SIGTERM, which the
+import the user's script again), and does not import Paddle. `worker_pool` has the messages. It ends when the other end
+of the socket is closed, including when its parent is killed; until then it ignores Ctrl-C and SIGTERM, which the
 parent handles: a job that is being stopped still needs its batches to end in order.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import select
@@ -20,20 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.data.decode import MAX_MESSAGE_BYTES, ImageDecoder, ImageSettings, Pixels, UnreadableImage, parse, send
+from fleet_train.data.decode import ImageDecoder, ImageSettings, Pixels, UnreadableImage
+from fleet_train.data.workers import MAX_MESSAGE_BYTES, send
 
 
 def serve(connection: socket.socket) -> None:
     """Answer tasks until the parent is gone."""
-    hello = parse(connection.recv(MAX_MESSAGE_BYTES))
-    settings = ImageSettings.from_json(hello["settings"])
+    hello = json.loads(connection.recv(MAX_MESSAGE_BYTES))
+    settings = ImageSettings(**hello["settings"])
     decoder = ImageDecoder(settings, hello["augment"], hello["seed"])
     slots: dict[int, Pixels] = {}
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
         if not data:
             return
-        message = parse(data)
+        message = json.loads(data)
         if "task" in message:
             failed = decode_task(decoder, message, slots[message["slot"]], connection)
             send(connection, {"task": message["task"], "failed": failed})

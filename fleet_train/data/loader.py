@@ -182,16 +182,14 @@ def shift(dataset: Dataset, draws: Draws) -> Arrays:
 class ImageAugmentation:
     """Images decoded with one of IMAGE_AUGMENTATIONS; records unreadable ones."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.corrupt: CorruptImages | None = None
+    def __init__(self, name: str, images: ImageFolder) -> None:
+        self._name = name
+        self._images = images
+        self.corrupt = images.corrupt_images()
 
     def __call__(self, dataset: Dataset, draws: Draws) -> Arrays:
-        if not isinstance(dataset, ImageFolder):
-            raise DataError(f"--augment {self.name} needs images in files (--data_dir); {dataset.name} is none")
-        if self.corrupt is None:
-            self.corrupt = dataset.corrupt_images()
-        return dataset.augmented(draws, self.name, self.corrupt)
+        del dataset  # the folder of the constructor
+        return self._images.augmented(draws, self._name, self.corrupt)
 
 
 AUGMENTATIONS = ("auto", "none", "shift", *(name for name in IMAGE_AUGMENTATIONS if name != "none"))
@@ -202,10 +200,10 @@ def augmentation(name: str, dataset: Dataset) -> Augmentation:
     if name not in AUGMENTATIONS:
         raise DataError(f"unknown augmentation {name!r}; known: {', '.join(AUGMENTATIONS)}")
     if isinstance(dataset, ImageFolder):
-        return ImageAugmentation(image_augmentation_name(name))
-    if name == "shift":
-        return shift
-    return keep if name in ("auto", "none") else ImageAugmentation(name)
+        return ImageAugmentation(image_augmentation_name(name), dataset)
+    if name in IMAGE_AUGMENTATIONS[1:]:
+        raise DataError(f"--augment {name} needs images in files (--data_dir); {dataset.name} is none")
+    return shift if name == "shift" else keep
 
 
 def image_augmentation_name(name: str) -> str:
@@ -228,6 +226,8 @@ class Loader(ABC):
     def __init__(self, dataset: Dataset, sampler: BatchSampler) -> None:
         self.dataset = dataset
         self.sampler = sampler
+        self.corrupt: CorruptImages | None = None
+        """The unreadable images found so far; None for data other than image files."""
 
     def __len__(self) -> int:
         """Remaining steps of the epoch opened last; before the first one, of a whole epoch."""
@@ -249,11 +249,6 @@ class Loader(ABC):
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         """The batches of that epoch after `consumed_samples` of the global order; use it in a `with` statement."""
 
-    @property
-    def corrupt(self) -> CorruptImages | None:
-        """The unreadable images found so far; None for data other than image files."""
-        return None
-
     def close(self) -> None:
         """Release processes and memory; a later epoch starts them again."""
         return
@@ -273,16 +268,13 @@ class BatchLoader(Loader):
     ) -> None:
         super().__init__(dataset, sampler)
         self._augment = augment
+        self.corrupt = augment.corrupt if isinstance(augment, ImageAugmentation) else None
         self._prefetch_depth = prefetch_depth
         self._finish = finish
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         self.sampler.set_epoch(epoch, consumed_samples)
         return Prefetcher(self._read(), self._prefetch_depth)
-
-    @property
-    def corrupt(self) -> CorruptImages | None:
-        return self._augment.corrupt if isinstance(self._augment, ImageAugmentation) else None
 
     def _read(self) -> Iterator[Arrays]:
         for step in range(len(self)):

@@ -1,4 +1,4 @@
-"""Turns the trainer's flags into data and loaders."""
+"""Turns the trainer's flags into data and loaders; `settle` agrees with the other ranks before the first epoch."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ from fleet_train.errors import DataError
 LOADERS = ("auto", "thread", "workers", "dali")
 SHARDINGS = ("sample", "folder")
 _MOST_WORKERS = 8
+_CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the same on every machine"
+_COPY_AGAIN = "copy the data again, or use --shard_by folder if each machine has its own data"
+# What must be equal on all ranks, and the fix if it is not; the second part only if all read the same files.
+_LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
+_FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN, "contents": _COPY_AGAIN}
 
 
 @dataclass(frozen=True)
@@ -166,16 +171,6 @@ def _loader(
     if settings.loader == "thread" or workers == 0:
         return BatchLoader(dataset, sampler, augmentation(name, dataset), depth, finish=finish)
     return WorkerLoader(dataset, sampler, name, workers, depth, finish=finish, keep_workers=training)
-
-
-# Before the first epoch: checks that the data of all ranks is consistent, and agrees on the number of steps.
-
-
-_CLASSES_FILE = "list all classes, one per line, in a classes.txt that is the same on every machine"
-_COPY_AGAIN = "copy the data again, or use --shard_by folder if each machine has its own data"
-# What must be equal on all ranks, and the fix if it is not; the second part only if all read the same files.
-_LABELS = {"number of classes": _CLASSES_FILE, "class names": _CLASSES_FILE}
-_FILES = {"number of samples": _COPY_AGAIN, "file names and labels": _COPY_AGAIN, "contents": _COPY_AGAIN}
 
 
 def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -74,7 +75,6 @@ class ShardedBatchSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.last_batch = last_batch
-        self._order: tuple[int, Indices] | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
@@ -116,7 +116,7 @@ class ShardedBatchSampler:
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
         places = self._consumed + self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
         # Past the end it continues with the first samples of the order, even if there are fewer samples than ranks.
-        return self._global_order()[places % self.num_samples]
+        return epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)[places % self.num_samples]
 
     def consumed_after(self, steps: int) -> int:
         """Finished samples of the global order after this many of the remaining steps; padding does not count."""
@@ -132,11 +132,6 @@ class ShardedBatchSampler:
 
     def _has_single_rest(self) -> bool:
         return self.samples_per_rank > self.batch_size > 1 and self.samples_per_rank % self.batch_size == 1
-
-    def _global_order(self) -> Indices:
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle))
-        return self._order[1]
 
 
 class EvaluationSampler:
@@ -164,12 +159,15 @@ class EvaluationSampler:
         return 0
 
 
+@lru_cache(maxsize=2)  # asked for each batch; two samplers may alternate
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> Indices:
-    """All sample indices in the order of that epoch, int64 [num_samples]."""
-    if not shuffle:
-        return np.arange(num_samples, dtype=np.int64)
-    # A sequence as seed: seed 0 in epoch 1 must not be seed 1 in epoch 0.
-    return np.random.default_rng([seed, epoch]).permutation(num_samples).astype(np.int64)
+    """All sample indices in the order of that epoch, int64 [num_samples], not writeable."""
+    order = np.arange(num_samples, dtype=np.int64)
+    if shuffle:
+        # A sequence as seed: seed 0 in epoch 1 must not be seed 1 in epoch 0.
+        order = np.random.default_rng([seed, epoch]).permutation(num_samples).astype(np.int64)
+    order.flags.writeable = False
+    return order
 
 
 def evaluation_batches(num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[Indices]:
@@ -271,7 +269,6 @@ class OwnDataSampler:
         self._steps = self.proposed_steps
         self._consumed = 0
         self._part: _Part | None = None
-        self._order: tuple[int, Indices] | None = None
 
     @property
     def proposed_steps(self) -> int:
@@ -325,11 +322,10 @@ class OwnDataSampler:
         """This rank's indices in the shard at a remaining step; past the shard's end it starts again."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle))
         done = self.done_after(self._consumed)
         mine = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        return self._order[1][(done + self.rank + self.world_size * mine) % self.num_samples]
+        order = epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)
+        return order[(done + self.rank + self.world_size * mine) % self.num_samples]
 
     def consumed_after(self, steps: int) -> int:
         """Finished samples of all ranks together after this many of the remaining steps."""

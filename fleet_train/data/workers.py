@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -15,14 +16,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fleet_train.data.datasets import Arrays, Indices
-from fleet_train.data.decode import MAX_MESSAGE_BYTES, Slot, SlotPool, parse, send
+from fleet_train.data.decode import Slot, SlotPool
 from fleet_train.data.images import CorruptImages, ImageFolder
 from fleet_train.data.loader import Finish, Loader, Prefetcher
 from fleet_train.data.sampler import BatchSampler
@@ -31,12 +32,18 @@ from fleet_train.errors import DataError, DataWorkersLost, printable
 # Worker processes that decode images: starts them, feeds them evenly, replaces those that die or hang.
 #
 # What a lost worker had begun is decoded again by its replacement: an image follows from its task alone.
+#
+# Messages are JSON, one per packet of a socket: {"settings": {...}, "augment": "crop_flip", "seed": 0} to the worker,
+# first and once {"slot": 0, "bytes": 9633792} with a descriptor: a new piece of memory {"task": 7, "slot": 0, "row":
+# 16, "epoch": 2, "images": [[path, index], ...]} {"task": 7, "failed": [[3, "OSError: ..."]]} the answer: rows of the
+# task, with reasons
 
 
 _log = logging.getLogger(__name__)
 # Ctrl-C goes only to the trainer, even before a worker ignores it. A separate session would also do that, but Linux
 # divides processor time by session (autogroup): workers would get more of it than the trainer.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+MAX_MESSAGE_BYTES = 1 << 20
 _PROGRAM = "fleet_train.data.decode_worker"
 TASK_SECONDS = 120.0
 """How long one task (a few images) may take before its worker counts as hanging."""
@@ -50,6 +57,15 @@ _MOMENT_SECONDS = 0.5
 _DRAIN_SECONDS = 3.0
 _END_SECONDS = 5.0
 _SILENT = "is the disk or network file system unavailable?"
+
+
+def send(connection: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
+    """Send one message, with a file descriptor if one is given."""
+    data = [json.dumps(message).encode()]
+    if descriptor is None:
+        connection.sendmsg(data)
+    else:
+        socket.send_fds(connection, data, [descriptor])
 
 
 @dataclass
@@ -121,7 +137,7 @@ class WorkerPool:
     """`count` processes that work on tasks in the order in which they were added. Not thread-safe.
 
     Args:
-        hello: settings, augment and seed for the workers (see `protocol`).
+        hello: settings, augment and seed for the workers (see above).
         task_seconds: a worker that is silent for longer is replaced.
 
     Methods raise DataWorkersLost if too many workers die, or one cannot be ended.
@@ -196,7 +212,7 @@ class WorkerPool:
         if not data:
             self._replace(worker)
             return []
-        answer = parse(data)
+        answer = json.loads(data)
         worker.last_answer = time.monotonic()
         task = worker.tasks.pop(answer["task"])
         task.failed = [(place, reason) for place, reason in answer["failed"]]
@@ -299,7 +315,7 @@ class WorkerLoader(Loader):
         super().__init__(dataset, sampler)
         self.images = dataset
         self.workers = workers
-        self._corrupt = dataset.corrupt_images()
+        self.corrupt: CorruptImages = dataset.corrupt_images()
         self._augment = augment
         self._prefetch_depth = prefetch_depth
         self._finish = finish
@@ -309,10 +325,6 @@ class WorkerLoader(Loader):
         self._slots = SlotPool()
         self._batch_of: dict[int, _Batch] = {}
         self._open: Prefetcher[Arrays] | None = None
-
-    @property
-    def corrupt(self) -> CorruptImages:
-        return self._corrupt
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         """The rest of that epoch after `consumed_samples`; use it in a `with` statement. Closes the previous epoch."""
@@ -366,12 +378,11 @@ class WorkerLoader(Loader):
             yield self._feed(begun.popleft())
 
     def _start(self) -> WorkerPool:
-        settings = self.images.settings.as_json()
-        hello = {"settings": settings, "augment": self._augment, "seed": self.sampler.seed}
+        hello = {"settings": asdict(self.images.settings), "augment": self._augment, "seed": self.sampler.seed}
         return WorkerPool(self.workers, hello, self._task_seconds)
 
     def _begin(self, pool: WorkerPool, indices: Indices) -> _Batch:
-        indices = np.array([self._corrupt.skip(index) for index in indices.tolist()], np.int64)
+        indices = np.array([self.corrupt.skip(index) for index in indices.tolist()], np.int64)
         slot = self._slots.take(4 * len(indices) * int(np.prod(self.images.sample_shape)))
         batch = self._batch_of[slot.number] = _Batch(slot, indices, len(indices))
         for row in range(0, len(indices), _IMAGES_PER_TASK):
@@ -389,7 +400,7 @@ class WorkerLoader(Loader):
         for place, reason in task.failed:
             index = task.images[place][1]
             row = task.row + place
-            batch.indices[row] = self._corrupt.replacement(index, self.images.paths[index], reason)
+            batch.indices[row] = self.corrupt.replacement(index, self.images.paths[index], reason)
             pool.add(self._task(batch, row, [int(batch.indices[row])]), first=True)
 
     def _feed(self, batch: _Batch) -> Arrays:

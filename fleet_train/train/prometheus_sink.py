@@ -15,11 +15,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 
 from fleet_train import __version__, fleet
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
-from fleet_train.train.dashboard_server import FewConnections, OnlyForNames
+from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
 from fleet_train.train.evaluation import ask_first_worker
 from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalars, Settings
 
@@ -41,7 +42,7 @@ class PrometheusSink:
         self._reported_at: dict[int, float] = {}
         self._gone = gone
         self._last_gone: tuple[float, Mapping[int, str] | None] = (float("-inf"), {})
-        self._server = MetricsServer(host, port, self._collect)
+        self._server = MetricsServer(host, port, self)
         self.port, self.address = self._server.port, self._server.address
 
     def write(self, step: int, scalars: Scalars) -> None:
@@ -79,7 +80,8 @@ class PrometheusSink:
     def close(self) -> None:
         self._server.close()
 
-    def _collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Family]:
+        """The metrics of a scrape, as a registry of the Prometheus client asks for them."""
         now = time.monotonic()
         with self._lock:
             shown, reported_at = self._shown, dict(self._reported_at)
@@ -263,13 +265,15 @@ PATH = "/metrics"
 
 
 class MetricsServer:
-    """Serves the result of `collect()` at /metrics, from its own thread, until `close`. Raises ClusterError if it
+    """Serves what `collector` collects at /metrics, from its own thread, until `close`. Raises ClusterError if it
     cannot listen.
+
+    The client's own server limits neither connections nor their time, and answers at any path and for any host name.
     """
 
-    def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Family]]) -> None:
+    def __init__(self, host: str, port: int, collector: Collector) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(collect))
+        registry.register(collector)
         try:
             self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
         except (OSError, OverflowError) as error:
@@ -289,33 +293,20 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Collector:
-    """The collector of a registry: an object with a method `collect`."""
-
-    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
-        self.collect = collect
-
-
-def _application(registry: CollectorRegistry, host: str) -> Callable[..., Iterable[bytes]]:
+def _application(registry: CollectorRegistry, host: str) -> Application:
     """A server for this machine only does not answer a web page whose name resolves to this machine's address (DNS
     rebinding) and which so reads through a local browser."""
-    only_metrics = _OnlyMetrics(make_wsgi_app(registry))
+    at_all_paths: Application = make_wsgi_app(registry)
+
+    def only_metrics(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == PATH:
+            return at_all_paths(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
     if not is_loopback(host):
         return only_metrics
     return OnlyForNames(only_metrics, {"", host, "localhost", "127.0.0.1"}, "name it: --prometheus_host NAME")
-
-
-class _OnlyMetrics:
-    """404 for other paths: the client's application answers at all of them."""
-
-    def __init__(self, behind: Callable[..., Iterable[bytes]]) -> None:
-        self._behind = behind
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") == PATH:
-            return self._behind(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"the metrics are at {PATH}\n".encode()]
 
 
 def _why_not(host: str, port: int, error: Exception) -> str:

@@ -67,8 +67,3 @@ def test_colour_factors_of_one_change_nothing_and_saturation_zero_is_grey() -> N
 def test_senseless_settings_are_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(DataError, match=message):
         ImageSettings(**values)  # type: ignore[arg-type]
-
-
-def test_settings_survive_the_way_to_a_worker() -> None:
-    settings = ImageSettings(image_size=32, std=(1.0, 2.0, 3.0))
-    assert ImageSettings.from_json(settings.as_json()) == settings
