@@ -9,22 +9,82 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleet_train.cluster import kubernetes, mpi, network, slurm, started
-from fleet_train.cluster import mpi as pmix
+from fleet_train.cluster import kubernetes, mpi, network, slurm
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
-from fleet_train.cluster.started import Started, endpoint
+from fleet_train.cluster.started import Started, Variables, endpoint, port_of_job
 from fleet_train.errors import ClusterError, JoinTimeout
 
 ENGINE = "FLEET_TRAIN_ENGINE"
+
+
+# MPI: neither library has a variable for the host of rank 0, `peers` finds it.
+
+
+def read_open_mpi(environ: Mapping[str, str]) -> Started | None:
+    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also under ``srun --mpi=pmix``."""
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    of = Variables(environ, "Open MPI")
+    job = of.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid") or "unnamed"
+    return of.started(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_index=of.needed("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_count=of.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        port=port_of_job(job),
+        job="openmpi-" + re.sub(r"[^A-Za-z0-9._@-]", "-", job)[:60],
+    )
+
+
+def read_hydra(environ: Mapping[str, str]) -> Started | None:
+    """MPICH, Intel MPI, MVAPICH: Hydra's variables. Slurm's own PMI sets PMI_RANK too, without the local numbers."""
+    if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys():
+        return None
+    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH (Hydra)"
+    of = Variables(environ, engine)
+    return of.started(
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_index=of.needed("MPI_LOCALRANKID"),
+        local_count=of.number("MPI_LOCALNRANKS"),
+        job="hydra",
+    )
+
+
+def read_torchrun(environ: Mapping[str, str]) -> Started | None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: of torchrun, PyTorchJob, Volcano's plugin, and hand-made scripts.
+
+    Sources: pytorch.org "torchrun (Elastic Launch)", "Environment variables"; volcano-sh/volcano
+    ``pkg/controllers/job/plugins/distributed-framework/pytorch``. Volcano and PyTorchJob count pods, torchrun ranks.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
+        return None
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    of = Variables(environ, "torchrun" if by_torchrun else "RANK and WORLD_SIZE")
+    port = of.port("MASTER_PORT")
+    if port is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1  # torchrun's own store listens at MASTER_PORT
+    return of.started(
+        "RANK",
+        "WORLD_SIZE",
+        by="" if by_torchrun else "whoever set RANK and WORLD_SIZE",
+        local_index=of.number("LOCAL_RANK") or 0,
+        local_count=of.number("LOCAL_WORLD_SIZE"),
+        node=of.number("GROUP_RANK"),
+        master=of.text("MASTER_ADDR"),
+        port=port,
+        job=f"torchrun-{of.text('TORCHELASTIC_RUN_ID') or of.text('MASTER_ADDR')}",
+    )
+
 
 Reader = Callable[[Mapping[str, str]], Started | None]
 # The innermost first: an engine further down may have started one further up. That RANK and WORLD_SIZE come after
 # MPI and Slurm is the one exception: scripts export them next to MASTER_ADDR, with the same numbers or old ones.
 _READERS: tuple[tuple[str, Reader], ...] = (
-    ("mpi", mpi.read_open_mpi),
-    ("mpi", mpi.read_hydra),
+    ("mpi", read_open_mpi),
+    ("mpi", read_hydra),
     ("slurm", slurm.read),
-    ("torchrun", started.read_torchrun),
+    ("torchrun", read_torchrun),
     ("kubernetes", kubernetes.read_indexed_job),
     ("kubernetes", kubernetes.read_train_job),
     ("kubernetes", kubernetes.read_paddle_job),
@@ -45,7 +105,7 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
     if choice == "none" or "FLEET_TRAIN_STORE" in environ:  # a rank of our launcher: the innermost of all
         return None
     if choice == "auto" and "TORCHELASTIC_RUN_ID" in environ:
-        return started.read_torchrun(environ)  # its agent started this very process, whatever engine is outside
+        return read_torchrun(environ)  # its agent started this very process, whatever engine is outside
     first = next((each for name, read in _READERS if choice in ("auto", name) and (each := read(environ))), None)
     if first is None:
         if choice == "auto":
@@ -55,7 +115,7 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
             "leave the choice out"
         )
     if choice == "auto":
-        _refuse_contradiction(first, started.read_torchrun(environ))
+        _refuse_contradiction(first, read_torchrun(environ))
     return first
 
 
@@ -133,7 +193,7 @@ def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_second
     try:
         if "PMI_FD" in environ or "PMI_PORT" in environ:
             return mpi.pmi_exchange(started, own, environ, timeout_seconds)
-        return pmix.pmix_exchange(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
+        return mpi.exchange_pmix(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
     except TimeoutError:
         raise JoinTimeout(
             f"not all {started.count} processes that {started.engine} started arrived within {timeout_seconds:g} s "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet_train.cluster.cluster import is_number, parse_hosts
 from fleet_train.cluster.started import Started, Variables, checked, endpoint
@@ -100,16 +100,16 @@ def read_train_job(environ: Mapping[str, str]) -> Started | None:
         return None
     of = Variables(environ, "TrainJob")
     master = of.text("PET_MASTER_ADDR")
-    started = Started(
-        engine=f"TrainJob {master.partition('.')[2].partition('.')[0] or master}",
-        index=of.needed("PET_NODE_RANK"),
-        count=of.needed("PET_NNODES"),
+    started = of.started(
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        by=f"TrainJob {master.partition('.')[2].partition('.')[0] or master}",
         master=master,
         port=of.port("PET_MASTER_PORT"),
         job=f"trainjob-{master}",
         processes=None if of.text("PET_NPROC_PER_NODE") in ("auto", "cpu", "gpu") else of.number("PET_NPROC_PER_NODE"),
     )
-    return _with_names(checked(started, "PET_NODE_RANK", "PET_NNODES"))
+    return _with_names(started)
 
 
 def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
@@ -121,15 +121,15 @@ def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
     of = Variables(environ, f"{MASTER} and {NNODES}")
     master, port = endpoint(of.text(MASTER), MASTER)
     in_job = NODE_RANK not in environ and "JOB_COMPLETION_INDEX" in environ
-    started = Started(
-        engine="a Kubernetes Job" if in_job else MASTER,
-        index=of.needed(NODE_RANK, "JOB_COMPLETION_INDEX"),
-        count=of.needed(NNODES),
+    started = of.started(
+        f"{NODE_RANK}|JOB_COMPLETION_INDEX",
+        NNODES,
+        by="a Kubernetes Job" if in_job else MASTER,
         master=master,
         port=port,
         job=f"job-{master}",
     )
-    return _with_names(checked(started, NODE_RANK, NNODES))
+    return _with_names(started)
 
 
 def _with_names(started: Started) -> Started:
@@ -139,7 +139,7 @@ def _with_names(started: Started) -> Started:
     if found is None:
         return started
     hosts = tuple(f"{found[1]}{number}{dot}{domain}" for number in range(started.count))
-    return Started(**{**vars(started), "hosts": hosts})
+    return replace(started, hosts=hosts)
 
 
 # Reads the variables that PaddleCloud and the PaddleJob operator give to every pod: for the launcher and for ranks.

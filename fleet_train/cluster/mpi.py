@@ -1,75 +1,27 @@
-"""MPI: the variables that ``mpirun`` of Open MPI, and Hydra of MPICH and Intel MPI, give to their processes.
+"""Process management interfaces, through which rank 0 publishes where it listens and the others read it: PMI 1, PMIx.
 
-Neither has a variable for the host of rank 0: `peers` finds it.
+PMI 1, as used by Hydra (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket. No MPI library is needed
+and MPI is not initialized; Hydra allows this once per process, so MPI cannot be initialized in it afterwards. Source of
+the protocol: Flux RFC 13, "Simple Process Manager Interface v1".
+
+PMIx: a server (Open MPI's daemon) is used through libpmix. All ranks enter a fence that sends the published data to
+every server, as MPI_Init does. Asking rank 0's server instead hangs in Open MPI 4.1 if the request comes after rank 0
+has finalized PMIx. A process may initialize PMIx several times, so MPI can be initialized afterwards. Source: PMIx
+Standard 4, chapters 5 ("Initialization"), 6 and 7 (PMIx_Put, PMIx_Commit, PMIx_Fence, PMIx_Get); structures as in
+``pmix_common.h`` of versions 2 to 5.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import socket
 import threading
-import zlib
 from collections.abc import Mapping
 
 from fleet_train.cluster.cluster import is_number
-from fleet_train.cluster.started import Started, Variables, checked
+from fleet_train.cluster.started import Started
 from fleet_train.errors import ClusterError
-
-# As for Slurm: below the kernel's ephemeral ports, 64 for each job.
-_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
-
-
-def read_open_mpi(environ: Mapping[str, str]) -> Started | None:
-    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also under ``srun --mpi=pmix``."""
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    of = Variables(environ, "Open MPI")
-    job = of.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid") or "unnamed"
-    started = Started(
-        engine="Open MPI",
-        index=of.needed("OMPI_COMM_WORLD_RANK"),
-        count=of.needed("OMPI_COMM_WORLD_SIZE"),
-        local_index=of.needed("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_count=of.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        port=_port(job),
-        job=f"openmpi-{_plain(job)}",
-    )
-    return checked(started, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-
-
-def read_hydra(environ: Mapping[str, str]) -> Started | None:
-    """MPICH, Intel MPI, MVAPICH: Hydra's variables. Slurm's own PMI sets PMI_RANK too, without the local numbers."""
-    if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys():
-        return None
-    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH (Hydra)"
-    of = Variables(environ, engine)
-    started = Started(
-        engine=engine,
-        index=of.needed("PMI_RANK"),
-        count=of.needed("PMI_SIZE"),
-        local_index=of.needed("MPI_LOCALRANKID"),
-        local_count=of.number("MPI_LOCALNRANKS"),
-        job="hydra",
-    )
-    return checked(started, "PMI_RANK", "PMI_SIZE")
-
-
-def _port(job: str) -> int:
-    return _FIRST_PORT + _PORTS_PER_JOB * (zlib.crc32(job.encode()) % _PLACES)
-
-
-def _plain(job: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._@-]", "-", job)[:60]
-
-
-# The wire protocol of PMI 1, as used by Hydra (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket.
-#
-# Rank 0 publishes where it will listen, the others read it. No MPI library is needed and MPI is not initialized;
-# Hydra allows this once per process, so MPI cannot be initialized in it afterwards. Source of the protocol: Flux RFC
-# 13, "Simple Process Manager Interface v1".
-
 
 _KEY = "fleet_train_rank_0"
 _MOST_BYTES = 65_536
@@ -134,13 +86,7 @@ class _Pmi:
         return line.decode(errors="replace")
 
 
-# Uses a PMIx server (Open MPI's daemon) through libpmix: rank 0 publishes where it listens, the others read it.
-#
-# All ranks enter a fence that sends the published data to every server, as MPI_Init does. Asking rank 0's server
-# instead hangs in Open MPI 4.1 if the request comes after rank 0 has finalized PMIx. A process may initialize PMIx
-# several times, so MPI can be initialized afterwards. Source: PMIx Standard 4, chapters 5 ("Initialization"), 6 and 7
-# (PMIx_Put, PMIx_Commit, PMIx_Fence, PMIx_Get); structures as in ``pmix_common.h`` of versions 2 to 5.
-
+# PMIx
 
 _LIBRARIES = ("libpmix.so.2", "libpmix.so")
 _SUCCESS = 0
@@ -167,7 +113,7 @@ class _Info(ctypes.Structure):
     _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
 
 
-def pmix_exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
+def exchange_pmix(own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
     """The value that rank 0 published; ``own``: the value to publish, on rank 0.
 
     "" without the library or without a server. Raises TimeoutError if not all ranks arrive within the time.
@@ -180,7 +126,7 @@ def pmix_exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: 
     told: list[str] = []
     # The library's calls have no timeout that all its versions support.
     thread = threading.Thread(
-        target=lambda: told.append(_pmix_exchange(library, own)), name="fleet_train PMIx", daemon=True
+        target=lambda: told.append(_exchange_pmix(library, own)), name="fleet_train PMIx", daemon=True
     )
     thread.start()
     thread.join(timeout_seconds)
@@ -189,7 +135,7 @@ def pmix_exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: 
     return told[0]
 
 
-def _pmix_exchange(library: ctypes.CDLL, own: str | None) -> str:
+def _exchange_pmix(library: ctypes.CDLL, own: str | None) -> str:
     process = _Process()
     if library.PMIx_Init(ctypes.byref(process), None, ctypes.c_size_t(0)) != _SUCCESS:
         return ""

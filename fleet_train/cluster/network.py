@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from fleet_train.errors import ClusterError
 # Any port works: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
 _LISTENS = "0A"  # in /proc/net/tcp
+_NO_WAY = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.ENETUNREACH)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,21 @@ def address_towards(address: str) -> str | None:
             return None
         source: str = probe.getsockname()[0]
         return source
+
+
+def connect_from(source: str, host: str, port: int, timeout_seconds: float) -> socket.socket:
+    """A TCP connection from this machine's address ``source`` (empty: any), so that the other side recognizes the node.
+
+    From any address where no connection can start from that one: it is not this machine's (behind network address
+    translation), or it is a loopback address and the destination is another machine. Raises OSError.
+    """
+    if source:
+        try:
+            return socket.create_connection((host, port), timeout_seconds, (source, 0))
+        except OSError as error:
+            if error.errno not in _NO_WAY and not isinstance(error, socket.gaierror):
+                raise
+    return socket.create_connection((host, port), timeout_seconds)
 
 
 def interface_of(address: str, interfaces: dict[str, tuple[str, ...]]) -> str | None:

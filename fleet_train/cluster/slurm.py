@@ -1,7 +1,7 @@
 """Slurm: a task of a job step (``srun``). A batch script and the shells of ``salloc`` and ``srun --pty`` are not tasks.
 
 Variables: slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". The step's variables are read, not those of the
-allocation, which give the possible number of tasks.
+allocation, which give the possible number of tasks. Nodes are lists such as ``rack[1-2]node[01-03,07],login``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from fleet_train.cluster.started import Started, Variables, checked
+from fleet_train.cluster.started import Started, Variables, port_of_job
 from fleet_train.errors import ClusterError
 
 # The batch script, an interactive step and the like have numbers from here on (SLURM_MAX_NORMAL_STEP_ID).
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# Ports below the kernel's ephemeral ones (32768 and up), 64 of them for each job: one per rank of a node, and one more.
-_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
+MOST_HOSTS = 65_536
+"""Slurm's own bound for a list (MAX_RANGE of its hostlist)."""
+_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def read(environ: Mapping[str, str]) -> Started | None:
@@ -37,10 +39,9 @@ def read(environ: Mapping[str, str]) -> Started | None:
         raise ClusterError(f"SLURM_NODEID={node}, but SLURM_STEP_NODELIST names {len(hosts)} nodes; they must agree")
     per_node = of.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = expand_counts(per_node) if per_node else ()
-    started = Started(
-        engine=engine,
-        index=of.needed("SLURM_PROCID"),
-        count=of.needed("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    started = of.started(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS|SLURM_NTASKS|SLURM_NPROCS",
         local_index=of.needed("SLURM_LOCALID"),
         local_count=counts[node] if node < len(counts) else None,
         node=node,
@@ -56,7 +57,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
             f"SLURM_STEP_TASKS_PER_NODE={per_node} makes {sum(counts)} tasks on {len(counts)} nodes, but "
             f"SLURM_STEP_NUM_TASKS={started.count} and SLURM_STEP_NODELIST names {len(hosts)}; they must agree"
         )
-    return checked(started, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    return started
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
@@ -88,16 +89,7 @@ def port_of(environ: Mapping[str, str]) -> int:
     if reserved.isdigit():
         return int(reserved)
     job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID") or 0)
-    return _FIRST_PORT + _PORTS_PER_JOB * ((job + 97 * step) % _PLACES)
-
-
-# Slurm's lists of hosts: ``rack[1-2]node[01-03,07],login`` -> the hosts, in order.
-
-
-MOST_HOSTS = 65_536
-"""Slurm's own bound for a list (MAX_RANGE of its hostlist)."""
-_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+    return port_of_job(job + 97 * step)
 
 
 def expand_hostlist(text: str, name: str = "SLURM_STEP_NODELIST") -> tuple[str, ...]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fleet_train.cluster.cluster import is_number
 from fleet_train.errors import ClusterError
 
 _LAST_PORT = 65535
+# Ports below the kernel's ephemeral ones (32768 and up), 64 of them for each job: one per rank of a node, and one more.
+_FIRST_PORT, _PORTS_PER_JOB, _PLACES = 10_240, 64, 350
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ class Variables:
             raise ClusterError(f"{names[0]}={number} is not a port; ports are 1 to {_LAST_PORT}")
         return number
 
+    def started(self, index: str, count: str, *, by: str = "", **more: Any) -> Started:
+        """The process whose number and their number are in these variables (each name, or several with ``|``), with
+        more of `Started`; ``by``: the engine's name, if it is another. Raises ClusterError for a number outside those
+        of the processes."""
+        names = index.split("|"), count.split("|")
+        number, total = (self.needed(*each) for each in names)
+        return checked(Started(by or self._engine, number, total, **more), names[0][0], names[1][0])
+
 
 def checked(started: Started, index_name: str, count_name: str) -> Started:
     """Raises ClusterError for a number outside those of the processes."""
@@ -96,6 +108,12 @@ def checked(started: Started, index_name: str, count_name: str) -> Started:
     return started
 
 
+def port_of_job(job: int | str) -> int:
+    """A first port that another job on the same nodes is unlikely to have, from the job's number or name."""
+    number = job if isinstance(job, int) else zlib.crc32(job.encode())
+    return _FIRST_PORT + _PORTS_PER_JOB * (number % _PLACES)
+
+
 def endpoint(text: str, name: str) -> tuple[str, int | None]:
     """``"host:6170"`` -> ("host", 6170); ``"host"`` -> ("host", None). Raises ClusterError."""
     host, colon, port = text.strip().rpartition(":")
@@ -104,31 +122,3 @@ def endpoint(text: str, name: str) -> tuple[str, int | None]:
     if not host or not is_number(port) or not 1 <= int(port) <= _LAST_PORT:
         raise ClusterError(f"{name}={text} is not of the form host:port with a port of 1 to {_LAST_PORT}")
     return host, int(port)
-
-
-# RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: of torchrun, PyTorchJob, Volcano's plugin, and of hand-made scripts.
-#
-# Sources: pytorch.org "torchrun (Elastic Launch)", "Environment variables"; volcano-sh/volcano
-# ``pkg/controllers/job/plugins/distributed-framework/pytorch``. Volcano and PyTorchJob count pods, torchrun ranks.
-
-
-def read_torchrun(environ: Mapping[str, str]) -> Started | None:
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
-        return None
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
-    of = Variables(environ, "torchrun" if by_torchrun else "RANK and WORLD_SIZE")
-    port = of.port("MASTER_PORT")
-    if port is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1  # torchrun's own store listens at MASTER_PORT
-    started = Started(
-        engine="torchrun" if by_torchrun else "whoever set RANK and WORLD_SIZE",
-        index=of.needed("RANK"),
-        count=of.needed("WORLD_SIZE"),
-        local_index=of.number("LOCAL_RANK") or 0,
-        local_count=of.number("LOCAL_WORLD_SIZE"),
-        node=of.number("GROUP_RANK"),
-        master=of.text("MASTER_ADDR"),
-        port=port,
-        job=f"torchrun-{of.text('TORCHELASTIC_RUN_ID') or of.text('MASTER_ADDR')}",
-    )
-    return checked(started, "RANK", "WORLD_SIZE")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
 from fleet_train.cluster.store.wire import STRANGERS_BYTES, Decoder, Header, ProtocolError, encode, parse
 
@@ -20,7 +21,6 @@ MOST_BYTES = 8 << 20
 WORD_SECONDS = 4.0
 DIAL_SECONDS = 2.5
 """A lost first packet is retransmitted after 1 s."""
-_UNBINDABLE = (errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class Channel:
@@ -28,7 +28,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._decoder = Decoder(expects_preamble=False, most_bytes=STRANGERS_BYTES)
+        self._decoder = Decoder(STRANGERS_BYTES)
         self._frames: list[tuple[Header, Any]] = []
         sock.settimeout(WORD_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -65,14 +65,12 @@ class Channel:
 @contextlib.contextmanager
 def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Channel]:
     """Authenticated connection to a doctor. Raises OSError (no listener), ProtocolError and Refused (another job)."""
-    channel = Channel(connect(address, port, access.source))
+    channel = Channel(connect_from(access.source, address, port, DIAL_SECONDS))
     try:
         caller = Caller(access, {"round": "", "group": "doctor", "member": node})
-        word: Header | None = caller.hello
         try:
-            while word is not None:
+            while (word := caller.heard(channel.hear()[0])) is not None:
                 channel.say(word)
-                word = caller.heard(channel.hear()[0])
         except (ConnectionError, TimeoutError) as error:
             raise ProtocolError(f"it does not use the doctor's protocol: {error}") from None
         except OSError as error:
@@ -81,29 +79,6 @@ def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Chan
         yield channel
     finally:
         channel.close()
-
-
-def connect(address: str, port: int, source: str, seconds: float = DIAL_SECONDS) -> socket.socket:
-    """From this machine's address in the node list, as a job does. Raises OSError."""
-    try:
-        return _connect(address, port, source, seconds)
-    except OSError as error:
-        if error.errno not in _UNBINDABLE:
-            raise
-    return _connect(address, port, "", seconds)
-
-
-def _connect(address: str, port: int, source: str, seconds: float) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(seconds)
-        if source:
-            sock.bind((source, 0))
-        sock.connect((address, port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def outcome_of(error: Exception) -> str:

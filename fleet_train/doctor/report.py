@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fleet_train.cluster.network import connect_from
 from fleet_train.doctor import judge, measure_folders, measure_machine
-from fleet_train.doctor.channel import connect, outcome_of
+from fleet_train.doctor.channel import outcome_of
 from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
 from fleet_train.launch.node import Node
@@ -150,7 +151,8 @@ class AfterFailure:
 
     def _dial(self, index: int) -> str:
         try:
-            connect(self._node.addresses[index], self._node.store_port, self._node.address, _DIAL_SECONDS).close()
+            address, port = self._node.addresses[index], self._node.store_port
+            connect_from(self._node.address, address, port, _DIAL_SECONDS).close()
         except ConnectionRefusedError:
             return ""
         except OSError as error:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from fleet_train.cluster.network import port_is_free
-from fleet_train.cluster.store.access import Access, Callee, Callers, Refused
+from fleet_train.cluster.store.access import Access, Callers, Refused, accept, challenge
 from fleet_train.cluster.store.wire import Header, ProtocolError
 from fleet_train.doctor import channel as datagrams
 from fleet_train.doctor import channel as streams
@@ -132,17 +132,17 @@ class Responder:
             self._connections -= 1
 
     def _greet(self, channel: Channel, address: str) -> int:
-        callee = Callee(self._access)
-        hello: Header | None = None
-        while hello is None:
-            try:
-                answer, hello = callee.heard(channel.hear()[0])
-                if hello is not None and self._callers is not None and not self._callers.hears(address):
-                    raise Refused("another address", kind="address")
-            except Refused as refusal:
-                channel.say({"error": refusal.kind, "address": address, "job": self._access.job})
-                raise
-            channel.say(answer if answer is not None else {"ok": True})
+        asked = challenge(self._access)
+        try:
+            channel.say(asked)
+            hello, _ = channel.hear()
+            proof = accept(self._access, asked, hello)
+            if self._callers is not None and not self._callers.hears(address):
+                raise Refused("another address", kind="address")
+        except Refused as refusal:
+            channel.say({"error": refusal.kind, "address": address, "job": self._access.job})
+            raise
+        channel.say({"ok": True, "proof": proof})
         return int(hello.get("member", -1))
 
     def _answer(self, channel: Channel, header: Header, body: object, address: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fleet_train.cluster.store.wire import PREAMBLE, Decoder, parse
+from fleet_train.cluster.store.payloads import Arrival, Key
+from fleet_train.cluster.store.wire import Decoder, Fields, parse
 
 
 class Heard:
@@ -15,7 +16,7 @@ class Heard:
         self.frames: list[tuple[dict[str, Any], bytes]] = []
 
     def send(self, frame: bytes) -> None:
-        self.frames += [(parse(head), bytes(body)) for head, body in Decoder(expects_preamble=False).feed(frame)]
+        self.frames += [(parse(head), bytes(body)) for head, body in Decoder().feed(frame)]
 
     def take(self) -> list[tuple[dict[str, Any], bytes]]:
         frames, self.frames = self.frames, []
@@ -24,6 +25,11 @@ class Heard:
     @property
     def headers(self) -> list[dict[str, Any]]:
         return [header for header, _ in self.frames]
+
+
+def arrival(mask: int, count: int, header: dict[str, Any], body: bytes = b"", *, is_part: bool = False) -> Arrival:
+    """Members at a barrier, with their contribution."""
+    return Arrival(Key("rank", "barrier", "a"), Heard(), mask, count, 60.0, {}, Fields(header), body, is_part)
 
 
 class Transport(asyncio.Transport):
@@ -43,7 +49,7 @@ class Transport(asyncio.Transport):
         self.options.append(option)
 
     def write(self, data: Any) -> None:
-        self.sent.send(bytes(data).removeprefix(PREAMBLE))
+        self.sent.send(bytes(data))
 
     def write_eof(self) -> None:
         self.ends.append("eof")

@@ -269,27 +269,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleet_train.cluster.started import Started, Variables, checked
+from fleet_train.cluster.started import Started, Variables
 
 
 def read(environ: Mapping[str, str]) -> Started | None:
     if not {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"} <= environ.keys():
         return None
     of = Variables(environ, "Flux")
-    started = Started(
-        engine="Flux",
-        index=of.needed("FLUX_TASK_RANK"),
-        count=of.needed("FLUX_JOB_SIZE"),
-        local_index=of.needed("FLUX_TASK_LOCAL_ID"),
-        job="flux",
-    )
-    return checked(started, "FLUX_TASK_RANK", "FLUX_JOB_SIZE")
+    return of.started("FLUX_TASK_RANK", "FLUX_JOB_SIZE", local_index=of.needed("FLUX_TASK_LOCAL_ID"), job="flux")
 '''
             ),
         ),
         "fleet_train/cluster/engines.py": (
-            Insertion("flux, ", before="kubernetes, mpi"),
-            Insertion('    ("flux", flux.read),\n', before='    ("torchrun", started.read_torchrun),'),
+            Insertion("flux, ", before="kubernetes, slurm"),
+            Insertion('    ("flux", flux.read),\n', before='    ("torchrun", read_torchrun),'),
         ),
         "tests/unit/cluster/test_engines.py": (
             Insertion(

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.server import raise_descriptor_limit
-from fleet_train.cluster.store.wire import LENGTHS, PREAMBLE, encode
+from fleet_train.cluster.store.wire import LENGTHS, encode
 
 _HELLO = {"do": "hello", "job": "", "nonce": "n", "round": "", "group": "stranger", "member": 9, "watched": False}
 
@@ -34,7 +34,8 @@ def large(address: tuple[str, int], until: float) -> None:
     body = b"x" * (60 << 20)
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as sock:
-            sock.sendall(PREAMBLE + encode(_HELLO))
+            sock.recv(1000)
+            sock.sendall(encode(_HELLO))
             sock.recv(1000)
             sock.sendall(encode({"do": "set", "key": "large"}, body))
             sock.recv(1000)
@@ -46,7 +47,7 @@ def deep(address: tuple[str, int], until: float) -> None:
     while time.monotonic() < until:
         for head in kinds:
             with contextlib.suppress(OSError), socket.create_connection(address, timeout=10) as sock:
-                sock.sendall(PREAMBLE + LENGTHS.pack(4000, 0) + head)
+                sock.sendall(LENGTHS.pack(4000, 0) + head)
                 if head:
                     sock.recv(1000)
 

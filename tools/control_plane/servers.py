@@ -17,11 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access, Callers
-from fleet_train.cluster.store.members import Pace, PacedSelector
 from fleet_train.cluster.store.relay import Parent
-from fleet_train.cluster.store.server import listen, raise_descriptor_limit
-from fleet_train.cluster.store.session import Session
-from fleet_train.cluster.store.state import ServerState
+from fleet_train.cluster.store.server import Session, StoreServer, raise_descriptor_limit
 from tools.control_plane.tree import Job
 
 HOST = "127.0.0.1"
@@ -41,25 +38,24 @@ class Counted:
         Session.send = counting  # type: ignore
 
 
-async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
+async def serve(asked: dict[str, Any]) -> None:
     raise_descriptor_limit(19000)
     counted = Counted()
     job = Job(asked["nodes"], asked["ranks_per_node"])
     ports: dict[int, int] = {int(node): port for node, port in asked["ports"].items()}
     listening = []  # keep a reference: an unreferenced server is closed
     for node in range(asked["first"], asked["last"] + 1):
-        state = ServerState(Access("bench"), Callers([HOST]), pace=pace)
-        server = await listen(state, HOST, 0)
-        listening.append(server)
+        server = StoreServer(HOST, 0, Access("bench"), Callers([HOST]))
+        listening.append(await server.listen())
         if node == 0:
-            state.open_root("0")
+            server.root("0")
         else:
             parent = Parent(
                 HOST, ports[job.parent(node)], "0", node, f"node {node}", job.below(node), Access("bench"),
                 asked["silence"],
             )  # fmt: skip
-            await state.open_relay(parent, 60.0)
-        ports[node] = server.sockets[0].getsockname()[1]
+            await server.relay(parent, 60.0)
+        ports[node] = server.port
     print(json.dumps(ports), flush=True)
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
@@ -67,9 +63,4 @@ async def serve(asked: dict[str, Any], pace: Pace | None) -> None:
 
 
 if __name__ == "__main__":
-    what = json.loads(sys.argv[1])
-    if what["first"]:  # relays of many nodes, which must not share a `Pace`
-        asyncio.run(serve(what, None))
-    else:
-        own = Pace()
-        asyncio.SelectorEventLoop(PacedSelector(own)).run_until_complete(serve(what, own))
+    asyncio.run(serve(json.loads(sys.argv[1])))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access, Caller
 from fleet_train.cluster.store.server import raise_descriptor_limit
-from fleet_train.cluster.store.wire import PREAMBLE, Decoder, Header, encode, parse
+from fleet_train.cluster.store.wire import Decoder, Header, encode, parse
 
 _AT_ONCE = 200
 _TIMEOUT = 120.0
@@ -29,7 +29,7 @@ class StandIn(asyncio.Protocol):
     def __init__(self, rank: int, all_ranks: AllRanks) -> None:
         self.rank = rank
         self._all_ranks = all_ranks
-        self._decoder = Decoder(expects_preamble=False)
+        self._decoder = Decoder()
         identity = {"round": "0", "group": "rank", "member": rank, "watched": True, "machine": "", "silence": None}
         self._caller = Caller(Access("bench"), identity)
         self._is_welcome = False
@@ -38,12 +38,15 @@ class StandIn(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.write(PREAMBLE + encode(self._caller.hello))
 
     def data_received(self, data: bytes) -> None:
         for head, body in self._decoder.feed(data):
             if not self._is_welcome:
-                self._is_welcome = self._caller.heard(parse(head)) is None
+                word = self._caller.heard(parse(head))
+                self._is_welcome = word is None
+                if word is not None and self.transport is not None:
+                    self.transport.write(encode(word))
+                    continue
             elif b'"error"' in head:
                 self._all_ranks.failed.append((time.monotonic(), (head + b" " + body).decode()))
             self._all_ranks.answered()
@@ -124,7 +127,7 @@ async def run(asked: dict[str, Any]) -> None:
     say({"connected_seconds": time.perf_counter() - began})
     endpoints = json.dumps(",".join(f"10.0.{i // 250}.{i % 250}:6170" for i in range(len(ports)))).encode()
     await all_ranks.exchange({"do": "compare", "name": "join"}, endpoints)
-    await all_ranks.exchange({"do": "broadcast", "name": "port", "source": 0}, b"6170")
+    await all_ranks.exchange({"do": "all_gather", "name": "port"}, b"6170")
     await all_ranks.exchange({"do": "barrier", "name": "formed"})
     say({"joined_seconds": time.perf_counter() - began})
     barriers = asked["barriers"]

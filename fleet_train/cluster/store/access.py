@@ -11,12 +11,14 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.store.wire import Header, ProtocolError
+from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
 
 JOB_ID = "FLEET_TRAIN_JOB_ID"
@@ -64,33 +66,67 @@ class Refused(Exception):
         self.is_temporary = is_temporary
 
 
+def challenge(access: Access) -> Header:
+    """The server's first message: its nonce makes every proof a new one."""
+    return {"version": VERSION, "nonce": new_nonce(), "secret": access.secret is not None}
+
+
+def accept(access: Access, asked: Header, hello: Header) -> str:
+    """The server's proof for a caller that it accepts, empty without a secret; ``asked``: its challenge.
+
+    Raises ProtocolError, and Refused with the answer as its kind.
+    """
+    if hello.get("do") != "hello" or not isinstance(hello.get("nonce"), str):
+        raise ProtocolError("a hello was expected")
+    if any(isinstance(hello.get(name), (list, dict)) for name in _SIGNED):
+        raise ProtocolError("a hello has texts and numbers only")
+    if hello.get("job") != access.job:
+        raise Refused("another job", kind="job")
+    if access.secret is None:
+        return ""
+    if not is_proof(hello.get("proof"), access.secret, *_signed("caller", hello, asked["nonce"])):
+        raise Refused("another secret", kind="secret")
+    return proof(access.secret, *_signed("server", hello, asked["nonce"]))
+
+
+def _signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
+    """The data that a proof of ``side`` covers: both nonces, and everything that decides what the connection may do."""
+    return (side, nonce, *(str(hello.get(name)) for name in _SIGNED))
+
+
 class Caller:
-    """The connecting side: ``hello`` is sent first; every answer goes to ``heard`` until it returns None."""
+    """The connecting side: what the server says goes to ``heard``, and what that returns to the server, until it
+    returns None."""
 
     def __init__(self, access: Access, identity: Header) -> None:
         self._access = access
-        self._nonce = new_nonce()
         self._identity = identity
-        self._is_proved = False
-        has_secret = access.secret is not None
-        self.hello: Header = {"do": "hello", "job": access.job, "nonce": self._nonce, "secret": has_secret, **identity}
+        self._hello: Header = {}
+        self._nonce = ""
 
-    def heard(self, answer: Header) -> Header | None:
+    def heard(self, word: Header) -> Header | None:
         """The next message; None once the connection is accepted. Raises Refused, with a message for the user."""
-        if "error" in answer:
-            raise self._refusal(answer)
+        if "error" in word:
+            raise self._refusal(word)
         secret = self._access.secret
-        if "challenge" not in answer:
-            if secret is not None and not self._is_proved:
-                raise Refused("it does not know this job's secret; give every node the same --job_secret_file")
+        if self._hello:
+            is_proved = secret is None or is_proof(
+                word.get("proof"), secret, *_signed("server", self._hello, self._nonce)
+            )
+            if not is_proved:
+                raise self._refusal({"error": "secret"})
             return None
-        nonce = str(answer["challenge"])[:200]
-        if secret is None:
+        if word.get("version") != VERSION:
+            raise Refused("it runs another version of fleet_train; install the same one on every node")
+        if secret is None and word.get("secret") is not False:
             raise Refused("it requires this job's secret; give every node the same --job_secret_file")
-        if not is_proof(answer.get("proof"), secret, *signed("server", self.hello, nonce)):
-            raise Refused("it has another secret than this node; give every node the same --job_secret_file")
-        self._is_proved = True
-        return {"do": "prove", "proof": proof(secret, *signed("caller", self.hello, nonce))}
+        if secret is not None and word.get("secret") is not True:
+            raise Refused("it has no job secret and this node has one; give every node the same --job_secret_file")
+        self._nonce = str(word.get("nonce"))[:200]
+        self._hello = {"do": "hello", "job": self._access.job, "nonce": new_nonce(), **self._identity}
+        if secret is None:
+            return self._hello
+        return self._hello | {"proof": proof(secret, *_signed("caller", self._hello, self._nonce))}
 
     def _refusal(self, answer: Header) -> Refused:
         kind = str(answer["error"])[:40]
@@ -108,8 +144,6 @@ class Caller:
                 )
             case "secret":
                 why = "it has another secret than this node; give every node the same --job_secret_file"
-            case "no secret":
-                why = "it has no job secret and this node has one; give every node the same --job_secret_file"
             case "closed":
                 why = "it has not opened this round yet"
             case "store":
@@ -122,51 +156,14 @@ class Caller:
         return Refused(why, kind=kind, is_temporary=is_temporary)
 
 
-def signed(side: str, hello: Header, nonce: str) -> tuple[str, ...]:
-    """The data that a proof of ``side`` covers: both nonces, and everything that decides what the connection may do."""
-    return (side, nonce, *(str(hello.get(name)) for name in _SIGNED))
-
-
-class Callee:
-    """The server's side of the handshake, with this access."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._hello: Header = {}
-        self._nonce = ""
-
-    def heard(self, word: Header) -> tuple[Header | None, Header | None]:
-        """(answer, the caller's hello once it is accepted). Raises Refused with the answer as its kind."""
-        if not self._hello:
-            return self._greet(word)
-        secret = self._access.secret
-        assert secret is not None
-        if word.get("do") != "prove":
-            raise ProtocolError("a proof was expected")
-        if not is_proof(word.get("proof"), secret, *signed("caller", self._hello, self._nonce)):
-            raise Refused("another secret", kind="secret")
-        return None, self._hello
-
-    def _greet(self, word: Header) -> tuple[Header | None, Header | None]:
-        if word.get("do") != "hello" or not isinstance(word.get("nonce"), str):
-            raise ProtocolError("a hello was expected")
-        if any(isinstance(word.get(name), (list, dict)) for name in _SIGNED):
-            raise ProtocolError("a hello has texts and numbers only")
-        if word.get("job") != self._access.job:
-            raise Refused("another job", kind="job")
-        if self._access.secret is None:
-            if word.get("secret") is True:
-                raise Refused("no secret here", kind="no secret")
-            return None, word
-        self._hello, self._nonce = word, new_nonce()
-        answer = proof(self._access.secret, *signed("server", word, self._nonce))
-        return {"challenge": self._nonce, "proof": answer}, None
-
-
-# The addresses that a server accepts: those of a job's hosts. A host name's address may change while the job runs.
+# Who may connect to a server: addresses of a job's hosts, and few that have not proved who they are.
+#
+# A host name's address may change while the job runs.
 
 
 _LOOK_AGAIN_SECONDS = 2.0
+
+Connection = TypeVar("Connection")
 
 
 class Callers:
@@ -206,6 +203,34 @@ class Callers:
                 self._known |= addresses_of(name)
         finally:
             self._is_looking.release()
+
+
+class Strangers(Generic[Connection]):
+    """Connections that have not proved yet who they are: if there are ``most``, the oldest is closed for a new one."""
+
+    def __init__(self, most: int, close: Callable[[Connection], None]) -> None:
+        self._most = most
+        self._close = close
+        self._connections: OrderedDict[Connection, None] = OrderedDict()
+        self._counting = threading.Lock()
+
+    def add(self, connection: Connection) -> None:
+        with self._counting:
+            oldest = self._connections.popitem(last=False)[0] if len(self._connections) >= self._most else None
+            self._connections[connection] = None
+        if oldest is not None:
+            self._close(oldest)
+
+    def remove(self, connection: Connection) -> None:
+        with self._counting:
+            self._connections.pop(connection, None)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __iter__(self) -> Iterator[Connection]:
+        with self._counting:
+            return iter(list(self._connections))
 
 
 def addresses_of(host: str) -> frozenset[str]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
-from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges
+from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges, ranges
 from fleet_train.cluster.store.payloads import unpack
 from fleet_train.cluster.store.reports import Describe, Words, with_absent
 from fleet_train.cluster.store.wire import (
     MOST_BODY_BYTES,
-    PREAMBLE,
     Body,
     Decoder,
     Header,
@@ -37,17 +36,15 @@ _CHUNK_BYTES = 1 << 18
 JOINED = "joined"
 """Rank 0 sets it in the store once all ranks have joined."""
 
-# A child made by fork inherits the connections: see StoreClient.close_in_child.
-_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _close_all_in_child() -> None:
-    for client in list(_clients):
-        client.close_in_child()
+def close_after_fork(thing: Any) -> None:
+    """A child that this process forks inherits it: there its ``close_in_child`` is called."""
+    _inherited.add(thing)
 
 
-os.register_at_fork(after_in_child=_close_all_in_child)
-
+os.register_at_fork(after_in_child=lambda: [thing.close_in_child() for thing in list(_inherited)])
 
 T = TypeVar("T")
 Read = Callable[[Header, Body], T]
@@ -98,14 +95,16 @@ class StoreClient:
         self.member = member
         self.group = group
         self._sock = sock
-        self._decoder = Decoder(expects_preamble=False, most_bytes=1 << 31)
+        self._decoder = Decoder(most_bytes=1 << 31)
         self._lock = threading.Lock()
         self._words = Words(endpoint, group, describe)
         self._describe = describe
         self._answer_seconds = answer_seconds
         self._is_in_child = False
         self._reports: list[tuple[dict[str, Json], float]] = []
-        _clients.add(self)
+        self._times = [0.0, 0.0, 0.0]
+        """Of this member's notes so far: steps, milliseconds of own work, milliseconds at barriers."""
+        close_after_fork(self)
 
     @classmethod
     def connect(
@@ -138,12 +137,15 @@ class StoreClient:
         identity: Header = {"round": round_name, "group": group, "member": member, "watched": watched}
         identity |= {"machine": machine, "silence": silence_seconds}
         deadline = time.monotonic() + timeout_seconds
-        for pause in _pauses():
+        access, pause = access or Access(), 0.02
+        host, port = address.rsplit(":", 1)
+        while True:
             try:
                 left = deadline - time.monotonic() if timeout_seconds else dial_seconds
-                sock = _dial(address, access or Access(), max(0.1, min(dial_seconds, left)))
+                sock = connect_from(access.source, host, int(port), max(0.1, min(dial_seconds, left)))
+                keep_alive(sock)
                 client = cls(sock, address, member, group, describe, answer_seconds)
-                client._greet(Caller(access or Access(), identity))
+                client._greet(Caller(access, identity))
                 return client
             except (OSError, Refused) as error:
                 if isinstance(error, Refused) and not error.is_temporary:
@@ -155,16 +157,13 @@ class StoreClient:
                         "list is the same everywhere and that the port can be reached"
                     ) from error
                 time.sleep(pause)
-        raise AssertionError("unreachable")
+                pause = min(pause * 1.5, 0.5)
 
     def _greet(self, caller: Caller) -> None:
         try:
             self._sock.settimeout(self._answer_seconds)
-            self._sock.sendall(PREAMBLE)
-            word: Header | None = caller.hello
-            while word is not None:
+            while (word := caller.heard(self._receive()[0])) is not None:
                 self._sock.sendall(encode(word))
-                word = caller.heard(self._receive()[0])
         except ProtocolError as error:
             self.close()
             raise OSError(f"the server there is not a rendezvous store of this version: {error}") from None
@@ -179,13 +178,18 @@ class StoreClient:
     ) -> StepAnswer:
         """Wait until members 0 .. count-1 of this group reach the barrier of this name; raises as ``all_gather``."""
         header: Header = {}
+        times = self._times
         if note is not None:
             header["slowest"] = note.busy_ms / note.steps if note.steps else None
-            header["times"] = [note.steps, note.busy_ms, note.wait_ms]
             header["stop"] = None if note.stop is None else [self.member, note.stop]
             if note.gradients is not None:
                 header["digest"] = note.gradients
-        return self._meet("barrier", name, header, b"", count, timeout_seconds, call, _step_answer)
+            times = [times[0] + note.steps, times[1] + note.busy_ms, times[2] + note.wait_ms]
+        if any(times):
+            header["times"] = times
+        answer = self._meet("barrier", name, header, b"", count, timeout_seconds, call, _step_answer)
+        self._times = times
+        return answer
 
     def all_gather(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> dict[int, Json]:
         """Wait until members 0 .. count-1 of this group have called with this name; every member gets all values.
@@ -196,14 +200,22 @@ class StoreClient:
         reported a failure; ScheduleMismatch if the members do not agree on ``count``. The first two give in ``absent``
         the members that caused the error, and what they did.
         """
-        return self._meet("all_gather", name, {}, _json(value), count, timeout_seconds, call, _values)
+
+        def read(_: Header, body: Body) -> dict[int, Json]:
+            values = _values(body)
+            return {member: values[member] for member in range(count)}
+
+        return self._meet("all_gather", name, {}, _json(value), count, timeout_seconds, call, read)
 
     def broadcast(
         self, name: str, value: Json, source: int, count: int, timeout_seconds: float, call: str = ""
     ) -> Json:
         """As ``all_gather``, but every member gets the value of ``source`` only; other values are not sent."""
         body = _json(value) if self.member == source else b""
-        return self._meet("broadcast", name, {"source": source}, body, count, timeout_seconds, call, _value)
+        named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is told so
+        return self._meet(
+            "all_gather", named, {}, body, count, timeout_seconds, call, lambda _, told: _values(told)[source]
+        )
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
         """As ``all_gather``, but only compares the values: returns an empty list if they are equal.
@@ -237,26 +249,24 @@ class StoreClient:
     # calls that do not wait for other members
 
     def set(self, key: str, value: Json) -> None:
-        self._call({"do": "set", "key": key}, _json(value), _nothing)
+        self._ask("set", _as_it_is, _json(value), key=key)
 
     def get(self, key: str) -> Json:
         """The value of ``key``, or None."""
-        return self._call({"do": "get", "key": key}, b"", lambda header, body: _value(header, body) if body else None)
+        return self._ask("get", _as_it_is, key=key)
 
     def keys(self, prefix: str) -> list[str]:
         """The keys with this prefix that have a value."""
-        return self._call({"do": "keys", "prefix": prefix}, b"", lambda _, body: [str(key) for key in json.loads(body)])
+        return self._ask("keys", lambda told: list(map(str, told)), prefix=prefix)
 
     def times(self, number: int) -> dict[int, list[float]]:
         """The sums of all members' reports up to the step barrier of that number, by member: steps, milliseconds of
         own work, milliseconds at barriers."""
-        return self._call(
-            {"do": "times", "group": self.group, "number": number}, b"", lambda _, body: dict(json.loads(body))
-        )
+        return self._ask("times", lambda told: dict(told), group=self.group, number=number)
 
     def fail(self, report: dict[str, Json]) -> None:
         """Publish why this job has failed. The first report counts; every waiting member receives it."""
-        self._call({"do": "fail"}, _json(report), _nothing)
+        self._ask("fail", _as_it_is, _json(report))
 
     def failure(self) -> dict[str, Json] | None:
         """The first failure that a member reported, or None."""
@@ -265,28 +275,32 @@ class StoreClient:
 
     def failures(self) -> list[tuple[dict[str, Json], float]]:
         """Every reported failure and its time, in the seconds of ``clock``; the first one first."""
-        self._reports += self._call({"do": "failures", "known": len(self._reports)}, b"", _reports)
+        self._reports += self._ask("failures", _reports, known=len(self._reports))
         return list(self._reports)
 
     def clock(self) -> float:
         """Seconds since the server created this round: one clock for all machines."""
-        return self._call({"do": "clock"}, b"", lambda header, _: float(header["value"]))
+        return self._ask("clock", float)
 
     def gone(self, group: str | None = None) -> dict[int, str]:
         """Members that were connected and are no longer: member -> ``left`` or how it was lost."""
-        return self._call({"do": "gone", "group": group or self.group}, b"", _gone)
+        return self._ask("gone", _gone, group=group or self.group)
 
     def beat(self) -> None:
         """Heartbeat: resets the server's ``silence_seconds``. Raises WorkerFailed if the server does not answer."""
-        self._call({"do": "beat"}, b"", _nothing)
+        self._ask("beat", _as_it_is)
 
     def ended(self, group: str, member: int) -> None:
         """Report that a member's process ended with 0: if it has not connected, the others need not wait for it."""
-        self._call({"do": "ended", "group": group, "member": member}, b"", _nothing)
+        self._ask("ended", _as_it_is, group=group, member=member)
 
     def leave(self) -> None:
         """Disconnect properly: from now on this member counts as finished, not as lost."""
-        self._call({"do": "leave"}, b"", _nothing)
+        self._ask("leave", _as_it_is)
+
+    def _ask(self, do: str, read: Callable[[Json], T], body: Body = b"", **fields: Json) -> T:
+        """What ``read`` makes of the answer's JSON."""
+        return self._call({"do": do, **fields}, body, lambda _, told: read(json.loads(told) if told else None))
 
     # the connection
 
@@ -340,16 +354,12 @@ class StoreClient:
                 return parse(header), body
 
 
-def _nothing(_: Header, __: Body) -> None:
-    """The answer only confirms the call."""
+def _as_it_is(told: Json) -> Json:
+    return told
 
 
-def _value(_: Header, body: Body) -> Any:
-    return json.loads(body)
-
-
-def _values(_: Header, body: Body) -> dict[int, Json]:
-    return {member: json.loads(value) for member, value in unpack(body).items()}
+def _values(body: Body) -> dict[int, Json]:
+    return {member: json.loads(value) for mask, value in unpack(body) for member in each(mask)}
 
 
 def _step_answer(header: Header, _: Body) -> StepAnswer:
@@ -359,61 +369,20 @@ def _step_answer(header: Header, _: Body) -> StepAnswer:
     return StepAnswer(None if slowest is None else float(slowest), asked, int(header["number"]), same)
 
 
-def _variants(header: Header, body: Body) -> Variants:
-    if header.get("same"):
+def _variants(_: Header, body: Body) -> Variants:
+    told = unpack(body)
+    if len(told) == 1:
         return []
-    shown = unpack(body)
-    variants = [
-        (who, json.loads(shown[index]) if index in shown else None)
-        for index, (_, who) in enumerate(header["variants"])
-        if who
-    ]
+    variants = [(ranges(mask), None if isinstance(value, str) else json.loads(value)) for mask, value in told]
     return sorted(variants, key=lambda variant: variant[0])
 
 
-def _reports(_: Header, body: Body) -> list[tuple[dict[str, Json], float]]:
-    return [(dict(report), float(seconds)) for report, seconds in json.loads(body)]
+def _reports(told: Json) -> list[tuple[dict[str, Json], float]]:
+    return [(dict(report), float(seconds)) for report, seconds in told]
 
 
-def _gone(_: Header, body: Body) -> dict[int, str]:
-    return {m: str(how) for who, how in json.loads(body) for m in each(from_ranges(who, MOST_MEMBERS))}
-
-
-def _dial(address: str, access: Access, timeout_seconds: float) -> socket.socket:
-    """A connection from this node's own address, so that the other side recognizes the node."""
-    host, port = address.rsplit(":", 1)
-    if access.source:
-        with contextlib.suppress(_Unbindable):
-            return _dial_from(access.source, host, int(port), timeout_seconds)
-    sock = socket.create_connection((host, int(port)), timeout=timeout_seconds)
-    keep_alive(sock)
-    return sock
-
-
-class _Unbindable(Exception):
-    """No connection can start from that address: it is not one of this machine's (behind network address translation),
-    or it is a loopback address and the destination is another machine."""
-
-
-_NO_WAY = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.ENETUNREACH)
-
-
-def _dial_from(source: str, host: str, port: int, timeout_seconds: float) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_seconds)
-        sock.bind((source, 0))
-        sock.connect((host, port))
-        keep_alive(sock)
-    except OSError as error:
-        sock.close()
-        if error.errno in _NO_WAY or isinstance(error, socket.gaierror):
-            raise _Unbindable from None
-        raise
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def _gone(told: Json) -> dict[int, str]:
+    return {member: str(how) for who, how in told for member in each(from_ranges(who, MOST_MEMBERS))}
 
 
 def _refused(refusal: Refused, who: str, address: str) -> ClusterError:
@@ -427,10 +396,3 @@ def _refused(refusal: Refused, who: str, address: str) -> ClusterError:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _pauses() -> Iterator[float]:
-    pause = 0.02
-    while True:
-        yield pause
-        pause = min(pause * 1.5, 0.5)

@@ -12,13 +12,13 @@ import os
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of
+from fleet_train.cluster.store.client import close_after_fork
 from fleet_train.cluster.store.members import FAN_IN, below, parent_of
 from fleet_train.errors import ClusterError
 
@@ -31,18 +31,6 @@ _READY = "listening"
 _EXIT_BARRIER_SECONDS = 300.0
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.05
-
-
-# The process ends with its parent; a child that the parent has forked must not hold it.
-_hosts: weakref.WeakSet[StoreHost] = weakref.WeakSet()
-
-
-def _release_all_in_child() -> None:
-    for host in list(_hosts):
-        host.release()
-
-
-os.register_at_fork(after_in_child=_release_all_in_child)
 
 
 @dataclass(frozen=True)
@@ -111,7 +99,7 @@ class StoreHost:
             )
         except OSError as error:
             raise ClusterError(f"the process of the rendezvous store cannot be started: {error}") from error
-        _hosts.add(self)
+        close_after_fork(self)  # it ends with its parent; a child that the parent has forked must not hold it
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         self._process.stdout.close()
@@ -128,6 +116,8 @@ class StoreHost:
         """Let the process end once the members have left; does not wait for that."""
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+    close_in_child = release
 
 
 def _start(place: Place) -> StoreServer:

@@ -1,16 +1,18 @@
 """The data that members contribute to a barrier, and how it is combined on the way up the tree.
 
-Each kind can add a member's contribution or a relay's combined one, produce its own, and give the result: a
-reduction, the values of all, the value of one, or the members whose values differ. Bodies are never parsed here.
+There are two kinds: a reduction of a step's reports, and the distinct values of the members with those who have them.
+Each can add a member's contribution or a relay's combined one, produce its own, and give the result.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import struct
-from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import NamedTuple, Protocol
 
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.wire import (
@@ -21,6 +23,7 @@ from fleet_train.cluster.store.wire import (
     Json,
     ProtocolError,
     numbers,
+    parse,
     printable,
 )
 
@@ -29,31 +32,68 @@ MOST_GATHERED_BYTES = 4 * MOST_BODY_BYTES
 # Values that differ are compared by their hashes; this many are also shown.
 _MOST_SHOWN = 4
 _MOST_DIFFERENT = 64
+_OTHERS = "others"
+_DIGEST_CHARACTERS = 64
 _DIFFERENT, _MOST_DIGEST = -1, (1 << 32) - 1
-_COUNT = struct.Struct(">I")
-_ENTRY = struct.Struct(">II")
+_INDEX = struct.Struct(">I")
+_MOST_INDEX_BYTES = 16 << 20
+_TIMES = struct.Struct(">I3d")
+# How many different calls a relay may name, and of how many characters.
+_MOST_CALLS, _MOST_CALL = 64, 500
 
 
 class TooLarge(Exception):
     """The values of all members together are more than a store may hold."""
 
 
-@dataclass(slots=True)
-class Word:
-    """The contribution of the members of ``mask`` to a barrier of ``count``: one member's, or a relay's for many."""
+class Key(NamedTuple):
+    """Of a barrier."""
 
+    group: str
+    kind: str
+    name: str
+
+
+class Participant(Protocol):
+    """A waiting connection: a member, or a relay for many."""
+
+    def send(self, frame: bytes) -> None: ...
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A participant's message: members of it have arrived at a barrier of ``count``, with their contribution."""
+
+    key: Key
+    participant: Participant
     mask: int
     count: int
+    timeout: float
+    """How long they wait, in seconds."""
+    calls: dict[str, int]
+    """The members' calls in their scripts that led here, if they gave any: call -> members."""
     fields: Fields
     body: Body
+    is_part: bool = False
+    """Whether a relay has sent it, for many."""
+    again: bool = False
+    """Whether it has been sent before, with fewer members."""
 
-    @property
-    def is_part(self) -> bool:
-        return self.fields.flag("part")
+
+def read_calls(told: Json, count: int) -> dict[str, int]:
+    """An arrival's calls, as a relay says them. Raises ProtocolError."""
+    if not isinstance(told, list) or len(told) > _MOST_CALLS:
+        raise ProtocolError("calls are not a list, or too many")
+    calls: dict[str, int] = {}
+    for pair in told:
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ProtocolError("a call is not a pair of text and members")
+        calls[pair[0][:_MOST_CALL]] = members.from_ranges(pair[1], count)
+    return calls
 
 
 class Payload(Protocol):
-    def add(self, word: Word) -> None:
+    def add(self, arrival: Arrival) -> None:
         """Add a contribution. Raises ProtocolError, TooLarge."""
 
     def part(self) -> tuple[Header, Body]:
@@ -72,24 +112,36 @@ class Reduced:
     stop: tuple[int, str] | None = None
     digest: int | None = None
     """``_DIFFERENT`` once a member gave another one than the others, or none."""
+    times: bytearray = field(default_factory=bytearray)
+    """What each member says about its time so far (see ``times_of``). It goes up to the root, and only there."""
 
-    def add(self, word: Word) -> None:
-        told = None if word.fields.header.get("slowest") is None else word.fields.number("slowest")
+    def add(self, arrival: Arrival) -> None:
+        fields = arrival.fields
+        told = None if fields.header.get("slowest") is None else fields.number("slowest")
         self.slowest = None if told is None or self.slowest is None else max(self.slowest, told)
-        stop = word.fields.header.get("stop")
+        stop = fields.header.get("stop")
         if stop is not None:
-            asked = _read_stop(stop, word.count)
+            asked = _read_stop(stop, arrival.count)
             self.stop = min(self.stop or asked, asked)
-        has_digest = word.fields.header.get("digest") is not None
-        digest = word.fields.integer("digest", 0, _MOST_DIGEST) if has_digest else _DIFFERENT
+        has_digest = fields.header.get("digest") is not None
+        digest = fields.integer("digest", 0, _MOST_DIGEST) if has_digest else _DIFFERENT
         self.digest = digest if self.digest in (None, digest) else _DIFFERENT
+        if arrival.is_part:
+            self.times += _whole_times(arrival.body, arrival.count)
+        elif "times" in fields.header:
+            self.times += _TIMES.pack(members.first(arrival.mask), *numbers(fields.header["times"], 3))
+        if len(self.times) > 2 * arrival.count * _TIMES.size:  # parts that were sent again
+            self.times = bytearray().join(_TIMES.pack(*entry) for entry in _newest(self.times))
 
     def part(self) -> tuple[Header, Body]:
-        header: Header = {"slowest": self.slowest, "stop": self.stop}
-        return (header if self.digest in (None, _DIFFERENT) else header | {"digest": self.digest}), b""
+        return self._header(), bytes(self.times)
 
     def result(self) -> tuple[Header, Body]:
-        return self.part()
+        return self._header(), b""
+
+    def _header(self) -> Header:
+        header: Header = {"slowest": self.slowest, "stop": self.stop}
+        return header if self.digest in (None, _DIFFERENT) else header | {"digest": self.digest}
 
 
 def _read_stop(told: object, count: int) -> tuple[int, str]:
@@ -100,195 +152,130 @@ def _read_stop(told: object, count: int) -> tuple[int, str]:
     return told[0], printable(told[1])
 
 
-@dataclass
-class Gathered:
-    """The values of all members."""
-
-    values: dict[int, Body] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, word: Word) -> None:
-        values = _unpack(word.body, word.mask) if word.is_part else {members.first(word.mask): word.body}
-        for member, value in values.items():
-            self.size += len(value) - len(self.values.get(member, b""))
-            self.values[member] = value
-        if self.size > MOST_GATHERED_BYTES:
-            raise TooLarge
-
-    def part(self) -> tuple[Header, Body]:
-        return {}, pack(self.values)
-
-    def result(self) -> tuple[Header, Body]:
-        return self.part()
+def _whole_times(body: Body, count: int) -> Body:
+    if len(body) % _TIMES.size or len(body) > 2 * count * _TIMES.size:
+        raise ProtocolError("times of members are cut off, or of too many")
+    return body
 
 
-def pack(values: dict[int, Body]) -> bytes:
-    """A count, (member, size) of each, then the values."""
-    index = b"".join(_ENTRY.pack(member, len(value)) for member, value in sorted(values.items()))
-    return b"".join([_COUNT.pack(len(values)), index, *(values[member] for member in sorted(values))])
+def _newest(times: bytes | bytearray) -> Iterator[tuple[float, ...]]:
+    yield from {entry[0]: entry for entry in _TIMES.iter_unpack(times)}.values()
 
 
-def unpack(body: Body) -> dict[int, Body]:
-    """Decodes the output of ``pack``. Raises ProtocolError for anything else."""
-    try:
-        (count,) = _COUNT.unpack_from(body)
-        if count > members.MOST_MEMBERS:
-            raise ProtocolError("values of too many members")
-        entries = [_ENTRY.unpack_from(body, _COUNT.size + i * _ENTRY.size) for i in range(count)]
-    except struct.error:
-        raise ProtocolError("values of members are cut off") from None
-    at = _COUNT.size + count * _ENTRY.size
-    values = {}
-    for member, size in entries:
-        values[member] = body[at : at + size]
-        at += size
-    if at != len(body):
-        raise ProtocolError("values of members have another length than declared")
-    return values
-
-
-def _unpack(body: Body, mask: int) -> dict[int, Body]:
-    values = unpack(body)
-    if set(values) != set(members.each(mask)):
-        raise ProtocolError("a part holds values of other members than declared")
-    return values
-
-
-@dataclass
-class Chosen:
-    """One member's value for all."""
-
-    source: int = -1
-    value: Body | None = None
-
-    def add(self, word: Word) -> None:
-        source = word.fields.integer("source", 0, word.count - 1)
-        if self.source not in (-1, source):
-            raise ProtocolError("members disagree on whose value is meant")
-        self.source = source
-        if word.mask >> source & 1:
-            self.value = word.body
-
-    def part(self) -> tuple[Header, Body]:
-        return {"source": self.source}, self.value or b""
-
-    def result(self) -> tuple[Header, Body]:
-        return self.part()
+def times_of(times: bytes | bytearray) -> list[tuple[int, list[float]]]:
+    """``(member, [steps, milliseconds of own work, milliseconds at barriers])`` so far, by member; entries that no
+    member can have sent are left out."""
+    return sorted(
+        (int(member), [round(value, 2) for value in values])
+        for member, *values in _newest(times)
+        if member < members.MOST_MEMBERS and all(0 <= value < 1e300 and math.isfinite(value) for value in values)
+    )
 
 
 @dataclass
 class Variant:
-    """A value and its members. Beyond the first few, values are represented by their hashes only."""
+    """A value and its members; None stands for a value of which only the hash is kept."""
 
     mask: int
     value: Body | None
 
 
 @dataclass
-class Compared:
-    """Whether all members have the same value; if not, which member has which."""
+class Values:
+    """The distinct values of the members, by their hashes, and who has which; an empty value counts as none.
 
+    Of a comparison the first few are kept, and the result is who differs; otherwise all are.
+    """
+
+    is_comparison: bool = False
     variants: dict[str, Variant] = field(default_factory=dict)
-    DIGEST_CHARACTERS: ClassVar[int] = 64
+    size: int = 0
+    """Of all members' values, if all are kept."""
+    _known: int = 0
 
-    def add(self, word: Word) -> None:
-        if not word.is_part:
-            self._take(hashlib.sha256(word.body).hexdigest(), word.mask, word.body)
-            return
-        told = word.fields.header.get("variants")
-        if not isinstance(told, list) or len(told) > _MOST_DIFFERENT:
-            raise ProtocolError("variants are not a list, or too many")
-        values = unpack(word.body)
-        for index, variant in enumerate(told):
-            if not (isinstance(variant, list) and len(variant) == 2 and isinstance(variant[0], str)):
-                raise ProtocolError("a variant is not a pair of hash and members")
-            digest, who = variant
-            self._take(digest[: self.DIGEST_CHARACTERS], members.from_ranges(who, word.count), values.get(index))
+    def add(self, arrival: Arrival) -> None:
+        if arrival.is_part:
+            for mask, value in unpack(arrival.body, arrival.count):
+                if mask & ~arrival.mask:
+                    raise ProtocolError("a part holds values of other members than declared")
+                self._add(mask, value)
+        elif arrival.body:
+            self._add(arrival.mask, arrival.body)
 
-    def _take(self, digest: str, mask: int, value: Body | None) -> None:
-        for other in self.variants.values():
-            other.mask &= ~mask  # a relay sends its part again once more members have arrived
-        if digest in self.variants:
-            self.variants[digest].mask |= mask
-            return
-        if len(self.variants) >= _MOST_DIFFERENT - 1:
-            digest, value = "others", None
-        shown = value if len(self.variants) < _MOST_SHOWN else None
-        self.variants.setdefault(digest, Variant(0, shown)).mask |= mask
+    def _add(self, mask: int, value: Body | str) -> None:
+        if mask & self._known:
+            self._remove(mask)  # a relay sends its part again once more members have arrived
+        self._known |= mask
+        digest = value[:_DIGEST_CHARACTERS] if isinstance(value, str) else hashlib.sha256(value).hexdigest()
+        if digest not in self.variants:
+            is_kept = not self.is_comparison or len(self.variants) < _MOST_SHOWN
+            if self.is_comparison and len(self.variants) >= _MOST_DIFFERENT - 1:
+                digest = _OTHERS
+            kept = value if is_kept and not isinstance(value, str) else None
+            self.variants.setdefault(digest, Variant(0, kept))
+        self.variants[digest].mask |= mask
+        if not self.is_comparison:  # every member gets a value of each
+            self.size += mask.bit_count() * len(value)
+            if self.size > MOST_GATHERED_BYTES:
+                raise TooLarge
+
+    def _remove(self, mask: int) -> None:
+        for digest, variant in list(self.variants.items()):
+            self.size -= (variant.mask & mask).bit_count() * len(variant.value or b"")
+            variant.mask &= ~mask
+            if not variant.mask:
+                del self.variants[digest]
 
     def part(self) -> tuple[Header, Body]:
-        told = [[digest, members.ranges(variant.mask)] for digest, variant in self.variants.items()]
-        shown = {i: v.value for i, v in enumerate(self.variants.values()) if v.value is not None}
-        return {"variants": told}, pack(shown)
+        return {}, pack(self.variants)
 
     def result(self) -> tuple[Header, Body]:
-        return ({"same": True}, b"") if len(self.variants) == 1 else self.part()
+        if self.is_comparison and len(self.variants) == 1:
+            return {}, pack({digest: Variant(variant.mask, None) for digest, variant in self.variants.items()})
+        return self.part()
 
 
-KINDS: dict[str, type[Reduced] | type[Gathered] | type[Chosen] | type[Compared]] = {
-    "barrier": Reduced,
-    "all_gather": Gathered,
-    "broadcast": Chosen,
-    "compare": Compared,
-}
+def pack(variants: dict[str, Variant]) -> bytes:
+    """The length of an index, the index (JSON: ``[[ranges of members, length of their value or its hash], ...]``), then
+    the values."""
+    index = [
+        [members.ranges(variant.mask), digest if variant.value is None else len(variant.value)]
+        for digest, variant in variants.items()
+    ]
+    head = json.dumps(index, separators=(",", ":")).encode()
+    return b"".join([_INDEX.pack(len(head)), head, *(v.value for v in variants.values() if v.value is not None)])
 
 
-# How long each member worked and waited, kept by the member's server until it is requested.
-#
-# Barriers transfer only reductions. The members' reports at a step barrier are summed by the server that they are
-# connected to, once that barrier is complete; the root collects the sums on request (``rounds.py``).
-
-
-Told = dict[int, list[float]]
-# Steps, milliseconds of own work, milliseconds at barriers.
-_NUMBERS = 3
-# A reader between two barriers may be this many of them behind.
-_KEPT = 8
-
-
-class Times:
-    """Sums by member for one group. Barriers are numbered from 1 in the order of their completion."""
-
-    def __init__(self) -> None:
-        self.completed = 0
-        self._sums: Told = {}
-        self._last: deque[tuple[int, Told]] = deque(maxlen=_KEPT)
-
-    def add(self, told: Told) -> int:
-        """A barrier is complete, and these members of it are connected here; returns its number."""
-        self.completed += 1
-        for member, values in told.items():
-            sums = self._sums.setdefault(member, [0.0] * _NUMBERS)
-            self._sums[member] = [a + b for a, b in zip(sums, values, strict=True)]
-        self._last.append((self.completed, told))
-        return self.completed
-
-    def up_to(self, number: int) -> Told:
-        """The sums of all barriers up to that number, of the members that are connected here."""
-        later = [told for each, told in self._last if each > number]
-        return {member: self._without(member, sums, later) for member, sums in self._sums.items()}
-
-    def _without(self, member: int, sums: list[float], later: list[Told]) -> list[float]:
-        for told in later:
-            sums = [a - b for a, b in zip(sums, told.get(member, [0.0] * _NUMBERS), strict=True)]
-        return [round(value, 2) for value in sums]
-
-
-def read_times(value: Json) -> list[float]:
-    """A member's report at a barrier. Raises ProtocolError."""
-    values = numbers(value, _NUMBERS)
-    if min(values) < 0:
-        raise ProtocolError("a time is negative")
+def unpack(body: Body, count: int = members.MOST_MEMBERS) -> list[tuple[int, Body | str]]:
+    """(members, their value, or its hash) of each that ``pack`` was given. Raises ProtocolError for anything else."""
+    if len(body) < _INDEX.size:
+        raise ProtocolError("values of members are cut off")
+    (length,) = _INDEX.unpack_from(body)
+    at = _INDEX.size + length
+    if length > _MOST_INDEX_BYTES or at > len(body):
+        raise ProtocolError("values of members are cut off, or of too many")
+    index = parse(b'{"index":' + body[_INDEX.size : at] + b"}")["index"]
+    if not isinstance(index, list) or len(index) > count:
+        raise ProtocolError("values of too many members")
+    values: list[tuple[int, Body | str]] = []
+    for entry in index:
+        if not (isinstance(entry, list) and len(entry) == 2):
+            raise ProtocolError("a value's entry is not a pair")
+        mask, told = members.from_ranges(entry[0], count), entry[1]
+        if isinstance(told, str):
+            values.append((mask, told))
+        elif type(told) is int and 0 < told <= len(body) - at:
+            values.append((mask, body[at : at + told]))
+            at += told
+        else:
+            raise ProtocolError("a value has no length")
+    if at != len(body):
+        raise ProtocolError("values of members have another length than declared")
     return values
 
 
-def read_many_times(value: Json, count: int) -> Told:
-    """A relay's word: ``[[member, [steps, busy, waiting]], ...]``. Raises ProtocolError."""
-    if not isinstance(value, list) or len(value) > count:
-        raise ProtocolError("times of members are not a list, or of too many")
-    told: Told = {}
-    for pair in value:
-        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and 0 <= pair[0] < count):
-            raise ProtocolError("times of a member are not a pair of its number and its times")
-        told[pair[0]] = numbers(pair[1], _NUMBERS)
-    return told
+KINDS: dict[str, Callable[[], Payload]] = {
+    "barrier": Reduced,
+    "all_gather": Values,
+    "compare": lambda: Values(is_comparison=True),
+}

@@ -8,18 +8,16 @@ other requests are forwarded to the parent. A relay that loses its parent report
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fleet_train.cluster.store import members, payloads
+from fleet_train.cluster.store import members
 from fleet_train.cluster.store.access import Access, Caller, Refused
-from fleet_train.cluster.store.members import Pace
-from fleet_train.cluster.store.payloads import KINDS, Told
-from fleet_train.cluster.store.rounds import MOST_NAME, Arrival, Barrier, Key, Participant, Reply, Round
+from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant
+from fleet_train.cluster.store.rounds import Barrier, Reply, Round
 from fleet_train.cluster.store.wire import (
     LENGTHS,
-    PREAMBLE,
+    MOST_BODY_BYTES,
     Body,
     Decoder,
     Fields,
@@ -64,11 +62,9 @@ class Parent:
 class Relay(Round):
     """A node's part of a round whose root is elsewhere."""
 
-    def __init__(self, clock: Callable[[], float], pace: Pace, parent: Parent) -> None:
-        super().__init__(clock, pace, grace_seconds=_PARENT_GRACE_SECONDS)
+    def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
+        super().__init__(clock, grace_seconds=_PARENT_GRACE_SECONDS)
         self.parent = parent
-        self._told: dict[Key, int] = {}
-        self._partial: dict[Key, asyncio.TimerHandle] = {}
         self._asked: dict[int, Reply] = {}
         self._number = 0
         self._link: Link | None = None
@@ -104,7 +100,7 @@ class Relay(Round):
     def parent_lost(self, why: str) -> None:
         """Report it to all that wait, or ask from now on."""
         self._lost = self._lost or f"{self.parent.endpoint}, the parent of this node's relay: {why}"
-        for barrier in list(self.barriers.pending.values()):
+        for barrier in list(self.pending.values()):
             self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
         asked, self._asked = self._asked, {}
         for reply in asked.values():
@@ -116,27 +112,22 @@ class Relay(Round):
 
     # from members and from relays below
 
-    def arrive(self, arrival: Arrival) -> None:
-        barrier = self.barriers.take(arrival, self.clock())
-        if barrier is None:
-            return
-        if barrier.too_large or self._lost:
-            error = {"error": "large"} if barrier.too_large else {"error": "store", "why": self._lost}
-            self._finish(barrier, barrier.frame(error))
-            return
-        self.barriers.arm(barrier, barrier.waiters[arrival.participant].deadline)
+    def _arrived(self, barrier: Barrier, arrival: Arrival) -> None:
         expected = self.parent.below & members.all_of(barrier.count)
-        if barrier.count != arrival.count or not expected & ~barrier.arrived:
+        if self._lost:
+            self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
+        elif barrier.count != arrival.count or not expected & ~barrier.arrived:
             self._tell(barrier, arrival.count)
-        elif arrival.key not in self._partial:
-            delay = _UPDATE_SECONDS if arrival.key in self._told else _PARTIAL_SECONDS
-            self._partial[arrival.key] = asyncio.get_running_loop().call_later(delay, self._tell_partial, arrival.key)
+        elif barrier.tell_at is None:
+            barrier.tell_at = self.clock() + (_UPDATE_SECONDS if barrier.told else _PARTIAL_SECONDS)
 
-    def _tell_partial(self, key: Key) -> None:
-        self._partial.pop(key, None)
-        barrier = self.barriers.pending.get(key)
-        if barrier is not None and barrier.waiters:
-            self._tell(barrier, barrier.count)
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        for barrier in self.pending.values():
+            if barrier.tell_at is not None and barrier.tell_at <= now:
+                self._tell(barrier, barrier.count)
+        if self._link is not None:
+            self._link.tick(now)
 
     def _tell(self, barrier: Barrier, count: int) -> None:
         """Send the members that have arrived so far and their data; again when more have arrived."""
@@ -145,24 +136,14 @@ class Relay(Round):
         calls = [[call, members.ranges(mask & barrier.arrived)] for call, mask in barrier.calls.items()]
         group, kind, name = barrier.key
         header |= {"do": kind, "group": group, "name": name, "count": count, "timeout": round(max(0.0, patience), 3)}
-        header |= {"part": True, "members": members.ranges(barrier.arrived), "calls": calls}
-        self._send(header | {"again": barrier.key in self._told}, body)
-        self._told[barrier.key] = barrier.arrived
-
-    def _finish(self, barrier: Barrier, frame: bytes) -> None:
-        self._told.pop(barrier.key, None)
-        timer = self._partial.pop(barrier.key, None)
-        if timer is not None:
-            timer.cancel()
-        self.barriers.close(barrier)
-        barrier.answer(frame)
+        header |= {"members": members.ranges(barrier.arrived), "calls": calls}
+        self._send(header | {"again": barrier.told}, body)
+        barrier.told, barrier.tell_at = True, None
 
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
         """The parent has not named the missing members in time: here only its silence is known."""
-        frame = barrier.frame({"error": "store", "why": f"{self.parent.endpoint} has not answered in time"})
-        for participant in late:
-            self.barriers.withdraw(barrier, participant)
-            participant.send(frame)
+        why = f"{self.parent.endpoint} has not answered in time"
+        self._withdraw(barrier, late, barrier.frame({"error": "store", "why": why}))
 
     def ask(self, request: Header, body: Body, reply: Reply) -> None:
         if self._lost:
@@ -170,60 +151,35 @@ class Relay(Round):
             return
         self._number += 1
         self._asked[self._number] = reply
-        self._send({"do": "ask", "id": self._number, "ask": request}, body)
-
-    def depart(self, group: str, mask: int, how: str) -> None:
-        self.ask({"do": "depart", "group": group, "members": members.ranges(mask), "how": how}, b"", _nothing)
+        self._send(request | {"id": self._number}, body)
 
     # from the parent
 
-    def heard(self, head: bytes, header: Header, body: Body) -> None:
-        """A frame of the parent: an answer to a barrier or a request, or a request. Raises ProtocolError.
+    def heard(self, head: bytes, body: Body) -> None:
+        """A frame of the parent: an answer to a barrier or a request. Raises ProtocolError.
 
         ``head``: its header as it came.
         """
+        header = parse(head)
         if "to" in header:
             self._answered(LENGTHS.pack(len(head), len(body)) + head + body, header)
-        elif header.get("do") == "times":
-            self._say_times(Fields(header))
         elif "beat" not in header:
             reply = self._asked.pop(Fields(header).integer("id", 0, 1 << 60), None)
             if reply is not None:
                 reply({name: value for name, value in header.items() if name != "id"}, body)
 
     def _answered(self, frame: bytes, header: Header) -> None:
-        key = _key(header["to"])
-        barrier = self.barriers.pending.get(key)
-        if "error" not in header and key.kind == "barrier":
-            number = self.complete(barrier) if barrier else self.times.setdefault(key.group, payloads.Times()).add({})
-            if number != header.get("number"):
-                raise ProtocolError("barriers are counted differently here and at the root")
+        barrier = self.pending.get(_key(header["to"]))
         if barrier is None:
             return
         if header.get("error") != "timeout":
             self._finish(barrier, frame)
             return
-        self._told.pop(key, None)
         soon = self.clock() + 0.25
-        for participant in [who for who, waiter in barrier.waiters.items() if waiter.deadline <= soon]:
-            self.barriers.withdraw(barrier, participant)
-            participant.send(frame)
+        self._withdraw(barrier, [who for who, waiter in barrier.waiters.items() if waiter.deadline <= soon], frame)
+        barrier.told = False
         if barrier.waiters:
             self._tell(barrier, barrier.count)
-
-    def _say_times(self, fields: Fields) -> None:
-        group, number = fields.text("group", most=MOST_NAME), fields.integer("number", 0, 1 << 60)
-        identity = fields.integer("id", 0, 1 << 60)
-        answer = asyncio.ensure_future(self.collect_times(group, number))
-
-        def say(done: asyncio.Future[Told]) -> None:
-            self._send({"do": "times", "id": identity}, json.dumps(sorted(done.result().items())).encode())
-
-        answer.add_done_callback(say)
-
-
-def _nothing(_: Header, __: Body) -> None:
-    """A departure needs no answer."""
 
 
 def _key(told: object) -> Key:
@@ -232,75 +188,100 @@ def _key(told: object) -> Key:
     raise ProtocolError("an answer does not name its barrier")
 
 
-class Link(asyncio.Protocol):
+class Connection(asyncio.Protocol):
+    """``hear`` is given every frame; what it raises, or a frame that is too long, ends the connection."""
+
+    def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
+        self.clock = clock
+        self.decoder = Decoder(most_bytes)
+        self.heard_at = clock()
+        self._transport: asyncio.Transport | None = None
+
+    def hear(self, head: bytes, body: Body) -> None:
+        """A frame: its header as it came, and its body. Raises ProtocolError."""
+        raise NotImplementedError
+
+    def broken(self, why: str) -> None:  # noqa: ARG002
+        """The other side violates the protocol: its messages cannot be trusted."""
+        self.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        keep_alive(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self.clock()
+        try:
+            for head, body in self.decoder.feed(data):
+                if not self.is_open:
+                    return
+                self.hear(head, body)
+        except ProtocolError as error:
+            self.broken(str(error))
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, frame: bytes) -> None:
+        if self._transport is not None and self.is_open:
+            self._transport.write(frame)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Link(Connection):
     """The relay's connection to its parent."""
 
     def __init__(self, relay: Relay) -> None:
+        super().__init__(relay.clock, MOST_BODY_BYTES)
         self._relay = relay
-        self._decoder = Decoder(expects_preamble=False)
-        self._transport: asyncio.Transport | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         parent = relay.parent
         identity = {"role": "relay", "round": parent.round_name, "group": "relay", "member": parent.number}
         identity |= {"machine": parent.machine, "silence": parent.silence_seconds}
         self._caller = Caller(parent.access, identity)
         self._is_closed = False
-        self._heard_at = 0.0
-        self._beat: asyncio.TimerHandle | None = None
+        self._beat_at = 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        keep_alive(transport.get_extra_info("socket"))
-        transport.write(PREAMBLE + encode(self._caller.hello))
-
-    def data_received(self, data: bytes) -> None:
-        self._heard_at = self._relay.clock()
+    def hear(self, head: bytes, body: Body) -> None:
+        if self.ready.done():
+            self._relay.heard(head, body)
+            return
         try:
-            for head, body in self._decoder.feed(data):
-                header = parse(head)
-                if self.ready.done():
-                    self._relay.heard(head, header, body)
-                else:
-                    self._greet(header)
-        except ProtocolError as error:
-            self._end(str(error))
-
-    def _greet(self, header: Header) -> None:
-        try:
-            word = self._caller.heard(header)
+            word = self._caller.heard(parse(head))
         except Refused as refusal:
-            if not self.ready.done():
-                self.ready.set_exception(refusal)
+            self.ready.set_exception(refusal)
             self.close()
             return
         if word is not None:
             self.send(encode(word))
-            return
-        self.ready.set_result(None)
-        self._keep_beating()
+        else:
+            self.ready.set_result(None)
 
-    def _keep_beating(self) -> None:
+    def tick(self, now: float) -> None:
         silence = self._relay.parent.silence_seconds
-        if self._relay.clock() - self._heard_at > silence:
-            self._end(f"not heard of for {silence:g} s")
-            return
-        self.send(encode({"do": "beat"}))
-        loop = asyncio.get_running_loop()
-        self._beat = loop.call_later(silence / _BEATS_PER_SILENCE, self._keep_beating)
-
-    def send(self, frame: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
+        if self.is_open and now - self.heard_at > silence:
+            self.broken(f"not heard of for {silence:g} s")
+        elif self.is_open and now >= self._beat_at:
+            self._beat_at = now + silence / _BEATS_PER_SILENCE
+            self.send(encode({"do": "beat"}))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ready.done():
             self.ready.set_exception(OSError("the connection was closed"))
             self.ready.exception()  # mark as retrieved: possibly nothing waits for it any more
-            return
-        self._end(str(error or "the connection was closed"))
+        else:
+            self.broken(str(error or "the connection was closed"))
 
-    def _end(self, why: str) -> None:
+    def broken(self, why: str) -> None:
         is_ours = self._is_closed
         self.close()
         if not is_ours and self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None:
@@ -308,7 +289,4 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         self._is_closed = True
-        if self._beat is not None:
-            self._beat.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        super().close()

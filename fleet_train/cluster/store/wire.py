@@ -1,8 +1,8 @@
 """The wire format between a member and the rendezvous store: frames over TCP, each with a header and a body.
 
-A connection begins with a preamble, which other protocols do not send. A frame is two lengths (unsigned, 32 bits, big
-endian), a header (a JSON object of a few fields, checked one by one) and a body that the store keeps and forwards
-unchanged, without parsing it. No pickle.
+A frame is two lengths (unsigned, 32 bits, big endian), a header (a JSON object of a few fields, checked one by one) and
+a body that the store keeps and forwards unchanged, without parsing it. No pickle. The first bytes of another protocol
+are lengths beyond every limit, so its connection ends at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 Json = Any
 Header = dict[str, Any]
-Body = bytes | bytearray
+Body = bytes
 
-PREAMBLE = b"fleet_train store 2\n"
+VERSION = 3
+"""Of the protocol; a server names it first, and all members of a job have the same."""
 LENGTHS = struct.Struct(">II")
 # Before a connection is authenticated, then after.
 STRANGERS_BYTES = 4096
 MOST_HEADER_BYTES = 1 << 18
 MOST_BODY_BYTES = 64 << 20
 MOST_TEXT = 2000
-_LARGE_BYTES = 1 << 16
 
 # A machine that disappears without closing its connections is noticed after idle + interval * count = 20 s.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
@@ -43,66 +43,26 @@ def encode(header: Header, body: Body = b"") -> bytes:
 class Decoder:
     """Splits a stream of bytes into frames and refuses what is too long before it has arrived."""
 
-    def __init__(self, *, expects_preamble: bool, most_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(self, most_bytes: int = MOST_BODY_BYTES) -> None:
         self.most_bytes = most_bytes
         """The limit of a frame's body, and of its header if it is below the header's own limit."""
-        self._expects_preamble = expects_preamble
         self._buffer = bytearray()
-        self._head = b""
-        self._large = bytearray()
-        self._large_bytes = 0
-        """A large body in transfer: it grows in place, and is not copied again."""
 
-    def feed(self, data: bytes | memoryview) -> Iterator[tuple[bytes, Body]]:
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, Body]]:
         """Every (header, body) that ``data`` completes. Raises ProtocolError; bounds may change between frames."""
-        if self._large_bytes:
-            missing = self._large_bytes - len(self._large)
-            self._large += data[:missing]
-            if len(self._large) < self._large_bytes:
-                return
-            frame, self._large, self._large_bytes = (self._head, self._large), bytearray(), 0
-            yield frame
-            data = data[missing:]
-        if not self._buffer and not self._expects_preamble and (whole := self._whole(data)) is not None:
-            yield whole
-            return
         self._buffer += data
-        if self._expects_preamble:
-            self._read_preamble()
-        while not self._expects_preamble and len(self._buffer) >= LENGTHS.size:
-            header, body = self._lengths(self._buffer)
+        while len(self._buffer) >= LENGTHS.size:
+            header, body = LENGTHS.unpack_from(self._buffer)
+            if header > min(self.most_bytes, MOST_HEADER_BYTES) or body > self.most_bytes:
+                raise ProtocolError(f"a frame of {header} + {body} bytes is too long")
             cut = LENGTHS.size + header
             end = cut + body
             if len(self._buffer) < end:
-                if body > _LARGE_BYTES and len(self._buffer) >= cut:
-                    self._head, self._large_bytes = bytes(self._buffer[LENGTHS.size : cut]), body
-                    self._large, self._buffer = self._buffer[cut:], bytearray()
                 return
-            small = bytes(self._buffer[LENGTHS.size : cut]), bytes(self._buffer[cut:end])
+            with memoryview(self._buffer) as view:
+                frame = bytes(view[LENGTHS.size : cut]), bytes(view[cut:end])
             del self._buffer[:end]
-            yield small
-
-    def _whole(self, data: bytes | memoryview) -> tuple[bytes, Body] | None:
-        """The usual case: one small frame, and nothing else."""
-        if not LENGTHS.size <= len(data) <= _LARGE_BYTES:
-            return None
-        header, body = self._lengths(data)
-        cut = LENGTHS.size + header
-        return (bytes(data[LENGTHS.size : cut]), bytes(data[cut:])) if len(data) == cut + body else None
-
-    def _lengths(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
-        header, body = LENGTHS.unpack_from(data)
-        if header > min(self.most_bytes, MOST_HEADER_BYTES) or body > self.most_bytes:
-            raise ProtocolError(f"a frame of {header} + {body} bytes is too long")
-        return header, body
-
-    def _read_preamble(self) -> None:
-        head = self._buffer[: len(PREAMBLE)]
-        if not PREAMBLE.startswith(head):
-            raise ProtocolError("the first bytes are not this protocol's")
-        if len(head) == len(PREAMBLE):
-            del self._buffer[: len(PREAMBLE)]
-            self._expects_preamble = False
+            yield frame
 
 
 def parse(header: Body) -> Header:

@@ -13,12 +13,11 @@ import re
 import shutil
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.store.access import Callers, new_nonce
+from fleet_train.cluster.store.access import Callers, Strangers, new_nonce
 from fleet_train.convert.state.persistables import FILES
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
@@ -49,8 +48,7 @@ class Receiver:
         self.address = Address(host, int(self._listener.getsockname()[1]), new_nonce())
         self._key = key_of(self.address.token, secret)
         self._callers = callers if secret is None else None
-        self._strangers: OrderedDict[socket.socket, None] = OrderedDict()
-        self._counting = threading.Lock()
+        self._strangers: Strangers[socket.socket] = Strangers(_MOST_STRANGERS, _hang_up)
         self._taking = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
@@ -63,8 +61,7 @@ class Receiver:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._listener.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
 
     def _listen(self) -> None:
         while not self._closed.is_set():
@@ -77,20 +74,8 @@ class Receiver:
             if self._callers is not None and not self._callers.hears(address):
                 connection.close()
                 continue
-            self._keep_stranger(connection)
+            self._strangers.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="fleet_train copy", daemon=True).start()
-
-    def _keep_stranger(self, connection: socket.socket) -> None:
-        with self._counting:
-            if len(self._strangers) >= _MOST_STRANGERS:
-                oldest, _ = self._strangers.popitem(last=False)
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-            self._strangers[connection] = None
-
-    def _forget_stranger(self, connection: socket.socket) -> None:
-        with self._counting:
-            self._strangers.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         self._connections.add(connection)
@@ -99,13 +84,18 @@ class Receiver:
             try:
                 channel.prove_as_receiver()
             finally:
-                self._forget_stranger(connection)
+                self._strangers.remove(connection)
             with self._taking:
                 try:
                     take(channel, self._checkpoints)
                 except Exception as error:  # any error: this node's training goes on
                     channel.send({"problem": str(error)})
         self._connections.discard(connection)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
 
 def take(channel: Channel, checkpoints: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.wire import PREAMBLE, encode
+from fleet_train.cluster.store.wire import encode
 from fleet_train.errors import ClusterError
 from tests.integration.launch.conftest import HOSTS, Bench
 
@@ -86,7 +86,7 @@ def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, 
         for nonce, proof in (("\ud800", "00"), ("n", "\ud800")):
             with socket.create_connection((host, bench.first_port + 1), timeout=10) as stranger:
                 hello = {"do": "hello", "job": "mine", "nonce": nonce, "round": "0", "group": "node", "member": 0}
-                stranger.sendall(PREAMBLE + encode(hello) + encode({"do": "prove", "proof": proof}))
+                stranger.sendall(encode(hello | {"proof": proof}))
                 with contextlib.suppress(ConnectionResetError):
                     while stranger.recv(4096):
                         pass

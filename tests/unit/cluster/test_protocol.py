@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.cluster.store import members, payloads
-from fleet_train.cluster.store.access import Access, Callee, Caller, Refused, access_of, job_secret
+from fleet_train.cluster.store import members
+from fleet_train.cluster.store.access import Access, Caller, Refused, accept, access_of, challenge, job_secret
 from fleet_train.cluster.store.members import below, parent_of, subtree
-from fleet_train.cluster.store.payloads import Compared, Gathered, TooLarge, Word, pack, unpack
-from fleet_train.cluster.store.reports import Words, checked_report
+from fleet_train.cluster.store.payloads import TooLarge, Values, unpack
+from fleet_train.cluster.store.reports import Words
+from fleet_train.cluster.store.rounds import checked_report
 from fleet_train.cluster.store.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, printable
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from tests.support.connections import arrival
 
 # sets of members
 
@@ -58,38 +60,6 @@ def test_a_tree_of_servers() -> None:
     assert list(subtree(0, 1)) == [0]
     assert below(1, [[0, 1], [2], [3], [4], [5, 6]], 2) == 0b1110100
     assert [parent_of(node) for node in (1, 32, 33, 64, 65)] == [0, 0, 1, 1, 2]
-
-
-# times
-
-
-def test_times_are_added_and_read_as_they_were_up_to_eight_barriers_before() -> None:
-    kept = payloads.Times()
-    for number in range(1, 13):
-        assert kept.add({0: [1.0, number, 0.5]} | ({1: [1.0, 1.0, 1.0]} if number > 10 else {})) == number
-    assert kept.up_to(12) == {0: [12.0, 78.0, 6.0], 1: [2.0, 2.0, 2.0]}
-    assert kept.up_to(11) == {0: [11.0, 66.0, 5.5], 1: [1.0, 1.0, 1.0]}
-    assert kept.up_to(4) == {0: [4.0, 10.0, 2.0], 1: [0.0, 0.0, 0.0]}
-    assert kept.up_to(3) == kept.up_to(4)  # further back nothing is known any more
-
-
-def test_times_are_hundredths() -> None:
-    kept = payloads.Times()
-    for _ in range(3):
-        kept.add({0: [1.0, 0.1, 0.004]})
-    assert kept.up_to(3) == {0: [3.0, 0.3, 0.01]}
-
-
-def test_times_of_members_are_read_with_care() -> None:
-    assert payloads.read_times([0, 1.5, 2]) == [0.0, 1.5, 2.0]
-    assert payloads.read_many_times([[0, [1, 2, 3]], [3, [4, 5, 6]]], 4) == {0: [1.0, 2.0, 3.0], 3: [4.0, 5.0, 6.0]}
-    for value in ([1, 2], [1, 2, 3, 4], [1, 2, -1], [-0.1, 2, 1], "123", [1, 2, True], [1, 2, 1e300], [1, 2, math.inf]):
-        with pytest.raises(ProtocolError):
-            payloads.read_times(value)
-    one = [1, 2, 3]
-    for value in ([[4, one]], [[-1, one]], [[0]], [[0, one, 1]], [0], {"0": one}, [[True, one]], [[0, one]] * 5):
-        with pytest.raises(ProtocolError):
-            payloads.read_many_times(value, 4)
 
 
 # fields
@@ -141,7 +111,7 @@ def test_a_body_that_looks_like_a_frame_is_a_body(filling: bytes) -> None:
     """Also where it comes in a packet of its own."""
     inner = encode({"do": "fail"}, filling)
     outer = encode({"do": "set"}, inner)
-    decoder = Decoder(expects_preamble=False)
+    decoder = Decoder()
     assert list(decoder.feed(outer[: -len(inner)])) == []
     (frame,) = decoder.feed(inner)
     assert (parse(frame[0]), bytes(frame[1])) == ({"do": "set"}, inner)
@@ -157,58 +127,66 @@ def test_text_is_fit_for_a_terminal() -> None:
 # values
 
 
-def test_values_of_members_travel_in_their_order() -> None:
-    packed = pack({3: b"ccc", 0: b""})
-    assert packed == bytes([0, 0, 0, 2, *(0, 0, 0, 0, 0, 0, 0, 0), *(0, 0, 0, 3, 0, 0, 0, 3)]) + b"ccc"
-    assert unpack(packed) == {0: b"", 3: b"ccc"}
+def gathered(*values: bytes, is_comparison: bool = False) -> Values:
+    """The values of members 0, 1, ..."""
+    found = Values(is_comparison)
+    for member, value in enumerate(values):
+        found.add(arrival(1 << member, len(values), {}, value))
+    return found
+
+
+def test_values_travel_once_with_the_members_that_have_them() -> None:
+    packed = gathered(b"same", b"", b"same", b"other").part()[1]
+    index = b"[[[[0,0],[2,2]],4],[[[3,3]],5]]"
+    assert packed == bytes([0, 0, 0, len(index)]) + index + b"sameother"
+    assert unpack(packed) == [(0b101, b"same"), (0b1000, b"other")]
     for body in (b"", packed[:3], packed[:10], packed[:-1], packed + b"x", b"\x00\x02\x00\x01" + packed[4:]):
         with pytest.raises(ProtocolError):
             unpack(body)
+    for index in (b"{}", b"[1]", b"[[[[0,0]]]]", b"[[[[0,0]],0]]", b"[[[[0,4]],1]]", b"[[[[0,0]],true]]", b"[" * 9999):
+        with pytest.raises(ProtocolError):
+            unpack(len(index).to_bytes(4, "big") + index + b"x", 4)
 
 
 def test_a_repeated_part_replaces_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
-    gathered = Gathered()
+    above = Values()
     for value in (b"12345", b"1234567", b"123"):
-        gathered.add(Word(0b1, 2, Fields({"part": True}), pack({0: value})))
-    gathered.add(Word(0b10, 2, Fields({}), b"1234567"))  # ten bytes in all
-    assert gathered.part() == ({}, pack({0: b"123", 1: b"1234567"}))
+        above.add(arrival(0b1, 2, *gathered(value).part(), is_part=True))
+    above.add(arrival(0b10, 2, {}, b"1234567"))  # ten bytes in all
+    assert unpack(above.part()[1]) == [(0b1, b"123"), (0b10, b"1234567")]
     with pytest.raises(TooLarge):
-        gathered.add(Word(0b10, 2, Fields({}), b"12345678"))
+        above.add(arrival(0b10, 2, {}, b"12345678"))
     with pytest.raises(ProtocolError, match="other members than declared"):
-        Gathered().add(Word(0b11, 2, Fields({"part": True}), pack({0: b""})))
+        Values().add(arrival(0b10, 2, *gathered(b"x").part(), is_part=True))
 
 
 def test_of_very_many_different_values_the_last_ones_are_summarised() -> None:
-    compared = Compared()
-    for member in range(70):
-        compared.add(Word(1 << member, 70, Fields({}), str(member).encode()))
+    compared = gathered(*(str(member).encode() for member in range(70)), is_comparison=True)
     header, body = compared.result()
-    assert [who for _, who in header["variants"]] == [[[member, member]] for member in range(63)] + [[[63, 69]]]
-    assert header["variants"][-1][0] == "others"
-    assert unpack(body) == {number: str(number).encode() for number in range(4)}
-    above = Compared()
-    above.add(Word((1 << 70) - 1, 70, Fields(header | {"part": True}), body))
+    told = unpack(body)
+    assert [mask for mask, _ in told] == [1 << member for member in range(63)] + [((1 << 7) - 1) << 63]
+    assert [value for _, value in told[:4]] == [b"0", b"1", b"2", b"3"]
+    assert all(isinstance(value, str) for _, value in told[4:])
+    assert told[-1][1] == "others"
+    above = Values(is_comparison=True)
+    above.add(arrival((1 << 70) - 1, 70, header, body, is_part=True))
     assert above.result() == (header, body)
     assert len(above.variants) == 64
 
 
 def test_equal_values_are_reported_as_equal_only() -> None:
-    compared = Compared()
-    for member in range(3):
-        compared.add(Word(1 << member, 3, Fields({}), b"[1]"))
-    assert compared.result() == ({"same": True}, b"")
-    header, body = compared.part()
-    assert [who for _, who in header["variants"]] == [[[0, 2]]]
-    assert unpack(body) == {0: b"[1]"}
+    compared = gathered(b"[1]", b"[1]", b"[1]", is_comparison=True)
+    assert unpack(compared.part()[1]) == [(0b111, b"[1]")]
+    ((who, value),) = unpack(compared.result()[1])
+    assert who == 0b111
+    assert isinstance(value, str)
 
 
 def test_a_relay_that_says_its_part_again_moves_its_members() -> None:
-    compared = Compared()
-    for member, value in ((0, b"a"), (1, b"b")):
-        compared.add(Word(1 << member, 2, Fields({}), value))
-    compared.add(Word(0b10, 2, Fields({}), b"a"))
-    assert [variant.mask for variant in compared.variants.values()] == [0b11, 0]
+    compared = gathered(b"a", b"b", is_comparison=True)
+    compared.add(arrival(0b10, 2, {}, b"a"))
+    assert [variant.mask for variant in compared.variants.values()] == [0b11]
 
 
 # reports
@@ -258,17 +236,13 @@ def test_a_report_never_has_the_exit_code_of_success(code: object, kept: int) ->
 # greetings
 
 
-def greeted(ours: Access, theirs: Access) -> tuple[Caller, Callee]:
+def greeted(ours: Access, theirs: Access) -> None:
     """Both sides, once they have said what they have to. Raises Refused, of either."""
-    caller, callee = Caller(ours, {"round": "0", "group": "rank", "member": 1}), Callee(theirs)
-    word: dict[str, Any] | None = caller.hello
-    hello: dict[str, Any] | None = None
-    while word is not None:
-        answer, hello = callee.heard(word)
-        word = caller.heard(answer if answer is not None else {"welcome": True})
+    caller, asked = Caller(ours, {"round": "0", "group": "rank", "member": 1}), challenge(theirs)
+    hello = caller.heard(asked)
     assert hello is not None
     assert hello["member"] == 1
-    return caller, callee
+    assert caller.heard({"welcome": True, "proof": accept(theirs, asked, hello)}) is None
 
 
 @pytest.mark.parametrize("secret", [None, b"x" * 20])
@@ -280,9 +254,9 @@ def test_two_of_the_same_job_greet(secret: bytes | None) -> None:
     ("ours", "theirs", "kind"),
     [
         (Access("a"), Access("b"), "job"),
-        (Access("a", b"x" * 20), Access("a"), "no secret"),
+        (Access("a", b"x" * 20), Access("a"), ""),
         (Access("a"), Access("a", b"x" * 20), ""),
-        (Access("a", b"x" * 20), Access("a", b"y" * 20), ""),
+        (Access("a", b"x" * 20), Access("a", b"y" * 20), "secret"),
     ],
 )
 def test_others_are_refused_by_one_side(ours: Access, theirs: Access, kind: str) -> None:
@@ -292,34 +266,46 @@ def test_others_are_refused_by_one_side(ours: Access, theirs: Access, kind: str)
 
 
 def test_a_server_without_a_proof_is_no_server_of_a_job_with_a_secret() -> None:
-    caller = Caller(Access("a", b"x" * 20), {})
-    with pytest.raises(Refused, match="does not know this job's secret"):
-        caller.heard({"welcome": True})
-    with pytest.raises(Refused, match="another secret"):
-        caller.heard({"challenge": "n", "proof": "00"})
-
-
-def test_a_caller_that_proves_for_another_member_is_refused() -> None:
     access = Access("a", b"x" * 20)
-    caller, callee = Caller(access, {"member": 1}), Callee(access)
-    answer, _ = callee.heard(caller.hello | {"member": 2})
-    assert answer is not None
-    with pytest.raises(Refused, match="another secret"):
-        caller.heard(answer)
+    for secret in (False, None):
+        with pytest.raises(Refused, match="has no job secret and this node has one"):
+            Caller(access, {}).heard(challenge(access) | {"secret": secret})
+    for welcome in ({}, {"proof": ""}, {"proof": "00"}, {"proof": 7}):
+        caller = Caller(access, {})
+        hello = caller.heard(challenge(access))
+        assert hello is not None
+        for proof in (welcome, {"proof": hello["proof"]}):  # nor its own, sent back
+            with pytest.raises(Refused, match="another secret"):
+                caller.heard({"welcome": True} | proof)
 
 
-def test_a_server_hears_a_hello_first_and_then_a_proof() -> None:
+@pytest.mark.parametrize("version", [2, None, "3"])
+def test_a_server_of_another_version_is_left(version: object) -> None:
+    with pytest.raises(Refused, match="another version of fleet_train"):
+        Caller(Access("job"), {}).heard(challenge(Access("job")) | {"version": version})
+
+
+def test_a_proof_holds_for_one_connection_and_one_member() -> None:
     access = Access("a", b"x" * 20)
+    asked = challenge(access)
+    hello = Caller(access, {"member": 1}).heard(asked)
+    assert hello is not None
+    assert accept(access, asked, hello)
+    for given, said in ((asked, hello | {"member": 2}), (challenge(access), hello), (asked, hello | {"nonce": "n"})):
+        with pytest.raises(Refused) as refusal:
+            accept(access, given, said)
+        assert refusal.value.kind == "secret"
+
+
+def test_a_server_hears_a_hello_with_a_proof() -> None:
+    access = Access("a", b"x" * 20)
+    asked = challenge(access)
     for word in ({"do": "prove"}, {"do": "hello", "job": "a"}, {"do": "hi", "job": "a", "nonce": "n"}):
         with pytest.raises(ProtocolError):
-            Callee(access).heard(word)
-    callee = Callee(access)
-    hello = Caller(access, {}).hello
-    callee.heard(hello)
-    with pytest.raises(ProtocolError, match="a proof was expected"):
-        callee.heard(hello)
-    with pytest.raises(Refused):
-        callee.heard({"do": "prove", "proof": "00"})
+            accept(access, asked, word)
+    for proof in ({}, {"proof": "00"}, {"proof": ["00"]}):
+        with pytest.raises(Refused):
+            accept(access, asked, {"do": "hello", "job": "a", "nonce": "n"} | proof)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +317,6 @@ def test_a_server_hears_a_hello_first_and_then_a_proof() -> None:
         ({"error": "address", "address": "10.0.0.1", "later": False}, False, "comes from 10.0.0.1;"),
         ({"error": "job", "job": "b", "later": True}, False, "another job, 'b', and this is 'a'"),
         ({"error": "secret"}, False, "another secret than this node"),
-        ({"error": "no secret"}, False, "it has no job secret"),
         ({"error": "store", "why": "x"}, False, "a server that is lost: x"),
         ({"error": "twice"}, False, "it answered 'twice'"),
     ],

@@ -14,43 +14,39 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.store.access import Access, Callers, Refused
-from fleet_train.cluster.store.members import Pace
 from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.rounds import Round
-from fleet_train.cluster.store.server import StoreServer, raise_descriptor_limit
-from fleet_train.cluster.store.session import Session
-from fleet_train.cluster.store.state import ServerState
-from fleet_train.cluster.store.wire import PREAMBLE, encode
+from fleet_train.cluster.store.server import Session, StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.wire import encode
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ
 from tests.support.virtual_time import in_virtual_time
 
 ENDED = {"closed", "aborted"}
+WELCOME = {"welcome": True, "proof": ""}
 
 
-def hall_here(**options: Any) -> ServerState:
-    state = ServerState(Access(), options.pop("callers", None), **options)
+def hall_here(**options: Any) -> StoreServer:
+    """A server on this loop, without a port."""
+    state = StoreServer("10.0.0.1", 0, **options)
+    state._begin()
     if options.get("begins_rounds", True):
-        state.open_root("0")
+        state.root("0")
     return state
 
 
 class Caller:
     """Whoever has connected: it says frames, and keeps what it hears."""
 
-    def __init__(self, state: ServerState, address: str = "10.0.0.9") -> None:
+    def __init__(self, state: StoreServer, address: str = "10.0.0.9") -> None:
         self.transport = Transport(address)
         self.session = Session(state)
         self._state = state
         self.session.connection_made(self.transport)
 
     def write(self, data: bytes) -> None:
-        while data:
-            buffer = self.session.get_buffer(0)
-            part, data = data[: len(buffer)], data[len(buffer) :]
-            buffer[: len(part)] = part
-            self.session.buffer_updated(len(part))
+        self.session.data_received(data)
 
     def say(self, header: dict[str, Any], body: bytes = b"") -> list[dict[str, Any]]:
         """The headers of what it is answered at once."""
@@ -60,7 +56,6 @@ class Caller:
 
     def hello(self, **fields: Any) -> list[dict[str, Any]]:
         told = {"do": "hello", "job": "", "nonce": "n", "round": "0", "group": "rank", "member": 0, "watched": True}
-        self.write(PREAMBLE)
         return self.say(told | fields)
 
     def lose(self) -> None:
@@ -71,17 +66,17 @@ class Caller:
         return self.transport.is_closing()
 
 
-def member(state: ServerState, number: int, **fields: Any) -> Caller:
+def member(state: StoreServer, number: int, **fields: Any) -> Caller:
     caller = Caller(state)
-    assert caller.hello(member=number, **fields) == [{"welcome": True}]
+    assert caller.hello(member=number, **fields) == [WELCOME]
     return caller
 
 
-def relay(state: ServerState, number: int = 1, **fields: Any) -> Caller:
+def relay(state: StoreServer, number: int = 1, **fields: Any) -> Caller:
     return member(state, number, role="relay", group="relay", machine=f"node {number}", **fields)
 
 
-def keep_waiting(state: ServerState) -> list[Callable[[Round | None], None]]:
+def keep_waiting(state: StoreServer) -> list[Callable[[Round | None], None]]:
     """Who asks for a round gets it when the test says so."""
     waiting: list[Callable[[Round | None], None]] = []
 
@@ -93,7 +88,7 @@ def keep_waiting(state: ServerState) -> list[Callable[[Round | None], None]]:
     return waiting
 
 
-def gone(state: ServerState, group: str = "rank") -> Any:
+def gone(state: StoreServer, group: str = "rank") -> Any:
     answers: list[bytes] = []
     state.rounds["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
     return json.loads(answers[0])
@@ -116,8 +111,8 @@ async def test_who_says_nothing_is_closed_after_five_seconds_and_a_member_is_not
     assert silent.is_ended
     await asyncio.sleep(1000.0)
     assert not known.is_ended
-    assert state.present("rank", "0") == {0}
-    assert state.has_members
+    assert state.connected_members("rank", "0") == {0}
+    assert state.has_members()
 
 
 @in_virtual_time
@@ -136,18 +131,13 @@ async def test_an_address_that_is_not_heard_is_told_and_closed() -> None:
     assert stranger.transport.ends == ["closed"]
     assert said == ["refused a connection from 10.0.0.9, which is not in the node list"]
     heard = Caller(hall_here(callers=Callers(["10.0.0.1"])), "10.0.0.1")
-    assert heard.hello() == [{"welcome": True}]
+    assert heard.hello() == [WELCOME]
 
 
 @in_virtual_time
-async def test_an_address_that_may_be_heard_later_has_a_second_to_read_so() -> None:
+async def test_an_address_that_may_be_heard_later_is_told_so() -> None:
     stranger = Caller(hall_here(callers=Callers(["10.0.0.1", "localhost"])))
     assert stranger.transport.sent.headers == [{"error": "address", "address": "10.0.0.9", "later": True}]
-    assert stranger.transport.ends == ["eof"]
-    assert stranger.hello() == []  # what it says is not heard
-    await asyncio.sleep(0.9)
-    assert not stranger.is_ended
-    await asyncio.sleep(0.2)
     assert stranger.is_ended
 
 
@@ -162,7 +152,7 @@ async def test_a_round_that_is_not_open_is_refused() -> None:
 
 @in_virtual_time
 async def test_another_job_is_told_this_ones_name() -> None:
-    caller = Caller(ServerState(Access("ours"), None))
+    caller = Caller(hall_here(access=Access("ours")))
     assert caller.hello(job="theirs") == [{"error": "job", "job": "ours"}]
     assert caller.is_ended
 
@@ -174,7 +164,7 @@ async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
     assert second.hello(member=3) == [{"error": "twice"}]
     assert second.is_ended
     second.lose()
-    assert state.present("rank", "0") == {3}
+    assert state.connected_members("rank", "0") == {3}
     assert gone(state) == []
     assert not first.is_ended
 
@@ -183,7 +173,7 @@ async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
 async def test_large_frames_are_for_those_who_are_known() -> None:
     state = hall_here()
     stranger = Caller(state)
-    stranger.write(PREAMBLE + encode({"do": "hello"}, bytes(4097)))
+    stranger.write(encode({"do": "hello"}, bytes(4097)))
     assert stranger.is_ended
     known = member(state, 0, watched=False)
     assert known.say({"do": "set", "key": "large"}, bytes(5000)) == [{}]
@@ -209,7 +199,7 @@ async def test_who_has_gone_before_it_was_taken_is_gone() -> None:
     caller.hello(member=2)
     caller.session.close()
     waiting[0](state.rounds["0"])
-    assert state.present("rank", "0") == set()
+    assert state.connected_members("rank", "0") == set()
     assert gone(state) == [[[[2, 2]], "its connection broke"]]
 
 
@@ -224,7 +214,7 @@ async def test_a_broken_connection_loses_its_member_and_what_leaves_has_left() -
     for caller in (one, two, unwatched):
         caller.lose()
     assert gone(state) == [[[[0, 0]], "its connection broke"], [[[1, 1]], "left"]]
-    assert not state.has_members
+    assert not state.has_members()
 
 
 @in_virtual_time
@@ -257,16 +247,16 @@ async def test_a_silent_relay_is_lost_with_all_below_it() -> None:
     state = hall_here()
     caller = relay(state, silence=3.0)
     for number in (4, 5):
-        join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
-        assert caller.say({"do": "ask", "id": number, "ask": join}) == [{"id": number}]
-    assert state.has_members
-    leave = {"do": "depart", "group": "rank", "members": [[5, 5]], "how": "left"}
-    assert caller.say({"do": "ask", "id": 6, "ask": leave}) == [{"id": 6}]
+        join = {"do": "join", "group": "rank", "member": number, "via": ["x", f"connection {number}"]}
+        assert caller.say(join | {"id": number}) == [{"id": number}]
+    assert state.has_members()
+    leave = {"do": "depart", "via": "connection 5", "how": "left"}
+    assert caller.say(leave | {"id": 6}) == [{"id": 6}]
     await asyncio.sleep(3.1)
     assert caller.transport.ends == ["aborted"]
     caller.lose()
     assert gone(state) == [[[[4, 4]], "the relay of node 1 was not heard of for 3 s"], [[[5, 5]], "left"]]
-    assert not state.has_members
+    assert not state.has_members()
 
 
 @in_virtual_time
@@ -275,12 +265,11 @@ async def test_a_relay_whose_connection_breaks_is_named_with_those_that_had_join
     caller = relay(state)
     member(state, 7)
     for number in (4, 7):
-        join = {"do": "join", "group": "rank", "member": number, "machine": "x"}
-        caller.say({"do": "ask", "id": number, "ask": join})
+        caller.say({"do": "join", "id": number, "group": "rank", "member": number, "via": ["x"]})
     assert caller.transport.sent.headers == [{"error": "twice", "id": 7}]
     caller.lose()
     assert gone(state) == [[[[4, 4]], "the relay of node 1 was lost"]]
-    assert state.present("rank", "0") == {7}
+    assert state.connected_members("rank", "0") == {7}
 
 
 @in_virtual_time
@@ -289,36 +278,36 @@ async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
     one = member(state, 0, watched=False)
     assert one.say(barrier(2)) == []
     one.lose()
-    assert not state.rounds["0"].barriers.pending
+    assert not state.rounds["0"].pending
 
 
 # what is said
 
 
 @in_virtual_time
-async def test_members_meet_and_their_times_are_kept_where_they_are_connected() -> None:
+async def test_members_meet_and_their_times_are_kept() -> None:
     state = hall_here()
     one, two = member(state, 0), member(state, 1)
     assert one.say(barrier(2, times=[1, 10, 5], call="fleet.save")) == []
     answer = {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
     assert two.say(barrier(2, times=[2, 20, 6])) == [answer]
     assert one.transport.sent.headers == [answer]
-    assert await state.rounds["0"].collect_times("rank", 1) == {0: [1.0, 10.0, 5.0], 1: [2.0, 20.0, 6.0]}
+    one.say({"do": "times", "group": "rank", "number": 1})
+    assert json.loads(one.transport.sent.frames[0][1]) == [[0, [1.0, 10.0, 5.0]], [1, [2.0, 20.0, 6.0]]]
 
 
 @pytest.mark.parametrize(
     "header",
     [
         barrier(2),  # member 2 of two
-        barrier(3, part=True),  # a part is a relay's
         barrier(0),
         barrier(1 << 18),
         barrier(3, name="n" * 501),
         barrier(3, timeout=2e7),
         barrier(3, call=7),
         barrier(3, times=[1, 2]),
-        {"do": "join", "group": "rank", "member": 5, "machine": ""},
-        {"do": "depart", "group": "rank", "members": [[0, 0]], "how": "left"},
+        {"do": "join", "group": "rank", "member": 5},
+        {"do": "depart", "via": "m at 10.0.0.9", "how": "left"},
         {"do": "dance"},
         {"do": "d" * 21},
         {"do": "get"},
@@ -330,7 +319,7 @@ async def test_a_member_that_breaks_the_rules_is_closed(header: dict[str, Any]) 
     caller = member(state, 2)
     assert caller.say(header) == []
     assert caller.is_ended
-    assert state.present("rank", "0") == {2}  # until its connection has ended
+    assert state.connected_members("rank", "0") == {2}  # until its connection has ended
 
 
 @in_virtual_time
@@ -370,7 +359,7 @@ async def test_a_member_that_does_not_read_is_not_heard() -> None:
 
 
 def part(members: object, calls: object = (), count: int = 4, **fields: Any) -> dict[str, Any]:
-    return barrier(count, group="rank", part=True, members=members, calls=list(calls), **fields)  # type: ignore[call-overload]
+    return barrier(count, group="rank", members=members, calls=list(calls), **fields)  # type: ignore[call-overload]
 
 
 @in_virtual_time
@@ -378,7 +367,7 @@ async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> No
     state = hall_here()
     caller = relay(state)
     assert caller.say(part([[1, 2]], [["fleet.save", [[1, 1]]], ["", [[2, 2]]]])) == []
-    (waiting,) = state.rounds["0"].barriers.pending.values()
+    (waiting,) = state.rounds["0"].pending.values()
     assert (waiting.arrived, waiting.calls) == (0b110, {"fleet.save": 0b010, "": 0b100})
     assert caller.say(part([[1, 3]], again=True)) == []
     assert waiting.arrived == 0b1110
@@ -388,7 +377,7 @@ async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> No
     ]
     # What it says again has crossed the answer on its way: no new round begins.
     assert caller.say(part([[1, 3]], again=True)) == []
-    assert not state.rounds["0"].barriers.pending
+    assert not state.rounds["0"].pending
 
 
 @pytest.mark.parametrize(
@@ -402,10 +391,12 @@ async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> No
         part([[1, 1]], [["a", [[4, 4]]]]),
         part([[1, 1]], [["a", [[1, 1]]]] * 65),
         part([[1, 1]]) | {"calls": {"a": [[1, 1]]}},
-        {"do": "get", "key": "a"},
-        {"do": "ask", "id": -1, "ask": {"do": "get", "key": "a"}},
-        {"do": "ask", "id": 1, "ask": ["get"]},
-        {"do": "ask", "id": 1, "ask": {"do": "dance"}},
+        {"do": "get", "key": "a"},  # without a number
+        {"do": "get", "key": "a", "id": -1},
+        {"do": "dance", "id": 1},
+        {"do": "join", "id": 1, "group": "rank", "member": 5, "via": "x"},
+        {"do": "join", "id": 1, "group": "rank", "member": 5, "via": [5]},
+        {"do": "join", "id": 1, "group": "rank", "member": 5, "via": ["x"] * 10},
     ],
 )
 @in_virtual_time
@@ -423,44 +414,41 @@ async def test_a_relay_may_tell_of_64_calls() -> None:
 
 
 @in_virtual_time
-async def test_a_relay_is_asked_for_its_members_times() -> None:
+async def test_a_relays_part_brings_its_members_times() -> None:
     state = hall_here()
-    caller, silent = relay(state, 1), relay(state, 2)
-    asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 3))
-    await asyncio.sleep(0.1)
-    question, _ = caller.transport.sent.take()[-1]
-    assert question == {"do": "times", "id": 1, "group": "rank", "number": 3}
-    caller.say({"do": "times", "id": 7}, b"[]")  # nobody has asked that
-    caller.say({"do": "times", "id": 1}, b"[[4, [1, 10, 5]]]")
-    caller.say({"do": "times", "id": 1}, b"[[4, [2, 20, 6]]]")  # it has answered already
-    await asyncio.sleep(4.8)
-    assert not asked.done()
-    await asyncio.sleep(0.2)
-    assert asked.result() == {4: [1.0, 10.0, 5.0]}
-    silent.say({"do": "times", "id": 1}, b"[[5, [1, 10, 5]]]")  # too late
-    assert not silent.is_ended
-    again = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 4))
-    await asyncio.sleep(0.1)
-    assert caller.transport.sent.headers == [{"do": "times", "id": 2, "group": "rank", "number": 4}]
-    caller.say({"do": "times", "id": 2}, b"[[4, [3, 30, 7]]]")
-    silent.lose()  # nobody waits for it any longer
-    await asyncio.sleep(0.1)
-    assert again.result() == {4: [3.0, 30.0, 7.0]}
-    caller.lose()
-    assert await state.rounds["0"].collect_times("rank", 4) == {}
+    below = hall_here()
+    member(below, 1).say(barrier(2, times=[2, 20, 6]))
+    (waiting,) = below.rounds["0"].pending.values()
+    caller = relay(state)
+    for again in (False, True):
+        caller.write(encode(part([[1, 1]], count=2, again=again), waiting.payload.part()[1]))
+    one = member(state, 0)
+    one.say(barrier(2, times=[1, 10, 5]))
+    for number, told in ((1, [[0, [1.0, 10.0, 5.0]], [1, [2.0, 20.0, 6.0]]]), (0, [])):
+        one.say({"do": "times", "group": "rank", "number": number})
+        assert json.loads(one.transport.sent.frames[0][1]) == told
 
 
 @in_virtual_time
 async def test_times_that_are_too_long_or_no_times_close_a_relay() -> None:
-    for body in (b"7", b"[[4, [1, 10]]]", b"[[4, [1, 10, 5]]] " + bytes(8 << 20), b" " * (8 << 20) + b"[]"):
-        state = hall_here()
-        caller = relay(state)
-        asked = asyncio.ensure_future(state.rounds["0"].collect_times("rank", 1))
-        await asyncio.sleep(0.1)
-        caller.say({"do": "times", "id": 1}, body)
+    for body in (b"7", bytes(28 * 9)):
+        caller = relay(hall_here())
+        caller.write(encode(part([[1, 1]]), body))
         assert caller.is_ended
-        caller.lose()
-        assert await asked == {}
+
+
+@in_virtual_time
+async def test_a_lost_relay_loses_those_that_joined_by_way_of_it_over_several_levels() -> None:
+    state = hall_here()
+    near, far = relay(state, 1), relay(state, 2)
+    for number, caller in ((4, near), (5, far)):
+        caller.say(
+            {"do": "join", "id": 1, "group": "rank", "member": number, "via": ["m", f"c{number}", "relay below"]}
+        )
+    near.say({"do": "depart", "id": 2, "via": "c4", "how": "left"})
+    far.say({"do": "depart", "id": 2, "via": "relay below", "how": "the relay of node 9 was lost"})
+    assert gone(state) == [[[[4, 4]], "left"], [[[5, 5]], "the relay of node 9 was lost"]]
+    assert not state.has_members()
 
 
 # what connections share
@@ -477,6 +465,9 @@ class Stranger:
     def abort(self) -> None:
         self.aborted += 1
 
+    def tick(self, now: float) -> None:
+        pass
+
 
 @in_virtual_time
 async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
@@ -490,21 +481,8 @@ async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
             state.forget(strangers[0])
     assert [number for number, stranger in enumerate(strangers) if stranger.aborted] == [1]
     assert not known.aborted
-    state.close()
+    state._close_all()
     assert [stranger.aborted for stranger in (known, *strangers[:3])] == [1, 0, 1, 1]
-
-
-@in_virtual_time
-async def test_a_member_may_have_a_few_connections_and_not_any_number() -> None:
-    state = hall_here(most_members=2)
-    connections = [Stranger() for _ in range(73)]
-    for connection in connections:
-        state.know(connection)
-    assert [number for number, connection in enumerate(connections) if connection.aborted] == [72]  # 4 * 2 + 64
-    state.forget(connections[0])
-    state.forget(connections[72])
-    state.know(connections[72])
-    assert connections[72].aborted == 1
 
 
 @in_virtual_time
@@ -520,10 +498,10 @@ async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
     ):
         assert not silent.admit(Stranger(), "10.0.0.2")
     assert len(said) == 8  # an address that may be heard a moment later is not told
-    assert ServerState(Access(secret=b"x" * 20), Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
+    assert hall_here(access=Access(secret=b"x" * 20), callers=Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
 
 
-def found_by(state: ServerState, name: str, *, is_relay: bool = False) -> list[Round | None]:
+def found_by(state: StoreServer, name: str, *, is_relay: bool = False) -> list[Round | None]:
     """What somebody who asks for that round has been given so far."""
     answers: list[Round | None] = []
     state.find_round(name, is_relay=is_relay, then=answers.append)
@@ -541,9 +519,9 @@ async def test_who_may_begin_a_round() -> None:
     assert len({id(found) for found in state.rounds.values()}) == 3
     closed = hall_here(begins_rounds=False)
     assert found_by(closed, "0") == found_by(closed, "0.selftest") == [None]
-    closed.open_root("0")
+    closed.root("0")
     assert found_by(closed, "0.selftest") == [closed.rounds["0.selftest"]]
-    assert closed.open_root("0") is closed.rounds["0"]
+    assert closed.root("0") is closed.rounds["0"]
 
 
 @in_virtual_time
@@ -559,17 +537,17 @@ async def test_rounds_are_bounded() -> None:
 async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() -> None:
     state = hall_here(begins_rounds=False)
     parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access())
-    state.rounds["0"] = Relay(state.clock, Pace(), parent)
+    state.rounds["0"] = Relay(state.clock, parent)
     opened: list[tuple[Parent, float]] = []
 
-    async def open_relay(parent: Parent, timeout_seconds: float) -> None:
+    async def relay(parent: Parent, timeout_seconds: float) -> None:
         opened.append((parent, timeout_seconds))
         await asyncio.sleep(1.0)
         if parent.round_name == "0.closed":
             raise Refused("not opened", kind="closed")
-        state.rounds[parent.round_name] = Relay(state.clock, Pace(), parent)
+        state.rounds[parent.round_name] = Relay(state.clock, parent)
 
-    state.open_relay = open_relay  # type: ignore[method-assign]
+    state.relay = relay  # type: ignore[method-assign]
     asked = [found_by(state, "0.selftest") for _ in range(2)]
     refused = found_by(state, "0.closed")
     await asyncio.sleep(0.5)
@@ -585,9 +563,9 @@ async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() ->
     found_by(state, "0.closed")
     await asyncio.sleep(2.0)
     assert len(opened) == 3
-    state.open_root("1")
-    state.close_round("0")
-    state.close_round("1")
+    state.root("1")
+    state._close_round("0")
+    state._close_round("1")
     assert set(state.rounds) == {"1"}
 
 
@@ -596,10 +574,10 @@ async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None
     state = hall_here()
     one, two = member(state, 0, machine="m"), member(state, 1, machine="m", round="1")
     member(state, 2, machine="other")
-    assert (state.present("rank", "0"), state.present("rank", "1")) == ({0, 2}, {1})
-    assert state.present("supervisor", "0") == state.present("rank", "2") == set()
+    assert (state.connected_members("rank", "0"), state.connected_members("rank", "1")) == ({0, 2}, {1})
+    assert state.connected_members("supervisor", "0") == state.connected_members("rank", "2") == set()
     state.lose("m at 10.0.0.9", "silent")
-    assert (state.present("rank", "0"), state.present("rank", "1")) == ({2}, set())
+    assert (state.connected_members("rank", "0"), state.connected_members("rank", "1")) == ({2}, set())
     assert gone(state) == [[[[0, 0]], "silent"]]
     assert not one.is_ended
     assert not two.is_ended

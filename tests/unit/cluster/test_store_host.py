@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from fleet_train.cluster.cluster import Cluster, assign
-from fleet_train.cluster.store import host as servers_host
 from fleet_train.cluster.store.access import access_of
-from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.client import StoreClient, close_after_fork
 from fleet_train.cluster.store.host import Place, StoreHost, endpoint_of, is_host, needs_relays
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
@@ -61,7 +60,7 @@ def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -
     alive, child_ends = os.pipe()
     host = StoreHost.__new__(StoreHost)
     host._process = SimpleNamespace(stdin=os.fdopen(writer, "wb"))  # type: ignore[assignment]
-    servers_host._hosts.add(host)
+    close_after_fork(host)
     child = os.fork()
     if child == 0:
         os.close(child_ends)

@@ -36,7 +36,7 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     def silent(*_: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(report, "connect", silent)
+    monkeypatch.setattr(report, "connect_from", silent)
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
     assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")

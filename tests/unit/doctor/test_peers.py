@@ -101,6 +101,7 @@ def test_doctors_of_other_jobs_and_strangers_are_refused() -> None:
         ):
             pass
         with socket.create_connection((HOSTS[1], port), timeout=5) as stranger:
+            assert stranger.recv(4096)  # the challenge
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert stranger.recv(100) == b""
 
