@@ -29,9 +29,10 @@ from tools.starting.stamps import now
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, BEFORE, TORCH = "fleet_train", "fleet_train before", "torchrun + DDP"
-# The processes of each start, from the command to the rank: each starts the next one.
+# The processes of each start, from the command to the rank: each starts the next one. An earlier checkout may have
+# Paddle's own launcher and a wrapper between them.
 CHAINS = {
-    OURS: ("launcher", "stock launcher", "wrapper", "rank"),
+    OURS: ("launcher", "rank"),
     BEFORE: ("launcher", "stock launcher", "wrapper", "rank"),
     TORCH: ("launcher", "rank"),
 }

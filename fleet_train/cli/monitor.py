@@ -14,8 +14,7 @@ from click.core import ParameterSource
 
 from fleet_train.cli.options import HELP, WholeNumberRange
 from fleet_train.errors import printable
-from fleet_train.launch.processes import StopRequested, stopping_signals
-from fleet_train.launch.worker_main import die_with_parent
+from fleet_train.launch.processes import StopRequested, die_with_parent, stopping_signals
 from fleet_train.train.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs, table
 
 DEFAULT_PORT = 8040

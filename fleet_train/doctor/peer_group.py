@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -281,9 +280,6 @@ def stream_seconds(nodes: int, left_seconds: float) -> float:
 # One process per node forms a process group and adds exact integers: the selftest's subject, on separate ports.
 
 
-_TICK_SECONDS = 0.05
-
-
 def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, seconds: float) -> GroupResult:
     """Of these nodes, in this order; ``ports``: a free one on each."""
     ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
@@ -291,11 +287,10 @@ def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, s
     options = replace(SelftestOptions(groups=("collectives",)), join_timeout_seconds=seconds)
     environ = _on_our_interface(environ_of(cluster, seconds, os.environ), addresses[rank])
     began = time.monotonic()
-    child = Child(TOGETHER, [json.dumps(options.to_json())], environ, log)
+    child = Child(TOGETHER, options.to_json(), environ, log)
     results: list[Result] = []
     try:
-        while not (has_ended := child.has_ended()) and time.monotonic() - began < seconds:
-            time.sleep(_TICK_SECONDS)
+        has_ended = child.wait(seconds) is not None
         results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
     finally:
         child.kill()
@@ -308,9 +303,9 @@ def _result(child: Child, has_ended: bool, results: Sequence[Result], seconds: f
     wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
     if wrong:
         return GroupResult(False, wrong[0][:300], seconds)
-    if child.exit_code:
+    if child.status:
         last = (child.last_lines() or ("no message",))[-1]
-        return GroupResult(False, f"ended with exit code {child.exit_code}: {last[:300]}", seconds)
+        return GroupResult(False, f"ended with exit code {child.status}: {last[:300]}", seconds)
     return GroupResult(True, f"{ranks} processes added exact integers", seconds)
 
 

@@ -24,14 +24,14 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
 
     ``diagnose`` is called after a failure and returns a line about its likely cause on this node; empty: unknown.
     """
-    node = launch.node
+    node, request = launch.node, launch.request
     membership: Membership | None = None
     with stopping_signals() as stopping:
         try:
             membership = Membership(
-                node, launch.faults, launch.join_timeout_seconds, launch.access, say, launch.direct_ranks
+                node, request.faults, request.join_timeout_seconds, launch.access, say, request.direct_ranks
             )
-            coordinator = Coordinator(membership, launch.faults, launch.facts, say, launch.run)
+            coordinator = Coordinator(membership, request.faults, launch.facts, say, request.run)
             return _run_attempts(launch, coordinator, environ, stopping, diagnose)
         except (JoinTimeout, WorkerFailed):
             _tell_cause(diagnose)
@@ -80,12 +80,12 @@ def _run_one(
     """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
     membership, round_name = coordinator.membership, str(attempt.round)
     launch = launch.at(membership.place_of(attempt.nodes))
-    timeout = launch.join_timeout_seconds
+    timeout = launch.request.join_timeout_seconds
     rendezvous: Rendezvous | None = None
     must_meet = attempt.number == 0
     try:
         rendezvous = Rendezvous.open(
-            launch.node, attempt.round, timeout, launch.faults.lost_node_timeout_seconds, launch.access
+            launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
         )
         number = rendezvous.join(launch.facts, attempt.number, timeout, say, coordinator.launched)
         coordinator.launched = rendezvous.launched
@@ -125,8 +125,6 @@ def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
     else:
         say(f"the job has failed: {headline(result.root_cause)}")
         tell(failure_report(result.ends, result.silent))
-    for line in result.output:
-        tell(f"  | {line}")
     if result.kind is Kind.FAILED:
         _tell_cause(diagnose)
     return result.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from typing import Any
 
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import NotSaved, WorkerFailed
-from fleet_train.launch import processes
 from fleet_train.launch.processes import Stopping, request_name
+from fleet_train.launch.ranks import Ranks
 from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
-from fleet_train.launch.report import WorkerResult, choose_root_cause, signal_name, with_reports
-from fleet_train.launch.watching import Follower, NoFollower, RankFiles
+from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
+from fleet_train.launch.watching import Follower
 
 _TICK_SECONDS = 0.1
 _STORE_EVERY_SECONDS = 0.5
@@ -31,8 +30,6 @@ _MISSED_SECONDS = 2.0
 _NOTICED_SECONDS = 1.0
 # How much longer the launcher of another node may need to report how such a rank ended.
 _NEWS_SECONDS = 3.0
-# After the stock launcher's end, for records that are being written.
-_RECORD_SECONDS = 1.0
 
 
 class Cause(Enum):
@@ -55,28 +52,24 @@ class Verdict:
 
 
 class Monitor:
-    """Each tick checks rank 0's output, the end records, signals, the store, and the stock launcher itself."""
+    """Each tick checks rank 0's output, how ranks have ended, signals, and the store."""
 
     def __init__(
         self,
-        files: RankFiles,
+        ranks: Ranks,
         rendezvous: Rendezvous,
-        stock: subprocess.Popen[bytes],
-        follower: Follower | NoFollower,
+        follower: Follower | None,
         stop: GracefulStop,
         clock: Callable[[], float] = time.monotonic,
         look_at_connections: Callable[[], None] = lambda: None,
     ) -> None:
-        self.files = files
+        self.ranks = ranks
         self.rendezvous = rendezvous
-        self.stock = stock
         self.follower = follower
         self.stop = stop
         self._clock = clock
         self._look_at_connections = look_at_connections
         self._next_look_at_store = self._next_look_at_connections = 0.0
-        self._frozen = False
-        self._stock_ended_at: float | None = None
         self._failed_at: float | None = None
         self._reports: list[FailureReport] = []
         self._finished: set[int] = set()
@@ -85,29 +78,20 @@ class Monitor:
         while True:
             verdict = self.look()
             if verdict is not None:
-                self.follower.pump()
+                self._show_output()
                 return verdict
             time.sleep(_TICK_SECONDS)
 
     def look(self) -> Verdict | None:
-        self.follower.pump()
-        if not self._frozen and self.files.all_have_started():
-            processes.freeze(self.stock)
-            self._frozen = True
-        ends = self.ends()
+        self._show_output()
+        ends = [end for _, end in sorted(self.ranks.ends(self.rendezvous.start).items())]
         self._tell_finished(ends)
-        killed = self.stock.poll() or 0
-        if killed < 0 and not self.stop.wanted_here:  # it is frozen, and does not end by itself
-            how = f"was killed by {signal_name(-killed)}, and the ranks ended with it"
-            return Verdict(
-                Cause.TOLD, _of_no_rank(f"the process of Paddle's launcher on {self.files.node.describe()} {how}")
-            )
-        all_ended = len(ends) == self.files.node.processes
+        all_ended = len(ends) == self.ranks.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._reports or self._clock() >= self._next_look_at_store:
-            self._next_look_at_store = self._clock() + polling_seconds(self.files.node, _STORE_EVERY_SECONDS)
+            self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, _STORE_EVERY_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
@@ -118,6 +102,10 @@ class Monitor:
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return self._unsaved(ends) or Verdict(Cause.STOPPED)
         return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+
+    def _show_output(self) -> None:
+        if self.follower is not None:
+            self.follower.pump()
 
     def _tell_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
@@ -130,11 +118,11 @@ class Monitor:
         if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
             return None
         return Verdict(
-            Cause.RANK_FAILED, root_cause=choose_root_cause(with_reports(ends, self._reports, self.files.node))
+            Cause.RANK_FAILED, root_cause=choose_root_cause(with_reports(ends, self._reports, self.ranks.node))
         )
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
-        node = self.files.node
+        node = self.ranks.node
         root_cause = choose_root_cause(with_reports(ends, self._reports, node))
         of_no_rank = next((report for report in self._reports if report.rank == NO_RANK), None)
         if root_cause is None and of_no_rank is None:  # reports of ranks that this job does not have
@@ -144,7 +132,9 @@ class Monitor:
             assert of_no_rank is not None
             if self.stop.is_announced or self._clock() < self._failed_at + _ECHO_SECONDS:
                 return None
-            return Verdict(Cause.TOLD, _of_no_rank(of_no_rank.message))
+            # A restart may overcome it.
+            report = {"message": of_no_rank.message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
+            return Verdict(Cause.TOLD, report)
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
@@ -164,24 +154,6 @@ class Monitor:
             return Verdict(Cause.TOLD, word)
         self.stop.ask_store()
         return None
-
-    def ends(self) -> list[WorkerResult]:
-        """How ranks have ended so far; when the stock launcher is gone, the others ended without a trace."""
-        since_start = self._clock() - self.rendezvous.start
-        ends = self.files.ends(self.rendezvous.start)
-        for local in self.files.without_wrapper():
-            ends.setdefault(local, self.files.result_without_trace(local, since_start))
-        if self.stock.poll() is not None:
-            self._stock_ended_at = self._stock_ended_at or self._clock()
-            if self._clock() > self._stock_ended_at + _RECORD_SECONDS:
-                for local in range(self.files.node.processes):
-                    ends.setdefault(local, self.files.result_without_trace(local, since_start))
-        return [ends[local] for local in sorted(ends)]
-
-
-def _of_no_rank(message: str) -> dict[str, object]:
-    """The report of a failure that has no root cause in a rank, and that a restart may overcome."""
-    return {"message": message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
 
 
 def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
@@ -215,7 +187,7 @@ class GracefulStop:
 
     def __init__(
         self,
-        files: RankFiles,
+        ranks: Ranks,
         rendezvous: Rendezvous,
         stopping: Stopping,
         grace_seconds: float,
@@ -224,7 +196,7 @@ class GracefulStop:
     ) -> None:
         self.by_signal = False
         self.for_waiting_nodes = ""
-        self._files = files
+        self._ranks = ranks
         self._rendezvous = rendezvous
         self._stopping = stopping
         self._grace_seconds = grace_seconds
@@ -251,7 +223,7 @@ class GracefulStop:
         """Once per tick: signals, and ranks that another process asked to stop."""
         if self._stopping.asked and not self.by_signal:
             self.by_signal = True
-            self._ask(f"{self._files.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
+            self._ask(f"{self._ranks.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
         elif one_has_stopped and self._until is None:
             self._until = self._clock() + self._grace_seconds
 
@@ -271,4 +243,4 @@ class GracefulStop:
         self._until = self._clock() + self._grace_seconds
         self.is_announced = True
         self._rendezvous.announce_stop(why, self._grace_seconds, again=not self.by_signal)
-        processes.ask_to_stop(self._files.wrapper_pids())
+        self._ranks.ask_to_stop()

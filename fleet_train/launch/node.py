@@ -13,8 +13,8 @@ from pathlib import Path
 from fleet_train import __version__
 from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
-from fleet_train.cluster.cluster import is_number, refuse_repeated
-from fleet_train.cluster.environment import SETTINGS
+from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
+from fleet_train.cluster.environment import SETTINGS, rank_variables
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -284,33 +284,27 @@ def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
 
 
-# The environment of the stock launcher and the ranks: without leftovers, and without overriding the user's values.
+# The environment of the ranks: without leftovers of other jobs, and without overriding the user's values.
 
 
-# The stock launcher lets each of these override its flag (launch/context/args_envs.py, env_args_mapping).
-_OVERRIDES_OF_FLAGS = """
+# Variables of an outer job (ours, PaddleCloud's, an older launcher's), and those that override flags of Paddle's own
+# launcher: the inner job is a different one.
+_OTHER_JOBS = """
 POD_IP PADDLE_MASTER PADDLE_DEVICES PADDLE_NNODES PADDLE_RUN_MODE PADDLE_LOG_LEVEL PADDLE_LOG_OVERWRITE PADDLE_SORT_IP
 PADDLE_NPROC_PER_NODE PADDLE_JOB_ID PADDLE_RANK PADDLE_LOG_DIR PADDLE_MAX_RESTART PADDLE_ELASTIC_LEVEL
 PADDLE_ELASTIC_TIMEOUT PADDLE_SERVER_NUM PADDLE_TRAINER_NUM PADDLE_SERVERS_ENDPOINTS PADDLE_TRAINERS_ENDPOINTS
 PADDLE_GLOO_PORT PADDLE_WITH_GLOO PADDLE_START_PORT PADDLE_IPS PADDLE_AUTO_PARALLEL_CONFIG PADDLE_AUTO_CLUSTER
-"""
-# Variables of an outer job (ours, PaddleCloud's, an older launcher's): the inner job is a different one.
-_OTHER_JOBS = """
 PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_GLOBAL_SIZE
 PADDLE_LOCAL_SIZE PADDLE_GLOBAL_RANK PADDLE_LOCAL_RANK PADDLE_RANK_IN_NODE PADDLE_DISTRI_BACKEND PADDLE_XCCL_BACKEND
 PADDLE_BACKUP_ENV_PATH PADDLE_TRAINERS PADDLE_PORT PADDLE_PSERVERS_IP_PORT_LIST PADDLE_TRAINING_ROLE
-DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_PORT_LIST POD_NAME
+DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_PORT_LIST
 FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
 RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
 PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
 FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 """
-# Prints environments, starts ranks under another program, or changes where the launcher reads its flags from.
-_MEDDLERS = "FLAGS_print_launcher_env WITH_COVERAGE PADDLE_LAUNCH_WITH_ARGS"
-SCRUBBED = frozenset((_OVERRIDES_OF_FLAGS + _OTHER_JOBS + _MEDDLERS).split())
-# On a machine without GPUs this makes the stock launcher assume them.
-_DEVICE_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES", "XPULINK_VISIBLE_DEVICES"})
+SCRUBBED = frozenset(_OTHER_JOBS.split())
 
 
 @dataclass(frozen=True)
@@ -361,15 +355,14 @@ def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Map
         raise ProfileError(
             f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
         )
-    removed = SCRUBBED | (frozenset() if node.devices else _DEVICE_VARIABLES)
-    users = {name: value for name, value in environ.items() if name not in removed}
+    users = {name: value for name, value in environ.items() if name not in SCRUBBED}
     advice = {**_advice(node, machine), **wanted.profile_environment}
     kept = tuple(
         name for name, value in wanted.profile_environment.items() if name in users and users[name] != str(value)
     )
     ours = {name: str(value) for name, value in advice.items() if name not in users}
     ours |= _told_to_ranks(node, wanted)
-    return LaunchEnvironment(ours, removed & environ.keys(), kept, wanted.import_path, wanted.hidden)
+    return LaunchEnvironment(ours, SCRUBBED & environ.keys(), kept, wanted.import_path, wanted.hidden)
 
 
 def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
@@ -389,7 +382,6 @@ def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
 
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:
-    # Without it the stock launcher starts every process with one thread, however many processors there are.
     # Nodes that are emulated on this machine share its processors.
     nodes_here = sum(is_local(address, machine.addresses) for address in node.addresses)
     threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
@@ -403,3 +395,22 @@ def appended(path: str, folder: str) -> str:
     """A search path with a folder appended, unless it contains it already."""
     parts = [part for part in path.split(":") if part]
     return ":".join(parts if folder in parts else [*parts, folder])
+
+
+def variables_of_rank(cluster: Cluster, *, on_gpu: bool, selected_gpu: int | None = None) -> dict[str, str]:
+    """What ``paddle.distributed.launch`` sets for one rank. ``selected_gpu``: by position among the visible ones."""
+    rank = cluster.this
+    variables = rank_variables(cluster) | {
+        "PADDLE_MASTER": cluster.endpoints[0],
+        "PADDLE_NNODES": str(cluster.node_num),
+        "PADDLE_GLOBAL_SIZE": str(cluster.world_size),
+        "PADDLE_LOCAL_SIZE": str(len(cluster.ranks_on_node(rank.node_index))),
+        "PADDLE_GLOBAL_RANK": str(rank.index),
+        "PADDLE_LOCAL_RANK": str(rank.local_index),
+        "PADDLE_AUTO_CLUSTER": "0",
+    }
+    if not on_gpu:
+        variables["PADDLE_DISTRI_BACKEND"] = "gloo"
+    elif selected_gpu is not None:
+        variables["FLAGS_selected_gpus"] = str(selected_gpu)
+    return variables

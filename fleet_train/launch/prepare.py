@@ -11,15 +11,15 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fleet_train
+from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.environment import SETTINGS, is_strict
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
-from fleet_train.cluster.store.members import FAN_IN
 from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.node import (
     LaunchEnvironment,
@@ -30,8 +30,8 @@ from fleet_train.launch.node import (
     check_ports,
     look_around,
     place,
+    variables_of_rank,
 )
-from fleet_train.launch.processes import LONGEST_WORD_BYTES, program_word, stock_command
 from fleet_train.launch.rendezvous.round import Facts, check_told, with_nodes_of_engine
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
@@ -45,41 +45,44 @@ if TYPE_CHECKING:
 class Launch:
     """A checked launch: what ``run`` executes and ``--dry-run`` prints."""
 
+    request: LaunchRequest
     node: Node
-    program: tuple[str, ...]
-    is_module: bool
     log_dir: Path
-    join_timeout_seconds: float
     strategy: str | None
+    """The profile, by name or absolute path."""
     environment: LaunchEnvironment
     facts: Facts
     access: Access
-    faults: FaultPolicy = field(default_factory=FaultPolicy)
-    direct_ranks: int = FAN_IN
-    restarts: int = 0
-    """How often an engine has started this job before; attempts are numbered on from there."""
-    run: str = ""
-    """The job's name across these restarts; empty: each launch is a separate job."""
-    verbose: bool = False
     strict: bool = False
     settings: str = ""
     """Those of ``--set``, for messages."""
+    visible_gpus: tuple[str, ...] | None = None
 
     def at(self, node: Node) -> Launch:
         """The same launch for this subset of the nodes: ranks are renumbered."""
         return replace(self, node=node)
 
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one attempt's ranks: their rendezvous (``host:port/round``), and which attempt of which
-        job it is."""
-        attempt = str(self.restarts + number)
+        """What the environments of one attempt's ranks have in common: their rendezvous (``host:port/round``), and
+        which attempt of which job it is."""
+        attempt = str(self.request.restarts + number)
         told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
         return self.environment.over(environ) | told
 
-    def command(self, token: str, private: Path) -> list[str]:
-        return stock_command(
-            self.node, self.program, is_module=self.is_module, log_dir=self.log_dir, token=token, private=private
-        )
+    def variables_of(self, local: int) -> dict[str, str]:
+        """Those of one rank of this node."""
+        node = self.node
+        cluster = Cluster(assign(node.addresses, node.processes, node.started_port), node.ranks[local])
+        gpu = None
+        if node.devices is not None:
+            assert self.visible_gpus is not None
+            gpu = self.visible_gpus.index(node.devices[local])
+        variables = variables_of_rank(cluster, on_gpu=gpu is not None, selected_gpu=gpu)
+        return variables | {"PADDLE_LOG_DIR": str(self.log_dir)}
+
+    def command(self) -> list[str]:
+        """The command of every rank."""
+        return [sys.executable, "-u", *(["-m"] if self.request.is_module else []), *self.request.command]
 
     def summary(self) -> str:
         node = self.node
@@ -94,16 +97,18 @@ class Launch:
         )
 
     def dry_run(self) -> str:
-        command = shlex.join(self.command("<token>", Path("<private folder>")))
-        ours = [f"  {name}={value}" for name, value in sorted(self.environment.shown().items())]
+        ours = self.environment.shown() | self.variables_of(0)
         lines = [
             self.summary(),
             f"job store: {self.node.store_endpoint}, hosted by {self.node.describe(0)}; {self._heard()}",
+            self.request.faults.in_words(len(self.node.addresses)),
+            f"set for the ranks (here for rank {self.node.ranks[0]}):",
+            *(f"  {name}={value}" for name, value in sorted(ours.items())),
         ]
-        lines += [self.faults.in_words(len(self.node.addresses)), "set for the ranks:", *ours]
         if self.environment.removed:
             lines.append(f"removed from the environment: {', '.join(sorted(self.environment.removed))}")
-        return "\n".join([*lines, "would start:", f"  {command}"])
+        times = counted(self.node.processes, "time")
+        return "\n".join([*lines, f"would start, {times}:", f"  {shlex.join(self.command())}"])
 
     def _heard(self) -> str:
         by = "a shared secret" if self.access.secret else "the addresses of the node list"
@@ -115,7 +120,6 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     request = with_nodes_of_engine(request, environ, say)
     machine = look_around(environ)
     check_program(request)
-    check_size(request)
     strategy, profile = load_strategy(request.strategy, request.settings)
     node = place(request, machine)
     check_ports(node)
@@ -134,23 +138,18 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         strict,
         request.settings,
     )
+    check_faults(request.faults, node)
     return Launch(
+        request=request,
         node=node,
-        program=request.command,
-        is_module=request.is_module,
         log_dir=request.log_dir.absolute(),
-        join_timeout_seconds=request.join_timeout_seconds,
         strategy=strategy,
         environment=build_environment(node, machine, wanted, environ),
         facts=facts_of(node, machine, profile, request),
         access=access,
-        faults=checked_faults(request.faults, node),
-        direct_ranks=request.direct_ranks,
-        restarts=request.restarts,
-        run=request.run,
-        verbose=request.verbose,
         strict=strict,
         settings=shown_settings(request.settings),
+        visible_gpus=machine.gpus,
     )
 
 
@@ -190,7 +189,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     )
 
 
-def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
+def check_faults(faults: FaultPolicy, node: Node) -> None:
     """Raises ClusterError for settings that contradict each other or the node list."""
     if faults.min_nodes is not None and not 1 <= faults.min_nodes <= len(node.addresses):
         raise ClusterError(
@@ -204,7 +203,6 @@ def checked_faults(faults: FaultPolicy, node: Node) -> FaultPolicy:
             f"{flag} has no effect without restarts: waiting for a lost node, or continuing without it, is a "
             "restart; add --max_restarts=3"
         )
-    return faults
 
 
 def check_program(request: LaunchRequest) -> None:
@@ -222,16 +220,6 @@ def check_program(request: LaunchRequest) -> None:
         near = difflib.get_close_matches(path.name, neighbours, n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the working directory is {Path.cwd()}"
         raise ClusterError(f"the training script {name} does not exist; {hint}")
-
-
-def check_size(request: LaunchRequest) -> None:
-    """Raise ClusterError for a script's arguments that are too long for the one word that they travel in."""
-    size, most = len(program_word(request.command, request.is_module)), LONGEST_WORD_BYTES - 1
-    if size > most:
-        raise ClusterError(
-            f"the script and its arguments have {size} bytes, with quotation marks and commas between them; at most "
-            f"{most} can be passed on to the ranks: write them into a file that the script reads"
-        )
 
 
 def check_name(what: str, path: Path) -> None:

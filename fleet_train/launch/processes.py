@@ -1,129 +1,196 @@
-"""Starting the stock launcher and stopping all processes that it started, with features of the Linux kernel."""
+"""The processes that this package starts and ends: ranks, subjects of a selftest; with features of the Linux kernel.
+
+A `Process` runs in a session of its own, so that Ctrl-C reaches only its parent; the kernel ends it with its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import fcntl
-import json
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import count
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import BinaryIO
+from typing import Any
 
 from fleet_train.errors import ClusterError, Preempted
-from fleet_train.files import LOCK, hold, holder
-from fleet_train.launch import paddle_launch_main, worker_main
-from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.round import Say
 from fleet_train.launch.report import signal_name
 
-LONGEST_WORD_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
-"""Linux: of one word of a command line, with the zero byte at its end (MAX_ARG_STRLEN)."""
+GRACE_SECONDS = 3.0
+"""After SIGTERM, for a process that has to end; then SIGKILL. A graceful stop has another bound, its sender's."""
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# The wrappers need worker_main.GRACE_SECONDS for a rank that ignores SIGTERM; the rest is for writing records and exit.
-_STOP_SECONDS = worker_main.GRACE_SECONDS + 2.0
+_LONGEST_WORD_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")  # Linux: MAX_ARG_STRLEN, with the zero byte at its end
+_POLL_SECONDS = 0.02
 _KILL_SECONDS = 3.0
-_libc = ctypes.CDLL(None, use_errno=True)
+_GUARD = """
+import os, signal, sys
+groups = []
+for line in sys.stdin:
+    if line == "done\\n":
+        sys.exit()
+    groups.append(int(line))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+# Looked up now: a child between fork and exec may not load anything.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask the kernel for this signal when the parent's thread that forked us ends, however it ends (Linux only)."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
     """Processes whose parent dies become our children instead of init's, so that we can still find and stop them."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as a shell may pass it on, it would lose exit codes
 
 
-def start_stock_launcher(command: list[str], environ: Mapping[str, str], private: Path) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, so that Ctrl-C reaches only us; it dies when we do, even by SIGKILL.
+def dying_with_us() -> Callable[[], None]:
+    """For a child's ``preexec_fn``: it is killed when this process ends, even if that has already happened."""
+    us = os.getpid()
 
-    Its own output goes to ``stock.log`` in the private folder. Raises ClusterError if it cannot be started.
+    def in_child() -> None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != us:
+            os._exit(1)
+
+    return in_child
+
+
+class Process:
+    """A running child. A thread notices its end at once; its id is not reused until ``wait`` has returned."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        output: Any,
+        *,
+        pass_fds: Collection[int] = (),
+        ties_itself: bool = False,
+    ) -> None:
+        """``output``: for stdout and stderr, as in subprocess. ``ties_itself``: the child calls `die_with_parent`, as
+        no Python code may run between fork and exec in a process with unknown threads. Raises OSError."""
+        self.asked_to_stop = 0
+        """The first signal that it got from us."""
+        self.status: int | None = None
+        """How it has ended, as in subprocess (negative: the signal); None while it runs."""
+        self.began_at = time.monotonic()
+        self.ended_at: float | None = None
+        self._popen = subprocess.Popen(
+            list(command),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+            preexec_fn=None if ties_itself else dying_with_us(),
+        )
+        self.pid = self._popen.pid
+        self.stdout = self._popen.stdout
+        self._ended = threading.Event()
+        self._waiter = threading.Thread(target=self._await_end, name=f"fleet_train waits for {self.pid}", daemon=True)
+        self._waiter.start()
+
+    def _await_end(self) -> None:
+        self._set_ended(*self._waited())
+
+    def _waited(self) -> tuple[int, float]:
+        """(status, time of its end). Does not reap it."""
+        try:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # the kernel reaps our children (SIGCHLD is ignored): the status is lost
+            end = None
+        at = time.monotonic()
+        if end is None:
+            return 0, at
+        return (end.si_status if end.si_code == os.CLD_EXITED else -end.si_status), at
+
+    def _set_ended(self, status: int, at: float) -> None:
+        self.ended_at = at
+        self.status = status
+        self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status is not None
+
+    def ask_to_stop(self, number: int = signal.SIGTERM) -> None:
+        """Send it this signal, unless it has ended. Processes that it started do not get it."""
+        if not self.has_ended:
+            self.asked_to_stop = self.asked_to_stop or number
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """SIGKILL for it and the processes that it started, unless they have left its process group."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait for its end, at most this long, and reap it; returns the status."""
+        if self._ended.wait(seconds):
+            self._popen.poll()
+        return self.status
+
+    def give_up(self) -> None:
+        """It has had SIGKILL, and hangs in a call of the kernel: it counts as ended by that."""
+        if not self.has_ended:
+            self._set_ended(-signal.SIGKILL, time.monotonic())
+
+
+def stop(processes: Iterable[Process], goes_on: Callable[[], bool] | None = None) -> None:
+    """SIGTERM for those that run; after 3 s SIGKILL, also for what they have started. All have ended afterwards.
+
+    ``goes_on`` is called while it waits, and may take a moment; False: SIGKILL now.
     """
-    try:
-        with open(private / "stock.log", "wb") as log:
-            return subprocess.Popen(
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=worker_main.dying_with_us(),
-            )
-    except OSError as error:
-        why = f"{error.strerror} ({error.filename})" if error.errno != errno.E2BIG else _too_much(command, environ)
-        raise ClusterError(f"the ranks cannot be started: {why}") from error
+    running = [each for each in processes if not each.has_ended]
+    for each in running:
+        each.ask_to_stop()
+    _await(running, GRACE_SECONDS, goes_on)
+    for each in running:
+        if not each.has_ended:
+            each.kill_group()
+    _await(running, _KILL_SECONDS)
+    for each in running:
+        each.give_up()
 
 
-def _too_much(command: list[str], environ: Mapping[str, str]) -> str:
-    words = sum(len(os.fsencode(word)) + 1 for word in command)
-    variables = sum(len(os.fsencode(f"{name}={value}")) + 1 for name, value in environ.items())
-    whole = os.sysconf("SC_ARG_MAX")
-    return (
-        f"the environment has {variables} bytes and the command {words}, and this system takes {whole} together (a "
-        f"quarter of the stack's limit, ulimit -s) and {LONGEST_WORD_BYTES} in one word; make the environment smaller, "
-        "or write the arguments into a file that the script reads"
-    )
+def _await(processes: Sequence[Process], seconds: float, goes_on: Callable[[], bool] | None = None) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(each.has_ended for each in processes) and time.monotonic() < deadline:
+        if goes_on is None:
+            time.sleep(_POLL_SECONDS)
+        elif not goes_on():
+            return
 
 
-def freeze(stock: subprocess.Popen[bytes]) -> None:
-    """Stop (SIGSTOP) the stock launcher once its ranks run: it would kill ranks that save their state.
-
-    It is no longer needed: we monitor the ranks ourselves, and SIGKILL ends a stopped process too.
-    """
-    _signal(stock.pid, signal.SIGSTOP)
-
-
-def ask_to_stop(wrapper_pids: Iterable[int]) -> None:
-    """Send SIGTERM to the ranks, without a bound on how long they take to end."""
-    for pid in wrapper_pids:
-        _signal(pid, worker_main.GRACEFUL_STOP)
-
-
-def end_everything(stock: subprocess.Popen[bytes], wrapper_pids: Iterable[int]) -> None:
-    """Stop all ranks and the stock launcher: by SIGTERM through the wrappers, then by SIGKILL. Takes at most about 8 s.
-
-    The stock launcher itself gets no SIGTERM: it would wait up to 30 s for its containers.
-    """
-    waiting = set(wrapper_pids)
-    for pid in waiting:
-        _signal(pid, signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_SECONDS
-    while waiting and time.monotonic() < deadline:
-        waiting = {pid for pid in waiting if runs(pid)}
-        time.sleep(0.02)
-    kill_now(stock)
-
-
-def end_idle_launcher(stock: subprocess.Popen[bytes]) -> None:
-    """Stop the stock launcher after all its ranks have succeeded; it would notice within a second or two.
-
-    Processes that a script left running on purpose (a VisualDL server) continue.
-    """
-    stock.kill()
-    stock.wait()
-
-
-def kill_now(stock: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for the stock launcher and for every descendant of ours, until there is none."""
-    stock.kill()
-    stock.wait()
+def kill_descendants() -> None:
+    """SIGKILL for every descendant of ours, until there is none. Ours are reaped: their status is lost."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (descendants := _descendants()) and time.monotonic() < deadline:
         for pid in descendants:
-            _signal(pid, signal.SIGKILL)
-        _reap()
-        time.sleep(0.02)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(_POLL_SECONDS)
 
 
 def _descendants() -> list[int]:
@@ -132,25 +199,49 @@ def _descendants() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+class Guard:
+    """A process that outlives this one, even if it is killed, to kill the processes that our children have started.
+
+    The kernel ends children with us, but not their children.
+    """
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _GUARD]
+        nowhere = subprocess.DEVNULL
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
+
+    def add(self, pid: int) -> None:
+        """A process group to kill."""
+        self._send(f"{pid}\n")
+
+    def _send(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed: the kernel still ends our children
+            os.write(self._popen.stdin.fileno(), line.encode())
+
+    def dismiss(self) -> None:
+        """This process ends its children itself, or leaves what they have started."""
+        self._send("done\n")
+        self._popen.communicate()
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def why_not_started(error: OSError, command: Sequence[str], environ: Mapping[str, str]) -> ClusterError:
+    """An error of one line for ranks that the kernel has refused to start."""
+    why = f"{error.strerror} ({error.filename})" if error.errno != errno.E2BIG else _too_much(command, environ)
+    return ClusterError(f"the ranks cannot be started: {why}")
 
 
-def runs(pid: int) -> bool:
-    """Whether the process exists and is not a zombie that its parent has yet to reap."""
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def _too_much(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    words = sum(len(os.fsencode(word)) + 1 for word in command)
+    variables = sum(len(os.fsencode(f"{name}={value}")) + 1 for name, value in environ.items())
+    whole = os.sysconf("SC_ARG_MAX")
+    return (
+        f"the environment has {variables} bytes and the command {words}, and this system takes {whole} together (a "
+        f"quarter of the stack's limit, ulimit -s) and {_LONGEST_WORD_BYTES} in one word; make the environment "
+        "smaller, or write the arguments into a file that the script reads"
+    )
 
 
 # Signals to a launcher: a graceful stop while ranks run, an immediate end otherwise.
@@ -218,102 +309,3 @@ def stopping_signals() -> Iterator[Stopping]:
 def request_name(number: int) -> str:
     """``SIGTERM``; ``Ctrl-C`` for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
-
-
-# The command line of ``paddle.distributed.launch`` that starts this node's ranks, and its private folder.
-
-
-# It cannot be made as a folder, so the stock launcher cannot write <job>.<pod>.log, which starts with str(os.environ).
-_JOB_ID = "/dev/null/fleet_train"
-
-
-def stock_command(
-    node: Node, program: tuple[str, ...], *, is_module: bool, log_dir: Path, token: str, private: Path
-) -> list[str]:
-    """The command that starts the ranks: the stock launcher, with our wrapper as the script of every rank.
-
-    Without devices it does not need Paddle's core, and starts in a tenth of the time without it.
-    """
-    command = [sys.executable, *([] if node.devices else [paddle_launch_main.__file__])]
-    command += ["-m", "paddle.distributed.launch"]
-    command += [f"--ips={','.join(node.addresses)}", f"--host={node.address}", f"--start_port={node.started_port}"]
-    command += [f"--devices={','.join(node.devices)}"] if node.devices else [f"--nproc_per_node={node.processes}"]
-    command += [f"--log_dir={private}", f"--job_id={_JOB_ID}", "--enable_gpu_log=False"]
-    # The program is one word: the launcher's parser searches every word for flags of its own, even after the
-    # script, and stops with "ambiguous option" at a script's --a or --n.
-    return [*command, worker_main.__file__, str(log_dir), token, program_word(program, is_module)]
-
-
-def program_word(program: tuple[str, ...], is_module: bool) -> str:
-    """The script, or module, and its arguments as the wrapper gets them."""
-    return json.dumps([*(["-m"] if is_module else []), *program])
-
-
-class PrivateFolder:
-    """A folder for the stock launcher's own files, readable by this user only.
-
-    It writes the whole environment into ``envlog.N`` and ``backup_env.RANK.json``: both link to /dev/null here.
-    """
-
-    def __init__(self, ranks: range) -> None:
-        remove_abandoned_folders()
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=worker_main.PRIVATE_PREFIX))
-            with suppress(BlockingIOError):  # another launcher is removing it already
-                self._held = hold(self.path)
-                if self.path.is_dir():
-                    break
-        for local, rank in enumerate(ranks):
-            (self.path / f"envlog.{local}").symlink_to("/dev/null")
-            (self.path / f"backup_env.{rank}.json").symlink_to("/dev/null")
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._held is not None:
-            self._held.close()
-
-
-def remove_abandoned_folders() -> None:
-    """Remove the folders of this user's launchers that were killed together with their ranks."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{worker_main.PRIVATE_PREFIX}*"):
-        with suppress(OSError):
-            about = folder.lstat()
-            if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode):
-                remove_abandoned(folder)
-
-
-# Folders locked by one launcher for its lifetime: the kernel releases the lock, however the launcher ends.
-
-
-# Of this process: requested folder -> assigned folder, and its lock.
-_taken: dict[Path, tuple[Path, BinaryIO | None]] = {}
-
-
-def take_log_dir(wanted: Path, say: Say) -> Path:
-    """The folder for this launcher's logs, in all attempts: ``wanted``, or one next to it if another job uses it.
-
-    Creates it. Raises OSError if it is not writable.
-    """
-    if wanted in _taken:
-        return _taken[wanted][0]
-    for number in count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}.{number}")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            held = hold(folder)
-        except BlockingIOError:
-            continue
-        if number > 1:
-            say(
-                f"{wanted} is in use by another job ({holder(wanted)}); the logs of this one go to {folder} (--log_dir)"
-            )
-        _taken[wanted] = folder, held
-        break
-    return _taken[wanted][0]
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove it if the process that held it has ended; not if that is unknown."""
-    with suppress(OSError), (folder / LOCK).open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ class WorkerResult:
     rank: int
     endpoint: str
     node_index: int
-    exit_code: int | None  # None: a signal ended it, or how it ended is unknown
+    exit_code: int | None  # None: a signal ended it, or it has not ended
     signal_number: int | None
     seconds: float
     asked_to_stop: bool
@@ -61,11 +61,6 @@ class WorkerResult:
         return self.exit_code == Preempted.exit_code
 
     @property
-    def without_trace(self) -> bool:
-        """Its wrapper was killed, so there is no record of its end."""
-        return self.exit_code is None and self.signal_number is None
-
-    @property
     def secondary(self) -> bool:
         """It ended because something else had failed: it was stopped, or reported that another rank was lost."""
         return (
@@ -77,7 +72,7 @@ class WorkerResult:
 
     @property
     def shell_code(self) -> int:
-        """The exit code that a shell would show: 128 + signal; SIGKILL's for an end without a record.
+        """The exit code that a shell would show: 128 + signal.
 
         A failure that its own exit does not show (it had to be stopped, or ended with 0) has the report's exit code.
         """
@@ -99,8 +94,6 @@ class WorkerResult:
         return f"{ending} ({self.report.what})"
 
     def _end(self) -> str:
-        if self.without_trace:
-            return "ended without a trace (its wrapper process was killed)"
         if self.signal_number is not None:
             return f"{'stopped' if self.asked_to_stop else 'killed'} by {signal_name(self.signal_number)}"
         if self.exit_code == WorkerFailed.exit_code:
@@ -157,22 +150,6 @@ def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
     index, local = divmod(rank, node.processes)
     endpoint = f"{node.addresses[index]}:{node.started_port + local}"
     return WorkerResult(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
-
-
-def result_from_record(
-    record: dict[str, Any], start: float, endpoint: str, node_index: int, log_file: str
-) -> WorkerResult:
-    """The end that a worker wrapper recorded; ``start`` is on the same monotonic clock as the record."""
-    return WorkerResult(
-        rank=record["rank"],
-        endpoint=endpoint,
-        node_index=node_index,
-        exit_code=record["exit_code"],
-        signal_number=record["signal"],
-        seconds=round(record["ended_monotonic"] - start, 3),
-        asked_to_stop=record["asked_to_stop"] is not None,
-        log_file=log_file,
-    )
 
 
 def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:

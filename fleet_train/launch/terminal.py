@@ -272,16 +272,6 @@ class StartupLines:
         return piece
 
 
-class Everything:
-    """For ``--verbose``."""
-
-    def feed(self, data: bytes) -> bytes:
-        return data
-
-    def rest(self) -> bytes:
-        return b""
-
-
 def without_startup_lines(text: str) -> str:
     """A whole text."""
     startup_lines = StartupLines()

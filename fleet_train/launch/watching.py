@@ -1,111 +1,19 @@
-"""The launcher's view of its running ranks: their end records and rank 0's output."""
+"""The launcher's view of its running ranks: their output, and whether they connect to each other."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fleet_train.cluster.network import connections_at
-from fleet_train.files import read_regular
-from fleet_train.launch import processes, terminal, worker_main
+from fleet_train.launch import terminal
 from fleet_train.launch.node import Node
-from fleet_train.launch.report import WorkerResult, last_lines, result_from_record
-from fleet_train.launch.terminal import Everything, Outlet, StartupLines, without_startup_lines
+from fleet_train.launch.terminal import Outlet, StartupLines
 
-_TAIL_BYTES = _RECORD_BYTES = 64 * 1024
-
-Records = dict[int, dict[str, Any]]
-
-
-class RankFiles:
-    """The logs and end records of this node's ranks, in ``log_dir``.
-
-    ``heard`` gives the records that could not be written there, by local rank; ``verbose``: last lines include
-    Paddle's start-up lines.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        log_dir: Path,
-        token: str,
-        attempt: int = 0,
-        heard: Callable[[], Records] = dict,
-        verbose: bool = False,
-    ) -> None:
-        self.node = node
-        self.log_dir = log_dir
-        self.token = token
-        self.attempt = attempt
-        self._heard = heard
-        self._verbose = verbose
-
-    def prepare(self) -> None:
-        """Create the folder; remove an earlier job's files, keep the logs of this job's earlier attempts."""
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        for local in range(self.node.processes):
-            (self.log_dir / worker_main.record_name(local)).unlink(missing_ok=True)
-            log = self.log_file(local)
-            if self.attempt == 0:
-                for old in [log, *self.log_dir.glob(f"{log.name}.attempt*")]:
-                    old.unlink(missing_ok=True)
-            elif log.exists():
-                log.replace(log.with_name(f"{log.name}.attempt{self.attempt - 1}"))
-
-    def log_file(self, local_rank: int) -> Path:
-        return self.log_dir / worker_main.log_name(local_rank)
-
-    def records(self) -> Records:
-        """Local rank -> the record that its wrapper has written, or sent, so far."""
-        found = {}
-        for local in range(self.node.processes):
-            # Absent until the rank has started, and if the disk fails. Our records are replaced atomically: an
-            # unreadable one is not ours.
-            with suppress(OSError, ValueError, RecursionError):
-                record = json.loads(read_regular(self.log_dir / worker_main.record_name(local), _RECORD_BYTES))
-                if isinstance(record, dict) and record.get("token") == self.token:
-                    found[local] = record
-        for local, record in self._heard().items():
-            if local not in found or "ended_monotonic" in record:
-                found[local] = record
-        return found
-
-    def all_have_started(self) -> bool:
-        return len(self.records()) == self.node.processes
-
-    def without_wrapper(self) -> list[int]:
-        """Local ranks whose wrapper is gone without a record of its end."""
-        gone = [local for local, record in self.records().items() if not processes.runs(record["wrapper_pid"])]
-        records = self.records()  # read again: an end may have been written in between
-        return [local for local in gone if "ended_monotonic" not in records[local]]
-
-    def wrapper_pids(self) -> list[int]:
-        return [record["wrapper_pid"] for record in self.records().values() if "ended_monotonic" not in record]
-
-    def ends(self, start: float) -> dict[int, WorkerResult]:
-        """Local rank -> its end, for those that have ended."""
-        return {
-            local: result_from_record(record, start, self.endpoint(local), self.node.index, str(self.log_file(local)))
-            for local, record in self.records().items()
-            if "ended_monotonic" in record
-        }
-
-    def endpoint(self, local_rank: int) -> str:
-        return f"{self.node.address}:{self.node.started_port + local_rank}"
-
-    def result_without_trace(self, local_rank: int, seconds: float) -> WorkerResult:
-        """For a rank that is gone without a record of its end."""
-        rank, log_file = self.node.ranks[local_rank], str(self.log_file(local_rank))
-        return WorkerResult(rank, self.endpoint(local_rank), self.node.index, None, None, seconds, False, log_file)
-
-    def tail(self, local_rank: int) -> tuple[str, ...]:
-        end = end_of(self.log_file(local_rank))
-        return last_lines(end if self._verbose else without_startup_lines(end))
+_TAIL_BYTES = 64 * 1024
 
 
 class Connections:
@@ -135,7 +43,7 @@ def end_of(log: Path) -> str:
 
 class Follower:
     """Shows a growing file on the terminal, byte for byte, so that progress bars work; except what ``passing`` holds
-    back.
+    back (None: nothing).
 
     The file is the buffer for a slow reader: what does not fit now is read later.
     """
@@ -145,12 +53,12 @@ class Follower:
         path: Path,
         outlet: Outlet = terminal.out,
         show: Callable[[bytes], None] = terminal.show,
-        passing: StartupLines | Everything | None = None,
+        passing: StartupLines | None = None,
     ) -> None:
         self._path = path
         self._outlet = outlet
         self._write = show
-        self._passing = passing or Everything()
+        self._passing = passing
         self._file: BinaryIO | None = None
         self._last = b"\n"
 
@@ -162,9 +70,13 @@ class Follower:
                 return
         came = False
         while self._outlet.has_room() and (chunk := self._file.read(1 << 16)):
-            self._show(self._passing.feed(chunk))
+            self._show(chunk if self._passing is None else self._passing.feed(chunk))
             came = True
         if not came and self._outlet.has_room():
+            self._show_rest()
+
+    def _show_rest(self) -> None:
+        if self._passing is not None:
             self._show(self._passing.rest())
 
     def _show(self, text: bytes) -> None:
@@ -180,16 +92,8 @@ class Follower:
         self.pump()
         while not self._outlet.has_room() and self._outlet.drain():
             self.pump()
-        self._show(self._passing.rest())
+        self._show_rest()
         self._show(b"" if self._last.endswith(b"\n") else b"\n")
         if self._file is not None:
             self._outlet.leave_out(sum(chunk.count(b"\n") for chunk in iter(partial(self._file.read, 1 << 20), b"")))
             self._file.close()
-
-
-class NoFollower:
-    """For nodes whose ranks are not shown on the terminal."""
-
-    def pump(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import secrets
 import signal
-import socket
-import struct
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
-from fleet_train.launch import processes, worker_main
 from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict, WaitingNodes
 from fleet_train.launch.prepare import Launch
-from fleet_train.launch.processes import PrivateFolder, Stopping, StopRequested, request_name, take_log_dir
+from fleet_train.launch.processes import Stopping, StopRequested, adopt_orphans, request_name
+from fleet_train.launch.ranks import Ranks, take_log_dir
 from fleet_train.launch.rendezvous.coordinator import Kind, RunResult
 from fleet_train.launch.rendezvous.round import Rendezvous, Say
-from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, last_lines, with_reports
-from fleet_train.launch.terminal import Everything, StartupLines
-from fleet_train.launch.watching import Connections, Follower, NoFollower, RankFiles
+from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
+from fleet_train.launch.terminal import StartupLines
+from fleet_train.launch.watching import Connections, Follower
 
 _OTHERS_END_WITHIN_SECONDS = 20.0
 _EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
@@ -36,31 +29,27 @@ _LAST_LINE_SECONDS = 1.0
 
 @dataclass
 class _WorkerGroup:
-    """What has to be stopped and examined: the stock launcher and the ranks of this node, which it started."""
+    """What has to be stopped and examined: the ranks of this node."""
 
     launch: Launch
     rendezvous: Rendezvous
-    files: RankFiles
-    stock: subprocess.Popen[bytes]
-    private: Path
-    follower: Follower | NoFollower
+    ranks: Ranks
+    follower: Follower | None
     stop: GracefulStop
     connections: Connections
     say: Say
 
     def end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines."""
-        seconds = round(time.monotonic() - self.rendezvous.start, 3)
-        processes.end_everything(self.stock, self.files.wrapper_pids())
-        self.follower.close()
-        found = self.files.ends(self.rendezvous.start)
-        for local in self.files.records():
-            found.setdefault(local, self.files.result_without_trace(local, seconds))
-        return self.tell(found)
+        self.ranks.stop()
+        return self.tell()
 
-    def tell(self, found: Mapping[int, WorkerResult]) -> list[WorkerResult]:
-        """Report to the other nodes how the ranks of this one ended (by local index)."""
-        ends = [replace(end, last_lines=self.files.tail(local)) for local, end in sorted(found.items())]
+    def tell(self) -> list[WorkerResult]:
+        """Show the rest of the output; report to the other nodes how the ranks of this one ended."""
+        if self.follower is not None:
+            self.follower.close()
+        found = self.ranks.ends(self.rendezvous.start)
+        ends = [replace(end, last_lines=self.ranks.tail(local)) for local, end in found.items()]
         self.rendezvous.tell_results(ends)
         return ends
 
@@ -68,7 +57,7 @@ class _WorkerGroup:
 def run_worker_group(
     launch: Launch,
     rendezvous: Rendezvous,
-    environ: Mapping[str, str],
+    environ: dict[str, str],
     number: int,
     stopping: Stopping,
     waiting_nodes: WaitingNodes,
@@ -76,39 +65,30 @@ def run_worker_group(
 ) -> RunResult:
     """Start this node's ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
     node = launch.node
-    processes.adopt_orphans()
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    inbox = Inbox(token, say)
+    adopt_orphans()
     with _unwritable_logs_refused(launch, rendezvous, number, say):
         launch = _with_own_log_dir(launch, rendezvous, say)
-        RankFiles(node, launch.log_dir, token, number).prepare()
-    files = RankFiles(node, launch.log_dir, token, number, inbox.look, launch.verbose)
-    private = PrivateFolder(node.ranks)
-    passing = Everything() if launch.verbose else StartupLines()
-    follower = Follower(files.log_file(0), passing=passing) if node.index == 0 else NoFollower()
+        Ranks(node, launch.log_dir, say, number).prepare()
+    ranks = Ranks(node, launch.log_dir, say, number, launch.request.verbose)
+    passing = None if launch.request.verbose else StartupLines()
+    follower = Follower(ranks.log_file(0), passing=passing) if node.index == 0 else None
     say(launch.summary() + (f"; attempt {number}" if number else ""))
     connections = Connections(node)
+    stop = GracefulStop(ranks, rendezvous, stopping, launch.request.faults.grace_seconds, waiting_nodes, time.monotonic)
+    group = _WorkerGroup(launch, rendezvous, ranks, follower, stop, connections, say)
     try:
-        stock = processes.start_stock_launcher(launch.command(token, private.path), environ, private.path)
+        ranks.start(launch.command(), [environ | launch.variables_of(local) for local in range(node.processes)])
+        with stopping.gracefully():
+            verdict = Monitor(ranks, rendezvous, follower, stop, look_at_connections=connections.look).watch()
+        return _CONCLUSIONS[verdict.cause](group, verdict)
     except ClusterError as error:
-        private.remove()
-        inbox.close()
         message = f"{node.describe()}: {error}"
         rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
         return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
-    stop = GracefulStop(files, rendezvous, stopping, launch.faults.grace_seconds, waiting_nodes, time.monotonic)
-    group = _WorkerGroup(launch, rendezvous, files, stock, private.path, follower, stop, connections, say)
-    try:
-        with stopping.gracefully():
-            verdict = Monitor(files, rendezvous, stock, follower, stop, look_at_connections=connections.look).watch()
-        return _CONCLUSIONS[verdict.cause](group, verdict)
     except StopRequested as request:
         return _stopped(group, request.number, request.exit_code)
     finally:
-        if stock.poll() is None:
-            processes.kill_now(stock)
-        private.remove()
-        inbox.close()
+        ranks.close()
 
 
 @contextmanager
@@ -162,7 +142,7 @@ def _ranks_apart(group: _WorkerGroup) -> str:
     The package's own commands that train nothing (``selftest``, ``doctor``) join it in their own way, or not at all.
     """
     launch = group.launch
-    is_ours = launch.is_module and launch.program[0].partition(".")[0] == "fleet_train"
+    is_ours = launch.request.is_module and launch.request.command[0].partition(".")[0] == "fleet_train"
     group.connections.look()
     if launch.node.world_size == 1 or is_ours or group.connections.seen or group.rendezvous.ranks_have_joined():
         return ""
@@ -187,10 +167,8 @@ def _stop_notice(group: _WorkerGroup) -> dict[str, Any]:
 
 
 def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
-    processes.end_idle_launcher(group.stock)
-    group.follower.close()
-    ends = group.tell(group.files.ends(group.rendezvous.start))
-    patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.faults.grace_seconds)
+    ends = group.tell()
+    patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.request.faults.grace_seconds)
     if result.kind is Kind.DONE:
         # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank is a
         # failure. A lost launcher ends the wait.
@@ -213,8 +191,6 @@ def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
 
 
 def _fail(group: _WorkerGroup, verdict: Verdict) -> RunResult:
-    if not group.files.records():
-        return _never_started(group)
     assert verdict.root_cause is not None
     group.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
     return _over_all_nodes(group, group.end())
@@ -252,18 +228,6 @@ def _over_all_nodes(group: _WorkerGroup, ends: list[WorkerResult], fallback: str
     return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), root_cause)
 
 
-def _never_started(group: _WorkerGroup) -> RunResult:
-    """The stock launcher ended before any rank started: only its own output can say why."""
-    try:
-        words = last_lines((group.private / "stock.log").read_text(errors="replace"), count=12)
-    except OSError:
-        words = ()
-    node = group.launch.node.describe()
-    group.rendezvous.fail(f"paddle.distributed.launch started no rank on {node}", 1, no_root_cause=True, final=True)
-    message = f"paddle.distributed.launch ended with code {group.stock.returncode} before it started a rank"
-    return RunResult(Kind.FAILED, 1, f"{message}; its output:", final=True, without_root_cause=True, output=words)
-
-
 def _was_stopped(group: _WorkerGroup, verdict: Verdict) -> RunResult:
     if group.stop.by_signal:
         return _stopped(group, group.stop.signal_number, 128 + group.stop.signal_number)
@@ -281,9 +245,11 @@ def _stopped(group: _WorkerGroup, number: int, exit_code: int) -> RunResult:
 
 
 def _end_by_force(group: _WorkerGroup, message: str, exit_code: int) -> RunResult:
-    still_there = len(group.files.wrapper_pids())
+    still_there = group.ranks.running()
     if still_there and group.stop.is_over:
-        message += f" ({counted(still_there, 'rank')} did not end within {group.launch.faults.grace_seconds:g} s)"
+        message += (
+            f" ({counted(still_there, 'rank')} did not end within {group.launch.request.faults.grace_seconds:g} s)"
+        )
     group.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
     ends = group.end()
     message = f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
@@ -298,47 +264,3 @@ _CONCLUSIONS: dict[Cause, Callable[[_WorkerGroup, Verdict], RunResult]] = {
     Cause.TOLD: _follow,
     Cause.STORE_LOST: _abandon,
 }
-
-
-# End records that cannot be written to disk (full, read-only): the rank's wrapper sends them to this launcher.
-
-
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender, as the kernel knows them
-
-
-class Inbox:
-    """An abstract Linux socket: it is not a file, needs no disk space, and disappears with this process."""
-
-    def __init__(self, token: str, say: Say) -> None:
-        self._say = say
-        self._said = False
-        self._records: dict[int, dict[str, Any]] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        with suppress(OSError):  # a sandbox without such sockets: the files remain
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._socket.bind(worker_main.inbox_address(token))
-
-    def look(self) -> dict[int, dict[str, Any]]:
-        """Local rank -> the record that its wrapper could not write; the first problem is reported, once."""
-        while (letter := self._receive()) is not None:
-            record = json.loads(letter)
-            self._records[record["local_rank"]] = record
-            if not self._said:
-                self._said = True
-                self._say(f"{record['trouble']}; the job continues, logs are incomplete")
-        return self._records
-
-    def _receive(self) -> bytes | None:
-        """The next message of a process of this user; None if there is none."""
-        while True:
-            try:
-                letter, about, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(_CREDENTIALS.size))
-            except BlockingIOError:
-                return None
-            senders = [_CREDENTIALS.unpack(data)[1] for _, kind, data in about if kind == socket.SCM_CREDENTIALS]
-            if senders == [os.getuid()]:
-                return letter
-
-    def close(self) -> None:
-        self._socket.close()

@@ -9,9 +9,16 @@ from typing import Any
 
 from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, from_endpoints
-from fleet_train.cluster.environment import rank_variables
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
-from fleet_train.launch.node import Machine, Node, Wanted, build_environment, choose_interface, look_around
+from fleet_train.launch.node import (
+    Machine,
+    Node,
+    Wanted,
+    build_environment,
+    choose_interface,
+    look_around,
+    variables_of_rank,
+)
 
 _LAST_PORT = 65535
 
@@ -59,13 +66,8 @@ def variables(
     base = build_environment(
         node, machine, Wanted(profile_environment, None, attempt.join_timeout_seconds, None), environ
     )
-    told = base.ours | rank_variables(cluster)
+    told = base.ours | variables_of_rank(cluster, on_gpu=node.devices is not None)
     told |= {
-        "PADDLE_NNODES": str(cluster.node_num),
-        "PADDLE_GLOBAL_SIZE": str(cluster.world_size),
-        "PADDLE_GLOBAL_RANK": str(rank),
-        "PADDLE_LOCAL_SIZE": str(node.processes),
-        "PADDLE_LOCAL_RANK": str(cluster.local_rank),
         "FLEET_TRAIN_ATTEMPT": str(attempt.number),
         "FLEET_TRAIN_LAUNCHED": attempt.launched,
         JOB_ID: attempt.job,

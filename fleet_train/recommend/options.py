@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 NONE, ROUNDING, LOSSY, LOCAL_STEPS = RISKS = ("none", "rounding", "lossy", "local_steps")
 """A profile's risk to accuracy: none, gradients rounded to 16 bits, approximated ones, replicas that diverge."""
@@ -30,14 +29,3 @@ class Options:
     def allows(self, risk: str) -> bool:
         """Allowing lossy gradients allows rounded ones."""
         return risk == NONE or risk in self.allow or (risk == ROUNDING and LOSSY in self.allow)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Options:
-        return cls(
-            **data
-            | {"arguments": tuple(data["arguments"]), "allow": tuple(data["allow"])}
-            | {"settings": tuple(data["settings"])}
-        )

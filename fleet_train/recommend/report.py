@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shlex
 import textwrap
@@ -26,7 +25,7 @@ from fleet_train.recommend.candidates import Candidate, thresholds
 from fleet_train.recommend.options import RISKS, Options
 from fleet_train.recommend.supervisor import Results, Supervisor
 from fleet_train.selftest.child import Peers
-from fleet_train.selftest.supervisor import Where, is_rank, outcome_in, request_for, run_ranks
+from fleet_train.selftest.supervisor import Where, hand_over, outcome_in, request_for, run_ranks, starts_ranks
 
 MEGABYTE = 2**20
 _WIDTH = 118
@@ -228,15 +227,10 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
     check_assignments(options.settings)
-    if not is_rank(os.environ):
+    if starts_ranks(where):
         written = outcome_in(folder)
         command = command_of(options, folder, output, written)
         return run_ranks(request_for(command, where, folder, options.join_timeout_seconds), written, as_json)
-    if where.is_said:
-        raise ClusterError(
-            "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
-            "give them to the launcher"
-        )
     options = replace(options, settings=(*asked_settings(os.environ), *options.settings))
     return supervise(options, folder, output, as_json, outcome)
 
@@ -275,10 +269,4 @@ def supervise(options: Options, folder: Path, output: Path, as_json: bool, outco
             command = shlex.join(["python", "-m", *command_of(options, folder, output)])
             publish_where_linked(output, profile_text(results, options, cluster, command).encode())
             say(f"written: {output}; train with: python -m fleet_train launch --strategy {output} ...")
-    if outcome is not None:
-        if cluster.local_rank == 0:
-            outcome.write_text(json.dumps(made))
-        return 0
-    if as_json and cluster.rank == 0:
-        click.echo(json.dumps(made, indent=1))
-    return int(made["exit_code"])
+    return hand_over(made, cluster, as_json, outcome)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +19,11 @@ from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
-from fleet_train.selftest.child import Child, Peers, environ_of, free_port
+from fleet_train.selftest.child import LOOK_SECONDS, Peers, Subjects
 from fleet_train.selftest.supervisor import describe_code, last_words
 
 _MODULE = "fleet_train.recommend.subject"
 _COMPUTING = "computing"
-_TICK_SECONDS, _LOOK_SECONDS = 0.05, 0.5
 _START_SECONDS = 60.0
 """Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
 _MEASURE_SECONDS, _CALIBRATE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 10.0, 4.0, 4.0
@@ -80,9 +77,9 @@ class Supervisor:
     def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
         self.cluster = peers.cluster
         self._options = options
-        self._folder = folder
         self._say = say
         self.peers = peers
+        self._subjects = Subjects(peers, folder, options.join_timeout_seconds, _MODULE)
         self._began = time.monotonic()
 
     def run(self) -> Results:
@@ -149,14 +146,24 @@ class Supervisor:
 
     def _trial(self, job: str, task: Mapping[str, Any], limit_seconds: float) -> dict[int, dict[str, Any]]:
         """The reports of every rank's subject. Raises TrialFailed if one did not complete."""
-        subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
-        environ = environ_of(subjects, self._options.join_timeout_seconds, os.environ)
-        log = self._folder / "log" / f"{job.replace(' ', '_')}.{self.cluster.rank}.log"
-        child = Child(job, [json.dumps(task)], environ, log, _MODULE)
-        try:
-            report, failure = self._attend(job, child, limit_seconds)
-        finally:
-            child.kill()
+        reports: list[dict[str, Any]] = []
+
+        def others_have_failed() -> str:
+            failed_at = self.peers.noted(f"failure of {job}")
+            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * LOOK_SECONDS
+            return _LOST if is_over else ""
+
+        ended, _ = self._subjects.run(job, task, limit_seconds, reports.append, others_have_failed)
+        report = next((one for one in reversed(reports) if "steps" in one), None)
+        failure = ""
+        if ended.why_killed:
+            failure = f"{ended.why_killed} and was stopped"
+        elif ended.exit_code:
+            failure = f"ended with {describe_code(ended.exit_code)}: {last_words(ended.last_lines)}"
+        elif report is None:
+            failure = "ended without a step of a converted program"
+        if failure and ended.why_killed != _LOST:
+            self.peers.note(f"failure of {job}")
         everybody = self.peers.gather(f"end of {job}", [report, failure], limit_seconds + _START_SECONDS)
         failures = {rank: words for rank, (_, words) in everybody.items() if words}
         if failures:
@@ -164,30 +171,6 @@ class Supervisor:
             rank, words = min(failures.items(), key=lambda one: (_is_loss(one[1]), one[0]))
             raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
         return {rank: found for rank, (found, _) in everybody.items()}
-
-    def _attend(self, job: str, child: Child, limit_seconds: float) -> tuple[dict[str, Any] | None, str]:
-        """The report of this rank's subject, or how it ended without one."""
-        deadline, look_at, report = time.monotonic() + limit_seconds, 0.0, None
-        while True:
-            has_ended = child.has_ended()
-            for line in child.reports():
-                report = line if "steps" in line else report
-            if has_ended:
-                if report is not None and child.exit_code == 0:
-                    return report, ""
-                self.peers.note(f"failure of {job}")
-                ending = f"ended with {describe_code(child.exit_code)}: {last_words(child.last_lines())}"
-                return None, ending if child.exit_code else "ended without a step of a converted program"
-            if time.monotonic() > look_at:
-                look_at = time.monotonic() + _LOOK_SECONDS
-                self.peers.look()
-                if time.monotonic() > deadline:
-                    self.peers.note(f"failure of {job}")
-                    return None, f"did not end within {limit_seconds:.0f} s and was stopped"
-                failed = self.peers.noted(f"failure of {job}")
-                if failed is not None and self.peers.clock() > failed + _LOOK_SECONDS * 10:
-                    return None, f"{_LOST} and was stopped"
-            time.sleep(_TICK_SECONDS)
 
 
 _LOST = "waited for a rank that had failed"

@@ -1,14 +1,15 @@
-"""The subject of one job as a child of its supervisor: its environment, its log, its reports, its end."""
+"""A subject as a child of its supervisor: its environment, its log, its reports, its end."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.files import open_new, write_new
 from fleet_train.launch.node import appended
 from fleet_train.launch.prepare import import_path_for_ranks
+from fleet_train.launch.processes import Process
 from fleet_train.launch.report import last_lines
 from fleet_train.launch.watching import end_of
-from fleet_train.launch.worker_main import dying_with_us
 
+SUBJECT = "fleet_train.selftest.subject"
+LOOK_SECONDS = 0.5
+"""How often a supervisor looks at the others."""
+
+_TICK_SECONDS = 0.05
 _LAST_LINES = 8
 _LONGEST_LINE = 16 * 1024
 # Variables of the selftest's own launch that the subject must not see: its profiles come from the checks.
@@ -60,41 +66,20 @@ def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[s
     return kept
 
 
-class Child:
-    """A running subject. The kernel ends it with its supervisor, however that ends, also while the subject is
-    stopped."""
+class Child(Process):
+    """A running subject. The kernel ends it with its supervisor, also while it is stopped."""
 
     def __init__(
-        self,
-        job: str,
-        arguments: list[str],
-        environ: Mapping[str, str],
-        log: Path,
-        module: str = "fleet_train.selftest.subject",
+        self, job: str, argument: Mapping[str, Any], environ: Mapping[str, str], log: Path, module: str = SUBJECT
     ) -> None:
-        self.log = log
+        self._log = log
         self._reports = log.with_suffix(".reports")
         self._read = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         write_new(self._reports, b"")
-        command = [sys.executable, "-m", module, job, str(self._reports), *arguments]
+        command = [sys.executable, "-m", module, job, str(self._reports), json.dumps(argument)]
         with open_new(log) as sink:
-            self.process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                preexec_fn=dying_with_us(),
-            )
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    @property
-    def exit_code(self) -> int:
-        """Negative: the signal that ended it."""
-        return self.process.wait()
+            super().__init__(command, environ, sink)
 
     def reports(self) -> Iterator[dict[str, Any]]:
         """The subject's reports since the last call."""
@@ -107,12 +92,80 @@ class Child:
                 yield json.loads(line)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """It has ended afterwards, and what it has started."""
+        self.kill_group()
+        self.wait()
 
     def last_lines(self) -> tuple[str, ...]:
         """The end of its output, to explain a failure."""
-        return last_lines(end_of(self.log), _LAST_LINES, _LONGEST_LINE)
+        return last_lines(end_of(self._log), _LAST_LINES, _LONGEST_LINE)
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank's subject ended. ``exit_code`` is negative for a signal."""
+
+    exit_code: int
+    ended_at: float
+    """On the clock of all supervisors."""
+    why_killed: str
+    """Why its supervisor has killed it; empty if it has ended by itself."""
+    began: str
+    """What it had begun last, by its reports; empty if it had done all."""
+    last_lines: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> End:
+        return cls(**data | {"last_lines": tuple(data["last_lines"])})
+
+
+class Subjects:
+    """Runs this rank's subject of one job after the other, together with the other supervisors."""
+
+    def __init__(self, peers: Peers, folder: Path, join_timeout_seconds: float, module: str = SUBJECT) -> None:
+        self._peers = peers
+        self._folder = folder
+        self._join_timeout_seconds = join_timeout_seconds
+        self._module = module
+
+    def run(
+        self,
+        job: str,
+        argument: Mapping[str, Any],
+        limit_seconds: float,
+        on_report: Callable[[dict[str, Any]], None],
+        why_over: Callable[[], str],
+    ) -> tuple[End, Cluster]:
+        """Start it, and wait for its end; returns also the cluster of all subjects of the job.
+
+        It is killed after ``limit_seconds``, or when ``why_over`` returns a reason.
+        Raises WorkerFailed if another supervisor is gone.
+        """
+        cluster = self._peers.subjects(job, free_port(self._peers.cluster.this.host))
+        environ = environ_of(cluster, self._join_timeout_seconds, os.environ)
+        log = self._folder / "log" / f"{job.replace(' ', '_')}.{cluster.rank}.log"
+        child = Child(job, argument, environ, log, self._module)
+        deadline, look_at = time.monotonic() + limit_seconds, 0.0
+        why_killed, began = "", "start"
+        try:
+            while True:
+                has_ended = child.wait(_TICK_SECONDS) is not None
+                for report in child.reports():
+                    began = report.get("begins", began)
+                    on_report(report)
+                if has_ended:
+                    assert child.status is not None
+                    end = End(child.status, self._peers.clock(), why_killed, began, child.last_lines())
+                    return end, cluster
+                if time.monotonic() > look_at:
+                    look_at = time.monotonic() + LOOK_SECONDS
+                    self._peers.look()
+                    is_late = time.monotonic() > deadline
+                    why_killed = why_killed or (f"did not end within {limit_seconds:.0f} s" if is_late else why_over())
+                    if why_killed:
+                        child.kill()
+        finally:
+            child.kill()
 
 
 # Communication of the supervisors: over the project's own store, in a separate scope.

@@ -22,7 +22,7 @@ from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.terminal import beside_stdout
 from fleet_train.selftest import record
-from fleet_train.selftest.child import Child, Peers, environ_of, free_port
+from fleet_train.selftest.child import End, Peers, Subjects
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, TOGETHER, TOGETHER_GROUPS, Options, Result, verdict
 
 _PROCESSES_WITHOUT_GPUS = 2
@@ -51,14 +51,22 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 
 def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None) -> int:
     """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here."""
-    if not is_rank(os.environ):
+    if starts_ranks(where):
         return launch_ranks(options, where, folder, as_json)
+    return supervise(options, folder, as_json, outcome)
+
+
+def starts_ranks(where: Where) -> bool:
+    """Whether this process is to start the ranks: it is none itself. Raises ClusterError if it is, and was told where
+    to start them."""
+    if not is_rank(os.environ):
+        return True
     if where.is_said:
         raise ClusterError(
             "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
             "give them to the launcher"
         )
-    return supervise(options, folder, as_json, outcome)
+    return False
 
 
 def launch_ranks(options: Options, where: Where, folder: Path, as_json: bool) -> int:
@@ -138,11 +146,16 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
             path = record.write(folder, made)
             say(verdict(results, seconds))
             say(f"record: {path} (and .md); logs: {folder / 'log'}")
+    return hand_over(made, cluster, as_json, outcome)
+
+
+def hand_over(made: dict[str, Any], cluster: Cluster, as_json: bool, outcome: Path | None) -> int:
+    """At the end of a rank: its result for the process that started it, or for the user; returns the exit code."""
     if outcome is not None:
         if cluster.local_rank == 0:
             outcome.write_text(json.dumps(made))
-        return 0  # the selftest has run: the process that started us evaluates the result
-    if as_json and is_first:
+        return 0  # the process that started us evaluates the result
+    if as_json and cluster.rank == 0:
         click.echo(json.dumps(made, indent=1))
     return int(made["exit_code"])
 
@@ -150,8 +163,6 @@ def supervise(options: Options, folder: Path, as_json: bool, outcome: Path | Non
 # One rank of a selftest: starts a subject per job, monitors it, and synchronizes with the other supervisors.
 
 
-_TICK_SECONDS = 0.05
-_LOOK_SECONDS = 0.5
 TOGETHER_SECONDS, TOGETHER_SECONDS_PER_RANK = 900.0, 10.0
 """How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
 takes longer with more ranks."""
@@ -163,35 +174,17 @@ _KILLED_LATER_SECONDS = 5.0
 Say = Callable[[Result], None]
 
 
-@dataclass(frozen=True)
-class End:
-    """How one rank's subject ended. ``exit_code`` is negative for a signal."""
-
-    exit_code: int
-    ended_at: float
-    """On the clock of all supervisors."""
-    was_killed: bool
-    """By its supervisor, because it did not end."""
-    began: str
-    """The check that it was in; empty if it had done all."""
-    last_lines: tuple[str, ...]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> End:
-        return cls(**data | {"last_lines": tuple(data["last_lines"])})
-
-
 class Supervisor:
     """Runs a selftest for one rank. ``say`` is called with every result, on rank 0."""
 
     def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
         self.cluster = peers.cluster
         self.options = options
-        self.folder = folder
         self.peers = peers
         self.results: list[Result] = []
         self._say = say
         self._shared = 0
+        self._subjects = Subjects(peers, folder, options.join_timeout_seconds)
 
     def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
         """Runs every job. Returns the results, and the facts of each node; the same on all ranks."""
@@ -231,11 +224,7 @@ class Supervisor:
             if fault_at is None:
                 self.found([_no_fault(subjects, kind, others)])
                 continue
-            ended = {
-                rank: Ended(end.ended_at - fault_at, end.exit_code, end.was_killed, end.last_lines)
-                for rank, end in others.items()
-            }
-            self.found([judge_faults(subjects, kind, self.options, ended, time.monotonic() - began)])
+            self.found([judge_faults(subjects, kind, self.options, others, fault_at, time.monotonic() - began)])
 
     @property
     def _at_fault(self) -> int:
@@ -246,38 +235,20 @@ class Supervisor:
 
         ``limit_seconds``: when it is killed, unless a fault has been recorded: then soon after the bound for that.
         """
-        subjects = self.peers.subjects(job, free_port(self.cluster.this.host))
-        environ = environ_of(subjects, self.options.join_timeout_seconds, os.environ)
-        log = self.folder / "log" / f"{job.replace(' ', '_')}.{self.cluster.rank}.log"
-        child = Child(job, [json.dumps(self.options.to_json())], environ, log)
-        try:
-            end = self._attend(job, child, limit_seconds)
-            self.peers.note(f"end of {job} {self.cluster.rank}")
-        finally:
-            child.kill()
+
+        def on_report(report: dict[str, Any]) -> None:
+            if "result" in report:
+                self.found([Result.from_json(report["result"])])
+            if "fault" in report:
+                self.peers.note(f"fault of {job}")
+
+        def why_over() -> str:
+            return "its time after a fault is over" if self._is_over(job) else ""
+
+        end, subjects = self._subjects.run(job, self.options.to_json(), limit_seconds, on_report, why_over)
+        self.peers.note(f"end of {job} {self.cluster.rank}")
         ends = self.peers.gather(f"ends of {job}", asdict(end), limit_seconds)
         return {rank: End.from_json(one) for rank, one in ends.items()}, subjects
-
-    def _attend(self, job: str, child: Child, limit_seconds: float) -> End:
-        deadline, look_at = time.monotonic() + limit_seconds, 0.0
-        began, was_killed = "start", False
-        while True:
-            has_ended = child.has_ended()
-            for report in child.reports():
-                began = report.get("begins", began)
-                if "result" in report:
-                    self.found([Result.from_json(report["result"])])
-                if "fault" in report:
-                    self.peers.note(f"fault of {job}")
-            if has_ended:
-                return End(child.exit_code, self.peers.clock(), was_killed, began, child.last_lines())
-            if time.monotonic() > look_at:
-                look_at = time.monotonic() + _LOOK_SECONDS
-                self.peers.look()
-                if time.monotonic() > deadline or self._is_over(job):
-                    was_killed = True
-                    child.kill()
-            time.sleep(_TICK_SECONDS)
 
     def _is_over(self, job: str) -> bool:
         """Whether this rank's subject can be stopped: all others have ended, or its time after a fault is over."""
@@ -302,7 +273,7 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
     if not wrong:
         return []
     rank, end = min(wrong.items(), key=lambda one: (one[1].exit_code == WorkerFailed.exit_code, one[1].ended_at))
-    how = "did not end and was killed" if end.was_killed else f"ended with {describe_code(end.exit_code)}"
+    how = "did not end and was killed" if end.why_killed else f"ended with {describe_code(end.exit_code)}"
     return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {last_words(end.last_lines)}")]
 
 
@@ -327,46 +298,39 @@ FAULT_GRACE_SECONDS = 10.0
 """In addition to the profile's collective_timeout_seconds: the time for detection, diagnosis and exit."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """One rank's subject after the fault: ``seconds`` from the fault to its end, the end of its output."""
-
-    seconds: float
-    exit_code: int
-    was_killed: bool
-    last_lines: tuple[str, ...]
-
-
-def judge_faults(cluster: Cluster, kind: str, options: Options, ends: Mapping[int, Ended], seconds: float) -> Result:
-    """``cluster``: the subjects', whose last rank failed; ``ends``: those of all others."""
+def judge_faults(
+    cluster: Cluster, kind: str, options: Options, ends: Mapping[int, End], fault_at: float, seconds: float
+) -> Result:
+    """``cluster``: the subjects', whose last rank failed at ``fault_at``; ``ends``: those of all others."""
     bound = options.fault_timeout_seconds + FAULT_GRACE_SECONDS
     root_cause = cluster.describe(cluster.world_size - 1)
     label = f"a rank {kind}"
-    slowest = max(end.seconds for end in ends.values())
+    took = {rank: end.ended_at - fault_at for rank, end in ends.items()}
     figures = {
-        "seconds": {str(rank): round(end.seconds, 2) for rank, end in ends.items()},
+        "seconds": {str(rank): round(each, 2) for rank, each in took.items()},
         "exit_codes": {str(rank): end.exit_code for rank, end in ends.items()},
         "bound_seconds": bound,
     }
     for rank, end in ends.items():
-        wrong = _wrong(end, root_cause, bound)
+        wrong = _wrong(end, took[rank], root_cause, bound)
         if wrong:
             words = f"{cluster.describe(rank)} {wrong}; {root_cause} {kind.replace('is ', 'was ')}"
             return Result("faults", label, FAIL, words, seconds, figures)
+    slowest = max(took.values())
     words = f"{len(ends)} other rank(s) ended within {slowest:.1f} s ({bound:g} s allowed) and named {root_cause}"
     return Result("faults", label, OK, words, seconds, figures)
 
 
-def _wrong(end: Ended, root_cause: str, bound: float) -> str:
+def _wrong(end: End, seconds: float, root_cause: str, bound: float) -> str:
     said = last_words(end.last_lines)
-    if end.was_killed:
-        return f"had not ended {end.seconds:.1f} s after the fault and was killed"
+    if end.why_killed:
+        return f"had not ended {seconds:.1f} s after the fault and was killed"
     if end.exit_code != WorkerFailed.exit_code:
         return f"ended with {describe_code(end.exit_code)}, expected {WorkerFailed.exit_code}: {said}"
     if root_cause not in said:
         return f"does not name {root_cause}: {said}"
-    if end.seconds > bound:
-        return f"ended after {end.seconds:.1f} s, {bound:g} s are allowed"
+    if seconds > bound:
+        return f"ended after {seconds:.1f} s, {bound:g} s are allowed"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The environment of spawned ranks: the same as under the launcher, and nothing of another job."""
+"""Whether this process is a rank, and its state: spawning from a rank is an error, of two kinds."""
 
 from __future__ import annotations
 
@@ -7,50 +7,12 @@ import secrets
 import sys
 from collections.abc import Mapping
 
-from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.engines import detect
-from fleet_train.cluster.environment import rank_variables
-from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
+from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError
-from fleet_train.launch.node import LaunchEnvironment, Node
-
-
-def environs(
-    base: LaunchEnvironment, node: Node, store: SpawnStore, environ: Mapping[str, str]
-) -> list[dict[str, str]]:
-    """One environment per rank, in their order."""
-    common = base.over({name: value for name, value in environ.items() if name not in (SECRET, SECRET_FILE)})
-    common |= {
-        "FLEET_TRAIN_STORE": store.endpoint,
-        "FLEET_TRAIN_ATTEMPT": "0",
-        "FLEET_TRAIN_LAUNCHED": secrets.token_hex(8),
-        JOB_ID: store.job,
-        SECRET: store.secret,
-        "PADDLE_NNODES": "1",
-        "PADDLE_GLOBAL_SIZE": str(node.processes),
-        "PADDLE_LOCAL_SIZE": str(node.processes),
-        "PYTHONUNBUFFERED": "1",
-    }
-    ranks = assign(node.addresses, node.processes, node.started_port)
-    return [common | _of_rank(Cluster(ranks, index), node) for index in node.ranks]
-
-
-def _of_rank(cluster: Cluster, node: Node) -> dict[str, str]:
-    own = rank_variables(cluster) | {
-        "PADDLE_GLOBAL_RANK": str(cluster.rank),
-        "PADDLE_LOCAL_RANK": str(cluster.local_rank),
-    }
-    if node.devices is not None:
-        # By position among the visible ones: CUDA_VISIBLE_DEVICES stays as it is.
-        own["FLAGS_selected_gpus"] = str(cluster.local_rank)
-    return own
-
-
-# Whether this process is a rank, and its state: spawning from a rank is an error, of two kinds.
-
 
 _loading = ""
 """The function that this rank is about to call; empty once it is loaded."""

@@ -1,6 +1,8 @@
-"""The process of one spawned rank: receives a function over a socket, calls it, sends back its result or error.
+"""The process of one spawned rank: reads a function, calls it, writes its result or error for its parent.
 
-    python -m fleet_train.spawning.rank_main DESCRIPTOR PARENT_PID
+    python -m fleet_train.spawning.rank_main GREETING ANSWER PARENT_PID
+
+The first two are descriptors of files of `channel`.
 
 Of the parent's script only what the function itself needs is imported or run here.
 """
@@ -9,36 +11,34 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import traceback
 from typing import Any
 
-from fleet_train.launch.worker_main import die_with_parent
+from fleet_train.launch.processes import die_with_parent
 
 
-def main(descriptor: int, parent: int) -> int:
+def main(greeting: int, answer: int, parent: int) -> int:
     """The exit code of the process. First of all: it ends when its parent does, however that ends."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return 1
-    os.set_inheritable(descriptor, False)  # processes that the function starts must not keep the parent waiting
-    from fleet_train.spawning.shipping import RankChannel
+    os.set_inheritable(answer, False)
+    from fleet_train.spawning import shipping as channel
 
-    channel = RankChannel(socket.socket(fileno=descriptor))
-    try:
-        header, body = channel.receive()
-    except EOFError:
-        return 1
-    return _Rank(channel, header).run(body)
+    told = channel.read(greeting)
+    os.close(greeting)
+    assert told is not None
+    header, body = told
+    return _Rank(answer, header).run(body)
 
 
 class _Rank:
     """One call, and how it ended."""
 
-    def __init__(self, channel: Any, header: dict[str, Any]) -> None:
-        self._channel = channel
-        self._index = int(header["rank"])
+    def __init__(self, answer: int, header: dict[str, Any]) -> None:
+        self._answer = answer
+        self._index = int(os.environ["PADDLE_TRAINER_ID"])
         self._train = str(header["train"])
         self._header = header
 
@@ -55,8 +55,13 @@ class _Rank:
         except BaseException as error:
             return self._failed(error)
         sys.stdout.flush()
-        self._channel.send({"kind": "result"}, result)
+        self._send({"kind": "result"}, result)
         return 0
+
+    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        from fleet_train.spawning import shipping as channel
+
+        channel.write(self._answer, header, body)
 
     def _unpacked(self, body: bytes) -> Any:
         from fleet_train.spawning import environment, shipping
@@ -75,7 +80,7 @@ class _Rank:
         from fleet_train.spawning import shipping
 
         if exit_status(end.code) == 0:
-            self._channel.send({"kind": "result"}, shipping.ship_result(None, self._train))
+            self._send({"kind": "result"}, shipping.ship_result(None, self._train))
             return 0
         from fleet_train.cluster.cluster import Rank
         from fleet_train.cluster.store.reports import report_of_exit
@@ -83,7 +88,7 @@ class _Rank:
         report = report_of_exit(end.code, Rank(self._index, "", 0, 0, self._index), f"rank {self._index}")
         assert report is not None
         how = f"sys.exit({end.code!r})"
-        self._channel.send(
+        self._send(
             {
                 "kind": "failed",
                 "message": how,
@@ -107,7 +112,7 @@ class _Rank:
         reports = [] if is_preempted else reports_of(cause, this, f"rank {self._index}", "stopped with {kind}")
         sys.stdout.flush()
         is_unguarded = isinstance(cause, CalledWhileImported)
-        self._channel.send(
+        self._send(
             {
                 "kind": "unguarded" if is_unguarded else "preempted" if is_preempted else "failed",
                 "message": str(cause) if is_unguarded or is_preempted else f"{type(cause).__name__}: {cause}",
@@ -154,6 +159,6 @@ def _told(error: BaseException, cause: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    status = main(*map(int, sys.argv[1:]))
     if status:
         sys.exit(status)

@@ -1,4 +1,4 @@
-"""One rank's process in its parent: start, messages, output, stop, exit status."""
+"""One rank's process in its parent: start, output, answer, end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,51 +15,41 @@ from typing import Any
 
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.files import open_new, write_all
-from fleet_train.spawning.shipping import ParentEnd
+from fleet_train.launch.processes import Process
+from fleet_train.spawning import shipping
 
 _MODULE = "fleet_train.spawning.rank_main"
 _PIECE_BYTES = 1 << 16
 _TAIL_CHARACTERS = 1 << 16
 
 
-class RankProcess:
-    """A child in a session of its own, so that Ctrl-C reaches only the parent; it dies with the parent."""
+class RankProcess(Process):
+    """It reads ``greeting``, a file of `channel`, and writes its answer (result or failure) into another one."""
 
-    def __init__(self, index: int, environ: Mapping[str, str], greeting: bytes, log: Path | None) -> None:
+    def __init__(self, index: int, environ: Mapping[str, str], greeting: int, log: Path | None) -> None:
         self.index = index
         self.result: bytes | None = None
         self.told: dict[str, Any] | None = None
         """Its report about its failure."""
         self.heard_at = 0.0
         """When it reported how its call ended; on the monotonic clock, as are all times here."""
-        self.ended_at: float | None = None
-        self.asked_to_stop = False
+        self.is_over = False
+        """Its end was noticed, and its answer was read."""
+        self.was_done = False
+        """Its call had returned when it was stopped: how its process ended does not count."""
         self.tail = ""
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
-        self._log = None if log is None else open_new(log)
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
-        try:
-            self.process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            if self._log is not None:
-                self._log.close()
-            raise
-        finally:
-            theirs.close()
-        assert self.process.stdout is not None
-        self.output = self.process.stdout
+        with contextlib.ExitStack() as kept:
+            self._log = None if log is None else kept.enter_context(open_new(log))
+            self._answer = shipping.create()
+            kept.callback(os.close, self._answer)
+            descriptors = (greeting, self._answer)
+            command = [sys.executable, "-u", "-m", _MODULE, *map(str, descriptors), str(os.getpid())]
+            super().__init__(command, environ, subprocess.PIPE, pass_fds=descriptors, ties_itself=True)
+            assert self.stdout is not None
+            self.output = kept.enter_context(self.stdout)
+            self._open = kept.pop_all()
         os.set_blocking(self.output.fileno(), False)
-        self.channel = ParentEnd(ours, greeting)
 
     def read_output(self) -> tuple[str, bool]:
         """(its output since the last call, whether there may be more)."""
@@ -77,53 +66,25 @@ class RankProcess:
         self.tail = (self.tail + text)[-_TAIL_CHARACTERS:]
         return text, bool(piece)
 
-    def read_messages(self) -> bool:
-        """Read its messages; False once no more will arrive."""
-        goes_on = self.channel.receive_some()
-        for header, body in self.channel.messages():
+    def read_answer(self) -> None:
+        """Its result or its failure, once it has told it."""
+        if not self.heard_at and (answer := shipping.read(self._answer)) is not None:
             self.heard_at = time.monotonic()
+            header, body = answer
             if header["kind"] == "result":
                 self.result = body
             else:
                 self.told = header
-        return goes_on
 
     @property
     def reports(self) -> list[FailureReport]:
         """Its own report about its failure."""
         return [FailureReport.from_json(report) for report in (self.told or {}).get("reports", ())]
 
-    def look(self) -> bool:
-        """Whether it has ended. It is not reaped yet: its process id is not reused."""
-        if self.ended_at is None:
-            try:
-                has_ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            except ChildProcessError:  # the parent lets the kernel reap its children (SIGCHLD is ignored)
-                has_ended = True
-            if has_ended:
-                self.ended_at = time.monotonic()
-        return self.ended_at is not None
-
-    def signal(self, number: int) -> None:
-        """To the rank only."""
-        if self.ended_at is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-
-    def kill_all(self) -> None:
-        """SIGKILL for the rank and the processes that it started, unless they have left its process group."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def collect(self) -> int:
-        """Wait for the end, which must be near; returns the exit status, negative for a signal."""
-        status = self.process.wait()
-        self.ended_at = self.ended_at or time.monotonic()
-        return status
+    def ask_to_stop(self, number: int = signal.SIGTERM) -> None:
+        super().ask_to_stop(number)
+        if self.result is not None:
+            self.asked_to_stop, self.was_done = 0, True
 
     def close(self) -> None:
-        self.channel.sock.close()
-        self.output.close()
-        if self._log is not None:
-            self._log.close()
+        self._open.close()

@@ -15,6 +15,7 @@ from types import FrameType
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.node import Node
+from fleet_train.launch.processes import stop
 from fleet_train.launch.report import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.spawning.environment import SpawnStore
 from fleet_train.spawning.rank_process import RankProcess
@@ -25,8 +26,6 @@ _STORE_EVERY_SECONDS = 0.5
 _FOLLOWERS_SECONDS = 2.0
 # After a failure that may be secondary (another rank was lost): time for the root cause to arrive.
 _ECHO_SECONDS = 4.0
-# After SIGTERM; then SIGKILL.
-_GRACE_SECONDS = 3.0
 # A rank whose call has returned may wait for its threads, but not forever.
 _EXIT_SECONDS = 20.0
 
@@ -47,8 +46,7 @@ class Ranks:
     def add(self, rank: RankProcess) -> None:
         """A rank that was just started; from now on `end` stops it."""
         self._ranks.append(rank)
-        self._selector.register(rank.output, selectors.EVENT_READ, (rank, "output"))
-        self._selector.register(rank.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, (rank, "channel"))
+        self._selector.register(rank.output, selectors.EVENT_READ, rank)
 
     def wait(self) -> None:
         """Wait until all have ended, or one has failed and the others had time to report."""
@@ -57,19 +55,15 @@ class Ranks:
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        if all(rank.ended_at is not None for rank in self._ranks):
+        if all(rank.is_over for rank in self._ranks):
             return True
         if self._failing_since is not None:
             return now > self._failing_since + (_FOLLOWERS_SECONDS if self._knows_root_cause() else _ECHO_SECONDS)
         return all(rank.result is not None and now > rank.heard_at + _EXIT_SECONDS for rank in self._ranks)
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(_TICK_SECONDS):
-            rank, what = key.data
-            if what == "output":
-                self._read_output(rank)
-            else:
-                self._talk(rank, events)
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            self._read_output(key.data)
         for rank in self._ranks:
             self._look(rank)
         if time.monotonic() > self._look_at_store:
@@ -79,8 +73,12 @@ class Ranks:
             self._failing_since = time.monotonic()
 
     def _look(self, rank: RankProcess) -> None:
-        if rank.ended_at is None and rank.look():
-            rank.read_messages()
+        if rank.is_over:
+            return
+        has_ended = rank.has_ended
+        rank.read_answer()
+        if has_ended:
+            rank.is_over = True
             if rank.result is not None:
                 self._store.tell_ended(rank.index)
 
@@ -91,58 +89,40 @@ class Ranks:
         if not goes_on:
             self._selector.unregister(rank.output)
 
-    def _talk(self, rank: RankProcess, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            rank.channel.send_some()
-            if not rank.channel.has_more_to_send:
-                self._selector.modify(rank.channel.sock, selectors.EVENT_READ, (rank, "channel"))
-        if events & selectors.EVENT_READ and not rank.read_messages():
-            self._selector.unregister(rank.channel.sock)
-
     def _knows_root_cause(self) -> bool:
         """Whether a rank has failed by itself and has reported it, or was ended by a signal."""
         told = [*self._reports, *(report for rank in self._ranks for report in rank.reports)]
         return any(report.is_own for report in told) or any(
-            rank.ended_at is not None and rank.told is None and rank.result is None for rank in self._ranks
+            rank.is_over and rank.told is None and rank.result is None for rank in self._ranks
         )
 
     def end(self) -> list[RankOutcome]:
         """Stop all running ranks: SIGTERM, then SIGKILL after 3 s, or at once on Ctrl-C. Returns how each ended."""
         with interrupts_held() as interrupted:
             try:
-                if self._ask_to_stop():
-                    deadline = time.monotonic() + _GRACE_SECONDS
-                    while not interrupted() and time.monotonic() < deadline and not self._all_ended():
-                        self._turn()
+                stop(self._ranks, lambda: self._goes_on(interrupted))
                 self._reports = self._store.reports()
             finally:
                 outcomes = [self._collect(rank) for rank in self._ranks]
                 self._selector.close()
             return outcomes
 
-    def _ask_to_stop(self) -> bool:
-        running = [rank for rank in self._ranks if not rank.look()]
-        for rank in running:
-            # A rank whose call has returned is done; only its process has not ended.
-            rank.asked_to_stop = rank.result is None
-            rank.signal(signal.SIGTERM)
-        return bool(running)
-
-    def _all_ended(self) -> bool:
-        return all(rank.ended_at is not None for rank in self._ranks)
+    def _goes_on(self, interrupted: Callable[[], bool]) -> bool:
+        self._turn()
+        return not interrupted()
 
     def _collect(self, rank: RankProcess) -> RankOutcome:
-        still_ran = not rank.look()
-        if still_ran or rank.result is None:
-            rank.kill_all()
-        status = rank.collect()
-        rank.read_messages()
+        if rank.result is None or not rank.has_ended:
+            rank.kill_group()
+        status = rank.wait()
+        rank.read_answer()
         while (found := rank.read_output())[0]:
             if rank.index == 0 and not rank.asked_to_stop:
                 self._forward(found[0])
         rank.close()
+        assert status is not None
         assert rank.ended_at is not None
-        if rank.result is not None and still_ran:
+        if rank.was_done:
             status = 0
         told = rank.told or {}
         if rank.asked_to_stop and "exit_code" in told:  # it was exiting with that, slower than we waited
@@ -151,7 +131,7 @@ class Ranks:
             rank=rank.index,
             status=status,
             seconds=rank.ended_at - self._began,
-            asked_to_stop=rank.asked_to_stop,
+            asked_to_stop=bool(rank.asked_to_stop),
             result=rank.result,
             kind=str(told.get("kind", "")),
             message=str(told.get("message", "")),
@@ -169,7 +149,7 @@ class Ranks:
 def _has_failed(rank: RankProcess) -> bool:
     if rank.told is not None:
         return bool(rank.told["kind"] != "preempted")
-    return rank.ended_at is not None and rank.result is None
+    return rank.is_over and rank.result is None
 
 
 @contextlib.contextmanager

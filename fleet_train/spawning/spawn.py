@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, Cluster, assign
+from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
 from fleet_train.errors import ClusterError
-from fleet_train.launch.node import LaunchEnvironment, Machine, Node, Wanted, build_environment, look_around
+from fleet_train.launch.node import (
+    LaunchEnvironment,
+    Machine,
+    Node,
+    Wanted,
+    build_environment,
+    look_around,
+    variables_of_rank,
+)
 from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
-from fleet_train.launch.worker_main import log_name
+from fleet_train.launch.ranks import log_name
 from fleet_train.spawning import environment, shipping
-from fleet_train.spawning.environment import HOST, SpawnStore, environs
+from fleet_train.spawning import shipping as channel
+from fleet_train.spawning.environment import HOST, SpawnStore
 from fleet_train.spawning.rank_process import RankProcess
 from fleet_train.spawning.ranks import Ranks, interrupts_held, results, show
-from fleet_train.spawning.shipping import name_of, packed, shown
+from fleet_train.spawning.shipping import name_of, shown
 
 
 def spawn(
@@ -58,10 +69,12 @@ def spawn(
         node = Node((HOST,), 0, store.port - nprocs, nprocs, devices, "lo")
         base = build_environment(node, machine, wanted, os.environ)
         _say_kept(base)
-        greeting = _greeting(train)
+        greeting = channel.create()
+        stack.callback(os.close, greeting)
+        channel.write(greeting, _greeting(train), body)
         ranks = Ranks(store, show)
         try:
-            _start(ranks, environs(base, node, store, os.environ), greeting, body, logs)
+            _start(ranks, environs(base, node, store, os.environ), greeting, logs)
             ranks.wait()
         finally:
             outcomes = ranks.end()
@@ -69,15 +82,34 @@ def spawn(
     return [shipping.unship(result) for result in found]
 
 
-def _start(
-    ranks: Ranks, every: Sequence[Mapping[str, str]], greeting: dict[str, Any], body: bytes, logs: Path | None
-) -> None:
+def environs(
+    base: LaunchEnvironment, node: Node, store: SpawnStore, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """One environment per rank: the same as under the launcher, and nothing of another job."""
+    common = base.over({name: value for name, value in environ.items() if name not in (SECRET, SECRET_FILE)})
+    common |= {
+        "FLEET_TRAIN_STORE": store.endpoint,
+        "FLEET_TRAIN_ATTEMPT": "0",
+        "FLEET_TRAIN_LAUNCHED": secrets.token_hex(8),
+        JOB_ID: store.job,
+        SECRET: store.secret,
+        "PYTHONUNBUFFERED": "1",
+    }
+    ranks = assign(node.addresses, node.processes, node.started_port)
+    # By position among the visible GPUs: CUDA_VISIBLE_DEVICES stays as it is.
+    on_gpu = node.devices is not None
+    return [
+        common | variables_of_rank(Cluster(ranks, index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks
+    ]
+
+
+def _start(ranks: Ranks, every: Sequence[Mapping[str, str]], greeting: int, logs: Path | None) -> None:
     """Start them all. A Ctrl-C meanwhile is raised once all can be stopped."""
     with interrupts_held():
         for index, environ in enumerate(every):
             log = None if logs is None else logs / log_name(index)
             try:
-                ranks.add(RankProcess(index, environ, packed(greeting | {"rank": index}, body), log))
+                ranks.add(RankProcess(index, environ, greeting, log))
             except OSError as error:
                 raise ClusterError(f"rank {index} of {len(every)} could not be started: {error}") from error
 

@@ -101,6 +101,18 @@ def knobs() -> tuple[str, int, str]:
     return profile.name, profile.nccl_comm_num, os.environ.get("SPAWN_TEST", "")
 
 
+def test_a_rank_whose_call_has_returned_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet_train.spawning.ranks._EXIT_SECONDS", 0.2)
+
+    def lingers() -> int:
+        threading.Thread(target=time.sleep, args=(120,)).start()
+        return rank()
+
+    began = time.monotonic()
+    assert spawn(lingers) == [0, 1]
+    assert time.monotonic() - began < 60
+
+
 @pytest.mark.long
 def test_a_strategy_is_the_default_of_the_ranks_as_name_path_and_object(tmp_path: Path) -> None:
     strategy = DistributedStrategy()

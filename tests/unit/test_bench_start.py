@@ -20,7 +20,7 @@ RANK = {
 
 
 def test_phases_follow_one_another_from_the_command_to_the_first_steps_end() -> None:
-    assert phases(CHAINS[OURS], 100.0, RANK) == {
+    assert phases(CHAINS[BEFORE], 100.0, RANK) == {
         "launcher, until it starts the stock launcher": 0.75,
         "stock launcher, until it starts the wrapper": 0.5,
         "wrapper, until it starts the rank": 0.25,
@@ -36,7 +36,7 @@ def test_phases_follow_one_another_from_the_command_to_the_first_steps_end() -> 
 
 def test_a_launcher_of_two_ranks_counts_once_with_what_it_had_used_last() -> None:
     other = [[15, 101.5, 3.0], [16, 101.25, 0.25], [12, 100.75, 0.5], [11, 100.0, 1.25], [1, 3.0, 50.0]]
-    assert processor_seconds(CHAINS[OURS], [RANK, {"processes": other}]) == 2.0 + 3.0 + 0.25 + 0.25 + 0.5 + 1.25
+    assert processor_seconds(CHAINS[BEFORE], [RANK, {"processes": other}]) == 2.0 + 3.0 + 0.25 + 0.25 + 0.5 + 1.25
 
 
 def turn(ours: float, torch: float) -> dict[str, dict[str, float]]:

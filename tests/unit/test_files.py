@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from fleet_train.convert.state import persistables
 from fleet_train.convert.state.persistables import State
 from fleet_train.files import NotThatFile, read_regular, write_new
-from fleet_train.launch import worker_main
+from fleet_train.launch.node import Node
+from fleet_train.launch.ranks import Ranks
 from fleet_train.port.script import Ported, write
 from fleet_train.train.checkpoint.copies import write_record
 from fleet_train.train.checkpoint.storage import Run
@@ -53,7 +55,9 @@ def _ported(folder: Path) -> None:
 
 
 def _end_of_a_rank(folder: Path) -> None:
-    worker_main.write_record(str(folder / "workerend.0.json"), {"token": "7-a"})
+    ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder, print)
+    ranks.start([sys.executable, "-c", ""], [{}])
+    ranks.close()
 
 
 WRITERS: list[tuple[str, Callable[[Path], None]]] = [

@@ -119,13 +119,7 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
         for line, name in imported_names(path)
         if name.split(".")[0] == "paddle"
     ]
-    # A process of its own, in which nothing but the stock launcher's modules is Paddle's.
-    alone = {name for name in wrong if name.startswith("fleet_train/launch/paddle_launch_main.py:")}
-    assert {name.split(": ")[1] for name in alone} == {
-        "paddle.utils.environments.strtobool",
-        "paddle.distributed.launch.main",
-    }
-    assert sorted(set(wrong) - alone) == []
+    assert wrong == []
 
 
 def test_visualdl_is_imported_only_by_its_sink_and_in_its_servers_process() -> None:

@@ -21,7 +21,7 @@ from tools.soaking.program import LEDGER
 from tools.soaking.verdict import leftovers
 
 MARK = "FLEET_TRAIN_SOAK"
-PRIVATE_PREFIX = "fleet_train-launch-"
+_OUR_PREFIX = "fleet_train"
 _LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
 
 
@@ -168,7 +168,7 @@ class Machines:
         """Folders for temporary files of launchers, and half-written checkpoints, by node."""
         found = []
         for node in self.job.nodes:
-            private = sorted(path.name for path in self.job.temporary(node).glob(f"{PRIVATE_PREFIX}*"))
+            private = sorted(path.name for path in self.job.temporary(node).glob(f"{_OUR_PREFIX}*"))
             drafts = leftovers(self.job.output(node) / "checkpoints")
             found += [f"node {node}: {name}" for name in [*private, *drafts]]
         return found

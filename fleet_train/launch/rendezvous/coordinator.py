@@ -355,8 +355,6 @@ class RunResult:
     """The failure has no root cause in a rank: the message is complete."""
     store_lost: bool = False
     """The leader's launcher, and its store, could not be reached any more."""
-    output: tuple[str, ...] = ()
-    """Lines of the stock launcher if no rank has started."""
 
     @property
     def seconds(self) -> float:
@@ -395,8 +393,6 @@ def _signature(result: RunResult) -> tuple[Any, ...] | None:
     ):  # whatever it printed afterwards, and however it ended
         return root_cause.rank, root_cause.shell_code, None, re.sub(r"\d+", "#", root_cause.report.traceback[-1])
     if root_cause.signal_number in _FROM_OUTSIDE:
-        return None
-    if root_cause.without_trace:
         return None
     last = root_cause.last_lines[-1] if root_cause.last_lines else ""
     return root_cause.rank, root_cause.exit_code, root_cause.signal_number, re.sub(r"\d+", "#", last)

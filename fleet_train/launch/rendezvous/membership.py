@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +35,7 @@ from fleet_train.launch.rendezvous.election import (
     silent,
     someone_is_deaf,
 )
+from fleet_train.launch.rendezvous.round import Facts, Say
 from fleet_train.launch.request import FaultPolicy
 
 _GROUP = "member"
@@ -49,9 +50,7 @@ _LEAVE_NOTICE_SECONDS = 1.5  # three polls of a launcher that is still running
 # With a long list, a new launcher asks the first node and this many others at a time for the leader.
 _ASKED_AT_A_TIME = 8
 
-Facts = dict[str, Any]
 Decision = dict[str, Any]
-Say = Callable[[str], None]
 
 
 class Membership:

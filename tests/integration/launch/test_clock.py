@@ -1,4 +1,4 @@
-"""A clock that jumps by hours, in launchers, wrappers and ranks: no timeout, no lost record, no wrong order."""
+"""A clock that jumps by hours, in launchers and ranks: no timeout, no lost record, no wrong order."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.errors import ProfileError
-from fleet_train.launch.node import Machine, Node, Wanted, build_environment
+from fleet_train.launch.node import Machine, Node, Wanted, build_environment, variables_of_rank
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}, 8, True, None, {})
 TWO_NODES = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
@@ -52,8 +53,8 @@ def test_the_users_environment_wins_over_the_profile_and_over_advice() -> None:
 
 def test_what_an_outer_job_left_behind_is_taken_out() -> None:
     left = {"PADDLE_MASTER": "a:1", "POD_IP": "b", "PADDLE_TRAINER_ID": "7", "FLAGS_selected_gpus": "3"}
-    left |= {"FLEET_TRAIN_STRATEGY": "old", "CUDA_VISIBLE_DEVICES": "0"}
-    users = {"PADDLE_PG_TIMEOUT": "5", "HOME": "/root", "FLAGS_enable_pir_api": "1"}
+    left["FLEET_TRAIN_STRATEGY"] = "old"
+    users = {"PADDLE_PG_TIMEOUT": "5", "CUDA_VISIBLE_DEVICES": "", "HOME": "/root", "FLAGS_enable_pir_api": "1"}
     environment = build_environment(TWO_NODES, CPU, wanted(), {**left, **users})
     result = environment.over({**left, **users})
     assert environment.removed == frozenset(left)
@@ -81,3 +82,24 @@ def test_settings_reach_the_ranks_and_a_variables_value_is_not_shown() -> None:
     ours = environment.over({SETTINGS: "an outer job's"})
     assert asked_settings(ours) == ("a=1",)
     assert (environment.shown()[SETTINGS], environment.shown()["TOKEN"]) == ("(set)", "(set)")
+
+
+def test_a_rank_gets_the_variables_of_paddles_own_launcher() -> None:
+    endpoints = [f"10.0.0.{node}:{port}" for node in (1, 2) for port in (6170, 6171)]
+    rank_3 = Cluster(assign(TWO_NODES.addresses, 2, 6170), 3)
+    common = {
+        "PADDLE_MASTER": endpoints[0],
+        "PADDLE_GLOBAL_SIZE": "4",
+        "PADDLE_LOCAL_SIZE": "2",
+        "PADDLE_GLOBAL_RANK": "3",
+        "PADDLE_LOCAL_RANK": "1",
+        "PADDLE_NNODES": "2",
+        "PADDLE_CURRENT_ENDPOINT": endpoints[3],
+        "PADDLE_TRAINER_ID": "3",
+        "PADDLE_TRAINERS_NUM": "4",
+        "PADDLE_RANK_IN_NODE": "1",
+        "PADDLE_AUTO_CLUSTER": "0",
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+    }
+    assert variables_of_rank(rank_3, on_gpu=False) == common | {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert variables_of_rank(rank_3, on_gpu=True, selected_gpu=0) == common | {"FLAGS_selected_gpus": "0"}

@@ -13,7 +13,6 @@ from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
-from fleet_train.launch.watching import NoFollower
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 
@@ -26,7 +25,7 @@ def end(
 
 @dataclass
 class World:
-    """Stands in for the rank files, the rendezvous and the stock launcher."""
+    """Stands in for the ranks and the rendezvous."""
 
     node: Node = NODE
     start: float = 0.0
@@ -35,22 +34,13 @@ class World:
     word: dict[str, Any] | None = None
     reports: list[FailureReport] = field(default_factory=list)
     store_is_lost: bool = False
-    stock_code: int | None = None
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
     waiting_nodes: str | None = None
     finished: list[int] = field(default_factory=list)
-    gone_wrappers: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
 
-    def all_have_started(self) -> bool:
-        return False
-
-    def without_wrapper(self) -> list[int]:
-        return self.gone_wrappers
-
-    def wrapper_pids(self) -> list[int]:
-        return []
+    def ask_to_stop(self) -> None: ...
 
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool) -> None:
         self.announced.append((why, grace_seconds, again))
@@ -61,9 +51,6 @@ class World:
     def ends(self, _: float) -> dict[int, WorkerResult]:
         return dict(self.ended)
 
-    def result_without_trace(self, local: int, seconds: float) -> WorkerResult:
-        return end(local, seconds)
-
     def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         if self.store_is_lost:
             raise WorkerFailed("vanished")
@@ -72,16 +59,13 @@ class World:
     def tell_finished(self, rank: int) -> None:
         self.finished.append(rank)
 
-    def poll(self) -> int | None:
-        return self.stock_code
-
 
 def monitored(world: World, look_at_connections: Callable[[], None] = lambda: None) -> Monitor:
     def clock() -> float:
         return world.now
 
     stop = GracefulStop(world, world, world.stopping, 30.0, lambda: world.waiting_nodes, clock)  # type: ignore[arg-type]
-    return Monitor(world, world, world, NoFollower(), stop, clock, look_at_connections)  # type: ignore[arg-type]
+    return Monitor(world, world, None, stop, clock, look_at_connections)  # type: ignore[arg-type]
 
 
 def look_at(world: World, monitor: Monitor, now: float) -> Verdict | None:
@@ -215,17 +199,6 @@ def test_a_rank_that_raises_another_ones_error_is_not_the_root_cause() -> None:
     assert judged(world, monitor, 2.0) == (Cause.RANK_FAILED, 0)
 
 
-def test_a_killed_process_of_paddles_launcher_is_a_failure_whatever_its_ranks_make_of_it() -> None:
-    world = World(stock_code=-9, ended={rank: end(rank, 1.0, code=12) for rank in (0, 1)})
-    message = "the process of Paddle's launcher on node 0 (10.0.0.1) was killed by SIGKILL, and the ranks ended with it"
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.TOLD, {"message": message, **OF_NO_RANK})
-    world.stopping.asked = signal.SIGTERM
-    monitor = monitored(World(stopping=world.stopping))
-    monitor.look()
-    monitor.stock = world  # type: ignore[assignment]  # an engine ends every process of the job
-    assert monitor.look() is None
-
-
 def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() -> None:
     for report, patience in ((own(2, 0.9), 8.0), (missed(2, 0.9), 5.0)):
         world = World(reports=[report], ended={0: end(0, 1.0, code=11), 1: end(1, 1.1, code=1)})
@@ -249,23 +222,6 @@ def test_a_node_that_misses_a_rank_that_was_stopped_waits_for_that_stop() -> Non
 def test_a_vanished_host_of_the_store_ends_the_job() -> None:
     world = World(store_is_lost=True)
     assert look_at(world, monitored(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
-
-
-def test_ranks_that_ended_without_a_trace_are_found_when_the_stock_launcher_has_ended() -> None:
-    world = World(ended={0: end(0, 1.0, killed=15, asked=True)}, stock_code=247)
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None  # an end may be about to be written down
-    verdict = look_at(world, monitor, 2.5)
-    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=end(1, 2.5))
-    assert verdict is not None
-    assert verdict.root_cause is not None
-    assert verdict.root_cause.how() == "ended without a trace (its wrapper process was killed)"
-
-
-def test_a_rank_whose_wrapper_was_killed_has_failed_at_once() -> None:
-    world = World(gone_wrappers=[1])
-    verdict = look_at(world, monitored(world), 2.0)
-    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=end(1, 2.0))
 
 
 def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
-from fleet_train.launch import prepare, processes
-from fleet_train.launch.node import Machine, Node, visible_gpus
+from fleet_train.launch import prepare
+from fleet_train.launch.node import LaunchEnvironment, Machine, Node, visible_gpus
 from fleet_train.launch.request import FaultPolicy, LaunchRequest
 
 
@@ -43,28 +44,31 @@ def test_a_module_must_exist() -> None:
         prepare.check_program(request("no_such_thing", is_module=True))
 
 
-def test_arguments_that_do_not_fit_into_one_word_are_refused_with_both_sizes() -> None:
-    most = 32 * 4096 - 1  # Linux's limit, which the next test meets
-    fits = ("train.py", "x" * (most - len('["train.py", ""]')))
-    prepare.check_size(request(*fits))
-    with pytest.raises(
-        ClusterError, match=rf"arguments have {most + 1} bytes, .*; at most {most} can be .* a file that"
-    ):
-        prepare.check_size(request(fits[0], fits[1] + "x"))
+def launch_of(node: Node, visible_gpus: tuple[str, ...] | None = None, *, is_module: bool = False) -> prepare.Launch:
+    environment = LaunchEnvironment({"X": "y"}, frozenset(), ())
+    access = Access("job", None, "10.0.0.2")
+    asked = request("train.py", "--a", "--", "x y", is_module=is_module)
+    return prepare.Launch(asked, node, Path("/logs"), None, environment, {}, access, visible_gpus=visible_gpus)
 
 
-@pytest.mark.parametrize(("size", "starts"), [(32 * 4096 - 1, True), (32 * 4096, False)])
-def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path, size: int, starts: bool) -> None:
-    command = [sys.executable, "-c", "", "x" * size]
-    if starts:
-        assert processes.start_stock_launcher(command, {}, tmp_path).wait() == 0
-        return
-    with pytest.raises(
-        ClusterError, match=r"^the ranks cannot be started: the environment has 8 bytes and the command"
-    ):
-        processes.start_stock_launcher(command, {"NAME": "ab"}, tmp_path)
-    with pytest.raises(ClusterError, match=r"^the ranks cannot be started: No such file or directory \(/no/python\)$"):
-        processes.start_stock_launcher(["/no/python"], {}, tmp_path)
+def test_every_rank_runs_the_script_with_its_own_environment() -> None:
+    launch = launch_of(Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0"))
+    assert launch.command() == [sys.executable, "-u", "train.py", "--a", "--", "x y"]
+    environ = launch.environ_of("10.0.0.1:6172/1", 1, "abc", {"HOME": "/root"})
+    assert [launch.variables_of(local)["PADDLE_TRAINER_ID"] for local in (0, 1)] == ["2", "3"]
+    assert launch.variables_of(0)["PADDLE_LOG_DIR"] == "/logs"
+    told = {"FLEET_TRAIN_STORE": "10.0.0.1:6172/1", "FLEET_TRAIN_ATTEMPT": "1", "FLEET_TRAIN_LAUNCHED": "abc"}
+    assert environ == {**told, "HOME": "/root", "X": "y"}
+
+
+def test_a_module_is_run_as_a_module() -> None:
+    launch = launch_of(Node(("10.0.0.1",), 0, 6170, 1, None, None), is_module=True)
+    assert launch.command()[:4] == [sys.executable, "-u", "-m", "train.py"]
+
+
+def test_a_device_is_selected_by_its_position_among_the_visible_ones() -> None:
+    launch = launch_of(Node(("10.0.0.1",), 0, 6170, 2, ("0", "5"), "eth0"), ("5", "2", "0"))
+    assert [launch.variables_of(local)["FLAGS_selected_gpus"] for local in (0, 1)] == ["2", "0"]
 
 
 def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +131,4 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
 )
 def test_flags_about_faults_that_make_no_sense_are_refused(faults: FaultPolicy, said: str) -> None:
     with pytest.raises(ClusterError, match=said):
-        prepare.checked_faults(faults, Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 1, None, "eth0"))
+        prepare.check_faults(faults, Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 1, None, "eth0"))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,48 +7,9 @@ import pytest
 
 from fleet_train.launch import watching
 from fleet_train.launch.node import Node
-from fleet_train.launch.watching import Follower, RankFiles
+from fleet_train.launch.watching import Follower
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
-
-
-def test_records_of_another_job_are_not_ours(tmp_path: Path) -> None:
-    files = RankFiles(NODE, tmp_path, "7-new")
-    (tmp_path / "workerend.0.json").write_text(json.dumps({"token": "6-old", "wrapper_pid": 1}))
-    (tmp_path / "workerend.1.json").write_text(json.dumps({"token": "7-new", "wrapper_pid": 42}))
-    assert files.wrapper_pids() == [42]
-    assert files.ends(0.0) == {}
-
-
-@pytest.mark.parametrize("content", [b"[]", b"7", b"{", b"[" * 60_000, b"\xff", b"9" * 60_000, b" " * 100_000])
-def test_a_record_that_is_none_is_a_strangers(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "workerend.0.json").write_bytes(content)
-    os.mkfifo(tmp_path / "workerend.1.json")
-    assert RankFiles(NODE, tmp_path, "7-new").records() == {}
-
-
-def test_an_end_is_placed_in_the_job(tmp_path: Path) -> None:
-    record = {"token": "7-new", "rank": 3, "wrapper_pid": 42, "ended_monotonic": 12.5, "exit_code": 2, "signal": None}
-    (tmp_path / "workerend.1.json").write_text(json.dumps({**record, "asked_to_stop": None}))
-    end = RankFiles(NODE, tmp_path, "7-new").ends(10.0)[1]
-    assert (end.rank, end.endpoint, end.node_index, end.seconds) == (3, "10.0.0.2:6171", 1, 2.5)
-    assert (end.exit_code, end.log_file, end.asked_to_stop) == (2, str(tmp_path / "workerlog.1"), False)
-
-
-def test_a_reported_exit_counts_if_the_file_has_none(tmp_path: Path) -> None:
-    began = {"token": "7-new", "rank": 3, "local_rank": 1, "wrapper_pid": 42}
-    (tmp_path / "workerend.1.json").write_text(json.dumps(began))
-    ended = {**began, "ended_monotonic": 12.5, "exit_code": 0, "signal": None, "asked_to_stop": None}
-    files = RankFiles(NODE, tmp_path, "7-new", heard=lambda: {1: ended})
-    assert files.ends(10.0)[1].succeeded
-    assert files.wrapper_pids() == []
-
-
-def test_files_of_an_earlier_job_are_removed_other_files_stay(tmp_path: Path) -> None:
-    for name in ("workerlog.0", "workerend.1.json", "workerlog.7", "notes.txt"):
-        (tmp_path / name).touch()
-    RankFiles(NODE, tmp_path, "7-new").prepare()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "workerlog.7"]
 
 
 class Screen:

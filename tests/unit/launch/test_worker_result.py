@@ -27,7 +27,6 @@ def end(
         ([end(0, 1.0, signal=15, asked=True), end(1, 1.4, signal=9)], 1, 137),  # we stopped it ourselves
         ([end(0, 1.0, signal=15), end(1, 1.4, code=3)], 0, 143),  # somebody else killed it
         ([end(0, 1.0, code=11), end(1, 0.5, signal=15, asked=True)], 0, 11),  # nobody better: the one we did not stop
-        ([end(0, 3.0), end(1, 1.0, signal=15, asked=True)], 0, 137),  # without a trace
         ([end(0, 1.0, signal=11), end(1, 1.0, code=1)], 0, 139),  # at the same time: the lower rank
         ([end(0, 1.0, code=0, asked=True), end(1, 2.0, signal=6)], 1, 134),
     ],

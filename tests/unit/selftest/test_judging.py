@@ -16,8 +16,9 @@ from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, supervisor
 from fleet_train.selftest import check_collectives as devices
+from fleet_train.selftest.child import End
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
-from fleet_train.selftest.supervisor import End, judge_ends, not_done
+from fleet_train.selftest.supervisor import judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
 
@@ -65,13 +66,13 @@ class TestOptions:
 
 
 class TestFaults:
-    GOOD = supervisor.Ended(
-        3.0, WorkerFailed.exit_code, False, ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone")
-    )
+    GOOD = End(WorkerFailed.exit_code, 103.0, "", "", ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
 
     def judged(self, **changes: Any) -> Result:
+        if "seconds" in changes:
+            changes["ended_at"] = 100.0 + changes.pop("seconds")
         ends = dict.fromkeys(range(2), self.GOOD) | {2: replace(self.GOOD, **changes)}
-        return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 5.0)
+        return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 100.0, 5.0)
 
     def test_all_have_ended_in_time_and_named_it(self) -> None:
         found = self.judged(seconds=13.9)
@@ -82,7 +83,7 @@ class TestFaults:
         ("changes", "told"),
         [
             ({"seconds": 14.1}, "rank 2 (10.0.0.2:6170) ended after 14.1 s, 14 s are allowed"),
-            ({"was_killed": True, "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
+            ({"why_killed": "late", "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
             ({"exit_code": 1}, "ended with exit code 1, expected 11: fleet_train: rank 3"),
             ({"exit_code": -6}, "ended with signal 6, expected 11"),
             ({"last_lines": ("fleet_train: rank 0 (10.0.0.1:6170) is gone",)}, "does not name rank 3 (10.0.0.2:6171)"),
@@ -97,20 +98,20 @@ class TestFaults:
 
 
 class TestEnds:
-    GOOD = End(0, 9.0, False, "", ("done",))
+    GOOD = End(0, 9.0, "", "", ("done",))
 
     def test_nothing_wrong(self) -> None:
         assert judge_ends(CLUSTER, dict.fromkeys(range(4), self.GOOD)) == []
 
     def test_who_has_lost_another_is_not_blamed(self) -> None:
-        lost = End(WorkerFailed.exit_code, 1.0, False, "profiles", ("rank 2 was lost",))
-        crashed = End(-11, 2.0, False, "profiles", ("", "Segmentation fault"))
+        lost = End(WorkerFailed.exit_code, 1.0, "", "profiles", ("rank 2 was lost",))
+        crashed = End(-11, 2.0, "", "profiles", ("", "Segmentation fault"))
         (found,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
         assert (found.group, found.status) == ("profiles", FAIL)
         assert found.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
 
     def test_a_subject_that_did_not_end(self) -> None:
-        (found,) = judge_ends(CLUSTER, {0: End(-9, 900.0, True, "overlap", ())})
+        (found,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
         assert found.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
 
     def test_what_comes_behind_is_not_done(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import os
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.launch.node import Machine, Node, Wanted, build_environment
-from fleet_train.spawning.environment import HOST, SpawnStore, environs
-from fleet_train.spawning.shipping import ParentEnd, RankChannel, packed
+from fleet_train.spawning import shipping
+from fleet_train.spawning.environment import HOST, SpawnStore
+from fleet_train.spawning.spawn import environs
 
 MACHINE = Machine({"lo": ("127.0.0.1",)}, 8, False, None, {})
 
@@ -48,23 +49,14 @@ def test_ranks_get_their_gpu_by_its_position_among_the_visible_ones() -> None:
     assert [environ["CUDA_VISIBLE_DEVICES"] for environ in both] == ["2,3", "2,3"]
 
 
-def test_messages_arrive_whole_however_they_are_cut() -> None:
-    ours, theirs = socket.socketpair()
-    rank = RankChannel(theirs)
-    parent = ParentEnd(ours, packed({"greets": True}, b"body"))
+def test_a_message_is_read_once_it_is_complete() -> None:
+    descriptor = shipping.create()
     try:
-        while parent.has_more_to_send:
-            parent.send_some()
-        assert rank.receive() == ({"greets": True}, b"body")
-        whole = packed({"kind": "result"}, b"x" * 100) + packed({"kind": "failed"})
-        found = []
-        for start in range(0, len(whole), 7):
-            theirs.sendall(whole[start : start + 7])
-            assert parent.receive_some()
-            found += list(parent.messages())
-        assert found == [({"kind": "result"}, b"x" * 100), ({"kind": "failed"}, b"")]
-        theirs.close()
-        assert not parent.receive_some()
+        assert shipping.read(descriptor) is None
+        os.pwrite(descriptor, b"begun", 16)
+        assert shipping.read(descriptor) is None
+        shipping.write(descriptor, {"kind": "result"}, b"x" * 100_000)
+        for _ in range(2):
+            assert shipping.read(descriptor) == ({"kind": "result"}, b"x" * 100_000)
     finally:
-        ours.close()
-        theirs.close()
+        os.close(descriptor)

@@ -1,0 +1,294 @@
+"""Ranks as real processes: their output, end records and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.errors import ClusterError
+from fleet_train.launch import processes
+from fleet_train.launch.node import Node
+from fleet_train.launch.processes import GRACE_SECONDS, Process, why_not_started
+from fleet_train.launch.ranks import RankProcess, Ranks
+from tests.support.processes import clean_environ, python
+
+NODE = Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 1, None, None)
+NAMES = ("workerlog.0", "workerend.0.json", "workerend.0.json.tmp")
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
+    """Starts the only rank of node 1; ``said`` of the result has what was reported."""
+    monkeypatch.setattr("fleet_train.launch.ranks.kill_descendants", lambda: None)  # the test has others
+    every: list[Ranks] = []
+
+    def start(code: str, *arguments: str) -> Ranks:
+        (tmp_path / "script.py").write_text(code)
+        ranks = Ranks(NODE, tmp_path / "logs", print)
+        every.append(ranks)
+        ranks.start(python("-u", str(tmp_path / "script.py"), *arguments), [clean_environ()])
+        return ranks
+
+    yield start
+    for ranks in every:
+        ranks.close()
+
+
+def ended(ranks: Ranks) -> Any:
+    wait_for(lambda: ranks.running() == 0)
+    return ranks.ends(0.0)[0]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "logs" / "workerend.0.json").read_text())
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "logs").mkdir()
+    for name in NAMES:
+        (tmp_path / "logs" / name).symlink_to(precious)
+    ranks = started("print('fine')")
+    assert ended(ranks).succeeded
+    ranks.close()
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "logs" / "workerlog.0").read_text() == "fine\n"
+    assert record(tmp_path)["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "signal_number"),
+    [
+        ("print('fine')", 0, None),
+        ("raise SystemExit(7)", 7, None),
+        ("raise ValueError('bad')", 1, None),
+        ("import os; os.kill(os.getpid(), 9)", None, 9),
+        ("import os; os.abort()", None, 6),
+    ],
+)
+def test_an_end_is_placed_in_the_job_and_written_down(
+    tmp_path: Path, started: Callable[..., Ranks], code: str, exit_code: int | None, signal_number: int | None
+) -> None:
+    (tmp_path / "logs").mkdir()
+    before = time.monotonic()
+    ranks = started(code)
+    end = ended(ranks)
+    assert (end.rank, end.endpoint, end.node_index, end.asked_to_stop) == (1, "127.0.0.3:6170", 1, False)
+    assert (end.exit_code, end.signal_number, end.log_file) == (
+        exit_code,
+        signal_number,
+        f"{tmp_path}/logs/workerlog.0",
+    )
+    assert before < end.seconds <= time.monotonic()
+    ranks.close()
+    written = record(tmp_path)
+    assert (written["rank"], written["local_rank"], written["endpoint"]) == (1, 0, "127.0.0.3:6170")
+    assert (written["exit_code"], written["signal"], written["asked_to_stop"]) == (exit_code, signal_number, None)
+    assert round(written["ended_monotonic"], 3) == end.seconds
+    assert written["wall_seconds"] == pytest.approx(written["ended_monotonic"] - written["began_monotonic"], abs=0.01)
+
+
+def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+    (tmp_path / "logs").mkdir()
+    ranks = started("import time; time.sleep(60)")
+    assert record(tmp_path).keys() == {"rank", "local_rank", "endpoint", "pid", "began_monotonic"}
+    assert not is_gone(record(tmp_path)["pid"])
+    ranks.stop()
+    assert ended(ranks).signal_number == signal.SIGTERM
+
+
+def test_output_and_arguments_of_the_script(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+    (tmp_path / "logs").mkdir()
+    code = "import sys\nprint(sys.argv[1:])\nprint(sys.stdin.read() == '', file=sys.stderr)\n"
+    assert ended(started(code, "--lr=1", "--", "-m")).succeeded
+    assert (tmp_path / "logs" / "workerlog.0").read_text() == "['--lr=1', '--', '-m']\nTrue\n"
+
+
+def test_a_request_to_stop_comes_once_and_the_script_may_save_its_state(
+    tmp_path: Path, started: Callable[..., Ranks]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    ready = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys, time\ngot = []\n"
+        "def stop(number, frame):\n    got.append(number); time.sleep(0.5); print('saved', got); sys.exit(0)\n"
+        f"signal.signal(signal.SIGTERM, stop)\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)\n"
+    )
+    ranks = started(code)
+    wait_for(ready.exists)
+    for _ in range(3):
+        ranks.ask_to_stop()
+        time.sleep(0.1)
+    end = ended(ranks)
+    assert (end.exit_code, end.asked_to_stop) == (0, True)
+    assert (tmp_path / "logs" / "workerlog.0").read_text() == "saved [15]\n"
+
+
+_STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+path = pathlib.Path(sys.argv[1])
+path.with_name('tmp').write_text(str(child.pid))
+path.with_name('tmp').rename(path)
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+time.sleep(60)
+"""
+
+
+def test_a_script_that_ignores_the_signal_is_killed_with_its_children(
+    tmp_path: Path, started: Callable[..., Ranks]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    ranks = started(_STUBBORN, str(tmp_path / "ready"))
+    wait_for((tmp_path / "ready").exists)
+    began = time.monotonic()
+    ranks.stop()
+    end = ended(ranks)
+    assert (end.signal_number, end.asked_to_stop) == (signal.SIGKILL, True)
+    assert GRACE_SECONDS - 0.5 < time.monotonic() - began < GRACE_SECONDS + 60
+    wait_for(lambda: is_gone(int((tmp_path / "ready").read_text())))
+
+
+@pytest.mark.parametrize(("code", "stays"), [("0", True), ("3", False)])
+def test_what_a_rank_has_started_stays_only_if_it_has_succeeded(
+    tmp_path: Path, started: Callable[..., Ranks], code: str, stays: bool
+) -> None:
+    (tmp_path / "logs").mkdir()
+    ranks = started(_STUBBORN, str(tmp_path / "ready"), code)
+    assert ended(ranks).exit_code == int(code)
+    ranks.close()
+    child = int((tmp_path / "ready").read_text())
+    try:
+        if stays:
+            assert not is_gone(child)
+        else:
+            wait_for(lambda: is_gone(child))
+    finally:
+        if stays:
+            os.kill(child, signal.SIGKILL)
+
+
+_LAUNCHER = """
+import sys, time
+from pathlib import Path
+from fleet_train.launch.node import Node
+from fleet_train.launch.ranks import RankProcess, Ranks
+folder = Path(sys.argv[1])
+ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder, print)
+ranks.start([sys.executable, str(folder / "script.py"), str(folder / "ready")], [{}])
+time.sleep(60)
+"""
+
+
+def test_ranks_and_their_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_STUBBORN)
+    launcher = subprocess.Popen(python("-c", _LAUNCHER, str(tmp_path)), env=clean_environ())
+    try:
+        wait_for((tmp_path / "ready").exists)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    child = int((tmp_path / "ready").read_text())
+    rank = json.loads((tmp_path / "workerend.0.json").read_text())["pid"]
+    wait_for(lambda: is_gone(rank) and is_gone(child))
+
+
+def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(tmp_path: Path) -> None:
+    (tmp_path / "workerlog.0").mkdir()
+    (tmp_path / "workerend.0.json.tmp").mkdir()
+    said: list[str] = []
+    ranks = Ranks(NODE, tmp_path, said.append)
+    ranks.start(python("-c", "print('lost'); raise SystemExit(7)"), [clean_environ()])
+    assert ended(ranks).exit_code == 7
+    ranks.close()
+    assert said == [f"{tmp_path}/workerlog.0 cannot be written: Is a directory; the job continues, logs are incomplete"]
+
+
+def test_files_of_an_earlier_job_are_removed_other_files_stay(tmp_path: Path) -> None:
+    for name in ("workerlog.0", "workerend.0.json", "workerlog.7", "notes.txt"):
+        (tmp_path / name).touch()
+    Ranks(NODE, tmp_path, print).prepare()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "workerlog.7"]
+
+
+@pytest.mark.parametrize(("size", "starts"), [(32 * 4096 - 1, True), (32 * 4096, False)])
+def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path, size: int, starts: bool) -> None:
+    command = python("-c", "", "x" * size)
+    ranks = Ranks(NODE, tmp_path, print)
+    if starts:
+        ranks.start(command, [{}])
+        assert ended(ranks).succeeded
+        ranks.close()
+        return
+    with pytest.raises(
+        ClusterError, match=r"^the ranks cannot be started: the environment has 8 bytes and the command"
+    ):
+        ranks.start(command, [{"NAME": "ab"}])
+    ranks.close()
+    missing = FileNotFoundError(2, "No such file or directory", "/no/python")
+    assert str(why_not_started(missing, ["/no/python"], {})) == (
+        "the ranks cannot be started: No such file or directory (/no/python)"
+    )
+
+
+def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "_KILL_SECONDS", 0.05)
+    process = Process(python("-c", "import time; time.sleep(60)"), clean_environ(), subprocess.DEVNULL)
+    kill_group = process.kill_group
+    process.kill_group = lambda: None  # type: ignore[method-assign]
+    process.ask_to_stop = lambda *_: None  # type: ignore[method-assign]
+    try:
+        processes.stop([process])
+        assert process.status == -signal.SIGKILL
+    finally:
+        kill_group()
+
+
+def test_the_end_of_a_rank_that_ends_at_once_is_the_last_record() -> None:
+    written: list[dict[str, Any]] = []
+    rank = RankProcess(python("-c", ""), clean_environ(), subprocess.DEVNULL, written.append)
+    rank.wait(60.0)
+    rank.await_record(60.0)
+    rank.write_began()
+    assert [record["exit_code"] for record in written] == [0]
+
+
+_WITH_SIGCHLD_IGNORED = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from fleet_train.launch.processes import Process, adopt_orphans
+adopt_orphans()
+print(Process([sys.executable, "-c", "raise SystemExit(3)"], {}, -3).wait())
+"""
+
+
+def test_a_launcher_that_was_started_with_sigchld_ignored_knows_exit_codes() -> None:
+    done = subprocess.run(
+        python("-c", _WITH_SIGCHLD_IGNORED), env=clean_environ(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"
