@@ -173,7 +173,7 @@ def test_table_is_the_one_in_the_design() -> None:
     assert table == {layer: MAY_IMPORT[layer] for layer in MAY_IMPORT if not layer.startswith("__")}
 
 
-MOST_DOORS = 14  # "about a dozen" modules and folders side by side
+MOST_DOORS = 15  # "about a dozen" modules and folders side by side
 
 
 def module_of(path: Path) -> str:

@@ -23,7 +23,7 @@ from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.convert.passes.recompute import Recompute, recompute_segments
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.profile.methods.base import CollectiveSpec
 
 Pairs = list[tuple[Any, Any]]
 
