@@ -22,7 +22,7 @@ import paddle
 
 from fleet_train.collectives.methods.codec import Codec, CompiledCodec, HostCodec, find_loops
 from fleet_train.collectives.paddle_compat import keep_freed_memory
-from fleet_train.plan.phases import QuantisedSettings
+from fleet_train.profile.methods.base import QuantisedSettings
 from tools.benchmarks.record import circumstances, told_circumstances
 
 BLOCKS = (128, 512, 2048)

@@ -1,20 +1,171 @@
-"""LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period."""
+"""LocalSGD in a converted program: the averaging that a step ends with, and one that overlaps the next steps.
+
+With an overlap, the values at the end of a period are sent. A fixed number of steps later, the same on every rank, each
+rank adds the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging
+of Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from fleet_train.collectives.engine import HAND_OVER, HostCopy, Running, Stages
+from fleet_train.collectives.engine import HAND_OVER, HostCopy, Place, Running, Stages
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
-from fleet_train.collectives.job import Passed
+from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.methods.dense import Allreduce, Remembers, without_cast
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.replica_check import ReplicaCheck
+from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.build import LocalSgdSchedule
+from fleet_train.plan.pricing import averaging_bytes
 from fleet_train.profile import Profile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a rank adds to its values; ``agreed``: the new common parameters, equal bits on every rank. As `flats`."""
+
+    parameters: list[Any]
+    statistics: list[Any]
+    agreed: list[Any]
+
+
+@dataclass(frozen=True)
+class Underway:
+    """An averaging that has started and has not been applied yet."""
+
+    barrier: Future[Passed]
+    correction: Running[Correction]
+    fragment: Fragment
+
+
+class Averaging:
+    """Carries out the averagings of one program's parameters. All ranks call everything in the same order."""
+
+    def __init__(
+        self,
+        averager: ParameterAverager,
+        job: Job,
+        plan: CommPlan,
+        profile: Profile,
+        barrier: StepBarrier,
+        check: ReplicaCheck,
+    ) -> None:
+        assert plan.averaging is not None
+        self.averager = averager
+        self._job = job
+        self._values, self._statistics = plan.averaging.values, plan.averaging.statistics
+        self._timeout_seconds = profile.collective_timeout_seconds
+        self._barrier = barrier
+        self._check = check
+        self._sent_bytes = [sent[job.cluster.rank] for sent in averaging_bytes(plan)]
+        self._underway: Underway | None = None
+        self._steps_beside = 0
+
+    def after_update(self, step: int, held: Held, names: Sequence[str], loss: Any) -> None:
+        """Called after the update of every step, with the new values: averages them if a period ends.
+
+        ``names``: of all parameters.
+        """
+        moment = self._barrier.moment(step)
+        schedule = self.averager.schedule
+        if schedule.is_synchronous(step):
+            self.averager.after_synchronous_step(step, held)
+            self._check.after_step(moment, names, held.parameters, first=step == 1)
+        elif (due := schedule.count()) is not None:
+            self._job.clock.add_sent(self._sent_bytes[due])
+            fragment = self.averager.fragments[due]
+            own = self.averager.held_of(fragment, held)
+            if self.averager.overlap_steps:
+                self._begin(fragment, own, step)
+            else:
+                self._run("averaging", step, self.averager.average(fragment, own, loss))
+                self._check.after_step(moment, fragment.choose(names), own.parameters)
+        elif self._underway is not None:
+            self._steps_beside += 1
+            if self._steps_beside >= self.averager.overlap_steps:
+                fragment = self._underway.fragment
+                self._check.after_step(moment, fragment.choose(names), self.apply_pending(held))
+
+    def apply_pending(self, held: Held) -> list[Any]:
+        """Wait for the averaging under way and add its correction; returns the agreed values, in their shapes.
+
+        ``held``: everything that is averaged. If no averaging is under way, nothing is changed or returned.
+        """
+        if self._underway is None:
+            return []
+        underway, self._underway = self._underway, None
+        with self._job.clock.exposed():
+            correction = underway.correction.result()
+        self._barrier.passed(underway.barrier)
+        own = self.averager.held_of(underway.fragment, held)
+        add(own.parameters, correction.parameters)
+        add(own.statistics, correction.statistics)
+        return cut(correction.agreed, own.parameters)
+
+    def synchronise(self, tensors: Mapping[str, Any], step: int) -> None:
+        """Make tensors equal on all ranks now, in the middle of a period or not; in place, by their variables' names.
+
+        ``tensors``: parameters and statistics, all of them, and the chosen optimizer state. An averaging under way is
+        applied first.
+        """
+        parameters, statistics = ([tensors[one.name] for one in each] for each in (self._values, self._statistics))
+        self.apply_pending(Held(parameters, statistics, []))
+        self._run("synchronisation", step, self.averager.mean(list(tensors.values())))
+
+    def drop(self) -> None:
+        """Discard an averaging under way, on all ranks: other state is being loaded."""
+        self.averager.settle()  # now, with the previous schedule
+        if self._underway is not None:
+            self._underway.correction.result()
+            self._barrier.passed(self._underway.barrier)
+            self._underway = None
+
+    def _begin(self, fragment: Fragment, own: Held, step: int) -> None:
+        """Copies of the values are sent, made on the computing thread before the next step changes them."""
+        sent = flats(own.parameters), flats(own.statistics)
+        barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate))
+        self._underway = Underway(barrier, running, fragment)
+        self._steps_beside = 0
+        self.averager.schedule.begin_period()
+
+    def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
+        moment = f"{what} after {self._barrier.moment(step)}"
+        barrier = self._barrier.begin(f"{moment} {self._job.count(moment)}", step)
+        place = Place(moment, moment, self._timeout_seconds)
+        with self._job.clock.exposed():  # where the computing thread is at the barrier itself
+            return barrier, self._job.engine.start(stages, place, barrier=barrier)
+
+    def _run(self, what: str, step: int, stages: Stages[Any]) -> None:
+        barrier, running = self._start(what, step, stages)
+        with self._job.clock.exposed():
+            running.result()
+        self._barrier.passed(barrier)
+
+
+def _correct(fragment: Fragment, parameters: list[Any], statistics: list[Any], rate: float) -> Stages[Correction]:
+    """Average the sent values, as `flats`; ``rate``: the learning rate of the step that they are from."""
+    yield HAND_OVER
+    own = parameters if fragment.keeps_anchor else _copies(parameters)
+    agreed, means = yield from fragment.agree(own, rate, _copies(statistics))
+    return Correction(_less(agreed, parameters), _less(means, statistics), agreed)
+
+
+def _copies(buffers: list[Any]) -> list[Any]:
+    return [buffer.clone() for buffer in buffers]
+
+
+def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
+    return [buffer - other for buffer, other in zip(buffers, others, strict=True)]
+
+
+# LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period.
 
 
 @dataclass
@@ -77,9 +228,9 @@ class ParameterAverager:
     @property
     def velocity(self) -> list[Any] | None:
         """The outer momentum of all parameters, as `flats`; None before the first."""
-        if all(fragment.outer.velocity is None for fragment in self.fragments):
+        if all(fragment.velocity is None for fragment in self.fragments):
             return None
-        return joined(self.fragments, [fragment.outer.velocity or fragment.zeros() for fragment in self.fragments])
+        return joined(self.fragments, [fragment.velocity or fragment.zeros() for fragment in self.fragments])
 
     def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
         """Continue from a saved ``anchor`` and ``velocity``."""
@@ -87,7 +238,7 @@ class ParameterAverager:
         anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
         velocities = nothing if velocity is None else parted(self.fragments, velocity, self._values)
         for fragment, own, momentum in zip(self.fragments, anchors, velocities, strict=True):
-            fragment.anchor, fragment.outer.velocity = own, momentum
+            fragment.anchor, fragment.velocity = own, momentum
 
     def before_update(self, parameters: Sequence[Any]) -> None:
         """Store the start values, which are the same on all ranks."""
@@ -152,65 +303,3 @@ class ParameterAverager:
     def rate(self) -> float:
         """The inner optimizer's learning rate now."""
         return self._rate()
-
-
-# An averaging of LocalSGD that overlaps the next local steps.
-#
-# The values at the end of a period are sent. A fixed number of steps later, the same on every rank, each rank adds
-# the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging of
-# Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Copies of one rank's values at the end of a period, as `flats`, and the learning rate of that step."""
-
-    parameters: list[Any]
-    statistics: list[Any]
-    rate: float
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What a rank adds to its values; ``agreed``: the new common parameters, equal bits on every rank. As `flats`."""
-
-    parameters: list[Any]
-    statistics: list[Any]
-    agreed: list[Any]
-
-
-@dataclass(frozen=True)
-class Underway:
-    """An averaging that has started and has not been applied yet."""
-
-    barrier: Future[Passed]
-    correction: Running[Correction]
-    fragment: Fragment
-
-
-def capture(held: Held, rate: float) -> Sent:
-    """Copy the values to send; on the computing thread, before the next step changes them."""
-    return Sent(flats(held.parameters), flats(held.statistics), rate)
-
-
-def correct(fragment: Fragment, sent: Sent) -> Stages[Correction]:
-    """Average the sent values."""
-    yield HAND_OVER
-    parameters = sent.parameters if fragment.keeps_anchor else _copies(sent.parameters)
-    agreed, means = yield from fragment.agree(parameters, sent.rate, _copies(sent.statistics))
-    return Correction(_less(agreed, sent.parameters), _less(means, sent.statistics), agreed)
-
-
-def apply(correction: Correction, held: Held) -> list[Any]:
-    """Add a correction to the current values, in place; returns the agreed parameters in their shapes."""
-    add(held.parameters, correction.parameters)
-    add(held.statistics, correction.statistics)
-    return cut(correction.agreed, held.parameters)
-
-
-def _copies(buffers: list[Any]) -> list[Any]:
-    return [buffer.clone() for buffer in buffers]
-
-
-def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
-    return [buffer - other for buffer, other in zip(buffers, others, strict=True)]

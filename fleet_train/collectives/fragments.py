@@ -1,8 +1,12 @@
-"""Parameters that LocalSGD averages together: the last agreed values, and how differences are sent."""
+"""Parameters that LocalSGD averages together: the last agreed values, and how differences are sent.
+
+They are averaged as flat buffers, one for each dtype in which means are computed (`flats`): float64 for float64,
+float32 for all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import paddle
@@ -14,7 +18,7 @@ from fleet_train.collectives.paddle_compat import as_dtype
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.plan import Averaging, by_mean_dtype, mean_dtype
 from fleet_train.profile import Profile
-from fleet_train.profile.knobs import entry_of
+from fleet_train.profile.methods.outer import outer_optimizer_of
 
 T = TypeVar("T")
 
@@ -38,7 +42,10 @@ class Fragment:
         self.positions = averaging.parts[index]
         self.is_last = index == len(averaging.parts) - 1
         self.values: list[TensorSpec] = [averaging.values[position] for position in self.positions]
-        self.outer = OuterOptimizer(profile)
+        self._outer = outer_optimizer_of(profile.outer_optimizer)
+        self._outer_settings = profile.outer_lr, profile.outer_momentum
+        self.velocity: list[Any] | None = None
+        """The outer momentum, as the anchor; None before the first averaging and without an outer optimizer."""
         self.anchor: list[Any] | None = None
         """The values of all ranks after the last averaging, if kept."""
         self.keeps_anchor = profile.outer_optimizer != "none" or profile.local_sgd_dtype != "float32"
@@ -89,8 +96,18 @@ class Fragment:
         if not self.keeps_anchor:
             return means, others
         assert self.anchor is not None
-        self.anchor = self.outer.step(self.anchor, means, rate)
+        self._step_from_anchor(means, rate)
         return self.anchor, others
+
+    def _step_from_anchor(self, differences: list[Any], rate: float) -> None:
+        """Move the anchor, in its own memory, by the outer optimizer's step; all ranks compute the same bits."""
+        assert self.anchor is not None
+        velocities = self.velocity or [None] * len(differences)
+        for index, (anchor, difference) in enumerate(zip(self.anchor, differences, strict=True)):
+            change, velocity = self._outer.step(difference, velocities[index], rate, *self._outer_settings)
+            anchor.subtract_(change)
+            velocities[index] = velocity
+        self.velocity = None if velocities[0] is None else velocities
 
     def _differences(self, values: list[Any]) -> list[Any]:
         """What is sent for ``values``: their difference from the last agreed values."""
@@ -138,59 +155,6 @@ def parted(fragments: Sequence[Fragment], buffers: list[Any], values: Sequence[T
         return [buffers]
     parts = cut(buffers, values)
     return [flats(fragment.choose(parts)) for fragment in fragments]
-
-
-# Momentum over periods of local training: the outer optimizer, which uses the averaged difference.
-
-
-class OuterOptimizer:
-    """Turns the last agreed values and the averaged difference (anchor - average) into the next agreed values.
-
-    ``none``: anchor - difference, plain averaging.
-    ``slowmo``: u = m u + difference / rate; anchor - lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019).
-    ``diloco``: u = m u + difference; anchor - lr * (difference + m u), Nesterov (Douillard et al. 2023).
-    Tensors are flat, [elements], one for each dtype in which means are computed, and equal on every rank.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        steps: dict[str, Callable[[list[Any], list[Any], float], list[Any]]]
-        steps = {"none": self._plain, "slowmo": self._slowmo, "diloco": self._diloco}
-        self._step = entry_of("outer_optimizer", profile.outer_optimizer, steps, "step on real ranks")
-        self._lr = profile.outer_lr
-        self._momentum = profile.outer_momentum
-        self.velocity: list[Any] | None = None
-
-    def step(self, anchor: list[Any], difference: list[Any], rate: float) -> list[Any]:
-        """The next agreed values, in the memory of ``anchor``; ``difference`` is overwritten or kept as well.
-
-        ``rate`` is the inner optimizer's learning rate.
-        """
-        return self._step(anchor, difference, rate)
-
-    def _plain(self, anchor: list[Any], difference: list[Any], _: float) -> list[Any]:
-        return [a.subtract_(d) for a, d in zip(anchor, difference, strict=True)]
-
-    def _slowmo(self, anchor: list[Any], difference: list[Any], rate: float) -> list[Any]:
-        scale = 1.0 / rate if rate > 0 else 1.0
-        velocity = self._push([d.scale_(scale) for d in difference] if scale != 1.0 else difference)
-        return [a.subtract_(v * (self._lr / scale)) for a, v in zip(anchor, velocity, strict=True)]
-
-    def _diloco(self, anchor: list[Any], difference: list[Any], _: float) -> list[Any]:
-        steps = [p.add_(v * self._momentum) for p, v in zip(difference, self._push(difference), strict=True)]
-        return [a.subtract_(one.scale_(self._lr)) for a, one in zip(anchor, steps, strict=True)]
-
-    def _push(self, pushed: list[Any]) -> list[Any]:
-        """Add to the velocity and return it."""
-        if self.velocity is None:
-            self.velocity = [p.clone() for p in pushed]
-        else:
-            self.velocity = [v.scale_(self._momentum).add_(p) for v, p in zip(self.velocity, pushed, strict=True)]
-        return self.velocity
-
-
-# Tensors of several dtypes as flat buffers: one for each dtype in which means are computed.
-#
-# Means of float64 are computed in float64, all others in float32.
 
 
 def flats(tensors: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,23 +44,53 @@ def _weighted_sum(bits: Any) -> Any:
     return (bits * (2 * paddle.arange(bits.shape[0], dtype="int64") + 1)).sum()
 
 
-@dataclass(frozen=True)
-class Look:
-    """One rank's digests, on their way to the host."""
+class ReplicaCheck:
+    """The comparisons of one program's replicas that ``divergence_check_steps`` asks for. All ranks call everything in
+    the same order."""
 
-    moment: str
-    names: Sequence[str]
-    digests: HostCopy
+    def __init__(self, job: Job, every_steps: int) -> None:
+        self._job = job
+        self._every = every_steps
+        self._steps = 0
+        self._start_is_checked = False
+        self._pending: list[tuple[str, Sequence[str], HostCopy]] = []
+        """(moment, names, digests on their way to the host)."""
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the profile asks for comparisons: then the replicas are compared before every save, too."""
+        return self._every > 0
 
-def look(device: Device, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> Look:
-    """Start a comparison that ``compare_looks`` ends a step later."""
-    return Look(moment, names, device.to_host(device_digests(tensors)))
+    def count(self) -> None:
+        """Called once in each update, before `after_step`."""
+        self._steps += 1
 
+    def after_step(self, moment: str, names: Sequence[str], tensors: Sequence[Any], first: bool = False) -> None:
+        """Compare values that are equal on all ranks after a step, if it is due."""
+        if self._every and (first or self._steps >= self._every):
+            self._steps = 0
+            self._compare(moment, names, tensors)
 
-def compare_looks(job: Job, taken: Look) -> None:
-    """As ``compare``, with digests taken before; all ranks call it."""
-    compare_digests(job, taken.moment, taken.names, [int(one) for one in taken.digests.read()])
+    def at_start(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
+        """Compare what training starts from, once: local steps hide differences, and an averaging mixes them."""
+        if not self._start_is_checked:
+            self._start_is_checked = True
+            self._compare("the start", names, tensors)
+
+    def settle(self) -> None:
+        """Read what the last step copied to the host. Raises ScheduleMismatch for replicas that have diverged."""
+        pending, self._pending = self._pending, []
+        for moment, names, taken in pending:
+            compare_digests(self._job, moment, names, [int(digest) for digest in taken.read()])
+
+    def _compare(self, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
+        """Now, or a step later where the host must not wait for the device."""
+        engine = self._job.engine
+        if engine.reads_values:
+            with self._job.clock.exposed():
+                compare(self._job, moment, names, tensors)
+        else:
+            self._pending.append((moment, names, engine.device.to_host(device_digests(tensors))))
 
 
 def compare(job: Job, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:

@@ -17,8 +17,7 @@ from fleet_train.collectives.engine import Collective, Place, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_barrier, passed_on, token
 from fleet_train.collectives.job import Job
-from fleet_train.plan.phases import CollectiveSpec
-from fleet_train.plan.plan import ITEM_BYTES
+from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
 
 # An allreduce on a ring takes twice as many messages one after the other as an allgather, and sums here are a few
 # kilobytes: on two ranks over loopback 340 us, not 150. With more ranks the allgather's bytes outweigh that.

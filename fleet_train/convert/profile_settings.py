@@ -18,11 +18,11 @@ from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Choice, Conditions, choose, decline, needs_link
-from fleet_train.plan.compressions import DgcSettings, dgc_settings
 from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
 from fleet_train.profile import KNOBS, Profile, check_flags
 from fleet_train.profile.catalogue import laid_over
 from fleet_train.profile.knobs import AUTO, shown
+from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
 
 
 def leaves_one_process_alone(profile: Profile) -> bool:

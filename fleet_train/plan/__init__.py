@@ -2,7 +2,8 @@
 
 from fleet_train.plan.choose import build_plan
 from fleet_train.plan.explain import explain
-from fleet_train.plan.plan import Bucket, CommPlan, TensorSpec, first_difference
+from fleet_train.plan.plan import CommPlan, first_difference
+from fleet_train.profile.methods.base import Bucket, TensorSpec
 
 Gradient = TensorSpec
 """The former name."""

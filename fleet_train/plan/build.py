@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
-from fleet_train.plan.compressions import collectives_of
 from fleet_train.plan.explain import notes_of
-from fleet_train.plan.phases import BITS, CollectiveSpec, averaging_settings
-from fleet_train.plan.plan import MEGABYTE, Averaging, Bucket, CommPlan, TensorSpec
+from fleet_train.plan.plan import MEGABYTE, Averaging, CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of, refuse_unknown
+from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods.base import Bucket, CollectiveSpec, TensorSpec
+from fleet_train.profile.methods.quantised import BITS, averaging_settings
 from fleet_train.profile.profile import Buckets, buckets_of, chosen_in_words
 
 _SENDS_STATE = {"keep": False, "average": True, "reset": False}
@@ -35,7 +36,40 @@ def build_settled(
     norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
     same plan on every rank. Raises ProfileError for a hierarchy that the cluster cannot have.
     """
-    team_size, asked = _team_size(cluster, profile), buckets_of(profile)
+    asked = buckets_of(profile)
+    shape = without_buckets(cluster, profile)
+    buckets = cut_into_buckets(gradients, profile, asked, shape.team_size)
+    return replace(
+        shape,
+        communicators=asked.communicators,
+        buckets=buckets,
+        statistics=tuple(statistics),
+        averaging=_averaging(gradients, averaged, profile, state_values_per_parameter),
+        profile_name=profile.name,
+        profile_digest=profile.digest(),
+        chosen=chosen_in_words(profile),
+        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.team_size, statistics)),
+    )
+
+
+def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
+    """The part of a plan that does not depend on how gradients are cut into buckets: enough to price buckets. Raises
+    ProfileError for a hierarchy that the cluster cannot have."""
+    return CommPlan(
+        world_size=cluster.world_size,
+        node_num=cluster.node_num,
+        communicators=1,
+        buckets=(),
+        team_size=_team_size(cluster, profile),
+        accumulate_steps=profile.accumulate_steps,
+        waits_for_each=profile.sync_nccl_allreduce,
+    )
+
+
+def cut_into_buckets(
+    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, team_size: int
+) -> tuple[Bucket, ...]:
+    """The buckets of these sizes, in turn on the communicators, with what is sent of each."""
     most = profile.fuse_parameter_groups_size
     groups = fuse(gradients, asked, most) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
     buckets = tuple(
@@ -48,21 +82,9 @@ def build_settled(
         )
         for index, group in enumerate(groups)
     )
-    buckets = tuple(replace(bucket, sent=collectives_of(bucket, profile, bool(team_size))) for bucket in buckets)
-    return CommPlan(
-        world_size=cluster.world_size,
-        node_num=cluster.node_num,
-        communicators=asked.communicators,
-        buckets=buckets,
-        team_size=team_size,
-        accumulate_steps=profile.accumulate_steps,
-        waits_for_each=profile.sync_nccl_allreduce,
-        statistics=tuple(statistics),
-        averaging=_averaging(gradients, averaged, profile, state_values_per_parameter),
-        profile_name=profile.name,
-        profile_digest=profile.digest(),
-        chosen=chosen_in_words(profile),
-        notes=tuple(notes_of(gradients, buckets, cluster, profile, team_size, statistics)),
+    return tuple(
+        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(team_size)))
+        for bucket in buckets
     )
 
 

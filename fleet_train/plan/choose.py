@@ -16,12 +16,14 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ClusterError
-from fleet_train.plan.build import build_settled
-from fleet_train.plan.phases import CollectiveSpec, flows, rounds
-from fleet_train.plan.plan import MEGABYTE, CommPlan, TensorSpec
+from fleet_train.plan.build import build_settled, cut_into_buckets, without_buckets
+from fleet_train.plan.phases import flows, rounds
+from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import TYPICAL, Compute, Costs, Link, Network, Paths, predict
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
+from fleet_train.profile.methods import COMPRESSIONS
+from fleet_train.profile.methods.base import CollectiveSpec, TensorSpec
 from fleet_train.profile.profile import (
     CHOSEN,
     COMMUNICATORS,
@@ -29,6 +31,7 @@ from fleet_train.profile.profile import (
     EDGE,
     SIZE,
     Buckets,
+    buckets_of,
     chosen_in_words,
     open_knobs,
 )
@@ -87,12 +90,23 @@ def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, 
         return Choice(_settled(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
-    plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
-    computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
-    buckets, plan = _best(plans, cluster, paths, computing)
+    buckets, plan = best_buckets(profile, gradients, cluster, conditions, paths)
     link = link_in_words(network, cluster, profile, conditions)
     settled = _settled(profile, buckets, f"{CHOSEN} for {link}")
     return Choice(settled, (_sentence(settled, plan, link),))
+
+
+def best_buckets(
+    profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions, paths: Paths
+) -> tuple[Buckets, CommPlan]:
+    """The buckets that ``profile`` gives or leaves open, and as much of the plan with them as a price needs."""
+    if not open_knobs(profile):
+        asked, shape = buckets_of(profile), without_buckets(cluster, profile)
+        cut = cut_into_buckets(gradients, profile, asked, shape.team_size)
+        return asked, replace(shape, buckets=cut, communicators=asked.communicators)
+    plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
+    computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
+    return _best(plans, cluster, paths, computing)
 
 
 def build_plan(
@@ -132,11 +146,12 @@ def _candidates(
     profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, most_communicators: int
 ) -> list[tuple[Buckets, CommPlan]]:
     """Every bucketing that the given knobs allow, each once; from few communicators and buckets to many."""
+    shape = without_buckets(cluster, profile)
     numbers = [int(number) for number in _numbers(profile.nccl_comm_num, range(1, most_communicators + 1))]
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
     for size, edge in _sizes(profile, _bytes(gradients)):
         buckets = Buckets(numbers[0], size, edge)
-        plan = build_settled(gradients, cluster, _settled(profile, buckets))
+        plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape.team_size))
         cut = tuple(len(bucket.gradients) for bucket in plan.buckets)
         # Many sizes give the same bucketing; the largest one is reported.
         if cut not in cuts or size > cuts[cut][0].megabytes:
@@ -324,7 +339,7 @@ def describe(where: str, measured: MeasuredLink) -> str:
 # Compressions that do not pay off: coding costs processor time, which a fast link does not save. Pure arithmetic.
 
 
-JUDGED = frozenset({"int8", "int4"})
+JUDGED = frozenset(name for name, one in COMPRESSIONS.items() if one.may_decline)
 """Compressions whose coding is expensive enough to be judged; others are always carried out."""
 _INSTEAD = ("bf16", "none")
 _IN_WORDS = {"none": "float32", "bf16": "bfloat16"}
@@ -349,10 +364,7 @@ def decline(
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
     others = {name: profile.with_choices("", compression=name) for name in (profile.compression, *_INSTEAD)}
-    plans = {
-        name: build_settled(gradients, cluster, choose(other, gradients, cluster, conditions).profile)
-        for name, other in others.items()
-    }
+    plans = {name: best_buckets(other, gradients, cluster, conditions, paths)[1] for name, other in others.items()}
     computing = (conditions.compute,) if conditions.compute else assumed_computing(plans["none"], paths)
     prices = {name: _price(plan, cluster, paths, computing) for name, plan in plans.items()}
     best = min(_INSTEAD, key=lambda name: prices[name])

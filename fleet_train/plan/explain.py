@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleet_train.cluster import Cluster
-from fleet_train.plan.phases import CollectiveSpec
-from fleet_train.plan.plan import MEGABYTE, Bucket, CommPlan, Note, TensorSpec
+from fleet_train.plan.plan import MEGABYTE, CommPlan, Note
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import Bucket, CollectiveSpec, TensorSpec
 from fleet_train.profile.profile import CHOSEN, DECLINED, buckets_of
 
 

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, QuantisedSettings, phases_of, sent_by_rank
+from fleet_train.plan.phases import CollectivePhase, phases_of, sent_by_rank
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, QuantisedSettings, TensorSpec
 
 MEGABYTE = 2**20
-ITEM_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
-
 
 MEAN_DTYPES = ("float32", "float64")
 """The dtypes in which LocalSGD computes means, in the order of its exchanges."""
@@ -43,60 +27,6 @@ def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
     """Positions of values of these dtypes, by the dtype in which their mean is computed; in the order of exchanges."""
     found = [mean_dtype(dtype) for dtype in dtypes]
     return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def nbytes(self) -> int:
-        if self.dtype not in ITEM_BYTES:
-            raise ConversionError(f"gradient of '{self.name}': dtype {self.dtype} cannot be communicated")
-        return self.elements * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are communicated together, in the order in which the backward pass finishes them."""
-
-    index: int
-    gradients: tuple[TensorSpec, ...]
-    communicator: int
-    algorithm: str = "allreduce"
-    compression: str = "none"
-    sent: tuple[CollectiveSpec, ...] = ()
-    """The exchanges of a step once compression runs at full strength."""
-
-    @property
-    def dtype(self) -> str:
-        return self.gradients[0].dtype
-
-    @property
-    def elements(self) -> int:
-        return sum(gradient.elements for gradient in self.gradients)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether it is sent quantised."""
-        return any(sent.quantised is not None for sent in self.sent)
-
-    def describe(self) -> str:
-        first, last = self.gradients[0].name, self.gradients[-1].name
-        names = first if first == last else f"{first} .. {last}"
-        return f"bucket {self.index} ({names}, {self.nbytes / 2**20:.2f} MB)"
 
 
 @dataclass(frozen=True)

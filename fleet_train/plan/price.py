@@ -9,8 +9,10 @@ from math import fsum
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import CollectivePhase, CollectiveSpec, phases_of, rounds
-from fleet_train.plan.plan import Averaging, Bucket, CommPlan
+from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
+from fleet_train.plan.plan import Averaging, CommPlan
+from fleet_train.profile.methods import COMPRESSIONS
+from fleet_train.profile.methods.base import Bucket, CollectiveSpec
 
 # Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure data.
 
@@ -65,42 +67,10 @@ NOTHING = Costs()
 TYPICAL = Costs(
     collective_seconds=5e-4,
     bucket_seconds=2.5e-4,
-    handing_seconds_per_byte={
-        "none": 0.12e-9,
-        "bf16": 0.09e-9,
-        "fp16": 0.09e-9,
-        "int8": 0.12e-9,
-        "int4": 0.12e-9,
-        "powersgd": 0.13e-9,
-        "dgc": 0.25e-9,
-    },
-    codec_seconds_per_byte={
-        "none": 0.05e-9,
-        "bf16": 0.6e-9,
-        "fp16": 0.9e-9,
-        "int8": 0.8e-9,
-        "int4": 0.4e-9,
-        "powersgd": 1.2e-9,
-        "dgc": 2.4e-9,
-    },
-    waiting_seconds_per_byte={
-        "none": 3.5e-9,
-        "bf16": 5e-9,
-        "fp16": 5e-9,
-        "int8": 2e-9,
-        "int4": 2e-9,
-        "powersgd": 5.5e-9,
-        "dgc": 7e-9,
-    },
-    taken_seconds_per_byte={
-        "none": 4e-9,
-        "bf16": 3.8e-9,
-        "fp16": 3.8e-9,
-        "int8": 0.8e-9,
-        "int4": 1.1e-9,
-        "powersgd": 2.8e-9,
-        "dgc": 3.7e-9,
-    },
+    handing_seconds_per_byte={name: one.costs.handing for name, one in COMPRESSIONS.items()},
+    codec_seconds_per_byte={name: one.costs.codec for name, one in COMPRESSIONS.items()},
+    waiting_seconds_per_byte={name: one.costs.waiting for name, one in COMPRESSIONS.items()},
+    taken_seconds_per_byte={name: one.costs.taken for name, one in COMPRESSIONS.items()},
     averaging_seconds_per_byte=2e-9,
 )
 """Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s

@@ -10,12 +10,12 @@ import numpy as np
 
 from fleet_train.errors import ConversionError
 from fleet_train.plan.build import LocalSgdSchedule
-from fleet_train.plan.compressions import Array
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
-from fleet_train.plan.simulate_methods import SimulatedWire, cut, make_method
+from fleet_train.plan.simulate_methods import Array, SimulatedParts, SimulatedWire, cut
 from fleet_train.plan.simulate_quantised import QuantisedSum
 from fleet_train.profile import Profile
-from fleet_train.profile.knobs import entry_of
+from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods.outer import outer_optimizer_of
 
 # LocalSGD: the ranks' values at the end of a period.
 
@@ -131,7 +131,7 @@ class _Fragment:
         self.names = list(names)
         self.anchor: list[Array] = []
         self._profile, self._plan, self._wire, self._part = profile, plan, wire, part
-        self._velocity: dict[int, Array] = {}
+        self._velocity: dict[int, Array | None] = {}
         self._sums: dict[int, QuantisedSum] = {}
 
     def agree(self, held: Sequence[list[Array]], rate: float) -> None:
@@ -142,7 +142,14 @@ class _Fragment:
                 self.anchor[index] = self._wire.mean(values, own)
                 continue
             difference = self._mean_of(index, [anchor - one for one in values], own)
-            self.anchor[index] = (anchor - self._outer(index, difference.astype(np.float64), rate)).astype(own)
+            change, self._velocity[index] = outer_optimizer_of(self._profile.outer_optimizer).step(
+                difference.astype(np.float64),
+                self._velocity.get(index),
+                rate,
+                self._profile.outer_lr,
+                self._profile.outer_momentum,
+            )
+            self.anchor[index] = (anchor - change).astype(own)
 
     def _mean_of(self, index: int, differences: list[Array], own: str) -> Array:
         wire = self._profile.local_sgd_dtype
@@ -157,22 +164,6 @@ class _Fragment:
         self._wire.count(averaging.collectives_of(self._part)[index])
         total = self._sums[index].sum([one.astype(np.float32) for one in differences])
         return np.asarray(total * np.float32(1.0 / len(differences)))
-
-    def _outer(self, index: int, difference: Array, rate: float) -> Array:
-        """The step from the anchor. SlowMo: Wang et al. 2019, algorithm 1. DiLoCo: Douillard et al. 2023, Nesterov."""
-        lr, momentum = self._profile.outer_lr, self._profile.outer_momentum
-        before = self._velocity.get(index, np.zeros(difference.shape))
-
-        def slowmo() -> Array:
-            self._velocity[index] = momentum * before + difference / rate
-            return np.asarray(lr * rate * self._velocity[index])
-
-        def diloco() -> Array:
-            self._velocity[index] = momentum * before + difference
-            return np.asarray(lr * (difference + momentum * self._velocity[index]))
-
-        steps: dict[str, Callable[[], Array]] = {"none": lambda: difference, "slowmo": slowmo, "diloco": diloco}
-        return entry_of("outer_optimizer", self._profile.outer_optimizer, steps, "step in the simulation")()
 
 
 def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
@@ -329,7 +320,14 @@ class SimulatedJob:
         self._wire = SimulatedWire(plan)
         made = [optimizer() for _ in range(plan.world_size)]
         self.optimizers, momentum, nesterov = _give_momentum_away(made, profile)
-        self._methods = [make_method(b, plan, profile, self._wire, momentum, nesterov) for b in plan.buckets]
+        self._profile = profile
+        self._exchanges = 0
+        self._references = [
+            compression_of(bucket.compression).in_numpy(
+                SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov)
+            )
+            for bucket in plan.buckets
+        ]
         self._averaging: SimulatedAveraging | None = None
         if plan.averaging is not None:
             self._averaging = SimulatedAveraging(profile, plan, self._wire, start)
@@ -379,9 +377,16 @@ class SimulatedJob:
 
     def _exchange(self, gradients: Sequence[Values]) -> Values:
         agreed: Values = {}
-        for bucket, method in zip(self._plan.buckets, self._methods, strict=True):
+        for bucket, reference in zip(self._plan.buckets, self._references, strict=True):
+            compression = compression_of(bucket.compression)
+            for sent in compression.sent(bucket, self._profile, bool(self._plan.team_size), self._exchanges):
+                self._wire.count(sent)
             names = [gradient.name for gradient in bucket.gradients]
-            agreed |= zip(names, method.average([[rank[name] for name in names] for rank in gradients]), strict=True)
+            results = reference.step([[rank[name] for name in names] for rank in gradients])
+            if bucket.dtype == "float32":
+                results = [values.astype(np.float32) for values in results]
+            agreed |= zip(names, results, strict=True)
+        self._exchanges += 1
         return agreed
 
     def _apply(self, gradients: Sequence[Values]) -> None:

@@ -9,8 +9,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fleet_train.plan.compressions import Array
-from fleet_train.plan.phases import SMALLEST, QuantisedLayout, QuantisedSettings, local_groups
+from fleet_train.plan.phases import local_groups
+from fleet_train.plan.simulate_methods import Array, Gradients, SimulatedParts, scaled
+from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.profile.methods.quantised import SMALLEST, QuantisedLayout, quantised_settings
+
+
+class QuantisedSimulation:
+    """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
+
+    def __init__(self, parts: SimulatedParts) -> None:
+        bucket, plan = parts.bucket, parts.plan
+        settings = quantised_settings(parts.profile, bucket.compression)
+        self._parts = parts
+        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, plan.world_size, plan.team_size, settings)
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """The result on every rank, in the bucket's order and shapes, float32."""
+        return self._parts.split(scaled(self._sum.sum(self._parts.joined(gradients)), len(gradients)))
 
 
 class QuantisedSum:

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan.compressions import Array
 from fleet_train.plan.plan import CommPlan
 from fleet_train.plan.simulate import Local, Sgd, SimulatedJob, Step, Values
+from fleet_train.plan.simulate_methods import Array
 from fleet_train.profile import Profile
+from fleet_train.profile.methods import compression_of
 
 MEGABYTE = 2**20
 RATE = 0.1
 MOST_VALUES = 2 * 10**8
 """Parameters of all ranks together: float32 values and gradients, float64 sums, a few GB in all."""
-_SHORT = {"local_sgd_is_warm_steps": 2, "powersgd_start_step": 2, "dgc_rampup_begin_step": 2, "dgc_rampup_steps": 4}
+_SHORT_WARM_UP = {"local_sgd_is_warm_steps": 2}
 _LONG_PERIOD = 20
 _NO_LESS_THAN = 8
 
@@ -85,7 +86,8 @@ def try_out(plan: CommPlan, profile: Profile, updates: int = 0, seed: int = 0) -
 
 def short_warm_ups(profile: Profile) -> dict[str, int]:
     """The knobs whose warm-up is longer than a trial needs, with sufficient values."""
-    return {knob: steps for knob, steps in _SHORT.items() if profile.heeds(knob) and getattr(profile, knob) > steps}
+    short = _SHORT_WARM_UP | compression_of(profile.compression).short_warm_up
+    return {knob: steps for knob, steps in short.items() if profile.heeds(knob) and getattr(profile, knob) > steps}
 
 
 def short_periods(profile: Profile, longest: int) -> dict[str, int]:
@@ -101,7 +103,8 @@ def short_periods(profile: Profile, longest: int) -> dict[str, int]:
 
 def _updates_to_see(plan: CommPlan, profile: Profile) -> int:
     if plan.averaging is None:
-        return max(_NO_LESS_THAN, profile.dgc_rampup_begin_step + profile.dgc_rampup_steps + 2)
+        full_strength = compression_of(profile.compression).steps_to_full_strength(profile)
+        return max(_NO_LESS_THAN, full_strength + 2)
     period = plan.averaging.period
     return profile.local_sgd_is_warm_steps + period * (1 if period > _LONG_PERIOD else 2)
 
@@ -192,11 +195,7 @@ def deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
 def _purpose(profile: Profile) -> str:
     if profile.outer_optimizer != "none":
         return f"{profile.outer_optimizer} adds its own momentum, on purpose"
-    reasons = {
-        "powersgd": "random matrices have no low rank: the worst case for powersgd; what it leaves out is sent later",
-        "dgc": "what dgc has not sent yet is sent later; random gradients have no large elements: the worst case",
-    }
-    return reasons.get(profile.compression, "")
+    return compression_of(profile.compression).on_purpose
 
 
 def describe(trial: Trial) -> str:

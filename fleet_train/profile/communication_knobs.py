@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator
 
 from fleet_train.profile.knobs import AUTO, Auto, OnlyWith, knob
+from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
+from fleet_train.profile.methods.dgc import DgcKnobs
+from fleet_train.profile.methods.outer import OUTER_OPTIMIZERS, WITH_MOMENTUM
+from fleet_train.profile.methods.powersgd import PowerSgdKnobs
+from fleet_train.profile.methods.quantised import QuantisedKnobs
 
 
 class CommunicationKnobs(BaseModel):
@@ -173,6 +178,13 @@ class CommunicationKnobs(BaseModel):
 # The knobs of LocalSGD and of momentum over its periods.
 
 
+if TYPE_CHECKING:
+    OuterName = str
+else:
+    OuterName = Literal[tuple(OUTER_OPTIMIZERS)]
+_WITH_MOMENTUM = OnlyWith("outer_optimizer", WITH_MOMENTUM, default_fits=True)
+
+
 class LocalSgdKnobs(CommunicationKnobs):
     """When parameters are averaged, what is sent, and how the average is used."""
 
@@ -274,13 +286,16 @@ class LocalSgdKnobs(CommunicationKnobs):
         meaning="Which layers form a fragment: every n-th one (strided), or neighbours (sequential).",
         reason="The paper found strided slightly better: each fragment has early and late layers.",
     )
-    outer_optimizer: Literal["none", "slowmo", "diloco"] = knob(
+    outer_optimizer: OuterName = knob(
         "none",
         fate="carried out",
         needs="use_local_sgd",
-        meaning="Momentum over periods: slowmo (slow momentum), diloco (Nesterov on the averaged difference).",
+        meaning="Momentum over periods: "
+        + ", ".join(f"{name} ({OUTER_OPTIMIZERS[name].words})" for name in WITH_MOMENTUM)
+        + ".",
         reason="Applied to the difference between the last averaged parameters and the new average. Sources: "
-        "Wang et al. 2019 (SlowMo), Douillard et al. 2023 (DiLoCo).",
+        + ", ".join(OUTER_OPTIMIZERS[name].source for name in WITH_MOMENTUM)
+        + ".",
     )
     outer_lr: float = knob(
         1.0,
@@ -288,7 +303,7 @@ class LocalSgdKnobs(CommunicationKnobs):
         gt=0,
         le=100,
         needs="use_local_sgd",
-        only_with=OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True),
+        only_with=_WITH_MOMENTUM,
         meaning="Learning rate of the outer optimizer. DiLoCo's advice: 0.7; SlowMo's: 1.",
         reason="1 with outer_momentum 0 is plain averaging.",
     )
@@ -298,165 +313,70 @@ class LocalSgdKnobs(CommunicationKnobs):
         ge=0,
         le=0.999,
         needs="use_local_sgd",
-        only_with=OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True),
+        only_with=_WITH_MOMENTUM,
         meaning="Momentum of the outer optimizer. DiLoCo's advice: 0.9; SlowMo's: 0.4 to 0.8.",
         reason="Every rank keeps the momentum, equal on all; it is saved.",
     )
 
 
-# The knobs of gradient compression.
+# The knobs of gradient compression: which one, and the settings that the listed compressions have.
 
 
-_QUANTISED = OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))
+if TYPE_CHECKING:
+    CompressionName = str
+else:
+    CompressionName = Literal[tuple(COMPRESSIONS)]
 
 
-class CompressionKnobs(LocalSgdKnobs):
+def _what_is_sent() -> str:
+    """``all of it, half the bits (bf16, fp16), ..., or the largest elements (dgc)``."""
+    names: dict[str, list[str]] = {}
+    for one in COMPRESSIONS.values():
+        names.setdefault(one.words, []).append(one.name)
+    first, *parts = (f"{words} ({', '.join(own)})" for words, own in names.items())
+    return f"{first.partition(' (')[0]}, {', '.join(parts[:-1])}, or {parts[-1]}"
+
+
+def _how() -> str:
+    *most, last = (one.name for one in COMPRESSIONS.values() if one.keeps_rest)
+    sources = ", ".join(family.sources for family in FAMILIES if family.sources)
+    return " ".join(
+        [
+            *(family.reason for family in FAMILIES if family.reason),
+            f"{', '.join(most)} and {last} keep what is not sent and add it later; checkpoints contain it.",
+            f"Sources: {sources}.",
+        ]
+    )
+
+
+class CompressionChoice(LocalSgdKnobs):
     """What is sent of a gradient."""
 
-    compression: Literal["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"] = knob(
+    compression: CompressionName = knob(
         "none",
         fate="carried out",
-        meaning="What is sent of a gradient: all of it, half the bits (bf16, fp16), a quarter (int8), an eighth "
-        "(int4), low-rank factors (powersgd), or the largest elements (dgc).",
-        reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's "
-        "alone: Gloo's float16 sums are inf, so it is refused on CPU. int8 and int4: integers with a scale per block, "
-        "summed in float32 (with a hierarchical allreduce between the leaders only). They, powersgd and dgc keep what "
-        "is not sent and add it later; checkpoints contain it. Sources: Seide et al. 2014 (error feedback), Dettmers "
-        "et al. 2021 (block scales), Vogels et al. 2019 (PowerSGD), Lin et al. 2018 (DGC).",
+        meaning=f"What is sent of a gradient: {_what_is_sent()}.",
+        reason=_how(),
     )
     compression_declines: bool = knob(
         False,
         fate="carried out",
-        only_with=OnlyWith("compression", ("int8", "int4")),
+        only_with=OnlyWith("compression", tuple(one.name for one in COMPRESSIONS.values() if one.may_decline)),
         meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
         "link. false = send the requested compression; rank 0 says where it probably does not pay.",
         reason="Encoding takes processor time, which a fast link does not save. The link is that of link_gigabits "
         "and link_latency_ms, measured if they are not given: with true, a run's numbers depend on that measurement. "
         "`recommend` tries what pays.",
     )
-    quantised_block_size: int = knob(
-        512,
-        fate="carried out",
-        unit="elements",
-        ge=32,
-        le=65536,
-        only_with=_QUANTISED,
-        meaning="Elements that share a scale in int8 or int4; a multiple of 32. Smaller = closer to the "
-        "values, more bytes: a scale takes 4.",
-        reason="A block's scale is its largest absolute value over 127 (int8) or 7 (int4).",
-    )
-    quantised_error_feedback: bool = knob(
-        True,
-        fate="carried out",
-        only_with=_QUANTISED,
-        meaning="Add earlier rounding errors to what int8 or int4 sends. false = forget them.",
-        reason="Costs one copy of the sent values per rank, kept in checkpoints; without it int4 may not converge.",
-    )
-    quantised_rounding: Literal["nearest", "stochastic"] = knob(
-        "nearest",
-        fate="carried out",
-        only_with=_QUANTISED,
-        meaning="How int8 and int4 round: to the nearest level, or up with the probability of the fractional part.",
-        reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers depend "
-        "only on parameter, rank and step, so that a resumed run draws the same ones. nearest has the smaller error.",
-    )
-    powersgd_rank: int = knob(
-        1,
-        fate="carried out",
-        unit="columns",
-        ge=1,
-        le=1024,
-        only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="Columns of PowerSGD's two factors. Higher = more bytes, closer to the gradient.",
-        reason="A gradient [n, m] is sent as n + m numbers per column.",
-    )
-    powersgd_start_step: int = knob(
-        0,
-        fate="carried out",
-        unit="steps",
-        ge=0,
-        le=1_000_000_000,
-        only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="Steps with whole gradients before PowerSGD starts.",
-        reason="Early gradients change fast; PyTorch's advice is a tenth of the training.",
-    )
-    powersgd_min_compression: float = knob(
-        2.0,
-        fate="carried out",
-        unit="times",
-        ge=0,
-        le=1_000_000,
-        only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="A gradient is compressed when its factors are at least this many times smaller than itself.",
-        reason="Other gradients are sent whole, together with the first factors.",
-    )
-    powersgd_warm_start: bool = knob(
-        True,
-        fate="carried out",
-        only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="Start each step's power iteration from the last step's factor. false = from new random numbers.",
-        reason="One iteration per step then follows the gradients; without it each step starts again from "
-        "random factors.",
-    )
-    powersgd_error_feedback: bool = knob(
-        True,
-        fate="carried out",
-        only_with=OnlyWith("compression", ("powersgd",)),
-        meaning="Add to each gradient what PowerSGD left out of earlier ones. false = forget it.",
-        reason="Costs one copy of the compressed gradients per rank; without it training may not converge.",
-    )
-    dgc_sparsity: float = knob(
-        0.999,
-        fate="carried out",
-        ge=0,
-        le=0.9999,
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Share of a gradient that DGC does not send, after the ramp-up.",
-        reason="Each rank sends its largest elements with their indices.",
-    )
-    dgc_rampup_begin_step: int = knob(
-        0,
-        fate="carried out",
-        unit="steps",
-        ge=0,
-        le=1_000_000_000,
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Steps with whole gradients before DGC starts.",
-        reason="The momentum of these steps is kept, so that the switch loses nothing.",
-    )
-    dgc_rampup_steps: int = knob(
-        1,
-        fate="carried out",
-        unit="steps",
-        ge=1,
-        le=1_000_000_000,
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Steps over which the sparsity rises: 0.75, 0.9375, 0.984375, 0.996, then dgc_sparsity. 1 = at once.",
-        reason="The stages of the paper, spread evenly; those above dgc_sparsity are skipped.",
-    )
-    dgc_local_grad_clip_norm: float = knob(
-        0.0,
-        fate="carried out",
-        ge=0,
-        le=1_000_000,
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Clip each gradient on its rank at this L2 norm over the root of the number of ranks. 0 = no clipping.",
-        reason="Before it is accumulated; the optimizer's own gradient clip is refused with DGC.",
-    )
-    dgc_momentum_factor_masking: bool = knob(
-        True,
-        fate="carried out",
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Clear the momentum of sent elements, so that stale momentum does not accumulate.",
-        reason="The velocities at the selected indices become zero.",
-    )
-    dgc_min_elements: int = knob(
-        16384,
-        fate="carried out",
-        unit="elements",
-        ge=0,
-        le=1_000_000_000,
-        only_with=OnlyWith("compression", ("dgc",)),
-        meaning="Gradients with fewer elements are sent whole.",
-        reason="All of them in one allreduce. Selecting from small ones costs more time than it saves; Fleet's bound.",
-    )
+
+
+if TYPE_CHECKING:
+    # For code outside a compression's own file that reads its knobs.
+    class CompressionKnobs(DgcKnobs, PowerSgdKnobs, QuantisedKnobs, CompressionChoice):
+        """The choice, and the settings of all compressions."""
+
+else:
+    _settings = dict.fromkeys(one.knobs for one in COMPRESSIONS.values() if one.knobs is not None)
+
+    class CompressionKnobs(*reversed(_settings), CompressionChoice):
+        """The choice, and the settings of all compressions. The last base's fields come first."""

@@ -2,8 +2,8 @@
 --compatibility``.
 
 To add a strategy, add its line to ``STRATEGIES`` and a line to ``PAIRS`` for each existing one; a test fails if one is
-missing. A knob that only has an effect with another one is not a pair: see ``needs`` and ``only_with`` of
-`fleet_train.profile.knobs.Knob`.
+missing. Compressions say in their own descriptions what they go with. A knob that only has an effect with another one
+is not a pair: see ``needs`` and ``only_with`` of `fleet_train.profile.knobs.Knob`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from itertools import combinations
 from typing import Any
 
 from fleet_train.profile.knobs import AUTO, shown
+from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
+from fleet_train.profile.methods.base import Family, Verdict, goes, refused
 from fleet_train.profile.schema import KNOBS
 
 
@@ -28,16 +30,6 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether two strategies may be combined in a profile. ``words``: how they work together, or why they cannot and
-    what to do instead.
-    """
-
-    allowed: bool
-    words: str
-
-
-@dataclass(frozen=True)
 class Clash:
     """Two strategies in one profile that cannot be combined, reported for the knob that was set."""
 
@@ -45,12 +37,9 @@ class Clash:
     message: str
 
 
-def _goes(words: str) -> Verdict:
-    return Verdict(True, words)
-
-
-def _refused(reason: str, instead: str) -> Verdict:
-    return Verdict(False, f"{reason}; {instead}")
+def _is_one_of(family: Family) -> Callable[[str], bool]:
+    members = {one.name for one in COMPRESSIONS.values() if one.family is family}
+    return lambda kind: kind in members
 
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -60,10 +49,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("waiting", "sync_nccl_allreduce", "waiting for each bucket"),
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),
     Strategy("outer", "outer_optimizer", "outer momentum", lambda kind: kind != "none"),
-    Strategy("bf16", "compression", "bfloat16 on the wire", lambda kind: kind in ("bf16", "fp16")),
-    Strategy("quantised", "compression", "quantised wire format", lambda kind: kind in ("int8", "int4")),
-    Strategy("powersgd", "compression", "PowerSGD", lambda kind: kind == "powersgd"),
-    Strategy("dgc", "compression", "DGC", lambda kind: kind == "dgc"),
+    *(Strategy(one.name, "compression", one.title, _is_one_of(one)) for one in FAMILIES),
     Strategy("merge", "accumulate_steps", "gradient merge", lambda number: number > 1),
     Strategy("amp", "amp_level", "mixed precision", lambda level: level != "O0"),
     Strategy("sync_bn", "sync_batch_norm", "synchronised batch norm"),
@@ -71,25 +57,23 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 
 PAIRS: dict[tuple[str, str], Verdict] = {
-    ("fused", "communicators"): _goes("the communicators take the buckets in turn"),
-    ("fused", "hierarchical"): _goes(
-        "each bucket takes the three steps; fewer buckets wait for the leaders less often"
-    ),
-    ("fused", "waiting"): _goes("each bucket is waited for before the next operator starts"),
-    ("fused", "local_sgd"): _goes("buckets are for the gradients of the warm-up; parameters are averaged in one piece"),
-    ("fused", "outer"): _goes("the outer step uses averaged parameters and does not depend on the warm-up's buckets"),
-    ("communicators", "hierarchical"): _goes("each communicator has its own local groups and leaders' group"),
-    ("communicators", "waiting"): _goes("only one bucket is in flight at a time, so one communicator is enough"),
-    ("communicators", "local_sgd"): _goes("the warm-up uses all of them, an averaging the first one"),
-    ("communicators", "outer"): _goes("the averaged difference is sent on the first communicator"),
-    ("hierarchical", "waiting"): _goes("a bucket's three steps end before the next operator starts"),
-    ("hierarchical", "local_sgd"): _goes("parameters are averaged in the same three steps as gradients in the warm-up"),
-    ("hierarchical", "outer"): _goes(
+    ("fused", "communicators"): goes("the communicators take the buckets in turn"),
+    ("fused", "hierarchical"): goes("each bucket takes the three steps; fewer buckets wait for the leaders less often"),
+    ("fused", "waiting"): goes("each bucket is waited for before the next operator starts"),
+    ("fused", "local_sgd"): goes("buckets are for the gradients of the warm-up; parameters are averaged in one piece"),
+    ("fused", "outer"): goes("the outer step uses averaged parameters and does not depend on the warm-up's buckets"),
+    ("communicators", "hierarchical"): goes("each communicator has its own local groups and leaders' group"),
+    ("communicators", "waiting"): goes("only one bucket is in flight at a time, so one communicator is enough"),
+    ("communicators", "local_sgd"): goes("the warm-up uses all of them, an averaging the first one"),
+    ("communicators", "outer"): goes("the averaged difference is sent on the first communicator"),
+    ("hierarchical", "waiting"): goes("a bucket's three steps end before the next operator starts"),
+    ("hierarchical", "local_sgd"): goes("parameters are averaged in the same three steps as gradients in the warm-up"),
+    ("hierarchical", "outer"): goes(
         "the difference is averaged in the three steps, then each rank takes the outer step"
     ),
-    ("waiting", "local_sgd"): _goes("concerns the warm-up only: local steps send no gradients"),
-    ("waiting", "outer"): _goes("concerns the warm-up only: the outer step follows an averaging, which is waited for"),
-    ("local_sgd", "outer"): _goes("the outer step is taken at each averaging; without LocalSGD there is none"),
+    ("waiting", "local_sgd"): goes("concerns the warm-up only: local steps send no gradients"),
+    ("waiting", "outer"): goes("concerns the warm-up only: the outer step follows an averaging, which is waited for"),
+    ("local_sgd", "outer"): goes("the outer step is taken at each averaging; without LocalSGD there is none"),
 }
 
 
@@ -97,62 +81,40 @@ def _with(strategy: str, others: str, verdict: Verdict) -> dict[tuple[str, str],
     return {(other, strategy): verdict for other in others.split()}
 
 
-_ONE_COMPRESSION = _refused("a gradient is compressed in one way", "choose one")
-_WARM_UP_ONLY = _refused(
-    "LocalSGD sends gradients in its warm-up only, and a compression's error feedback would be lost at its end",
-    "use local_sgd_dtype: bfloat16",
-)
+_ONE_COMPRESSION = refused("a gradient is compressed in one way", "choose one")
+_COMPRESSIONS = " ".join(one.name for one in FAMILIES)
+for _position, _family in enumerate(FAMILIES):
+    PAIRS |= {
+        **_with(_family.name, "fused communicators waiting", _family.with_buckets),
+        **_with(_family.name, "hierarchical", _family.with_local_groups),
+        **_with(_family.name, "local_sgd outer", _family.with_local_sgd),
+        **_with(_family.name, " ".join(one.name for one in FAMILIES[:_position]), _ONE_COMPRESSION),
+    }
 PAIRS |= {
-    **_with("bf16", "fused communicators waiting", _goes("each bucket is cast before it is sent and back after")),
-    **_with("bf16", "hierarchical", _goes("inside a local group float32, between the leaders half the bytes")),
-    **_with("bf16", "local_sgd outer", _goes("concerns the warm-up; local_sgd_dtype is for the averaging")),
-    **_with("quantised", "fused communicators waiting", _goes("each bucket is rounded, with scales per block")),
-    **_with("quantised", "hierarchical", _goes("inside a local group float32, between the leaders quantised values")),
-    **_with(
-        "quantised",
-        "local_sgd outer",
-        _goes(
-            "concerns the warm-up, at whose end the rounding errors kept (half a level of one step) are dropped; "
-            "local_sgd_dtype is for the averaging"
-        ),
-    ),
-    **_with("quantised", "bf16", _ONE_COMPRESSION),
-    **_with("powersgd", "fused communicators waiting", _goes("a bucket takes two small allreduces")),
-    **_with("powersgd", "hierarchical", _goes("both small allreduces take the three steps")),
-    **_with("powersgd", "local_sgd outer", _WARM_UP_ONLY),
-    **_with("powersgd", "bf16 quantised", _ONE_COMPRESSION),
-    **_with("dgc", "fused communicators waiting", _goes("a bucket takes one all-gather")),
-    **_with(
-        "dgc",
-        "hierarchical",
-        _refused("the ranks' largest elements are gathered, not summed", "leave use_hierarchical_allreduce off"),
-    ),
-    **_with("dgc", "local_sgd outer", _WARM_UP_ONLY),
-    **_with("dgc", "bf16 quantised powersgd", _ONE_COMPRESSION),
-    **_with("merge", "fused communicators hierarchical waiting", _goes("one exchange per update")),
-    **_with("merge", "local_sgd outer", _goes("a local step is an update; micro-batches within it send nothing")),
-    **_with("merge", "bf16 quantised powersgd dgc", _goes("the merged gradient is compressed")),
+    **_with("merge", "fused communicators hierarchical waiting", goes("one exchange per update")),
+    **_with("merge", "local_sgd outer", goes("a local step is an update; micro-batches within it send nothing")),
+    **_with("merge", _COMPRESSIONS, goes("the merged gradient is compressed")),
     **_with(
         "amp",
-        "fused communicators hierarchical waiting local_sgd outer bf16 quantised powersgd dgc merge",
-        _goes("gradients and parameters are float32 outside the forward and backward pass"),
+        f"fused communicators hierarchical waiting local_sgd outer {_COMPRESSIONS} merge",
+        goes("gradients and parameters are float32 outside the forward and backward pass"),
     ),
     **_with(
         "sync_bn",
-        "fused communicators hierarchical waiting bf16 quantised powersgd dgc",
-        _goes("statistics are sent on a separate process group"),
+        f"fused communicators hierarchical waiting {_COMPRESSIONS}",
+        goes("statistics are sent on a separate process group"),
     ),
     **_with(
         "sync_bn",
         "local_sgd outer",
-        _refused("local steps send nothing, but synchronised statistics would have to", "leave sync_batch_norm off"),
+        refused("local steps send nothing, but synchronised statistics would have to", "leave sync_batch_norm off"),
     ),
-    **_with("sync_bn", "merge", _goes("statistics are those of one micro-batch over all ranks")),
-    **_with("sync_bn", "amp", _goes("statistics are float32")),
+    **_with("sync_bn", "merge", goes("statistics are those of one micro-batch over all ranks")),
+    **_with("sync_bn", "amp", goes("statistics are float32")),
     **_with(
         "recompute",
-        "fused communicators hierarchical waiting local_sgd outer bf16 quantised powersgd dgc merge amp sync_bn",
-        _goes("gradients are the same bit by bit"),
+        f"fused communicators hierarchical waiting local_sgd outer {_COMPRESSIONS} merge amp sync_bn",
+        goes("gradients are the same bit by bit"),
     ),
 }
 

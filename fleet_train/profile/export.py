@@ -14,9 +14,10 @@ from typing import Any
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.catalogue import MEASURED, load_profile, profile_names
-from fleet_train.profile.compatibility import Strategy, Verdict, entries
+from fleet_train.profile.compatibility import Strategy, entries
 from fleet_train.profile.fleet_fields import STOCK_FIELDS, StockField
 from fleet_train.profile.knobs import FATES, Knob, shown
+from fleet_train.profile.methods.base import Verdict
 from fleet_train.profile.rules import VARIABLE_NAME
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 

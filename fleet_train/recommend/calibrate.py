@@ -15,13 +15,14 @@ from fleet_train.collectives.engine import Place, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.collectives.methods.registry import METHODS, make_method
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
-from fleet_train.plan.compressions import dgc_settings
 from fleet_train.plan.price import TYPICAL, Costs, Network, Paths
 from fleet_train.profile import Profile
+from fleet_train.profile.methods import COMPRESSIONS
+from fleet_train.profile.methods.dgc import dgc_settings
 
 # Likely sizes; the cost of coding per byte hardly depends on them.
 _LARGE_MB, _SMALL_MB = 4.0, 0.5
@@ -62,7 +63,7 @@ def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step:
     """
     steps: list[float] = []
     paths = Paths(job.cluster, network)
-    cases = {name: _plan(job, gradients, name, _LARGE_MB, paths) for name in METHODS if name != "fp16"}
+    cases = {name: _plan(job, gradients, name, _LARGE_MB, paths) for name in COMPRESSIONS if name != "fp16"}
     found = {name: _measure(job, *case, step, steps) for name, case in cases.items()}
     small = _measure(job, *_plan(job, gradients, "none", _SMALL_MB, paths), step, steps)
     per_collective = _per_collective(found["none"], small, paths)
@@ -172,7 +173,7 @@ class _Exchange:
         dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
         allreduce = make_allreduces(job, 1, 0)[0]
         sums = QuantisedSums(job, plan, [allreduce]) if plan.is_quantised else None
-        self._methods = [make_method(bucket, job, plan, profile, allreduce, dgc, sums) for bucket in plan.buckets]
+        self._methods = [Parts(bucket, job, plan, profile, allreduce, dgc, sums).make() for bucket in plan.buckets]
         self._values = [
             [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
         ]

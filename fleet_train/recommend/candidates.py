@@ -12,11 +12,11 @@ from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_settled
 from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
-from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Compute, Costs, Link, Network, Prediction, predict
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import check_assignments, with_assignments
+from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING
 
 RATES_GIGABITS = tuple(0.01 * 10 ** (step / 4) for step in range(17))

@@ -12,11 +12,11 @@ from typing import Any
 from fleet_train.errors import FleetTrainError, WorkerFailed
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import MOST_COMMUNICATORS
-from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Costs
 from fleet_train.plan.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import with_assignments
+from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
 from fleet_train.selftest.child import LOOK_SECONDS, Peers, Subjects

@@ -19,8 +19,8 @@ from fleet_train.convert import replaced
 from fleet_train.convert.passes.blocks import run_if
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
-from fleet_train.plan.compressions import compression_of
 from fleet_train.profile import Profile
+from fleet_train.profile.methods import compression_of
 
 Pairs = list[tuple[Any, Any]]
 _NAMED_SAMPLES = 64

@@ -25,10 +25,11 @@ from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
-from fleet_train.plan.compressions import DgcSettings, PowerSgdSettings
-from fleet_train.plan.phases import CollectiveSpec, QuantisedSettings
 from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, gloo_sum_bfloat16, mean
 from fleet_train.plan.simulate_quantised import QuantisedSum
+from fleet_train.profile.methods.base import CollectiveSpec, QuantisedSettings
+from fleet_train.profile.methods.dgc import DgcSettings
+from fleet_train.profile.methods.powersgd import PowerSgdSettings
 from tests.support.worker import digest, report
 
 STEPS = 8

@@ -17,7 +17,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.collectives.engine import Place
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.collectives.methods.registry import make_method
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import TensorSpec, build_plan
@@ -60,7 +60,7 @@ def run(bits: int) -> dict[str, Any]:
     began = time.monotonic()
     sums = QuantisedSums(job, plan, allreduces)
     formed = time.monotonic() - began
-    method = make_method(plan.buckets[0], job, plan, profile, allreduces[0], None, sums)
+    method = Parts(plan.buckets[0], job, plan, profile, allreduces[0], quantised=sums).make()
     job.barrier(f"groups of int{bits} formed")
     results, total, before = [], np.zeros(ELEMENTS), bytes_sent()
     for step in range(STEPS):

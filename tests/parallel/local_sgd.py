@@ -222,7 +222,7 @@ def every_end(profile: Profile, ends: list[int]) -> list[dict[str, Any]]:
         reference.step(features, labels)
         if step not in ends:
             continue
-        held, underway, job = real.state(), exchange._underway, copy.deepcopy(reference.job)
+        held, underway, job = real.state(), exchange.averaging._underway, copy.deepcopy(reference.job)
         with paddle.static.scope_guard(real.scope):
             fleet.synchronize_parameters(real.main)
         job.synchronise()
@@ -236,7 +236,7 @@ def every_end(profile: Profile, ends: list[int]) -> list[dict[str, Any]]:
             }
         )
         real.start_from(held)
-        exchange._underway = underway
+        exchange.averaging._underway = underway
     return found
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fleet_train.plan.compressions import COMPRESSIONS
 from fleet_train.profile import KNOBS, Profile
+from fleet_train.profile.methods import COMPRESSIONS
 from tests.parallel.streams import CASES, Case
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks

@@ -132,113 +132,76 @@ use_hierarchical_allreduce: true
 COMPRESSION = Example(
     "bf16_gather",
     {
-        "fleet_train/profile/communication_knobs.py": (Insertion('"bf16_gather", ', before='"fp16", "int8"'),),
-        "fleet_train/profile/compatibility.py": (Insertion('"bf16_gather", ', before='"fp16"'),),
-        "fleet_train/plan/compressions.py": (
-            Insertion(
-                """def _gathered(bucket: Bucket, profile: Profile, hierarchical: bool) -> Exchanges:
-    if hierarchical:
-        return _in_16_bits(bucket, profile, hierarchical)
-    return (CollectiveSpec("allgather", 2 * bucket.elements, 2),)
-
-
-""",
-                before="def _in_few_bits(",
-            ),
-            Insertion(
-                '    "bf16_gather": Compression(_gathered, wire_dtype="bfloat16"),\n', before='    "fp16": Compression('
-            ),
-        ),
-        "fleet_train/plan/simulate_methods.py": (
-            Insertion(
-                """class Gathered:
-    \"\"\"Every rank's gradients rounded to bfloat16, and summed in float32.\"\"\"
-
-    def __init__(self, bucket: Bucket, wire: SimulatedWire) -> None:
-        self._bucket, self._wire = bucket, wire
-
-    def average(self, gradients: Gradients) -> list[Array]:
-        self._wire.count(self._bucket.sent[0])
-        flat = [np.concatenate([np.ravel(values) for values in rank]).astype(np.float32) for rank in gradients]
-        bits = [one.view(np.uint32) for one in flat]
-        rounded = [((one + 0x7FFF + (one >> 16 & 1)) & 0xFFFF0000).view(np.float32) for one in bits]
-        mean = np.sum(rounded, axis=0, dtype=np.float32) * np.float32(1.0 / len(flat))
-        return cut(mean, [gradient.shape for gradient in self._bucket.gradients])
-
-
-""",
-                before="@dataclass(frozen=True)\nclass _Parts:",
-            ),
-            Insertion(
-                """def _gathered(parts: _Parts) -> SimulatedMethod:
-    return _dense(parts) if parts.plan.team_size else Gathered(parts.bucket, parts.wire)
-
-
-""",
-                before="def _in_few_bits(",
-            ),
-            Insertion('    "bf16_gather": _gathered,\n', before='    "fp16": _dense,'),
-        ),
-        "fleet_train/collectives/methods/registry.py": (
-            Insertion(
-                "from fleet_train.collectives.methods.bf16_gather import GatheredMethod\n",
-                before="from fleet_train.collectives.methods.dgc",
-            ),
-            Insertion(
-                """def _gathered(parts: _Parts) -> BucketMethod:
-    if parts.plan.team_size:
-        return _in_16_bits(parts)
-    group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
-    on_host = parts.job.engine.reads_values
-    return GatheredMethod(parts.bucket, group, parts.plan.world_size, cast_for(on_host), cut_for(on_host))
-
-
-""",
-                before="def _in_few_bits(",
-            ),
-            Insertion('    "bf16_gather": _gathered,\n', before='    "fp16": _in_16_bits,'),
-        ),
-        "fleet_train/collectives/methods/bf16_gather.py": (
+        "fleet_train/profile/methods/bf16_gather.py": (
             Insertion(
                 '''"""Every rank's gradients in bfloat16 to every rank, which sums them in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import paddle
-
-from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.methods.dense import Cut, flatten
-from fleet_train.collectives.methods.dense import Cast
-from fleet_train.plan import Bucket
+from fleet_train.profile.methods.base import Bucket, CollectiveSpec
+from fleet_train.profile.methods.base import BF16, IN_16_BITS, Dense
 
 
-class GatheredMethod:
-    """One all-gather; the sum is rounded in float32 alone, in the order of ranks on all of them."""
+class Gathered(Dense):
+    """One all-gather; with local groups, the leaders sum as bf16 does."""
 
-    kind = "gathered"
-    own_state: tuple[str, ...] = ()
+    def sent(
+        self, bucket: Bucket, profile: Any, hierarchical: bool, step: int | None = None
+    ) -> tuple[CollectiveSpec, ...]:
+        if hierarchical:
+            return super().sent(bucket, profile, hierarchical, step)
+        return (CollectiveSpec("allgather", 2 * bucket.elements, 2),)
 
-    def __init__(self, bucket: Bucket, group: Any, world_size: int, cast: Cast, cut: Cut) -> None:
-        self._bucket, self._group, self._world_size, self._cast, self._cut = bucket, group, world_size, cast, cut
+    def on_ranks(self, parts: Any) -> Any:
+        """The sum is rounded in float32 alone, in the order of ranks on all of them."""
+        if parts.plan.team_size:
+            return super().on_ranks(parts)
 
-    def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        narrow = self._cast(flatten(gradients), "bfloat16")
-        yield HAND_OVER
-        output = paddle.empty([self._world_size * self._bucket.elements], "bfloat16")
-        yield Stage((Collective("all_gather", self._group, narrow, output=output),))
-        total = self._cast(output, "float32").reshape([self._world_size, -1]).sum(0)
-        return self._cut(total.scale_(1.0 / self._world_size), [g.shape for g in self._bucket.gradients])
+        def average(gradients: Any) -> Any:
+            narrow = parts.cast(parts.flatten(gradients), "bfloat16")
+            yield parts.hand_over
+            gathered = yield from parts.all_gather(narrow)
+            total = parts.cast(gathered, "float32").sum(0)
+            return parts.split(total.scale_(1.0 / parts.plan.world_size))
 
-    def state(self) -> dict[str, Any]:
-        return {}
+        return parts.stateless(average)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        del state
+    def in_numpy(self, parts: Any) -> Any:
+        return super().in_numpy(parts) if parts.plan.team_size else _Reference(parts)
+
+
+class _Reference:
+    def __init__(self, parts: Any) -> None:
+        self._parts = parts
+
+    def step(self, gradients: Any) -> list[Any]:
+        import numpy as np
+
+        bits = [flat.astype(np.float32).view(np.uint32) for flat in self._parts.joined(gradients)]
+        rounded = [((own + 0x7FFF + (own >> 16 & 1)) & 0xFFFF0000).view(np.float32) for own in bits]
+        mean = np.sum(rounded, axis=0, dtype=np.float32) * np.float32(1.0 / len(rounded))
+        return list(self._parts.split(mean))
+
+
+BF16_GATHER = Gathered(
+    "bf16_gather",
+    BF16.words,
+    family=IN_16_BITS,
+    wire_dtype="bfloat16",
+    ranks_in=BF16.ranks_in,
+    numpy_in=BF16.numpy_in,
+)
 '''
             ),
+        ),
+        "fleet_train/profile/methods/__init__.py": (
+            Insertion(
+                "from fleet_train.profile.methods.bf16_gather import BF16_GATHER\n",
+                before="from fleet_train.profile.methods.base import",
+            ),
+            Insertion("BF16_GATHER, ", before="FP16, INT8"),
         ),
         "tests/parallel/knob_effects_training.py": (
             Insertion(
@@ -250,9 +213,6 @@ class GatheredMethod:
 """,
                 before='    Case("compression", "fp16"',
             ),
-        ),
-        "tests/unit/profile/test_profile_catalogue.py": (
-            Insertion('"bf16_gather", ', before='"fp16", "int8", "int4", "powersgd"'),
         ),
     },
     {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},

@@ -21,7 +21,6 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.fragments import OuterOptimizer
 from fleet_train.convert.passes.precision import MixedPrecision
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
@@ -34,6 +33,7 @@ from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
 from fleet_train.profile.fleet_fields import STOCK_FIELDS
 from fleet_train.profile.fleet_objects import differing
 from fleet_train.profile.knobs import shown
+from fleet_train.profile.methods.outer import outer_optimizer_of
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 from tests.support.processes import ROOT
 
@@ -124,9 +124,12 @@ def trained(profile: Profile) -> list[Any]:
 
 def outer_steps(profile: Profile) -> list[list[float]]:
     """Two steps of a constant difference, whose effect on the values is what an averaging of real ranks brings."""
-    outer, found = OuterOptimizer(profile), []
+    outer, anchor, velocity, found = outer_optimizer_of(profile.outer_optimizer), np.ones(2), None, []
     for _ in range(2):
-        found.append(outer.step([paddle.ones([2])], [paddle.full([2], 0.5)], 0.25)[0].tolist())
+        settings = profile.outer_lr, profile.outer_momentum
+        change, velocity = outer.step(np.full(2, 0.5), velocity, 0.25, *settings)
+        anchor = anchor - change
+        found.append(anchor.tolist())
     return found
 
 
@@ -232,7 +235,6 @@ def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) 
 
 @pytest.fixture(scope="module")
 def stock() -> Callable[[], Any]:
-    import paddle
 
     return paddle.distributed.fleet.DistributedStrategy
 

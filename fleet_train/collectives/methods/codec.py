@@ -16,7 +16,8 @@ import paddle
 
 from fleet_train.collectives.paddle_compat import add_in_place, as_dtype, host_view
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import SMALLEST, WHOLE, QuantisedSettings
+from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.profile.methods.quantised import SMALLEST, WHOLE
 
 if TYPE_CHECKING:
     from fleet_train.collectives.methods.codec_loops import Loops

@@ -52,11 +52,23 @@ class BucketMethod(Remembers, Protocol):
         """
 
 
-class DenseMethod:
+class Stateless:
+    """Keeps nothing between steps."""
+
+    kind = "stateless"
+    own_state: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        del state
+
+
+class DenseMethod(Stateless):
     """Copies the gradients into one buffer, averages it, and splits it again."""
 
     kind = "dense"
-    own_state: tuple[str, ...] = ()
 
     def __init__(self, bucket: Bucket, allreduce: Allreduce, world_size: int, cut: Cut | None = None) -> None:
         self._bucket = bucket
@@ -69,12 +81,6 @@ class DenseMethod:
         yield HAND_OVER
         (total,) = yield from self._allreduce.sum([flat])
         return self._cut(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        del state
 
 
 def flatten(tensors: Sequence[Any]) -> Any:

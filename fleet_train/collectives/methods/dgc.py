@@ -15,9 +15,11 @@ import paddle
 
 from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.methods.dense import Allreduce, flatten, unflatten
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import as_dtype, dynamic_mode
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.compressions import DgcSettings, is_sparse, kept_elements, sparsity_at
+from fleet_train.profile.methods.dgc import DgcSettings, is_sparse, kept_elements, sparsity_at
 
 # Size of the sample that estimates a threshold for the selection; smaller tensors gain nothing from it.
 _SAMPLE = 16384
@@ -249,3 +251,10 @@ def _top(sizes: Any, count: int) -> Any:
     # Paddle's CPU kernel sorts: three times slower than this for 0.1 % of the elements, worse for more.
     first = sizes.shape[0] - count
     return paddle.to_tensor(np.argpartition(sizes.numpy(), first)[first:] if first else np.arange(count))
+
+
+def make_method(parts: Parts) -> DgcMethod:
+    """The method of a plan's bucket."""
+    if parts.dgc is None:
+        raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
+    return DgcMethod(parts.bucket, parts.group, parts.allreduce, parts.plan.world_size, parts.dgc, parts.reads_values)

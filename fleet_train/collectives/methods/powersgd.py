@@ -15,9 +15,16 @@ import paddle
 
 from fleet_train.collectives.engine import HAND_OVER, Stages
 from fleet_train.collectives.methods.dense import Allreduce, DenseMethod, flatten, unflatten
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import as_dtype, dynamic_mode
 from fleet_train.plan import Bucket
-from fleet_train.plan.compressions import Matrix, PowerSgdSettings, low_rank_families, random_factor
+from fleet_train.profile.methods.powersgd import (
+    Matrix,
+    PowerSgdSettings,
+    low_rank_families,
+    powersgd_settings,
+    random_factor,
+)
 
 
 class PowerSgdMethod:
@@ -215,3 +222,9 @@ def _revived(factors: Any, fresh: Any) -> Any:
     length = (factors * factors).sum(axis=2, keepdim=True).sqrt()
     alive = length > 0
     return paddle.where(alive, factors / paddle.where(alive, length, paddle.ones_like(length)), fresh)
+
+
+def make_method(parts: Parts) -> PowerSgdMethod:
+    """The method of a plan's bucket."""
+    settings, to_device = powersgd_settings(parts.profile), parts.job.engine.device.to_device
+    return PowerSgdMethod(parts.bucket, parts.allreduce, parts.plan.world_size, settings, parts.reads_values, to_device)

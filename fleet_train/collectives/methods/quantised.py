@@ -8,7 +8,10 @@ from typing import Any
 from fleet_train.collectives.engine import HAND_OVER, Stages
 from fleet_train.collectives.methods.dense import Cut, flatten, unflatten
 from fleet_train.collectives.methods.quantised_sum import Carried, KeptErrors
+from fleet_train.collectives.methods.registry import Parts
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket
+from fleet_train.profile.methods.quantised import quantised_settings
 
 
 class QuantisedMethod(KeptErrors):
@@ -32,3 +35,13 @@ class QuantisedMethod(KeptErrors):
             (total,) = yield from self._sums.sum([flat])
             total = total.scale_(self._scale)
         return self._cut(total, [gradient.shape for gradient in self._bucket.gradients])
+
+
+def make_method(parts: Parts) -> QuantisedMethod:
+    """The method of a plan's bucket."""
+    bucket = parts.bucket
+    if parts.quantised is None:
+        raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
+    settings = quantised_settings(parts.profile, bucket.compression)
+    carried = parts.quantised.make(bucket.communicator, bucket.gradients[0].name, bucket.elements, settings)
+    return QuantisedMethod(bucket, carried, parts.plan.world_size, parts.cut)

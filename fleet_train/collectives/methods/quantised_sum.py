@@ -22,7 +22,9 @@ from fleet_train.collectives.methods.dense import (
 )
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec
-from fleet_train.plan.phases import QuantisedLayout, QuantisedSettings, leaders_of, local_groups
+from fleet_train.plan.phases import leaders_of, local_groups
+from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.profile.methods.quantised import QuantisedLayout
 
 
 class QuantisedAllreduce:

@@ -1,116 +1,109 @@
-"""Creates the method that carries out a plan's bucket."""
+"""What the method of a bucket is made from; the compression's description makes it.
+
+A method without state needs nothing else: see `Parts.stateless` and the tensors' functions beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
 
+from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import (
     Allreduce,
     BucketMethod,
     CastAllreduce,
+    Cut,
     DenseMethod,
     Remembers,
+    Stateless,
     cast_for,
     cut_for,
+    flatten,
 )
-from fleet_train.collectives.methods.dgc import DgcMethod
-from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
-from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
-from fleet_train.plan.compressions import DgcSettings, compression_of, powersgd_settings
-from fleet_train.plan.phases import gradient_settings
 from fleet_train.profile import Profile
-from fleet_train.profile.knobs import entry_of
+from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods.dgc import DgcSettings
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """The parts of a method. ``allreduce`` is its communicator's, and casts if the plan is hierarchical."""
+class Parts:
+    """The parts of a method. ``allreduce`` is its communicator's, and casts if the plan is hierarchical. ``dgc``: DGC's
+    settings, with the momentum that it has taken over. ``quantised``: if the plan has quantised sums."""
 
     bucket: Bucket
     job: Job
     plan: CommPlan
     profile: Profile
     allreduce: Allreduce
-    dgc: DgcSettings | None
-    quantised: QuantisedSums | None
+    dgc: DgcSettings | None = None
+    quantised: QuantisedSums | None = None
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the host may read a value in a step."""
+        return self.job.engine.reads_values
+
+    @property
+    def cut(self) -> Cut:
+        """How the bucket's buffer is split into gradients."""
+        return cut_for(self.reads_values)
+
+    @property
+    def group(self) -> Any:
+        """The process group of the bucket's communicator."""
+        return self.job.communicators(self.plan.communicators)[self.bucket.communicator]
+
+    hand_over: ClassVar[Stage] = HAND_OVER
+    """What a method yields once it no longer reads the gradients."""
+
+    def flatten(self, tensors: Sequence[Any]) -> Any:
+        """All elements in one [elements] tensor."""
+        return flatten(tensors)
+
+    def split(self, buffer: Any) -> list[Any]:
+        """A buffer [elements] that is no longer needed, as tensors of the gradients' shapes."""
+        return self.cut(buffer, [gradient.shape for gradient in self.bucket.gradients])
+
+    def cast(self, tensor: Any, dtype: str) -> Any:
+        """``tensor`` in ``dtype``, by name."""
+        return cast_for(self.reads_values)(tensor, dtype)
+
+    def all_gather(self, tensor: Any, more: bool = False) -> Stages[Any]:
+        """The flat ``tensor`` of each rank, [ranks, elements], on every rank. ``more``: collectives follow it."""
+        gathered = paddle.empty([self.plan.world_size * tensor.shape[0]], tensor.dtype)
+        yield Stage((Collective("all_gather", self.group, tensor, output=gathered),), more)
+        return gathered.reshape([self.plan.world_size, -1])
+
+    def stateless(self, average: Callable[[Sequence[Any]], Stages[list[Any]]]) -> BucketMethod:
+        """A method that keeps nothing between steps; ``average`` as in `BucketMethod`."""
+        return _FromStages(average)
+
+    def make(self) -> BucketMethod:
+        """The method of the bucket's compression. Raises ConversionError for an unknown one."""
+        method: BucketMethod = compression_of(self.bucket.compression).on_ranks(self)
+        return method
 
 
-def _dense(parts: _Parts) -> BucketMethod:
-    return DenseMethod(parts.bucket, parts.allreduce, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
+class _FromStages(Stateless):
+    def __init__(self, average: Callable[[Sequence[Any]], Stages[list[Any]]]) -> None:
+        self.average = average
 
 
-def _in_16_bits(parts: _Parts) -> BucketMethod:
-    if parts.plan.team_size:
-        return _dense(parts)
-    on_host = parts.job.engine.reads_values
-    allreduce = CastAllreduce(parts.allreduce, compression_of(parts.bucket.compression).wire_dtype, cast_for(on_host))
-    return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, cut_for(on_host))
-
-
-def _in_few_bits(parts: _Parts) -> BucketMethod:
-    bucket = parts.bucket
-    if parts.quantised is None:
-        raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
-    settings = gradient_settings(parts.profile)
-    name = bucket.gradients[0].name
-    carried = parts.quantised.make(bucket.communicator, name, bucket.elements, settings)
-    return QuantisedMethod(bucket, carried, parts.plan.world_size, cut_for(parts.job.engine.reads_values))
-
-
-def _powersgd(parts: _Parts) -> BucketMethod:
-    settings, engine = powersgd_settings(parts.profile), parts.job.engine
-    return PowerSgdMethod(
-        parts.bucket, parts.allreduce, parts.plan.world_size, settings, engine.reads_values, engine.device.to_device
-    )
-
-
-def _dgc(parts: _Parts) -> BucketMethod:
-    if parts.dgc is None:
-        raise ConversionError("compression: dgc was planned for an optimizer whose momentum it has not taken over")
-    group: Any = parts.job.communicators(parts.plan.communicators)[parts.bucket.communicator]
-    reads_values = parts.job.engine.reads_values
-    return DgcMethod(parts.bucket, group, parts.allreduce, parts.plan.world_size, parts.dgc, reads_values)
-
-
-METHODS: dict[str, Callable[[_Parts], BucketMethod]] = {
-    "none": _dense,
-    "bf16": _in_16_bits,
-    "fp16": _in_16_bits,
-    "int8": _in_few_bits,
-    "int4": _in_few_bits,
-    "powersgd": _powersgd,
-    "dgc": _dgc,
-}
-"""By the bucket's compression: `fleet_train.plan.compressions.COMPRESSIONS` has the same keys."""
-
-
-def make_method(
-    bucket: Bucket,
-    job: Job,
-    plan: CommPlan,
-    profile: Profile,
-    allreduce: Allreduce,
-    dgc: DgcSettings | None,
-    quantised: QuantisedSums | None,
-) -> BucketMethod:
-    """The method of one bucket. Raises ConversionError for a compression without a method."""
-    make = entry_of("compression", bucket.compression, METHODS, "method on real ranks")
-    return make(_Parts(bucket, job, plan, profile, allreduce, dgc, quantised))
-
-
-def dtype_between_groups(compression: str) -> str:
-    """The dtype in which the leaders of a hierarchical allreduce send float32 gradients to one another."""
-    return compression_of(compression).wire_dtype or "float32"
+def dense(parts: Parts) -> BucketMethod:
+    """All of a gradient, or 16 bits of it: the allreduce between the leaders of local groups casts by itself."""
+    allreduce, wire_dtype = parts.allreduce, compression_of(parts.bucket.compression).wire_dtype
+    if wire_dtype and not parts.plan.team_size:
+        allreduce = CastAllreduce(allreduce, wire_dtype, cast_for(parts.reads_values))
+    return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, parts.cut)
 
 
 # The state that the methods of all buckets keep between steps, by parameter: saved on one cluster, loaded on another.

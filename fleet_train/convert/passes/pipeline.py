@@ -15,8 +15,8 @@ from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.convert.passes.recompute import recompute_segments, recomputes
 from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import CollectiveSpec
 
 Pairs = list[tuple[Any, Any]]
 

@@ -56,7 +56,7 @@ def compare_replicas(
     LocalSGD's local steps, where ranks may have skipped different updates. Does nothing with divergence_check_steps 0.
     ``copies``: those values that are on the host already. Raises ScheduleMismatch.
     """
-    if not exchange.compares_saves:
+    if not exchange.check.is_asked_for:
         return
     names, averager = exchange.trained, exchange.averager
     if with_optimizer and (averager is None or averager.schedule.is_synchronous(exchange.step)):

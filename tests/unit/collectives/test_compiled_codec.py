@@ -24,7 +24,7 @@ from fleet_train.collectives.methods.codec import (
 )
 from fleet_train.collectives.paddle_compat import add_in_place, host_view
 from fleet_train.errors import ConversionError
-from fleet_train.plan.phases import QuantisedSettings
+from fleet_train.profile.methods.base import QuantisedSettings
 from tests.support.processes import clean_environ, python
 
 Array = np.ndarray[Any, Any]

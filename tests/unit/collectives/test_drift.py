@@ -135,7 +135,7 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
         trained=["w", "w_1"],
         averager=averager and SimpleNamespace(schedule=schedule),
         step=8,
-        compares_saves=every > 0,
+        check=SimpleNamespace(is_asked_for=every > 0),
         compare_saved=lambda names, digests: told.append((names, digests)),
     )
     local_state.compare_replicas(state, exchange, with_optimizer)

@@ -135,7 +135,7 @@ def test_slow_ranks_wait_before_the_first_bucket_and_fast_ones_at_the_start(
     for _ in range(3):
         step(exchange)
     exchange.arrive()
-    barrier = exchange._barrier
+    barrier = exchange.barrier.running
     assert (barrier is not None) is early
     exchange.launch(0, full(1.0))
     exchange.wait(0)
@@ -185,7 +185,8 @@ def test_averaging_that_travels_beside_local_steps_keeps_what_they_have_added(jo
         ([12.0], [1.0]),
         ([13.0 + 11.0], [2.0]),
     ]
-    assert exchange.take_in(held) == []
+    assert exchange.averaging is not None
+    assert exchange.averaging.apply_pending(held) == []
     assert values_of(held.parameters) == found[-1][0]
 
 
@@ -211,7 +212,7 @@ def test_without_local_steps_there_is_nothing_to_synchronise(job: OneOfTwo, met:
     parameters = full(1.0)
     exchange.synchronise(dict(zip(NAMES, parameters, strict=True)))
     assert (values_of(parameters), met) == ([1.0], [])
-    assert exchange.take_in(Held(parameters, [], [])) == []
+    assert exchange.averaging is None
 
 
 def test_averaging_under_way_is_dropped_where_other_state_is_loaded(job: OneOfTwo) -> None:
@@ -222,7 +223,8 @@ def test_averaging_under_way_is_dropped_where_other_state_is_loaded(job: OneOfTw
         finish(exchange, held)
     begun = job.backend.begun
     exchange.drop_averaging()
-    assert exchange.take_in(held) == []
+    assert exchange.averaging is not None
+    assert exchange.averaging.apply_pending(held) == []
     assert (values_of(held.parameters), job.backend.begun) == ([1.0], begun)
     exchange.drop_averaging()
 

@@ -15,8 +15,8 @@ from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce, QuantisedSums
 from fleet_train.plan import Bucket, TensorSpec, build_plan
-from fleet_train.plan.phases import QuantisedSettings
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import QuantisedSettings
 from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 
 ELEMENTS, BLOCK = 150, 32

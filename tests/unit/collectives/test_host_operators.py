@@ -34,7 +34,7 @@ from fleet_train.collectives.host_ops import (
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.phases import CollectiveSpec
+from fleet_train.profile.methods.base import CollectiveSpec
 from tests.unit.collectives.recorded import Group
 
 BUCKET = Bucket(2, (TensorSpec("w", (2, 3), "float32"), TensorSpec("b", (3,), "float32")), 0)

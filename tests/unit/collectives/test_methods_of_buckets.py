@@ -16,11 +16,12 @@ from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.collectives.methods.quantised import QuantisedMethod
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
-from fleet_train.collectives.methods.registry import dtype_between_groups, make_method
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.compressions import DgcSettings
 from fleet_train.profile import Profile
+from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods.dgc import DgcSettings
 from tests.unit.collectives.in_turn import CollectiveSpec, form, in_turn, ranks_of
 
 GRADIENTS = [TensorSpec("w", (20, 30), "float32")]
@@ -41,10 +42,10 @@ def methods(compression: str, world_size: int = 2, **settings: Any) -> list[Buck
     for rank in ranks_of(world_size):
         job: Any = rank
         job.engine.device = type("Device", (), {"to_device": staticmethod(paddle.to_tensor)})()
-        allreduces = make_allreduces(job, 2, plan.team_size, dtype_between_groups(compression))
+        allreduces = make_allreduces(job, 2, plan.team_size, compression_of(compression).wire_dtype or "float32")
         sums = QuantisedSums(job, plan, allreduces) if bucket.is_quantised else None
         dgc = DgcSettings(momentum=0.0, sparsity=(0.9,), min_elements=0) if compression == "dgc" else None
-        found.append(make_method(bucket, job, plan, profile, allreduces[1], dgc, sums))
+        found.append(Parts(bucket, job, plan, profile, allreduces[1], dgc, sums).make())
     return found
 
 
@@ -94,7 +95,7 @@ def test_local_groups_themselves_send_gradients_as_they_are(compression: str, dt
 
 @pytest.mark.parametrize("compression", ["int8", "powersgd", "dgc"])
 def test_other_compressions_have_no_dtype_of_their_own_between_local_groups(compression: str) -> None:
-    assert dtype_between_groups(compression) == "float32"
+    assert not compression_of(compression).wire_dtype
 
 
 @pytest.mark.parametrize(
@@ -107,4 +108,4 @@ def test_compression_without_what_it_needs_is_refused(compression: str, told: st
     job: Any = ranks_of(2)[0]
     (allreduce,) = make_allreduces(job, 1, 0)
     with pytest.raises(ConversionError, match=told):
-        make_method(plan.buckets[0], job, plan, profile, allreduce, None, None)
+        Parts(plan.buckets[0], job, plan, profile, allreduce).make()

@@ -11,16 +11,16 @@ import pytest
 from fleet_train.collectives.engine import Progress, carry_out
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.plan import Bucket
-from fleet_train.plan.compressions import (
+from fleet_train.plan.simulate_methods import DgcSimulation
+from fleet_train.profile import Profile
+from fleet_train.profile.methods.dgc import (
+    DGC,
     DgcSettings,
     dgc_kept_elements,
-    dgc_sent_bytes,
     dgc_settings,
     kept_elements,
     sparsity_at,
 )
-from fleet_train.plan.simulate_methods import DgcSimulation
-from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 
 
@@ -63,7 +63,9 @@ def test_bytes_of_eight_layers_of_640() -> None:
     settings = DgcSettings(rampup_begin_step=1)
     assert dgc_kept_elements(layers, settings, step=0) == (0, 8 * 640 * 641)
     assert dgc_kept_elements(layers, settings, step=1) == (8 * 409, 8 * 640)
-    assert dgc_sent_bytes(layers, settings, world_size=3, step=1) == 2 * 8 * (8 * 409) + 2 * 2 / 3 * 4 * (8 * 640)
+    profile = Profile(compression="dgc", dgc_rampup_begin_step=1)
+    assert [sent.nbytes for sent in DGC.sent(layers, profile, False)] == [8 * (8 * 409), 4 * (8 * 640)]
+    assert [sent.nbytes for sent in DGC.sent(layers, profile, False, step=0)] == [4 * (8 * 640 * 641)]
 
 
 def test_reference_by_hand() -> None:

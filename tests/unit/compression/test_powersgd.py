@@ -10,16 +10,16 @@ import pytest
 
 from fleet_train.collectives.engine import Progress, carry_out
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan.compressions import (
+from fleet_train.plan.simulate_methods import PowerSgdSimulation, orthonormal
+from fleet_train.profile import Profile
+from fleet_train.profile.methods.powersgd import (
+    POWERSGD,
     PowerSgdSettings,
     low_rank_families,
     powersgd_reduced_elements,
-    powersgd_sent_bytes,
     powersgd_settings,
     random_factor,
 )
-from fleet_train.plan.simulate_methods import PowerSgdSimulation, orthonormal
-from fleet_train.profile import Profile
 from tests.unit.compression.alone import Alone, bucket, normal, step
 
 ALWAYS = PowerSgdSettings(min_compression=0.0)
@@ -53,7 +53,9 @@ def test_rank_is_bounded_by_the_matrix() -> None:
 def test_bytes_of_eight_layers_of_640() -> None:
     layers = bucket(*[(640, 640), (640,)] * 8)
     assert powersgd_reduced_elements(layers, PowerSgdSettings()) == [8 * 640 + 8 * 640, 8 * 640]
-    assert powersgd_sent_bytes(layers, PowerSgdSettings(), world_size=2) == 4 * 24 * 640
+    assert [sent.nbytes for sent in POWERSGD.sent(layers, Profile(), False)] == [4 * 16 * 640, 4 * 8 * 640]
+    late = Profile(compression="powersgd", powersgd_start_step=1)
+    assert [sent.nbytes for sent in POWERSGD.sent(layers, late, False, step=0)] == [4 * 8 * 640 * 641]
 
 
 def test_what_the_plan_says_is_what_is_reduced() -> None:

@@ -13,8 +13,9 @@ import pytest
 from fleet_train.collectives.methods.dense import BucketMethod, FlatAllreduce
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan.compressions import DgcSettings, PowerSgdSettings
 from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation
+from fleet_train.profile.methods.dgc import DgcSettings
+from fleet_train.profile.methods.powersgd import PowerSgdSettings
 from tests.unit.collectives.in_turn import CollectiveSpec, in_turn
 from tests.unit.collectives.recorded import Group
 from tests.unit.compression.alone import bucket

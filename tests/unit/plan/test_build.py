@@ -10,10 +10,10 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.build import fuse
-from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Compute, Link, Network, predict
 from fleet_train.plan.pricing import averaging_bytes, traffic
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import Buckets
 
 CLUSTER = Cluster.imagined(2, 1)

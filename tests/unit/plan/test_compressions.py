@@ -1,22 +1,25 @@
-"""A compression is complete or absent: bytes, real method, simulated method, compatibility, effect."""
+"""A compression is complete or absent: everything walks one list of descriptions."""
 
 from __future__ import annotations
 
-from typing import Any
+import pkgutil
+from importlib import import_module
 
 import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.methods import registry
+from fleet_train.collectives.methods.registry import Parts
 from fleet_train.convert.profile_settings import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import Bucket, TensorSpec, build_plan, simulate_methods
-from fleet_train.plan.compressions import COMPRESSIONS
-from fleet_train.profile import KNOBS, Profile
+from fleet_train.plan import Bucket, TensorSpec, build_plan
+from fleet_train.plan.price import TYPICAL
+from fleet_train.profile import KNOBS, Profile, methods
 from fleet_train.profile.compatibility import STRATEGIES
+from fleet_train.profile.methods import COMPRESSIONS, base
+from fleet_train.profile.methods.base import Compression
 
-CHOICES = set(KNOBS["compression"].choices)
+CHOICES = KNOBS["compression"].choices
 BUCKET = Bucket(0, (TensorSpec("w", (8, 8), "float32"),), 0, compression="new")
 
 
@@ -24,11 +27,34 @@ def profile_of_a_value_that_only_the_schema_knows() -> Profile:
     return Profile().model_copy(update={"compression": "new"})
 
 
-@pytest.mark.parametrize(
-    "table", [COMPRESSIONS, registry.METHODS, simulate_methods.METHODS], ids=["bytes", "method", "simulated method"]
-)
-def test_every_value_of_the_schema_is_there_and_no_other(table: dict[str, Any]) -> None:
-    assert set(table) == CHOICES
+def test_the_choices_of_the_knob_are_the_list() -> None:
+    assert tuple(COMPRESSIONS) == CHOICES
+    assert all(name == one.name for name, one in COMPRESSIONS.items())
+
+
+def test_every_description_beside_the_list_is_in_it() -> None:
+    names = [module.name for module in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}.")]
+    described = [one for name in names for one in vars(import_module(name)).values() if isinstance(one, Compression)]
+    assert {one.name for one in described} == set(COMPRESSIONS)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_every_description_is_complete(name: str) -> None:
+    described, profile = COMPRESSIONS[name], Profile(compression=name)
+    assert described.words
+    assert (described.family is None) == (name == "none")
+    (bucket,) = build_plan(BUCKET.gradients, Cluster.imagined(2, 1), profile).buckets
+    assert bucket.sent == described.sent(bucket, profile, False)
+    for knob in described.knobs.model_fields if described.knobs else ():
+        only_with = KNOBS[knob].only_with
+        assert only_with is not None
+        assert name in only_with.choices["compression"]
+    assert TYPICAL.codec(name) == described.costs.codec
+    for where in (described.ranks_in, described.numpy_in):
+        assert not where or callable(base._named(where))
+    overridden = type(described)
+    assert described.ranks_in or overridden.on_ranks is not Compression.on_ranks
+    assert described.numpy_in or overridden.in_numpy is not Compression.in_numpy
 
 
 def test_every_compression_is_a_strategy_that_goes_or_does_not_go_with_others() -> None:
@@ -38,33 +64,23 @@ def test_every_compression_is_a_strategy_that_goes_or_does_not_go_with_others() 
     }
 
 
-def test_no_plan_is_made_of_a_compression_without_bytes() -> None:
-    with pytest.raises(ConversionError, match="compression: new has no bytes in the plan and cannot be"):
+def test_a_value_without_a_description_is_refused_and_no_other_compression() -> None:
+    with pytest.raises(ConversionError, match="compression: new has no description and cannot be"):
         build_plan(BUCKET.gradients, Cluster.imagined(2, 1), profile_of_a_value_that_only_the_schema_knows())
-
-
-def test_no_program_is_made_of_a_compression_without_a_method() -> None:
-    with pytest.raises(ConversionError, match="compression: new has no method on real ranks"):
-        registry.make_method(BUCKET, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(ConversionError, match="compression: new has no bytes in the plan"):
-        registry.dtype_between_groups("new")
-
-
-def test_nothing_is_simulated_of_a_compression_without_a_reference() -> None:
-    with pytest.raises(ConversionError, match="compression: new has no method in the simulation"):
-        simulate_methods.make_method(BUCKET, None, Profile(), None, 0.0, False)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match="compression: new has no description"):
+        Parts(BUCKET, None, None, Profile(), None).make()  # type: ignore[arg-type]
 
 
 def test_dgc_without_its_settings_is_no_dense_exchange() -> None:
     bucket = Bucket(0, BUCKET.gradients, 0, compression="dgc")
     with pytest.raises(ConversionError, match="momentum it has not taken over"):
-        registry.make_method(bucket, None, None, Profile(), None, None, None)  # type: ignore[arg-type]
+        Parts(bucket, None, None, Profile(), None).make()  # type: ignore[arg-type]
 
 
 def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:
     with pytest.raises(ProfileError, match=r"compression: fp16 is refused on Gloo: .*; use compression: bf16"):
         refuse_on_this_device(Profile(compression="fp16"), paddle.CPUPlace())
-    for other in CHOICES - {"fp16"}:
+    for other in set(CHOICES) - {"fp16"}:
         refuse_on_this_device(Profile(compression=other), paddle.CPUPlace())
 
 

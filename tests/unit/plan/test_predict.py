@@ -7,9 +7,9 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
-from fleet_train.plan.phases import CollectiveSpec
 from fleet_train.plan.price import Compute, Costs, Link, Network, alternatives, on_paper, predict
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import CollectiveSpec
 
 # 1 ms and 100 MB/s between nodes, 0.1 ms and 1 GB/s inside them.
 NETWORK = Network(Link(1e-3, 1e8), Link(1e-4, 1e9))

@@ -15,8 +15,9 @@ from fleet_train.collectives.methods.quantised_sum import rounds
 from fleet_train.errors import ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import fragments_of
-from fleet_train.plan.phases import QuantisedLayout, QuantisedSettings
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.profile.methods.quantised import QuantisedLayout
 
 ELEMENTS = 1_000_003
 BITS = pytest.mark.parametrize("bits", [8, 4])

@@ -12,12 +12,12 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
-from fleet_train.plan.phases import QuantisedSettings
 from fleet_train.plan.pricing import traffic
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
 from fleet_train.plan.simulate_quantised import QuantisedSum
 from fleet_train.plan.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import QuantisedSettings
 
 Values = Mapping[str, np.ndarray]
 SHAPES = {"w": (2, 3), "b": (3,)}

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
-from fleet_train.plan.phases import CollectivePhase, CollectiveSpec
+from fleet_train.plan.phases import CollectivePhase
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile
+from fleet_train.profile.methods.base import CollectiveSpec
 
 MEGABYTE = 2**20
 

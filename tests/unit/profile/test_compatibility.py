@@ -9,7 +9,8 @@ import pytest
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile
-from fleet_train.profile.compatibility import PAIRS, STRATEGIES, Clash, Verdict, clashes, entries, verdict
+from fleet_train.profile.compatibility import PAIRS, STRATEGIES, Clash, clashes, entries, verdict
+from fleet_train.profile.methods.base import Verdict
 
 # What switches each strategy on, with what it needs beside it, and what switches it off.
 ON: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, compatibility, load_profile
-from fleet_train.profile.compatibility import Verdict
+from fleet_train.profile.methods.base import Verdict
 
 Load = Callable[[str], Profile]
 

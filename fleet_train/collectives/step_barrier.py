@@ -1,0 +1,103 @@
+"""The barrier of a program's steps: which steps begin with one, when it starts, and what its answer says."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from fleet_train.collectives.job import Job, Passed
+from fleet_train.collectives.replica_check import FirstGradients
+from fleet_train.errors import DataError
+from fleet_train.profile import Profile
+
+# Between two barriers Gloo's own timeout of 30 s applies, so steps must be much shorter.
+_QUICK_MS = 1000.0
+# Ranks whose slowest step is shorter than this reach the barrier at the start of a step.
+_EARLY_MS = 5000.0
+# The first step compiles and connects; its time is reported at the second step's barrier.
+_FIRST_STEPS = 2
+
+_SAME_GRADIENTS = (
+    "all ranks computed the same gradient twice in a row: they read the same samples; share them: "
+    "fleet_train.data.ShardedBatchSampler, paddle.io.DistributedBatchSampler, fleet.split_files, or a seed with "
+    "fleet.worker_index() (docs/data.md)"
+)
+
+
+class StepBarrier:
+    """The barriers of one exchange, number ``number`` of the job.
+
+    Which steps have one (``barrier_every_steps``) follows from the step number, the answer of the last barrier, and the
+    number of other synchronization points, which are the same on every rank at the same point of the program: every
+    rank decides alike without a message. After a synchronization point (a save, an evaluation that gathers), it is
+    unknown how long each rank will be busy; after another program's steps, it is unknown where each rank is.
+    """
+
+    def __init__(self, job: Job, profile: Profile, number: int, buckets: int) -> None:
+        self._job = job
+        self._every = profile.barrier_every_steps
+        self._bound_seconds = profile.collective_timeout_seconds + job.engine.barrier_margin_seconds
+        self._number = number
+        self._begun = 0
+        self._sync_points = 0
+        """``Job.sync_points`` at the last barrier of this exchange."""
+        self.first_gradients = FirstGradients(job.engine.device, buckets)
+        self.running: Future[Passed] | None = None
+        """The barrier of the current step."""
+
+    def moment(self, step: int) -> str:
+        """A step's name, as all ranks know it."""
+        return f"step {step}" if self._number == 0 else f"step {step} of program {self._number}"
+
+    def take_turn(self) -> None:
+        """Called when a run of this exchange's program begins."""
+        self._job.take_turn(self._number)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
+        return (
+            self._begun < _FIRST_STEPS
+            or step % self._every == 0
+            or self._job.sync_points != self._sync_points
+            or self._job.notes.slowest_step_ms > _QUICK_MS
+        )
+
+    def arrive(self, step: int) -> None:
+        """Called at the start of a synchronous step: begins its barrier, if any, while the step computes.
+
+        After the barrier Gloo waits for only 30 s, so this is for steps that are much shorter; all ranks have read the
+        same times at the last barrier. Otherwise, and at the first step, the barrier is before the first bucket.
+        """
+        if self._job.notes.slowest_step_ms < _EARLY_MS and self.is_due(step):
+            self.running = self.begin(self.moment(step), step)
+
+    def before_first_bucket(self, step: int) -> None:
+        """Begins the barrier of a synchronous step, if it has one that has not begun."""
+        if self.running is None and self.is_due(step):
+            self.running = self.begin(self.moment(step), step)
+
+    def wait(self) -> None:
+        """Wait on the computing thread, where that enqueues the collectives itself."""
+        if self.running is not None and not self._job.engine.reads_values:
+            with self._job.clock.exposed():
+                self.running.result()
+
+    def end_step(self) -> None:
+        """Called after a step's last bucket."""
+        if self.running is not None:
+            self.passed(self.running)
+            self.running = None
+
+    def begin(self, name: str, step: int) -> Future[Passed]:
+        """Start a barrier beside the computation; the note has this rank's times since the last one."""
+        self._begun += 1
+        self._sync_points = self._job.sync_points
+        note = self._job.notes.own(self.first_gradients.tell(step))
+        return self._job.engine.beside(lambda: self._job.step_barrier(name, self._bound_seconds, note))
+
+    def passed(self, barrier: Future[Passed]) -> None:
+        """Read a barrier's answer: on the computing thread, so that every rank knows it after the same step."""
+        passed = barrier.result()
+        self._job.clock.add_barrier(passed.seconds)
+        self._job.notes.take(passed.answer)
+        if passed.answer.same_gradients:
+            self._job.advise(DataError(_SAME_GRADIENTS))

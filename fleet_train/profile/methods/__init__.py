@@ -1,0 +1,23 @@
+"""Compressions of gradients: one description each, and the one list of them.
+
+To add one, describe it in a file beside this and add it to ``_LISTED``; everything else walks the list.
+"""
+
+from __future__ import annotations
+
+from fleet_train.profile.knobs import entry_of
+from fleet_train.profile.methods.base import BF16, FP16, NONE, Compression, Family
+from fleet_train.profile.methods.dgc import DGC
+from fleet_train.profile.methods.powersgd import POWERSGD
+from fleet_train.profile.methods.quantised import INT4, INT8
+
+_LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD, DGC)
+COMPRESSIONS: dict[str, Compression] = {one.name: one for one in _LISTED}
+"""By the value of the knob, in the order of the documentation."""
+FAMILIES: tuple[Family, ...] = tuple(dict.fromkeys(one.family for one in _LISTED if one.family is not None))
+"""The compressions as strategies, each once."""
+
+
+def compression_of(name: str) -> Compression:
+    """The description of a compression, by the knob's value. Raises ConversionError for an unknown one."""
+    return entry_of("compression", name, COMPRESSIONS, "description")
