@@ -1,4 +1,4 @@
-"""Chooses a job's engine by its device and its communication backend."""
+"""The engine for backends whose calls block the host (Gloo): each communicator has a thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import paddle
-
 from fleet_train.collectives.engine import (
     Collective,
     Device,
-    Engine,
-    GpuDevice,
     HostDevice,
     Place,
     Progress,
@@ -28,22 +24,6 @@ from fleet_train.collectives.engine import (
 )
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
-
-
-def make_engine(
-    device_place: Any,
-    attribute_failure: AttributeFailure,
-    is_hopeless: Callable[[], bool],
-    on_stuck: Callable[[Place, float], None],
-) -> Engine:
-    """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
-    if isinstance(device_place, paddle.CPUPlace):
-        return ThreadEngine(device_place, attribute_failure)
-    return StreamEngine(GpuDevice(device_place), attribute_failure, Watchdog(on_stuck, is_hopeless))
-
-
-# The engine for backends whose calls block the host (Gloo): each communicator has a thread.
-
 
 T = TypeVar("T")
 AttributeFailure = Callable[[Place, BaseException], FleetTrainError]

@@ -19,8 +19,8 @@ from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
 from fleet_train.cluster.store.reports import FailureReport, report_of_exit, reports_of, with_absent
-from fleet_train.collectives.engine import HAND_OVER, REDUCTIONS, Collective, Engine, Place, Stage, Stages
-from fleet_train.collectives.engines import make_engine
+from fleet_train.collectives.engine import HAND_OVER, REDUCTIONS, Collective, Engine, GpuDevice, Place, Stage, Stages
+from fleet_train.collectives.engines import AttributeFailure, StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
@@ -329,3 +329,15 @@ def refuse_unreducible(values: Array, op: str) -> None:
         raise ConversionError(f"all_reduce: op={op!r} is unknown; it takes {', '.join(REDUCTIONS)}")
     if values.dtype.name not in _REDUCIBLE:
         raise ConversionError(f"all_reduce: dtype {values.dtype} cannot be reduced; use {', '.join(_REDUCIBLE)}")
+
+
+def make_engine(
+    device_place: Any,
+    attribute_failure: AttributeFailure,
+    is_hopeless: Callable[[], bool],
+    on_stuck: Callable[[Place, float], None],
+) -> Engine:
+    """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
+    if isinstance(device_place, paddle.CPUPlace):
+        return ThreadEngine(device_place, attribute_failure)
+    return StreamEngine(GpuDevice(device_place), attribute_failure, Watchdog(on_stuck, is_hopeless))

@@ -164,13 +164,10 @@ def _averaging(
     )
 
 
-# Which parameters are averaged together when fragments are averaged in turn: pure arithmetic.
-#
-# Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.2.
-
-
 def fragments_of(values: Sequence[TensorSpec], number: int, pattern: str) -> tuple[tuple[int, ...], ...]:
     """Positions of ``values`` in ``number`` fragments of whole layers; empty for one fragment.
+
+    Source: Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, section 2.2.
 
     ``pattern``: ``strided`` assigns layers round-robin, ``sequential`` splits their list into parts of similar size.
     Raises ProfileError if there are fewer layers than fragments.

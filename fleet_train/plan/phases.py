@@ -64,9 +64,6 @@ def sent_by_rank(phases: Iterable[CollectivePhase], world_size: int) -> tuple[fl
     return tuple(sent)
 
 
-# Local groups of ranks for hierarchical collectives: pure arithmetic.
-
-
 def local_groups(world_size: int, ranks_per_group: int) -> list[list[int]]:
     """Neighbouring ranks in local groups of ``ranks_per_group``; the last local group gets the rest."""
     return [

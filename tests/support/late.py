@@ -158,7 +158,7 @@ def install_late_engine(seed: int = 0) -> None:
         backend = LateBackend(place, seed)
         return StreamEngine(LateDevice(), attribute_failure, Watchdog(on_stuck, is_hopeless), backend)
 
-    job_module.make_engine = make_engine  # type: ignore[attr-defined, assignment]
+    job_module.make_engine = make_engine  # type: ignore[assignment]
 
 
 def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDevice]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.commands import shell_commands
 from tests.support.processes import ROOT, clean_environ
-from tests.support.recipe_examples import EXAMPLES, Example
+from tests.support.recipe_examples import COMPRESSION, EXAMPLES, Example
 from tools.mutate import COPIED
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -151,6 +151,12 @@ def checkout(tmp_path: Path) -> Path:
 def test_each_recipe_has_an_example_and_is_what_the_example_does() -> None:
     assert list(RECIPES) == list(EXAMPLES)
     assert [fault for heading, recipe in NAMED.items() for fault in faults(heading, recipe, EXAMPLES[heading])] == []
+
+
+def test_a_compression_is_one_file_and_its_place_in_one_list() -> None:
+    """What else is written are its case in a test, and what commands write."""
+    files = [path for path in COMPRESSION.files if path.startswith("fleet_train/")]
+    assert files == ["fleet_train/profile/methods/bf16_gather.py", "fleet_train/profile/methods/__init__.py"]
 
 
 def is_written(path: str, example: Example) -> bool:

@@ -230,7 +230,7 @@ def test_what_others_allow_is_refused_with_the_reason(name: str, value: str) -> 
 
 @pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].fate == "carried out"])
 def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) -> None:
-    assert name in read_in((*RUNNING, "plan")) or name == "environment"
+    assert name in read_in((*RUNNING, "plan", "profile/methods")) or name == "environment"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import paddle
 import pytest
 
 from fleet_train.collectives import engine as module
-from fleet_train.collectives import engines
+from fleet_train.collectives import job as choose
 from fleet_train.collectives.engine import GpuDevice, HostDevice
-from fleet_train.collectives.engines import StreamEngine, ThreadEngine, make_engine
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
+from fleet_train.collectives.job import make_engine
 from fleet_train.collectives.methods.dense import cut_for, unflatten, views
 from tests.unit.collectives.recorded import Attributed
 
@@ -112,7 +113,7 @@ def test_processors_have_threads_and_gpus_streams(monkeypatch: pytest.MonkeyPatc
         assert type(engine) is kind
         engine.stop()
     hopeless, stuck = object(), object()
-    monkeypatch.setattr(engines, "Watchdog", lambda *told: SimpleNamespace(told=told, stop=lambda: None))
+    monkeypatch.setattr(choose, "Watchdog", lambda *told: SimpleNamespace(told=told, stop=lambda: None))
     engine = make_engine("gpu:0", Attributed(), hopeless, stuck)  # type: ignore[arg-type]
     assert engine._watchdog.told == (stuck, hopeless)  # type: ignore[attr-defined]
     engine.stop()
