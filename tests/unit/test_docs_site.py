@@ -178,10 +178,26 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
     (tmp_path / "fleet_train" / "mute").mkdir(parents=True)
     (tmp_path / "fleet_train" / "__init__.py").write_text('"""Says something."""\n')
     (tmp_path / "fleet_train" / "mute" / "__init__.py").touch()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "design.md").write_text(
+        "## Mass\n| `fleet_train/` | 1 | 1 |\n| `fleet_train/mute/` | 1 | 5 |\n- `fleet_train`: the root\n"
+        "- `fleet_train/mute`: silent\n## Next\n"
+    )
     assert "| `fleet_train/mute/` |  |\n" in folders.page(tmp_path)
-    assert folders.problems(tmp_path) == [
+    missing = [
         "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
         "docs/layout.md is out of date; run: python -m tools.docs_site.folders",
+    ]
+    assert folders.problems(tmp_path) == missing
+    (tmp_path / "fleet_train" / "mute" / "long.py").write_text("x = 1\n" * 501)
+    (tmp_path / "fleet_train" / "short.py").write_text("x = 1\n")
+    assert [line for line in folders.problems(tmp_path) if line not in missing] == [
+        "fleet_train/: 2 files with 2 lines; docs/design.md allows 1 with 1: make it smaller, or raise the number in a "
+        "commit that says why",
+        "fleet_train/short.py: 1 lines; a file has 60 to 500",
+        "fleet_train/mute/: 2 files with 501 lines; docs/design.md allows 1 with 5: make it smaller, or raise the number "
+        "in a commit that says why",
+        "fleet_train/mute/long.py: 501 lines; a file has 60 to 500",
     ]
 
 

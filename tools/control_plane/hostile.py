@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fleet_train.cluster.store.server import raise_descriptor_limit
-from fleet_train.cluster.store.wire import LENGTHS, encode
+from fleet_train.cluster.store.wire import LENGTHS, encode, raise_descriptor_limit
 
 _HELLO = {"do": "hello", "job": "", "nonce": "n", "round": "", "group": "stranger", "member": 9, "watched": False}
 

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.relay import Parent
-from fleet_train.cluster.store.server import Session, StoreServer, raise_descriptor_limit
+from fleet_train.cluster.store.server import Session, StoreServer
+from fleet_train.cluster.store.wire import raise_descriptor_limit
 from tools.control_plane.tree import Job
 
 HOST = "127.0.0.1"

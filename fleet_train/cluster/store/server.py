@@ -8,10 +8,8 @@ In a job of many nodes each has a server: one is the root of a round, the others
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import resource
 import secrets
 import socket
 import threading
@@ -35,6 +33,7 @@ from fleet_train.cluster.store.wire import (
     ProtocolError,
     encode,
     parse,
+    raise_descriptor_limit,
 )
 from fleet_train.errors import ClusterError
 
@@ -486,18 +485,3 @@ class Session(Connection):
         if self._is_relay and fields.header["do"] == "join":
             fields.header["via"] = [*via_of(fields.header), self._name]
         round_.ask(fields.header, body, lambda header, body: self.send(encode(header | more, body)))
-
-
-def raise_descriptor_limit(wanted: int) -> None:
-    """Let this process open this many files. Raises ClusterError if the hard limit is lower, with the fix."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ClusterError(
-            f"the rendezvous store needs {wanted} open files (ulimit -n) for this job, and this process may have "
-            f"{hard} at most; raise the hard limit (LimitNOFILE of the service, /etc/security/limits.conf, or the "
-            "container's --ulimit nofile)"
-        )
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -7,12 +7,16 @@ are lengths beyond every limit, so its connection ends at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import resource
 import socket
 import struct
 from collections.abc import Iterator
 from typing import Any
+
+from fleet_train.errors import ClusterError
 
 Json = Any
 Header = dict[str, Any]
@@ -138,3 +142,18 @@ def keep_alive(sock: socket.socket) -> None:
         option = getattr(socket, name, None)  # Linux has all four, other systems some
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def raise_descriptor_limit(wanted: int) -> None:
+    """Let this process open this many files. Raises ClusterError if the hard limit is lower, with the fix."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ClusterError(
+            f"the rendezvous store needs {wanted} open files (ulimit -n) for this job, and this process may have "
+            f"{hard} at most; raise the hard limit (LimitNOFILE of the service, /etc/security/limits.conf, or the "
+            "container's --ulimit nofile)"
+        )
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

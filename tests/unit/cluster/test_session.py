@@ -16,8 +16,8 @@ import pytest
 from fleet_train.cluster.store.access import Access, Callers, Refused
 from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.rounds import Round
-from fleet_train.cluster.store.server import Session, StoreServer, raise_descriptor_limit
-from fleet_train.cluster.store.wire import encode
+from fleet_train.cluster.store.server import Session, StoreServer
+from fleet_train.cluster.store.wire import encode, raise_descriptor_limit
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ

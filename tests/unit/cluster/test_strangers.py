@@ -22,8 +22,8 @@ from fleet_train.cluster.store import payloads
 from fleet_train.cluster.store import server as servers_server
 from fleet_train.cluster.store.access import Access, Callers, challenge, job_secret
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.server import StoreServer, raise_descriptor_limit
-from fleet_train.cluster.store.wire import LENGTHS, Decoder, encode, parse
+from fleet_train.cluster.store.server import StoreServer
+from fleet_train.cluster.store.wire import LENGTHS, Decoder, encode, parse, raise_descriptor_limit
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 
 SECRET = b"correct horse battery staple"
