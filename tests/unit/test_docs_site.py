@@ -195,8 +195,8 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
         "fleet_train/: 2 files with 2 lines; docs/design.md allows 1 with 1: make it smaller, or raise the number in a "
         "commit that says why",
         "fleet_train/short.py: 1 lines; a file has 60 to 500",
-        "fleet_train/mute/: 2 files with 501 lines; docs/design.md allows 1 with 5: make it smaller, or raise the number "
-        "in a commit that says why",
+        "fleet_train/mute/: 2 files with 501 lines; docs/design.md allows 1 with 5: make it smaller, or raise the "
+        "number in a commit that says why",
         "fleet_train/mute/long.py: 501 lines; a file has 60 to 500",
     ]
 
