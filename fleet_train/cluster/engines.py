@@ -192,7 +192,7 @@ def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_second
     own = _own_endpoint(started, environ) if started.index == 0 else None
     try:
         if "PMI_FD" in environ or "PMI_PORT" in environ:
-            return mpi.pmi_exchange(started, own, environ, timeout_seconds)
+            return mpi.exchange_pmi(started, own, environ, timeout_seconds)
         return mpi.exchange_pmix(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)
     except TimeoutError:
         raise JoinTimeout(

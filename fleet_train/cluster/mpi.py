@@ -27,7 +27,7 @@ _KEY = "fleet_train_rank_0"
 _MOST_BYTES = 65_536
 
 
-def pmi_exchange(started: Started, own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
+def exchange_pmi(started: Started, own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
     """The value that rank 0 published, on every rank; ``own``: the value to publish, on rank 0.
 
     Raises TimeoutError if not all ranks arrive within the time, ClusterError if Hydra does not answer.

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Hook = Callable[[Any, Any, Any], tuple[Any, Any]]
+_OF_RUN = ("program", "feed", "fetch_list")
+"""The first arguments of ``Executor.run``."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,19 @@ def before_each_run(hook: Hook) -> None:
         run = paddle.static.Executor.run
 
         @functools.wraps(run)
-        def run_with_hooks(
-            self: Any, program: Any = None, feed: Any = None, fetch_list: Any = None, *more: Any, **named: Any
-        ) -> Any:
+        def run_with_hooks(self: Any, *args: Any, **named: Any) -> Any:
+            # Passed on as the caller gave them, by place or by name: what ``run`` is may be another library's wrapper.
+            given = dict(zip(_OF_RUN, args, strict=False)) | named
+            program, feed, fetch_list = (given.get(name) for name in _OF_RUN)
             for each in tuple(_hooks):
                 feed, fetch_list = each(program, feed, fetch_list)
-            return run(self, program, feed, fetch_list, *more, **named)
+            places = list(args)
+            for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=True)):
+                if place < len(places):
+                    places[place] = value
+                elif value is not given.get(name):
+                    named[name] = value
+            return run(self, *places, **named)
 
         replace(paddle.static.Executor, "run", run_with_hooks)
     if hook not in _hooks:

@@ -241,7 +241,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
             ),
         ),
         "fleet_train/cluster/engines.py": (
-            Insertion("flux, ", before="kubernetes, slurm"),
+            Insertion("flux, ", before="kubernetes, mpi"),
             Insertion('    ("flux", flux.read),\n', before='    ("torchrun", read_torchrun),'),
         ),
         "tests/unit/cluster/test_engines.py": (

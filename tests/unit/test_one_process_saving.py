@@ -182,7 +182,7 @@ def test_ranks_communicate_alike_for_a_save_and_only_rank_0_keeps_the_state(monk
     monkeypatch.setattr(save_load, "compare_replicas", compared)
     monkeypatch.setattr(save_load, "position_of", lambda _: {"fleet_train/step": np.array([7])})
     own, alike = {"int8/w.error": np.ones(2)}, {"powersgd/w.q": np.zeros(2)}
-    monkeypatch.setattr(save_load.method_state, "read", lambda _: (alike, own))
+    monkeypatch.setattr(save_load.method_state, "read_state", lambda _: (alike, own))
     monkeypatch.setattr(save_load, "gather_arrays", lambda job, arrays: gathered(job.cluster.rank, arrays))
     captured = []
     for rank in (0, 1):

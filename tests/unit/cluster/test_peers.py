@@ -57,8 +57,8 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
             raise TimeoutError
         return own or "10.0.0.1:7001/abc"
 
-    monkeypatch.setattr(engines.mpi, "pmi_exchange", exchange)
-    monkeypatch.setattr(engines.pmi, "exchange_pmix", lambda *_: pytest.fail("Hydra was not asked"))
+    monkeypatch.setattr(engines.mpi, "exchange_pmi", exchange)
+    monkeypatch.setattr(engines.mpi, "exchange_pmix", lambda *_: pytest.fail("Hydra was not asked"))
     environ = {variable: "9"}
     assert locate(Started("MPICH", 1, 2), environ) == MeetingPoint("10.0.0.1", 7001, secret="abc")
     first = locate(Started("MPICH", 0, 2, local_count=2), environ)
@@ -72,7 +72,7 @@ def test_hydras_processes_ask_over_pmi_and_rank_0_says_a_free_place_with_a_secre
 @pytest.mark.usefixtures("machine")
 def test_open_mpis_processes_use_pmix_or_the_host_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["10.0.0.1:7001/abc", "", "", ""]
-    monkeypatch.setattr(engines.pmi, "exchange_pmix", lambda *_: told.pop(0))
+    monkeypatch.setattr(engines.mpi, "exchange_pmix", lambda *_: told.pop(0))
     started = Started("Open MPI", 1, 2, port=7000)
     assert locate(started, {}) == MeetingPoint("10.0.0.1", 7001, secret="abc")
     uri = {"OMPI_MCA_orte_hnp_uri": "1234.0;tcp://10.9.9.9,10.0.0.6:45678"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fleet_train.cluster.mpi import pmi_exchange
+from fleet_train.cluster.mpi import exchange_pmi
 from fleet_train.cluster.started import Started
 from fleet_train.errors import ClusterError
 
@@ -69,7 +69,7 @@ def manager() -> Iterator[Callable[..., Manager]]:
 
 
 def ask(manager: Manager, own: str | None = None, timeout_seconds: float = 30.0) -> str:
-    return pmi_exchange(STARTED, own, {"PMI_FD": str(manager.ours.fileno())}, timeout_seconds)
+    return exchange_pmi(STARTED, own, {"PMI_FD": str(manager.ours.fileno())}, timeout_seconds)
 
 
 def test_what_rank_0_has_published_is_read_behind_a_barrier(manager: Callable[..., Manager]) -> None:
@@ -121,4 +121,4 @@ def test_ranks_that_do_not_come_are_a_timeout(manager: Callable[..., Manager]) -
 @pytest.mark.parametrize("environ", [{}, {"PMI_FD": "x"}, {"PMI_FD": "-1"}])
 def test_without_a_descriptor_the_way_out_is_named(environ: dict[str, str]) -> None:
     with pytest.raises(ClusterError, match="gave this process no PMI_FD"):
-        pmi_exchange(STARTED, None, environ, 1.0)
+        exchange_pmi(STARTED, None, environ, 1.0)

@@ -148,7 +148,10 @@ def test_values_that_rank_0_has_copied_for_the_save_are_not_copied_again(monkeyp
     state = ProgramState.__new__(ProgramState)
     state.kinds, state.variables = KINDS, {name: name for name in KINDS}
     exchange: Any = SimpleNamespace(
-        trained=["w", "w_1"], averager=None, compares_saves=True, compare_saved=lambda *what: told.append(what)
+        trained=["w", "w_1"],
+        averager=None,
+        check=SimpleNamespace(is_asked_for=True),
+        compare_saved=lambda *what: told.append(what),
     )
     copies = {name: np.full(2, number, "float32") for number, name in enumerate(KINDS)}
     local_state.compare_replicas(state, exchange, True, copies)
