@@ -59,10 +59,6 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     run_script(Path(task["script"]), tuple(task["arguments"]), Profile(**task["profile"]), steps)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 # Runs a user's script for some steps with a given profile: each step's time, then the end of the process.
 
 
@@ -144,3 +140,7 @@ def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps
 def memory_bytes() -> int:
     """The largest resident memory of this process so far."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
