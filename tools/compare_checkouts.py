@@ -9,7 +9,7 @@ an embedding, a convolution, batch norm and dense layers for 14 steps under each
 shortened, so that they happen), once with Momentum and once with Adam, a clip and smaller buckets (DGC: SGD, no clip).
 It saves, starts again from what was saved and trains 6 more steps; in the second checkout it also continues from what
 the first one saved. Every parameter, buffer and optimizer state of every rank is compared, bit by bit. On 4 ranks there
-are two "machines", 127.0.0.1 and 127.0.0.2. The first checkout runs twice: a profile whose two runs differ is shown as
+are two "machines", 127.0.0.2 and 127.0.0.3. The first checkout runs twice: a profile whose two runs differ is shown as
 not repeatable, with the tensor. All profiles share a launch; one that fails costs another launch.
 Exit code: 0 equal, 1 different, 2 a run failed. Both checkouts must run on one machine: bits depend on the processor.
 """
@@ -166,7 +166,7 @@ def _turn() -> Iterator[None]:
 
 def launch(checkout: Path, ranks: int, arguments: Sequence[str], folder: Path) -> str:
     """Train on ``ranks`` ranks with the checkout's launcher; the end of the output if that fails, else nothing."""
-    port, nodes = next(_PORTS), ["127.0.0.1", "127.0.0.2"] if ranks > 2 else ["127.0.0.1"]
+    port, nodes = next(_PORTS), ["127.0.0.2", "127.0.0.3"] if ranks > 2 else ["127.0.0.2"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLEET_TRAIN_"))}
     environ |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", _MARK: str(port)}
     launchers = []
