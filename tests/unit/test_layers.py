@@ -153,7 +153,7 @@ def test_table_is_the_one_in_the_design() -> None:
     table = {}
     for line in (ROOT / "docs" / "design.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if line.startswith("| `") and len(cells) == 3:
+        if line.startswith("| `") and not line.startswith("| `fleet_train/") and len(cells) == 3:  # not the budgets
             table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
     table["cli"] = {
         "doctor",
