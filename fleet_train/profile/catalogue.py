@@ -12,7 +12,7 @@ from typing import Any
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.knobs import shown
-from fleet_train.profile.loader import SET, Layer, checked_layer, load_file, read_assignments, report_of, shown_path
+from fleet_train.profile.loader import Layer, checked_layer, load_file, read_assignments, report_of, shown_path
 from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import suggestion, value_problems
 
@@ -89,9 +89,6 @@ def _what_there_is(name: str) -> str:
 
 
 # ``--set knob=value``: settings of the command line, read and checked as in a profile's file, and laid over it.
-
-
-EXAMPLE = f"{SET} nccl_comm_num=2"
 
 
 def check_assignments(texts: Sequence[str]) -> dict[str, Any]:

@@ -190,14 +190,12 @@ class LocalSgdKnobs(CommunicationKnobs):
 
     use_local_sgd: bool = knob(
         False,
-        fate="carried out",
         meaning="Train locally and average parameters periodically, instead of gradients in every step.",
         reason="After the warm-up no gradient is sent; the parameters (and batch-norm statistics) are averaged at the "
         "end of a period, before every save, and by fleet.synchronize_parameters(). Source: Stich 2018, Lin 2018.",
     )
     local_sgd_is_warm_steps: int = knob(
         100,
-        fate="carried out",
         unit="steps",
         ge=0,
         le=1_000_000_000,
@@ -207,7 +205,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_steps: int = knob(
         2,
-        fate="carried out",
         unit="steps",
         ge=1,
         le=1_000_000,
@@ -218,7 +215,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_schedule: Literal["constant", "doubling", "adaptive"] = knob(
         "constant",
-        fate="carried out",
         needs="use_local_sgd",
         meaning="How the period changes: constant; doubling from 1 up to local_sgd_steps; adaptive to learning "
         "rate and loss.",
@@ -227,7 +223,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_max_steps: int = knob(
         64,
-        fate="carried out",
         unit="steps",
         ge=1,
         le=1_000_000,
@@ -238,7 +233,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_momentum: Literal["keep", "average", "reset"] = knob(
         "keep",
-        fate="carried out",
         needs="use_local_sgd",
         meaning="What happens to the optimizer's own state when parameters are averaged.",
         reason="keep: each rank keeps its own. average: averaged like the parameters (more bytes). reset: "
@@ -246,7 +240,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_dtype: Literal["float32", "bfloat16", "int8", "int4"] = knob(
         "float32",
-        fate="carried out",
         needs="use_local_sgd",
         meaning="What is sent when parameters are averaged: float32 values, or differences from the last averaging in "
         "bfloat16 (half the bytes), int8 (a quarter) or int4 (an eighth).",
@@ -255,7 +248,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_overlap_steps: int = knob(
         0,
-        fate="carried out",
         unit="steps",
         ge=0,
         le=1_000_000,
@@ -268,7 +260,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_fragments: int = knob(
         1,
-        fate="carried out",
         unit="fragments",
         ge=1,
         le=1024,
@@ -281,14 +272,12 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     local_sgd_fragment_pattern: Literal["strided", "sequential"] = knob(
         "strided",
-        fate="carried out",
         needs="use_local_sgd",
         meaning="Which layers form a fragment: every n-th one (strided), or neighbours (sequential).",
         reason="The paper found strided slightly better: each fragment has early and late layers.",
     )
     outer_optimizer: OuterName = knob(
         "none",
-        fate="carried out",
         needs="use_local_sgd",
         meaning="Momentum over periods: "
         + ", ".join(f"{name} ({OUTER_OPTIMIZERS[name].words})" for name in WITH_MOMENTUM)
@@ -299,7 +288,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     outer_lr: float = knob(
         1.0,
-        fate="carried out",
         gt=0,
         le=100,
         needs="use_local_sgd",
@@ -309,7 +297,6 @@ class LocalSgdKnobs(CommunicationKnobs):
     )
     outer_momentum: float = knob(
         0.0,
-        fate="carried out",
         ge=0,
         le=0.999,
         needs="use_local_sgd",
@@ -354,13 +341,11 @@ class CompressionChoice(LocalSgdKnobs):
 
     compression: CompressionName = knob(
         "none",
-        fate="carried out",
         meaning=f"What is sent of a gradient: {_what_is_sent()}.",
         reason=_how(),
     )
     compression_declines: bool = knob(
         False,
-        fate="carried out",
         only_with=OnlyWith("compression", tuple(one.name for one in COMPRESSIONS.values() if one.may_decline)),
         meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
         "link. false = send the requested compression; rank 0 says where it probably does not pay.",

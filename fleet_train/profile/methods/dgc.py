@@ -36,7 +36,6 @@ class DgcKnobs(BaseModel):
 
     dgc_sparsity: float = knob(
         0.999,
-        fate="carried out",
         ge=0,
         le=0.9999,
         only_with=_DGC,
@@ -45,7 +44,6 @@ class DgcKnobs(BaseModel):
     )
     dgc_rampup_begin_step: int = knob(
         0,
-        fate="carried out",
         unit="steps",
         ge=0,
         le=1_000_000_000,
@@ -55,7 +53,6 @@ class DgcKnobs(BaseModel):
     )
     dgc_rampup_steps: int = knob(
         1,
-        fate="carried out",
         unit="steps",
         ge=1,
         le=1_000_000_000,
@@ -65,7 +62,6 @@ class DgcKnobs(BaseModel):
     )
     dgc_local_grad_clip_norm: float = knob(
         0.0,
-        fate="carried out",
         ge=0,
         le=1_000_000,
         only_with=_DGC,
@@ -74,14 +70,12 @@ class DgcKnobs(BaseModel):
     )
     dgc_momentum_factor_masking: bool = knob(
         True,
-        fate="carried out",
         only_with=_DGC,
         meaning="Clear the momentum of sent elements, so that stale momentum does not accumulate.",
         reason="The velocities at the selected indices become zero.",
     )
     dgc_min_elements: int = knob(
         16384,
-        fate="carried out",
         unit="elements",
         ge=0,
         le=1_000_000_000,

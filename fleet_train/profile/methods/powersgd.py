@@ -34,7 +34,6 @@ class PowerSgdKnobs(BaseModel):
 
     powersgd_rank: int = knob(
         1,
-        fate="carried out",
         unit="columns",
         ge=1,
         le=1024,
@@ -44,7 +43,6 @@ class PowerSgdKnobs(BaseModel):
     )
     powersgd_start_step: int = knob(
         0,
-        fate="carried out",
         unit="steps",
         ge=0,
         le=1_000_000_000,
@@ -54,7 +52,6 @@ class PowerSgdKnobs(BaseModel):
     )
     powersgd_min_compression: float = knob(
         2.0,
-        fate="carried out",
         unit="times",
         ge=0,
         le=1_000_000,
@@ -64,7 +61,6 @@ class PowerSgdKnobs(BaseModel):
     )
     powersgd_warm_start: bool = knob(
         True,
-        fate="carried out",
         only_with=_POWERSGD,
         meaning="Start each step's power iteration from the last step's factor. false = from new random numbers.",
         reason="One iteration per step then follows the gradients; without it each step starts again from "
@@ -72,7 +68,6 @@ class PowerSgdKnobs(BaseModel):
     )
     powersgd_error_feedback: bool = knob(
         True,
-        fate="carried out",
         only_with=_POWERSGD,
         meaning="Add to each gradient what PowerSGD left out of earlier ones. false = forget it.",
         reason="Costs one copy of the compressed gradients per rank; without it training may not converge.",

@@ -41,7 +41,6 @@ class QuantisedKnobs(BaseModel):
 
     quantised_block_size: int = knob(
         512,
-        fate="carried out",
         unit="elements",
         ge=32,
         le=65536,
@@ -52,14 +51,12 @@ class QuantisedKnobs(BaseModel):
     )
     quantised_error_feedback: bool = knob(
         True,
-        fate="carried out",
         only_with=_QUANTISED,
         meaning="Add earlier rounding errors to what int8 or int4 sends. false = forget them.",
         reason="Costs one copy of the sent values per rank, kept in checkpoints; without it int4 may not converge.",
     )
     quantised_rounding: Literal["nearest", "stochastic"] = knob(
         "nearest",
-        fate="carried out",
         only_with=_QUANTISED,
         meaning="How int8 and int4 round: to the nearest level, or up with the probability of the fractional part.",
         reason="stochastic has the exact value as its mean, for use without error feedback; its random numbers depend "
