@@ -60,89 +60,129 @@ def train(profiles: Sequence[str], folder: Path, other: Path | None, timed: bool
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     import paddle
 
-    from fleet_train import DistributedStrategy, fleet, role_maker
+    from fleet_train import fleet, role_maker
 
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    rank = fleet.worker_index()
-
-    def one(profile: str, case: int) -> None:
-        paddle.seed(2020 + case)
-        strategy = DistributedStrategy.from_profile(profile)
-        for name, value in SHORTENED.get(profile, {}).items():
-            setattr(strategy, name, value)
-        if case and profile != "unfused":
-            strategy.fuse_parameter_groups_size = 4
-        words = paddle.static.data("words", [None, 4], "int64")
-        image = paddle.static.data("image", [None, 1, 8, 8], "float32")
-        label = paddle.static.data("label", [None], "int64")
-        seen = paddle.nn.BatchNorm2D(6)(paddle.nn.Conv2D(1, 6, 3)(image))
-        seen = paddle.nn.functional.relu(seen).flatten(1)
-        read = paddle.nn.Embedding(300, 16)(words).flatten(1)
-        hidden = paddle.concat([seen, read], axis=1)
-        for width in (96, 48):
-            hidden = paddle.nn.functional.tanh(paddle.nn.Linear(hidden.shape[1], width)(hidden))
-        loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(48, 10)(hidden), label)
-        if case and profile != "dgc":  # which works without a clip, and with these two optimizers only
-            optimizer = paddle.optimizer.Adam(0.01, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))
-        else:
-            optimizer = (paddle.optimizer.SGD(0.05), paddle.optimizer.Momentum(0.05, 0.9))[1 - case]
-        fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
-        executor, main = paddle.static.Executor(paddle.CPUPlace()), paddle.static.default_main_program()
-
-        def begin() -> None:
-            executor.run(paddle.static.default_startup_program())
-
-        def run(first: int, count: int) -> list[float]:
-            seconds = []
-            for step in range(first, first + count):
-                random = np.random.default_rng([case, step, rank])
-                feed = {
-                    "words": random.integers(0, 300, (16, 4)),
-                    "image": random.standard_normal((16, 1, 8, 8), dtype=np.float32),
-                    "label": random.integers(0, 10, 16),
-                }
-                start = time.perf_counter()
-                executor.run(main, feed=feed, fetch_list=[loss])
-                seconds.append(time.perf_counter() - start)
-            return seconds
-
-        def keep(part: str) -> None:
-            scope, held = paddle.static.global_scope(), dict[str, Any]()
-            for variable in main.list_vars():
-                found = scope.find_var(variable.name) if variable.persistable else None
-                if found is not None and found.get_tensor()._is_initialized():
-                    held[variable.name] = np.asarray(found.get_tensor())
-            np.savez(folder / f"{profile}-{case}-{part}-{rank}.npz", **held)
-
-        begin()
-        if timed:
-            run(0, 1)
-            first = time.clock_gettime(time.CLOCK_BOOTTIME)
-            seconds = run(1, TIMED_STEPS)[10:]
-            result = {"script": began, "first": first, "step": statistics.median(seconds), "processes": _processes()}
-            (folder / f"{profile}-times-{rank}.json").write_text(json.dumps(result))
-            return
-        saved = f"saved-{profile}-{case}"
-        run(0, STEPS)
-        keep("trained")
-        fleet.save_persistables(executor, str(folder / saved))
-        fleet.barrier_worker()
-        keep("saved")
-        for part, there in (("resumed", folder), ("taken_over", other)):
-            if there is not None:
-                begin()
-                fleet.load_persistables(executor, str(there / saved))
-                run(STEPS, MORE_STEPS)
-                keep(part)
-
     for profile, case in itertools.product(profiles, (0,) if timed else (0, 1)):
         with (
             paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
             paddle.utils.unique_name.guard(f"case{case}_"),
         ):
-            one(profile, case)
+            program = _Program(profile, case)
+            if timed:
+                _time(program, began, folder)
+            else:
+                _train_and_resume(program, folder, other)
         fleet.barrier_worker()
+
+
+class _Program:
+    """The network in the default programs, trained under ``profile``; ``case`` 1: with Adam, a clip, small buckets."""
+
+    def __init__(self, profile: str, case: int) -> None:
+        import paddle
+
+        from fleet_train import fleet
+
+        self.profile, self.case, self.rank = profile, case, fleet.worker_index()
+        paddle.seed(2020 + case)
+        self._loss = _loss_of_network()
+        fleet.distributed_optimizer(_optimizer(profile, case), _strategy(profile, case)).minimize(self._loss)
+        self.executor = paddle.static.Executor(paddle.CPUPlace())
+        self._main = paddle.static.default_main_program()
+        self._startup = paddle.static.default_startup_program()
+
+    def begin(self) -> None:
+        """Set every value to its start."""
+        self.executor.run(self._startup)
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Steps ``first`` and on; the seconds of each."""
+        seconds = []
+        for step in range(first, first + count):
+            random = np.random.default_rng([self.case, step, self.rank])
+            feed = {
+                "words": random.integers(0, 300, (16, 4)),
+                "image": random.standard_normal((16, 1, 8, 8), dtype=np.float32),
+                "label": random.integers(0, 10, 16),
+            }
+            start = time.perf_counter()
+            self.executor.run(self._main, feed=feed, fetch_list=[self._loss])
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def keep(self, folder: Path, part: str) -> None:
+        """Write every value that outlives a step."""
+        import paddle
+
+        scope, held = paddle.static.global_scope(), dict[str, Any]()
+        for variable in self._main.list_vars():
+            found = scope.find_var(variable.name) if variable.persistable else None
+            if found is not None and found.get_tensor()._is_initialized():
+                held[variable.name] = np.asarray(found.get_tensor())
+        np.savez(folder / f"{self.profile}-{self.case}-{part}-{self.rank}.npz", **held)
+
+
+def _loss_of_network() -> Any:
+    import paddle
+
+    words = paddle.static.data("words", [None, 4], "int64")
+    image = paddle.static.data("image", [None, 1, 8, 8], "float32")
+    label = paddle.static.data("label", [None], "int64")
+    seen = paddle.nn.BatchNorm2D(6)(paddle.nn.Conv2D(1, 6, 3)(image))
+    seen = paddle.nn.functional.relu(seen).flatten(1)
+    read = paddle.nn.Embedding(300, 16)(words).flatten(1)
+    hidden = paddle.concat([seen, read], axis=1)
+    for width in (96, 48):
+        hidden = paddle.nn.functional.tanh(paddle.nn.Linear(hidden.shape[1], width)(hidden))
+    return paddle.nn.functional.cross_entropy(paddle.nn.Linear(48, 10)(hidden), label)
+
+
+def _optimizer(profile: str, case: int) -> Any:
+    import paddle
+
+    if case and profile != "dgc":  # which works without a clip, and with SGD and Momentum only
+        return paddle.optimizer.Adam(0.01, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))
+    return paddle.optimizer.SGD(0.05) if case else paddle.optimizer.Momentum(0.05, 0.9)
+
+
+def _strategy(profile: str, case: int) -> Any:
+    from fleet_train import DistributedStrategy
+
+    strategy = DistributedStrategy.from_profile(profile)
+    for name, value in SHORTENED.get(profile, {}).items():
+        setattr(strategy, name, value)
+    if case and profile != "unfused":
+        strategy.fuse_parameter_groups_size = 4
+    return strategy
+
+
+def _time(program: _Program, began: float, folder: Path) -> None:
+    program.begin()
+    program.run(0, 1)
+    first = time.clock_gettime(time.CLOCK_BOOTTIME)
+    step = statistics.median(program.run(1, TIMED_STEPS)[10:])
+    result = {"script": began, "first": first, "step": step, "processes": _processes()}
+    (folder / f"{program.profile}-times-{program.rank}.json").write_text(json.dumps(result))
+
+
+def _train_and_resume(program: _Program, folder: Path, other: Path | None) -> None:
+    from fleet_train import fleet
+
+    saved = f"saved-{program.profile}-{program.case}"
+    program.begin()
+    program.run(0, STEPS)
+    program.keep(folder, "trained")
+    fleet.save_persistables(program.executor, str(folder / saved))
+    fleet.barrier_worker()
+    program.keep(folder, "saved")
+    for part, there in (("resumed", folder), ("taken_over", other)):
+        if there is not None:
+            program.begin()
+            fleet.load_persistables(program.executor, str(there / saved))
+            program.run(STEPS, MORE_STEPS)
+            program.keep(folder, part)
 
 
 def _processes() -> int:
