@@ -214,6 +214,9 @@ BF16_GATHER = Gathered(
                 before='    Case("compression", "fp16"',
             ),
         ),
+        "tests/unit/profile/test_profile_catalogue.py": (
+            Insertion('"bf16_gather", ', before='"fp16", "int8", "int4", "powersgd"'),
+        ),
     },
     {"strategies/schema.json": _EXPORT, "docs/knobs.md": _EXPORT},
 )
