@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fleet_train import timeouts
 from fleet_train.cluster import kubernetes, mpi, network, slurm
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.started import Started, Variables, endpoint, port_of_job
@@ -147,7 +148,6 @@ MASTER = "FLEET_TRAIN_MASTER"
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
 """Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
-_SCONTROL_SECONDS = 20.0
 # Nothing is sent there: it only selects the route by which packets leave this machine.
 _ANYWHERE = "192.0.2.1"
 
@@ -227,7 +227,7 @@ def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
     """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.SCONTROL_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return {}
     pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())

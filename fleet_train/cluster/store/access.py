@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
@@ -161,8 +162,6 @@ class Caller:
 # A host name's address may change while the job runs.
 
 
-_LOOK_AGAIN_SECONDS = 2.0
-
 Connection = TypeVar("Connection")
 
 
@@ -191,7 +190,7 @@ class Callers:
         return bool(self._names)
 
     def _look_again(self) -> None:
-        if not self._names or time.monotonic() - self._looked_at < _LOOK_AGAIN_SECONDS:
+        if not self._names or time.monotonic() - self._looked_at < timeouts.NAMES_SECONDS:
             return
         if self._is_looking.acquire(blocking=False):
             self._looked_at = time.monotonic()

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
 from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges, ranges
@@ -30,8 +31,6 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 
-# How much longer than the server's own timeout a client waits for its answer.
-_ANSWER_GRACE_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 18
 JOINED = "joined"
 """Rank 0 sets it in the store once all ranks have joined."""
@@ -89,7 +88,7 @@ class StoreClient:
         member: int,
         group: str,
         describe: Describe,
-        answer_seconds: float = _ANSWER_GRACE_SECONDS,
+        answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
     ) -> None:
         self.endpoint = endpoint
         self.member = member
@@ -118,7 +117,7 @@ class StoreClient:
         describe: Describe | None = None,
         machine: str = "",
         silence_seconds: float | None = None,
-        answer_seconds: float = _ANSWER_GRACE_SECONDS,
+        answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
         dial_seconds: float = 5.0,
         access: Access | None = None,
     ) -> StoreClient:

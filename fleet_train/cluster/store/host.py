@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of
 from fleet_train.cluster.store.client import close_after_fork
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
 
 _READY = "listening"
-# After the parent has ended: how long members may still be connected, how long none must have been before the process
-# ends (a member that lost its connection may reconnect to report), and how often to check, in seconds.
-_EXIT_BARRIER_SECONDS = 300.0
-_QUIET_SECONDS = 0.5
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -148,16 +144,16 @@ def _serve(place: Place) -> None:
         return
     print(_READY, flush=True)
     sys.stdin.buffer.read()  # ends with the parent, however it ends
-    deadline = time.monotonic() + _EXIT_BARRIER_SECONDS
+    deadline = time.monotonic() + timeouts.STORE_OUTLIVES_SECONDS
     quiet_since = None
     while time.monotonic() < deadline:
         if server.has_members():
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since > _QUIET_SECONDS:
+        elif time.monotonic() - quiet_since > timeouts.STORE_QUIET_SECONDS:
             break
-        time.sleep(_POLL_SECONDS)
+        time.sleep(timeouts.STORE_POLL_SECONDS)
     server.stop()
 
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fleet_train import timeouts
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.access import Access, Caller, Refused
 from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant
@@ -28,15 +29,7 @@ from fleet_train.cluster.store.wire import (
     parse,
 )
 
-# How long members may be late before the parent gets a list of those that have arrived.
-_PARTIAL_SECONDS = 1.0
-# After that: how long further arrivals are collected.
-_UPDATE_SECONDS = 0.1
-# In addition to a waiter's timeout: how long the parent may take to name the missing members.
-_PARENT_GRACE_SECONDS = 2.0
 _BEATS_PER_SILENCE = 4
-_RETRY_SECONDS = 0.1
-_DIAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Relay(Round):
     """A node's part of a round whose root is elsewhere."""
 
     def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
-        super().__init__(clock, grace_seconds=_PARENT_GRACE_SECONDS)
+        super().__init__(clock, grace_seconds=timeouts.RELAY_GRACE_SECONDS)
         self.parent = parent
         self._asked: dict[int, Reply] = {}
         self._number = 0
@@ -82,13 +75,13 @@ class Relay(Round):
                 source = (self.parent.access.source, 0) if self.parent.access.source else None
                 host, port = self.parent.host, self.parent.port
                 dialled = loop.create_connection(lambda link=link: link, host, port, local_addr=source)
-                await asyncio.wait_for(dialled, _DIAL_SECONDS)
-                await asyncio.wait_for(link.ready, _DIAL_SECONDS)
+                await asyncio.wait_for(dialled, timeouts.STORE_DIAL_SECONDS)
+                await asyncio.wait_for(link.ready, timeouts.STORE_DIAL_SECONDS)
             except (OSError, asyncio.TimeoutError, Refused) as error:
                 link.close()
                 if loop.time() > deadline or (isinstance(error, Refused) and not error.is_temporary):
                     raise Refused(f"the relay cannot reach its parent at {self.parent.endpoint}: {error}") from None
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(timeouts.RELAY_RETRY_SECONDS)
             else:
                 self._link = link
                 return
@@ -119,7 +112,8 @@ class Relay(Round):
         elif barrier.count != arrival.count or not expected & ~barrier.arrived:
             self._tell(barrier, arrival.count)
         elif barrier.tell_at is None:
-            barrier.tell_at = self.clock() + (_UPDATE_SECONDS if barrier.told else _PARTIAL_SECONDS)
+            delay = timeouts.RELAY_UPDATE_SECONDS if barrier.told else timeouts.RELAY_PARTIAL_SECONDS
+            barrier.tell_at = self.clock() + delay
 
     def tick(self, now: float) -> None:
         super().tick(now)

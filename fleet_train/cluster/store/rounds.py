@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant, Payload, TooLarge, times_of
 from fleet_train.cluster.store.wire import Body, Fields, Header, Json, ProtocolError, encode, parse, printable
 
-# How long all members may wait at different barriers before that counts as an error and not as a coincidence.
-_CROSSED_SECONDS = 1.0
 # How many bytes members may store under keys, and how long a key may be.
 _MOST_STORED_BYTES = 64 << 20
 _MOST_KEYS = 1 << 18
@@ -247,7 +246,7 @@ class Root(Round):
                 group.crossed_at = None
             elif group.crossed_at is None:
                 group.crossed_at = now
-            elif now - group.crossed_at >= _CROSSED_SECONDS:
+            elif now - group.crossed_at >= timeouts.CROSSED_SECONDS:
                 self._report_crossed(pending)
 
     def _report_crossed(self, pending: list[Barrier]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.access import Access, Callers, Refused, Strangers, accept, challenge
 from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, read_calls
@@ -37,16 +38,10 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError
 
-# How exactly timeouts are kept.
-_TICK_SECONDS = 0.05
-STRANGERS_SECONDS = 5.0
 # The most unauthenticated connections: beyond these the oldest one is closed.
 _MOST_STRANGERS = 256
 _MOST_ROUNDS = 4096
 _MOST_REFUSALS_SAID = 8
-# How long a relay may try to open a round within another one, and how long the server's thread may take for a request.
-_INNER_SECONDS = 30.0
-_DONE_SECONDS = 10.0
 _BACKLOG = 4096
 # How many connections are accepted in one iteration of the loop, so that many of them do not delay a barrier.
 _ACCEPTED_AT_ONCE = 64
@@ -163,7 +158,7 @@ class StoreServer:
             if asyncio.iscoroutine(answer):
                 await answer
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeout_seconds + _DONE_SECONDS)
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeout_seconds + timeouts.STORE_REQUEST_SECONDS)
 
     # the thread
 
@@ -219,7 +214,7 @@ class StoreServer:
 
     def _tick(self) -> None:
         """One clock for all timeouts."""
-        self._loop.call_later(_TICK_SECONDS, self._tick)
+        self._loop.call_later(timeouts.STORE_TICK_SECONDS, self._tick)
         now = self.clock()
         for session in [*self._strangers, *self._known]:
             session.tick(now)
@@ -281,7 +276,7 @@ class StoreServer:
         elif isinstance(outer, Relay):
             if name not in self._opening:
                 parent = replace(outer.parent, round_name=name)
-                self._opening[name] = asyncio.ensure_future(self.relay(parent, _INNER_SECONDS))
+                self._opening[name] = asyncio.ensure_future(self.relay(parent, timeouts.STORE_INNER_ROUND_SECONDS))
                 self._opening[name].add_done_callback(lambda _: self._opening.pop(name, None))
             self._opening[name].add_done_callback(
                 lambda done: then(None if done.cancelled() or done.exception() else self.rounds[name])
@@ -373,7 +368,7 @@ class Session(Connection):
         if not self.is_open:
             return
         if self._round is None:
-            if now - self._began >= STRANGERS_SECONDS:
+            if now - self._began >= timeouts.STRANGERS_SECONDS:
                 self.close()
         elif self._silence is not None and now - self.heard_at > self._silence:
             how = f"not heard of for {self._silence:g} s"

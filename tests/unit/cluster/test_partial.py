@@ -148,7 +148,7 @@ def test_some_numbered_nodes_and_some_not_are_no_cluster() -> None:
 def test_a_name_that_gets_another_address_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"pod-0.set": frozenset({"10.0.0.5"})}
     monkeypatch.setattr("fleet_train.cluster.store.access.addresses_of", lambda name: addresses[name])
-    monkeypatch.setattr("fleet_train.cluster.store.access._LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("fleet_train.timeouts.NAMES_SECONDS", 0.0)
     callers = Callers(["pod-0.set", "10.0.0.9"])
     assert (callers.hears("10.0.0.5"), callers.hears("10.0.0.9"), callers.hears("10.0.0.6")) == (True, True, False)
     addresses["pod-0.set"] = frozenset({"10.0.0.6"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient, close_after_fork
 from fleet_train.cluster.store.host import Place, StoreHost, endpoint_of, is_host, needs_relays
+from fleet_train.errors import WorkerFailed
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
 
@@ -82,6 +84,33 @@ def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -
         os.close(child_ends)
         os.waitpid(child, 0)
         os.close(reader)
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(12.0, marks=pytest.mark.long), 0.0])
+def test_a_server_that_stands_still_is_waited_for_unless_it_does_for_too_long(
+    seconds: float, free_ports: Callable[..., int]
+) -> None:
+    """A machine that swaps, or is paused by its hypervisor, must not end the job; a server that hangs must."""
+    member = cluster(0, 1, free_ports(1, HOSTS))
+    host = StoreHost.of(member, 30.0)
+    patience = {} if seconds else {"answer_seconds": 0.5}
+    client = StoreClient.connect(endpoint_of(member), 0, access=access_of(member), timeout_seconds=30.0, **patience)
+    os.kill(host._process.pid, signal.SIGSTOP)
+    try:
+        if seconds:
+            threading.Timer(seconds, os.kill, (host._process.pid, signal.SIGCONT)).start()
+            began = time.monotonic()
+            client.set("key", "value")
+            assert time.monotonic() - began > seconds - 1
+            assert client.get("key") == "value"
+        else:
+            with pytest.raises(WorkerFailed, match=r"no longer answers \(timed out"):
+                client.set("key", "value")
+    finally:
+        os.kill(host._process.pid, signal.SIGCONT)
+        client.close()
+        host.release()
+        host._process.wait(30)
 
 
 def test_many_ranks_reach_barriers_over_the_helpers_of_their_nodes(free_ports: Callable[..., int]) -> None:

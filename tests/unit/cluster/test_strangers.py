@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fleet_train import timeouts
 from fleet_train.cluster.store import payloads
 from fleet_train.cluster.store import server as servers_server
 from fleet_train.cluster.store.access import Access, Callers, challenge, job_secret
@@ -292,7 +293,7 @@ def test_a_stranger_that_says_something_else_is_closed(server: StoreServer, said
 def test_a_stranger_that_says_nothing_or_half_is_closed_in_time(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers_server, "STRANGERS_SECONDS", 0.3)
+    monkeypatch.setattr(timeouts, "STRANGERS_SECONDS", 0.3)
     with dial(server) as silent, dial(server) as half:
         half.sendall(LENGTHS.pack(100, 0) + b'{"do": "he')
         assert is_closed(silent)
