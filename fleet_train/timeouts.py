@@ -1,12 +1,10 @@
-"""Every duration of this package, with its unit in its name and its reason beside it.
+"""Durations, each with its unit in its name and its reason beside it; so far those of ``cluster/``.
 
-Use them as ``timeouts.NAME``, so that a test can shorten one. What a user can set (``--join_timeout``,
-``collective_timeout_seconds``, ``--lost_node_timeout``, ...) has its default here too.
+Use them as ``timeouts.NAME``, so that a test can shorten one.
 """
 
 from __future__ import annotations
 
-# cluster and its store
 SCONTROL_SECONDS = 20.0
 """Slurm's controller answers ``scontrol show node`` at once, or is overloaded."""
 STORE_ANSWER_SECONDS = 30.0
@@ -41,25 +39,3 @@ STORE_QUIET_SECONDS = 0.5
 """Without members until it ends then: one that lost its connection may reconnect to report."""
 STORE_POLL_SECONDS = 0.05
 """Between two looks at that."""
-
-# collectives
-
-# convert
-
-# data
-
-# train
-
-# launch
-
-# spawn and Ray
-
-# doctor
-
-# selftest
-
-# recommend
-
-# profile, plan and command line
-
-# manifests

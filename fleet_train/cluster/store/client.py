@@ -118,7 +118,7 @@ class StoreClient:
         machine: str = "",
         silence_seconds: float | None = None,
         answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
-        dial_seconds: float = 5.0,
+        dial_seconds: float = timeouts.STORE_DIAL_SECONDS,
         access: Access | None = None,
     ) -> StoreClient:
         """Connect, retrying for ``timeout_seconds`` until the server listens (0: one try). ``endpoint`` is

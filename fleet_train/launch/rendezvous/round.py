@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.partial import PartialCluster, complete
@@ -61,7 +62,7 @@ class Rendezvous:
         node: Node,
         round_number: int,
         timeout_seconds: float,
-        answer_seconds: float = 10.0,
+        answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
         access: Access | None = None,
     ) -> Rendezvous:
         """Join. Raises JoinTimeout if the leader, which hosts the store, does not connect."""
