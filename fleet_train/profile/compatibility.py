@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from fleet_train.profile.knobs import AUTO, shown
+from fleet_train.profile.knobs import AUTO, Problem, shown
 from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
 from fleet_train.profile.methods.base import Family, Verdict, goes, refused
 from fleet_train.profile.schema import KNOBS
@@ -27,14 +27,6 @@ class Strategy:
     knob: str
     title: str
     is_on: Callable[[Any], bool] = bool
-
-
-@dataclass(frozen=True)
-class Clash:
-    """Two strategies in one profile that cannot be combined, reported for the knob that was set."""
-
-    knob: str
-    message: str
 
 
 def _is_one_of(family: Family) -> Callable[[str], bool]:
@@ -128,17 +120,17 @@ def clashes(
     settings: Mapping[str, Any],
     strategies: Sequence[Strategy] = STRATEGIES,
     pairs: Mapping[tuple[str, str], Verdict] = PAIRS,
-) -> list[Clash]:
-    """Each refused pair of strategies that these settings, with the defaults, enable together."""
+) -> list[Problem]:
+    """Each refused pair of strategies that these settings enable, defaults included, for the knob that was set."""
     used = [one for one in strategies if one.is_on(_value(one.knob, settings))]
-    found = []
+    problems = []
     for first, second in combinations(used, 2):
         entry = verdict(first.name, second.name, pairs)
         if not entry.allowed:
-            told, other = (second, first) if second.knob in settings else (first, second)
+            reported, other = (second, first) if second.knob in settings else (first, second)
             beside = f"does not go with {other.title} ({other.knob}: {shown(_value(other.knob, settings))})"
-            found.append(Clash(told.knob, f"{beside}: {entry.words}"))
-    return found
+            problems.append(Problem(reported.knob, f"{beside}: {entry.words}"))
+    return problems
 
 
 def entries() -> Iterator[tuple[Strategy, Strategy, Verdict]]:

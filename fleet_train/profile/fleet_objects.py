@@ -12,8 +12,8 @@ from typing import Any
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.fleet_fields import STOCK_FIELDS
-from fleet_train.profile.knobs import Knob, shown
-from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, value_problems
+from fleet_train.profile.knobs import Knob, Problem, shown
+from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, value_problems
 from fleet_train.profile.schema import FLAG_KNOBS, KNOBS
 
 MISSING = object()

@@ -55,6 +55,17 @@ def hidden(variables: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """One problem of one setting; ``key`` is ``environment.NAME`` for a line of that section."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+@dataclass(frozen=True)
 class OnlyWith:
     """Values of another knob that a knob needs to have an effect.
 

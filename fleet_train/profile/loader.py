@@ -14,9 +14,9 @@ import yaml
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.files import NotThatFile, read_regular
 from fleet_train.profile.fleet_objects import fold_flags
-from fleet_train.profile.knobs import AUTO, Knob, cut
+from fleet_train.profile.knobs import AUTO, Knob, Problem, cut
 from fleet_train.profile.profile import Profile
-from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, Problem, problems_in, unknown_key
+from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, problems_in, unknown_key
 from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
 
 MAX_EXTENDS = 16

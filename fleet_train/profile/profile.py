@@ -12,8 +12,8 @@ from pydantic import PrivateAttr
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile.fleet_objects import fold_flags, read_flag
-from fleet_train.profile.knobs import AUTO, hidden, shown
-from fleet_train.profile.rules import Problem, problems_in, suggestion
+from fleet_train.profile.knobs import AUTO, Problem, hidden, shown
+from fleet_train.profile.rules import problems_in, suggestion
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
 BY_CALLER = "set by the caller"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
 from fleet_train.profile.compatibility import clashes
-from fleet_train.profile.knobs import AUTO, Knob, shown
+from fleet_train.profile.knobs import AUTO, Knob, Problem, shown
 from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
@@ -19,17 +18,6 @@ CHOOSES_DEVICES = re.compile(r"(CUDA|HIP|XPU|ASCEND_RT|CUSTOM)_VISIBLE_DEVICES|F
 VARIABLE_NAME = re.compile(r"FLAGS_\w+|[A-Z][A-Z0-9_]*")
 _KINDS: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number with decimals", str: "text"}
 TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem of one setting; ``key`` is ``environment.NAME`` for a line of that section."""
-
-    key: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.message}"
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
@@ -92,9 +80,9 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
             found.append(Problem(name, f"has no effect while {stated}; set {row.needs}: true, or remove {name}"))
         elif row and (idle := _idle_beside(row, settings, ignoring)):
             found.append(Problem(name, idle))
-    found += [Problem(clash.knob, clash.message) for clash in clashes(settings)]
     return (
         found
+        + clashes(settings)
         + _size_contradictions(settings)
         + _overlap_contradictions(settings)
         + _loss_scale_contradictions(settings)

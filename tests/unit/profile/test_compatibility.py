@@ -9,7 +9,8 @@ import pytest
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile
-from fleet_train.profile.compatibility import PAIRS, STRATEGIES, Clash, clashes, entries, verdict
+from fleet_train.profile.compatibility import PAIRS, STRATEGIES, clashes, entries, verdict
+from fleet_train.profile.knobs import Problem
 from fleet_train.profile.methods.base import Verdict
 
 # What switches each strategy on, with what it needs beside it, and what switches it off.
@@ -93,7 +94,7 @@ def test_a_pair_is_found_in_either_order() -> None:
 def test_a_clash_names_the_knob_that_was_set() -> None:
     pairs = PAIRS | {("fused", "waiting"): Verdict(False, "a reason; leave one of them out")}
     assert clashes({"sync_nccl_allreduce": True}, pairs=pairs) == [
-        Clash(
+        Problem(
             "sync_nccl_allreduce",
             "does not go with fused buckets (fuse_all_reduce_ops: true): a reason; leave one of them out",
         )
@@ -105,7 +106,7 @@ def test_a_clash_names_the_knob_that_was_set() -> None:
 def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() -> None:
     strategies = (STRATEGIES[0], STRATEGIES[0].__class__("timeout", "collective_timeout_seconds", "waiting at most"))
     pairs = {("fused", "timeout"): Verdict(False, "a reason")}
-    assert clashes({}, strategies, pairs)[0].knob == "fuse_all_reduce_ops"
+    assert clashes({}, strategies, pairs)[0].key == "fuse_all_reduce_ops"
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,8 @@ def test_a_refused_pair_is_an_error_with_the_reason_and_the_fix(settings: dict[s
 
 def test_half_the_bits_in_either_format_are_one_strategy() -> None:
     refused = PAIRS | {("fused", "bf16"): Verdict(False, "a reason")}
-    assert [one.knob for one in clashes({"compression": "fp16"}, pairs=refused)] == ["compression"]
-    assert [one.knob for one in clashes({"compression": "bf16"}, pairs=refused)] == ["compression"]
+    assert [one.key for one in clashes({"compression": "fp16"}, pairs=refused)] == ["compression"]
+    assert [one.key for one in clashes({"compression": "bf16"}, pairs=refused)] == ["compression"]
 
 
 def test_what_is_switched_off_is_no_strategy() -> None:
