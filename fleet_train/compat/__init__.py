@@ -36,9 +36,16 @@ from fleet_train.compat.layers import (
     pool2d,
     simple_img_conv_pool,
 )
-from fleet_train.compat.loading import DataFeeder, create_py_reader_by_data, data, from_generator, py_reader, read_file
 from fleet_train.compat.parameters import create_parameter, dropout, embedding, embedding_v2, fc, one_hot
-from fleet_train.compat.testing import clone_for_test
+from fleet_train.compat.programs import (
+    DataFeeder,
+    clone_for_test,
+    create_py_reader_by_data,
+    data,
+    from_generator,
+    py_reader,
+    read_file,
+)
 
 __all__ = [
     "DataFeeder",

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from fleet_train.compat.loading import DataFeeder, Feed
 from fleet_train.compat.parameters import dtype_of
+from fleet_train.compat.programs import DataFeeder, Feed
 from fleet_train.convert import session
 from fleet_train.convert.calls import values_of_all
 from fleet_train.convert.profile_settings import say
@@ -76,7 +76,8 @@ class QueueDataset:
             if name in ("batch_size", "use_var", "pipe_command"):
                 getattr(self, f"set_{name}")(value)
             elif name in _MAPPED:
-                _say_mapped(name, value, usual=1)
+                if value != 1:
+                    _note(f"{name}={value} {_MAPPED[name]}")
             elif name not in _OFF:
                 raise ArgumentError(f"{type(self).__name__}: unknown setting {name}={value!r}; leave it out")
             elif value != _OFF[name][0]:
@@ -102,7 +103,7 @@ class QueueDataset:
 
     def set_thread(self, thread_num: int) -> None:
         """How many threads Paddle read and trained with."""
-        _say_mapped("thread_num", thread_num, usual=1)
+        self.update_settings(thread_num=thread_num)
 
     def set_hdfs_config(self, fs_name: str, fs_ugi: str) -> None:
         """Refused, unless both are empty."""
@@ -163,7 +164,7 @@ class InMemoryDataset(QueueDataset):
             "global_shuffle is mapped: each rank shuffles its own samples; to exchange them, shuffle the list of files"
         )
         if fleet is not None:
-            say([f"{notice} with the same seed on all ranks before fleet.split_files"], _rank())
+            _note(f"{notice} with the same seed on all ranks before fleet.split_files")
         self.local_shuffle()
 
     def get_memory_data_size(self, fleet: Any = None) -> int:
@@ -214,8 +215,8 @@ def train_from_dataset(
     All ranks of a job make the same number of steps, those of the rank with the fewest batches; rank 0 says whose
     further batches are left out. Raises ConversionError on all ranks if one of them has no batch.
     """
-    feeds = _checked("train_from_dataset", dataset, thread, debug, fetch_handler)
-    _run_all(exe, program, _in_step(feeds), scope, fetch_list, fetch_info, print_period)
+    feeds = _in_step(_checked("train_from_dataset", dataset, thread, debug, fetch_handler))
+    _run_all(exe, program, feeds, scope, fetch_list, fetch_info, print_period)
 
 
 def infer_from_dataset(
@@ -244,9 +245,9 @@ def _checked(call: str, dataset: QueueDataset | None, thread: int, debug: bool, 
     if not isinstance(dataset, QueueDataset):
         raise ArgumentError(f"{call}: dataset={dataset!r}: give a compat.QueueDataset or a compat.InMemoryDataset")
     if thread > 1:
-        say([f"{call}: thread={thread} {_THREADS}"], _rank())
+        _note(f"{call}: thread={thread} {_THREADS}")
     if debug:
-        say([f"{call}: debug=True is mapped: print_period says how often values are printed"], _rank())
+        _note(f"{call}: debug=True is mapped: print_period says how often values are printed")
     return dataset.batches()
 
 
@@ -291,7 +292,7 @@ def _in_step(batches: Iterator[Feed]) -> Iterator[Feed]:
         notice = (
             f"train_from_dataset: stopped after {before} steps, when rank {last} had no batch left; further batches"
         )
-        say([f"{notice} of rank {', '.join(longer)} are left out"], _rank())
+        _note(f"{notice} of rank {', '.join(longer)} are left out")
 
 
 def _lines(path: str, command: str) -> Iterator[bytes]:
@@ -332,10 +333,6 @@ def _parsed(line: bytes, dtypes: Sequence[str], where: str) -> Sample:
     return tuple(sample)
 
 
-def _say_mapped(name: str, value: Any, usual: Any) -> None:
-    if value != usual:
-        say([f"{name}={value} {_MAPPED[name]}"], _rank())
-
-
-def _rank() -> int:
-    return session.current().job.cluster.rank if session.is_open() else 0
+def _note(message: str) -> None:
+    """Once, on rank 0."""
+    say([message], session.current().job.cluster.rank if session.is_open() else 0)

@@ -2,8 +2,8 @@
 
 - ``sys.excepthook`` (`exits`): an error of ours is one line, and has its own exit code.
 - ``sys.exit`` (`exits`): its code is this rank's failure, which the others learn before the process has ended.
-- ``paddle.static.Executor.run`` (`apart`, `compat.loading`, `compat.testing`, trials of `recommend`): scripts, and the
-  libraries that they use, run programs with Paddle's executors.
+- ``paddle.static.Executor.run`` (`apart`, `compat.programs`, trials of `recommend`): scripts, and the libraries that
+  they use, run programs with Paddle's executors.
 - ``paddle.base.core.serialize_pir_program`` (`serializing`): scripts save converted programs with Paddle's functions.
 - Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
 

@@ -116,14 +116,8 @@ class DaliLoader(Loader):
         images: list[GraphInput] = []
         indices = np.array(self.indices(step))
         for row, wanted in enumerate(indices.tolist()):
-            index = self.corrupt.skip(wanted)
-            while True:
-                try:
-                    images.append(self._image(index))
-                    break
-                except UnreadableImage as reason:
-                    index = self.corrupt.replacement(index, self.images.paths[index], str(reason))
-            indices[row] = index
+            indices[row], image = self.images.first_readable(wanted, self.corrupt, self._image)
+            images.append(image)
         return images, indices
 
     def _image(self, index: int) -> GraphInput:

@@ -6,16 +6,18 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet_train.data.datasets import Arrays, Draws, Indices, Splits
-from fleet_train.data.decode import ImageSettings
+from fleet_train.data.decode import ImageDecoder, ImageSettings, UnreadableImage
 from fleet_train.errors import DataError, printable
 from fleet_train.files import open_regular
 
@@ -24,6 +26,9 @@ DEFAULT_MAX_CORRUPT = 0.001
 _MOST_UNNAMED_CLASSES = 100_000
 _MOST_DIGITS = 18
 _MOST_SHOWN = 200
+_NAMES_SHOWN = 10
+_log = logging.getLogger(__name__)
+Image = TypeVar("Image")
 
 
 @dataclass(frozen=True)
@@ -77,21 +82,25 @@ class ImageFolder:
 
     def augmented(self, draws: Draws, augment: str, corrupt: CorruptImages) -> Arrays:
         """Decoded in this thread with the named augmentation; unreadable images are replaced."""
-        from fleet_train.data.decode import ImageDecoder, UnreadableImage
-
         decoder = ImageDecoder(self.settings, augment, draws.seed)
         features = np.empty((len(draws.indices), *self.sample_shape), np.float32)
         taken = np.array(draws.indices)
         for row, wanted in enumerate(draws.indices.tolist()):
-            index = corrupt.skip(wanted)
-            while True:
-                try:
-                    decoder.decode(self.path(index), index, draws.epoch, features[row])
-                    break
-                except UnreadableImage as error:
-                    index = corrupt.replacement(index, self.paths[index], str(error))
-            taken[row] = index
+
+            def read(index: int, out: NDArray[np.float32] = features[row]) -> None:
+                decoder.decode(self.path(index), index, draws.epoch, out)
+
+            taken[row], _ = self.first_readable(wanted, corrupt, read)
         return {"features": features, "labels": self.labels[taken]}
+
+    def first_readable(self, index: int, corrupt: CorruptImages, read: Callable[[int], Image]) -> tuple[int, Image]:
+        """The sample, or the one that replaces it as long as `read` cannot read it, and what `read` returned."""
+        index = corrupt.skip(index)
+        while True:
+            try:
+                return index, read(index)
+            except UnreadableImage as error:
+                index = corrupt.replacement(index, self.paths[index], str(error))
 
 
 def image_splits(root: Path, settings: ImageSettings | None = None, max_corrupt: float = DEFAULT_MAX_CORRUPT) -> Splits:
@@ -245,15 +254,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# Unreadable images: each is replaced by the next readable one and counted; too many are an error.
-
-
-_NAMES_SHOWN = 10
-_log = logging.getLogger(__name__)
-
-
 class CorruptImages:
-    """The unreadable files that this rank has found so far.
+    """The unreadable files that this rank has found so far: each is replaced by the next readable one and counted.
 
     Args:
         num_samples: of the dataset.

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from fleet_train import timeouts
 from fleet_train.data.datasets import Arrays, DataIdentity, Dataset, Draws, Indices, identity_of
 from fleet_train.data.decode import IMAGE_AUGMENTATIONS
 from fleet_train.data.images import CorruptImages, ImageFolder
@@ -99,7 +100,7 @@ class Prefetcher(Generic[Item]):
         """False if the consumer has gone: a plain put() would wait forever on a full queue."""
         while not self._closing.is_set():
             try:
-                self._queue.put(item, timeout=0.05)
+                self._queue.put(item, timeout=timeouts.PREFETCH_PUT_SECONDS)
                 return True
             except queue.Full:
                 continue

@@ -5,8 +5,7 @@ Nothing is looked up and nothing is started. The variables that the engine then 
 """
 
 from fleet_train.manifest.checks import Training
-from fleet_train.manifest.kubernetes import indexed_job, paddle_job, train_job
-from fleet_train.manifest.pods import Pods, Volume
+from fleet_train.manifest.kubernetes import Pods, Volume, indexed_job, paddle_job, train_job
 from fleet_train.manifest.slurm import Batch, batch_script
 
 __all__ = ["Batch", "Pods", "Training", "Volume", "batch_script", "indexed_job", "paddle_job", "train_job"]

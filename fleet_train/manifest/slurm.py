@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from fleet_train import timeouts
 from fleet_train.errors import ClusterError, Preempted
 from fleet_train.manifest.checks import Training, about, paragraph, rows
 
@@ -14,8 +15,6 @@ _MEMORY = re.compile(r"\d{1,9}[KMGT]?", re.ASCII)
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,4})", re.ASCII)
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
 _LONGEST_SIGNAL_SECONDS = 65_535
-_END_SECONDS = 30
-"""After --grace_seconds: notifying the other nodes, stopping remaining processes, writing the report."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,11 @@ def time_limit_seconds(text: str) -> int:
 
 def batch_script(training: Training, batch: Batch) -> str:
     """The script for ``sbatch``. Raises ClusterError."""
-    if not training.grace_seconds + _END_SECONDS <= batch.signal_seconds <= _LONGEST_SIGNAL_SECONDS:
+    if not training.grace_seconds + timeouts.BATCH_END_SECONDS <= batch.signal_seconds <= _LONGEST_SIGNAL_SECONDS:
         raise ClusterError(
             f"--signal_seconds={batch.signal_seconds}: it must be --grace_seconds={training.grace_seconds} + "
-            f"{_END_SECONDS} or more (and at most {_LONGEST_SIGNAL_SECONDS}), so that all has ended before the limit; "
-            f"give --signal_seconds={training.grace_seconds + 2 * _END_SECONDS}"
+            f"{timeouts.BATCH_END_SECONDS} or more (and at most {_LONGEST_SIGNAL_SECONDS}), so that all has ended "
+            f"before the limit; give --signal_seconds={training.grace_seconds + 2 * timeouts.BATCH_END_SECONDS}"
         )
     parts = [_head(training, batch), _options(training, batch), _body(training, batch)]
     return "\n".join(line for part in parts for line in part) + "\n"
@@ -206,7 +205,7 @@ def _srun(training: Training, batch: Batch) -> str:
     flags = ['--nodes="$SLURM_JOB_NUM_NODES"', '--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1"]
     flags += [f"--cpus-per-task={batch.cpus}"] if batch.cpus is not None else []
     flags += [f"--gpus-per-node={shlex.quote(batch.gpus)}"] if batch.gpus is not None else []
-    flags += ["--kill-on-bad-exit=0", f"--wait={training.grace_seconds + _END_SECONDS}"]
+    flags += ["--kill-on-bad-exit=0", f"--wait={training.grace_seconds + timeouts.BATCH_END_SECONDS}"]
     words = [shlex.quote(word) for word in training.launch()]
     log_dir = f'--log_dir={shlex.quote(batch.log_dir.rstrip("/") or "/")}/"$SLURM_JOB_ID/run$run"'
     launch, program = words[:4], words[4:]

@@ -154,7 +154,7 @@ def _activated(call: cst.BaseExpression, row: To, given: dict[str, str]) -> cst.
 # Names as they are written and shown: the import that a new one needs, the display form of an old one.
 
 
-# The first part of a new name, and the module that brings it.
+# The first part of a new name, and the module that brings it; the old name whose import may bind the same.
 HEADS = {
     "paddle": "paddle",
     "compat": "fleet_train.compat",
@@ -162,7 +162,7 @@ HEADS = {
     "role_maker": "fleet_train.role_maker",
     "DistributedStrategy": "fleet_train.DistributedStrategy",
 }
-_REPLACED = {
+REPLACED = {
     "fleet": "paddle.distributed.fleet",
     "role_maker": f"{FLEET}base.role_maker",
     "DistributedStrategy": f"{FLEET}DistributedStrategy",
@@ -176,13 +176,6 @@ def shown(name: str) -> str:
     return (
         name.removeprefix("paddle.") if name.startswith("paddle.fluid.") else name.removeprefix("paddle.distributed.")
     )
-
-
-def may_bring(head: str, name: str) -> bool:
-    """Whether an import of this name may share ``head``: ours, or an old one that the new one replaces."""
-    if head == "paddle":
-        return name == "paddle"
-    return canonical(name) == _REPLACED.get(head, "")
 
 
 def call_of(rule: To) -> str:

@@ -1,19 +1,26 @@
-"""Facts about a whole script that are needed to rewrite one of its lines."""
+"""The two things that a rewriting needs to know beyond its line: what a name means there, and facts of the script."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import libcst as cst
-from libcst.metadata import Assignment, ImportAssignment, PositionProvider, Scope, ScopeProvider
+from libcst.metadata import Assignment, ImportAssignment, ParentNodeProvider, PositionProvider, Scope, ScopeProvider
 
-from fleet_train.port.calls import source
-from fleet_train.port.index import FLUID, canonical, is_fleet
+from fleet_train.port import calls
+from fleet_train.port.calls import HEADS, REPLACED, source
+from fleet_train.port.index import FLUID, canonical, is_fleet, is_old, rule_of
+from fleet_train.port.rules import Rule
 
 _BUILD_STRATEGIES = ("paddle.fluid.BuildStrategy", "paddle.static.BuildStrategy")
 _PARAMETERS = ("parameters", "parameter_list", "no_grad_set")
+Kind = Literal["fetch list", "parameter list", "fetched value", "fetched values", "block", "build strategy"]
+"""What a variable of the script is known to hold: lists that are passed to ``fetch_list=`` or to an optimizer as its
+parameters, one fetched value or the list of them, a block of a program, a BuildStrategy."""
 
 
 @dataclass
@@ -28,35 +35,96 @@ class Facts:
     enables_static: bool = False
     numpy: str = ""
     """The name by which the module knows numpy."""
-    fetch_lists: set[tuple[int, str]] = field(default_factory=set)
-    """(id of the defining scope, name) of lists that are passed to fetch_list=."""
-    parameter_lists: set[tuple[int, str]] = field(default_factory=set)
-    """The same for lists of parameters that optimizers are given."""
-    fetched: set[tuple[int, str]] = field(default_factory=set)
-    """The same for names that receive one fetched value."""
-    all_fetched: set[tuple[int, str]] = field(default_factory=set)
-    """The same for names that receive the list of fetched values."""
-    blocks: set[tuple[int, str]] = field(default_factory=set)
-    """The same for names of blocks of programs."""
-    build_strategies: set[tuple[int, str]] = field(default_factory=set)
+    variables: dict[Kind, set[tuple[int, str]]] = field(default_factory=lambda: defaultdict(set))
+    """(id of the defining scope, name) of each variable of a kind."""
     init_lines: list[tuple[int, int]] = field(default_factory=list)
     """(id of the scope, line) of each call of fleet.init."""
 
 
-class FactFinder(cst.CSTVisitor):
-    """Fills `Facts`."""
+@dataclass(frozen=True)
+class Meaning:
+    """The full name of an imported thing, and the import that brings it."""
 
-    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider)
+    name: str
+    imports: tuple[ImportAssignment, ...]
+    certain: bool
+    """False where the name may also be bound to something else."""
 
-    def __init__(self) -> None:
+
+class Names(cst.MetadataDependent):
+    """Queries about the names around a node: follows import aliases, detects shadowing."""
+
+    METADATA_DEPENDENCIES = (ScopeProvider, ParentNodeProvider, PositionProvider)
+
+    def __init__(self, facts: Facts) -> None:
         super().__init__()
-        self.facts = Facts()
+        self.facts = facts
 
-    def _scope(self, node: cst.CSTNode) -> Scope | None:
+    def scope_of(self, node: cst.CSTNode) -> Scope | None:
         return self.get_metadata(ScopeProvider, node, None)
 
-    def _meaning(self, node: cst.CSTNode) -> Meaning | None:
-        return meaning_of(node, self._scope)
+    def line_of(self, node: cst.CSTNode) -> int:
+        return self.get_metadata(PositionProvider, node).start.line
+
+    def parent_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        return self.get_metadata(ParentNodeProvider, node)
+
+    def meaning_of(self, node: cst.CSTNode) -> Meaning | None:
+        """The full name of a chain of names; None if it does not come from an import."""
+        parts = parts_of(node)
+        scope = self.scope_of(root_of(node)) if parts else None
+        if scope is None:
+            return None
+        bindings = scope[parts[0]]
+        imports = [binding for binding in bindings if isinstance(binding, ImportAssignment)]
+        names = {name.name for binding in imports for name in binding.get_qualified_names_for(".".join(parts))}
+        if not names:
+            return None
+        return Meaning(min(names), tuple(imports), len(names) == 1 and len(imports) == len(bindings))
+
+    def name_of(self, node: cst.CSTNode) -> str:
+        """The name under which the table would have it, empty if it does not come from an import."""
+        meaning = self.meaning_of(node)
+        return canonical(meaning.name) if meaning else ""
+
+    def rule_of(self, node: cst.CSTNode) -> Rule | None:
+        meaning = self.meaning_of(node)
+        return rule_of(meaning.name, self.facts.is_fleet_script) if meaning else None
+
+    def holds(self, kind: Kind, node: cst.BaseExpression) -> bool:
+        """Whether a node is a variable of this kind."""
+        return not self.defining_scopes(node).isdisjoint(self.facts.variables[kind])
+
+    def defining_scopes(self, node: cst.BaseExpression) -> set[tuple[int, str]]:
+        """(id of scope, name) wherever this variable is assigned; empty for anything but a variable."""
+        scope = self.scope_of(node)
+        if not isinstance(node, cst.Name) or scope is None:
+            return set()
+        bindings: Collection[object] = scope[node.value]
+        return {(id(binding.scope), node.value) for binding in bindings if isinstance(binding, Assignment)}
+
+    def may_write(self, head: str, node: cst.CSTNode) -> bool:
+        """Whether ``head`` means at ``node`` what our imports bind to it: it is free, ours, or old and replaced."""
+        return self.means_only(
+            head, node, lambda name: name == HEADS[head] or canonical(name) == REPLACED.get(head, "")
+        )
+
+    def means_only(self, head: str, node: cst.CSTNode, accepts: Callable[[str], bool]) -> bool:
+        """Whether all that ``head`` may mean at ``node`` are imports of what is accepted."""
+        scope = self.scope_of(node)
+        bindings = scope[head] if scope is not None else ()
+        return all(
+            isinstance(binding, ImportAssignment)
+            and all(accepts(name.name) for name in binding.get_qualified_names_for(head))
+            for binding in bindings
+        )
+
+
+class FactFinder(Names, cst.CSTVisitor):
+    """Fills `Facts`."""
+
+    def __init__(self) -> None:
+        super().__init__(Facts())
 
     def visit_Import(self, node: cst.Import) -> None:
         for alias in node.names:
@@ -78,60 +146,89 @@ class FactFinder(cst.CSTVisitor):
         self.facts.is_fleet_script |= is_fleet(name) or name == "fleet_train.fleet"
 
     def visit_Call(self, node: cst.Call) -> None:
-        meaning = self._meaning(node.func)
-        name = canonical(meaning.name) if meaning else ""
+        name = self.name_of(node.func)
         if name == "paddle.enable_static":
             self.facts.enables_static = True
         if name == "paddle.distributed.fleet.init":
-            line = self.get_metadata(PositionProvider, node).start.line
-            self.facts.init_lines.append((id(self._scope(node)), line))
+            self.facts.init_lines.append((id(self.scope_of(node)), self.line_of(node)))
         for argument in node.args:
             if argument.keyword is not None and argument.keyword.value == "fetch_list":
-                self._remember(self.facts.fetch_lists, argument.value)
+                self._remember("fetch list", argument.value)
         for argument in parameter_arguments(node, name):
-            self._remember(self.facts.parameter_lists, argument.value)
+            self._remember("parameter list", argument.value)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        meaning = self._meaning(node)
-        name = canonical(meaning.name) if meaning else ""
+        name = self.name_of(node)
         self.facts.is_dynamic |= name.startswith(("paddle.fluid.dygraph", "paddle.fluid.enable_dygraph"))
         self.facts.is_dynamic |= name == "paddle.disable_static"
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        found = self._kind_of(node.value)
+        kind = self._kind_of(node.value)
+        if kind is None:
+            return
         for target in node.targets:
-            elements = target.target.elements if isinstance(target.target, (cst.Tuple, cst.List)) else ()
-            if found is self.facts.all_fetched:
-                for element in elements:
-                    self._remember(self.facts.fetched, element.value)
-            if found is not None:
-                self._remember(found, target.target)
+            self._remember(kind, target.target)
+            if kind == "fetched values" and isinstance(target.target, (cst.Tuple, cst.List)):
+                for element in target.target.elements:
+                    self._remember("fetched value", element.value)
 
-    def _kind_of(self, value: cst.BaseExpression) -> set[tuple[int, str]] | None:
-        """The set of names that one which is given ``value`` belongs to."""
+    def _kind_of(self, value: cst.BaseExpression) -> Kind | None:
+        """Of a variable that is given ``value``."""
         if is_run(value):
-            return self.facts.all_fetched
+            return "fetched values"
         if isinstance(value, cst.Subscript) and index(value).isdigit():
-            whole = is_run(value.value) or self.names_one_of(self.facts.all_fetched, value.value)
-            return self.facts.fetched if whole else None
+            whole = is_run(value.value) or self.holds("fetched values", value.value)
+            return "fetched value" if whole else None
         if is_block(value):
-            return self.facts.blocks
-        meaning = self._meaning(value.func) if isinstance(value, cst.Call) else None
-        name = canonical(meaning.name) if meaning else ""
-        return self.facts.build_strategies if name in _BUILD_STRATEGIES else None
+            return "block"
+        name = self.name_of(value.func) if isinstance(value, cst.Call) else ""
+        return "build strategy" if name in _BUILD_STRATEGIES else None
 
-    def names_one_of(self, found: set[tuple[int, str]], node: cst.BaseExpression) -> bool:
-        return names_one_of(found, node, self._scope(node))
-
-    def _remember(self, found: set[tuple[int, str]], node: cst.BaseExpression) -> None:
-        scope = self._scope(node)
-        if isinstance(node, cst.Name) and scope is not None:
-            found |= defining_scopes(node.value, scope)
+    def _remember(self, kind: Kind, node: cst.BaseExpression) -> None:
+        self.facts.variables[kind] |= self.defining_scopes(node)
 
 
-def names_one_of(found: set[tuple[int, str]], node: cst.BaseExpression, scope: Scope | None) -> bool:
-    """Whether a node is a name of which a fact is known."""
-    return isinstance(node, cst.Name) and scope is not None and bool(defining_scopes(node.value, scope) & found)
+class Transformer(Names, cst.CSTTransformer):
+    """The base of the rewriting: the marks that it adds, and what its result needs.
+
+    ``needed``: first parts of the names written. ``kept``: (import statement, bound name) that marked uses need.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.needed: set[str] = set()
+        self.kept: set[tuple[cst.CSTNode, str]] = set()
+        self._comments: dict[cst.CSTNode, list[str]] = {}
+
+    def mark(self, node: cst.CSTNode, what: str, do: str) -> None:
+        """A TODO line above the statement that ``node`` is in."""
+        while not hasattr(node, "leading_lines") or isinstance(node, cst.Decorator):
+            node = self.parent_of(node)
+        self._comments.setdefault(node, []).append(calls.comment(what, do))
+
+    def keep(self, meaning: Meaning) -> None:
+        """The imports behind an old name that stays."""
+        if is_old(meaning.name):
+            self.kept |= {(one.node, one.name) for one in meaning.imports}
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._first = (node.body[0], node.header) if node.body else None
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        result = super().on_leave(original_node, updated_node)
+        comments = self._comments.get(original_node)
+        if comments and self._first is not None and original_node is self._first[0]:
+            comments = calls.not_in(self._first[1], comments)
+        if not comments or not isinstance(result, (cst.CSTNode, cst.FlattenSentinel)):
+            return result
+        if isinstance(result, cst.FlattenSentinel):
+            first, *others = result
+            return cst.FlattenSentinel([_commented(first, comments), *others])
+        return _commented(result, comments)
+
+
+def _commented(node: Any, comments: list[str]) -> Any:
+    return node.with_changes(leading_lines=calls.with_marks(node.leading_lines, comments))
 
 
 def is_run(node: cst.BaseExpression) -> bool:
@@ -171,28 +268,6 @@ def parameter_arguments(call: cst.Call, name: str) -> list[cst.Arg]:
     return found + (plain[2:4] if minimizes else [])
 
 
-def defining_scopes(name: str, scope: Scope) -> set[tuple[int, str]]:
-    """(id of scope, name) wherever the variable that ``name`` is here is assigned."""
-    bindings: Collection[object] = scope[name]
-    return {(id(one.scope), name) for one in bindings if isinstance(one, Assignment)}
-
-
-# Resolves names in a script: follows import aliases, detects shadowing.
-
-
-ScopeOf = Callable[[cst.CSTNode], Scope | None]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """The full name of an imported thing, and the import that brings it."""
-
-    name: str
-    imports: tuple[ImportAssignment, ...]
-    certain: bool
-    """False where the name may also be bound to something else."""
-
-
 def parts_of(node: cst.CSTNode) -> list[str]:
     """``["fluid", "layers", "fc"]`` for ``fluid.layers.fc``; empty for anything but a chain of names."""
     if isinstance(node, cst.Name):
@@ -208,29 +283,3 @@ def root_of(node: cst.CSTNode) -> cst.CSTNode:
     while isinstance(node, cst.Attribute):
         node = node.value
     return node
-
-
-def meaning_of(node: cst.CSTNode, scope_of: ScopeOf) -> Meaning | None:
-    """The full name of a chain of names; None if it does not come from an import."""
-    parts = parts_of(node)
-    scope = scope_of(root_of(node)) if parts else None
-    if scope is None:
-        return None
-    bindings = scope[parts[0]]
-    imports = [one for one in bindings if isinstance(one, ImportAssignment)]
-    names = {name.name for one in imports for name in one.get_qualified_names_for(".".join(parts))}
-    if not names:
-        return None
-    return Meaning(min(names), tuple(imports), len(names) == 1 and len(imports) == len(bindings))
-
-
-def means_only(head: str, module: str, node: cst.CSTNode, scope_of: ScopeOf, imported: Callable[[str], bool]) -> bool:
-    """Whether ``head`` at ``node`` is free, or an import of ``module`` or of what ``imported`` accepts."""
-    scope = scope_of(node)
-    for one in scope[head] if scope is not None else ():
-        if not isinstance(one, ImportAssignment):
-            return False
-        names = {name.name for name in one.get_qualified_names_for(head)}
-        if not all(name == module or imported(name) for name in names):
-            return False
-    return True

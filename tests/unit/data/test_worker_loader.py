@@ -27,8 +27,7 @@ from fleet_train.data import (
     augmentation,
     image_splits,
 )
-from fleet_train.data.decode import SlotPool
-from fleet_train.data.workers import batches_ahead
+from fleet_train.data.workers import SlotPool, batches_ahead
 from fleet_train.errors import DataError, DataWorkersLost
 from fleet_train.launch.rendezvous.coordinator import FAILS_AGAIN
 from tests.support.images import write_image_folder

@@ -16,8 +16,7 @@ from fleet_train.manifest.checks import (
     check_subdomain,
     quantity,
 )
-from fleet_train.manifest.kubernetes import backoff_limit
-from fleet_train.manifest.pods import Volume
+from fleet_train.manifest.kubernetes import Volume, backoff_limit
 
 
 @pytest.mark.parametrize(
