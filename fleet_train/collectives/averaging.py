@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fleet_train.collectives.engine import HAND_OVER, HostCopy, Place, Running, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, HostCopy, Running, Stages
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.methods.dense import Allreduce, Remembers, without_cast
@@ -138,7 +138,7 @@ class Averaging:
     def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._barrier.moment(step)}"
         barrier = self._barrier.begin(f"{moment} {self._job.count(moment)}", step)
-        place = Place(moment, moment, self._timeout_seconds)
+        place = CallContext(moment, moment, self._timeout_seconds)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
             return barrier, self._job.engine.start(stages, place, barrier=barrier)
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
-from fleet_train.collectives.engine import Engine, HostCopy, Place, Running
+from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised_sum import QuantisedSums
@@ -38,7 +38,7 @@ class GradientExchange:
         self._plan = plan
         self._profile = profile
         between = compression_of(profile.compression).wire_dtype or "float32"
-        allreduces = make_allreduces(job, plan.communicators, plan.team_size, between)
+        allreduces = make_allreduces(job, plan.communicators, plan.group_size, between)
         sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
         self.notices = sums.notices if sums else []
         """Notes to users about how this job carries out the plan."""
@@ -95,7 +95,7 @@ class GradientExchange:
 
     def arrive(self) -> None:
         """Called at the start of a step that ends with an update."""
-        self.barrier.take_turn()
+        self.barrier.mark_active_program()
         if self._is_synchronous(self.step + 1):
             self.barrier.arrive(self.step + 1)
 
@@ -127,7 +127,7 @@ class GradientExchange:
         moment = self._moment
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients),
-            Place(moment, f"{moment}, {self._descriptions[index]}", self._profile.collective_timeout_seconds),
+            CallContext(moment, f"{moment}, {self._descriptions[index]}", self._profile.collective_timeout_seconds),
             self._plan.buckets[index].communicator,
             self.barrier.running,
         )
@@ -198,7 +198,7 @@ class GradientExchange:
         return self.averager is None or self.averager.schedule.is_synchronous(step)
 
     def _next_step(self, updates: bool) -> None:
-        self.barrier.take_turn()
+        self.barrier.mark_active_program()
         self.settle()
         self._is_settled = False
         self._updates = updates

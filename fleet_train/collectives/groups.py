@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engine import Collective, Engine, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
-
-_STORE_TIMEOUT_SECONDS = 60
 
 
 class Peers(Protocol):
@@ -121,7 +120,7 @@ def warm_up(job: Peers, group: Any) -> None:
     if job.engine.side_by_side:
         return
     if group.is_member():
-        place = Place(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
+        place = CallContext(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
         job.engine.run_here(_one_sum(job, group), place)
     job.barrier(f"group {group.id} formed")
 
@@ -158,10 +157,10 @@ def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
     port = 0
     if job.cluster.rank == first:
         with held_port() as port:
-            store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
+            store = paddle.base.core.TCPStore(host, port, True, 1, timeouts.PADDLE_STORE_SECONDS)
     port = job.broadcast(f"store of group {job.count('group')}", port, first)
     if store is None and job.cluster.rank in ranks:
-        store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
+        store = paddle.base.core.TCPStore(host, port, False, 1, timeouts.PADDLE_STORE_SECONDS)
     send_at_once(port)
     return _kept(store)
 

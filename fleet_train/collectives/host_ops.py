@@ -21,7 +21,7 @@ import paddle
 from paddle.static import MetaTensor, register_op
 
 from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import operators_in_dynamic_mode
@@ -245,7 +245,7 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
     flat = tensor.reshape([-1]).clone()
     if flat.shape[0] == 0:
         return tensor
-    place = Place("start state", what, job.timeout_seconds)
+    place = CallContext("start state", what, job.timeout_seconds)
     return job.engine.start(_broadcast(job, flat), place).result().reshape(tensor.shape)
 
 

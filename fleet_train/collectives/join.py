@@ -14,6 +14,7 @@ from typing import Any
 import paddle
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import rank_variables
@@ -22,7 +23,7 @@ from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import JOINED, Variants
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import formed, forming, held_port, new_group, send_at_once, warm_up
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version, keep_freed_memory
@@ -205,7 +206,6 @@ def _create_paddle_store(endpoint: str) -> None:
 
 _SMALL_BYTES, _SCALE_BYTES = 4096, 256 * 1024
 _LARGE_BYTES = (4 * 2**20, 2 * 2**20, 2**20, 2**19)
-_GLANCE_SECONDS = 0.25
 _MOST_REPEATS = 50
 _FEWEST_REPEATS = 3
 
@@ -243,7 +243,7 @@ def glance(job: Job) -> Link:
     _timed_best(job, sweep, _SMALL_BYTES, 1)
     small = _slowest(job, sweep, _timed_best(job, sweep, _SMALL_BYTES, 8))
     scale = _slowest(job, sweep, _timed_best(job, sweep, _SCALE_BYTES, 2))
-    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < _GLANCE_SECONDS), _SCALE_BYTES)
+    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < timeouts.GLANCE_SECONDS), _SCALE_BYTES)
     seconds = _slowest(job, sweep, _timed_best(job, sweep, large, 3)) if large > _SCALE_BYTES else scale
     samples = [Sample(_SMALL_BYTES, small), Sample(large, max(seconds, small))]
     return coarse(fit(samples, job.world_size).link)
@@ -290,7 +290,7 @@ def _times(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> list[float]:
         times: list[float] = []
         if sweep.own is None:
             return times
-        place = Place(name, f"measuring {sweep.where}", job.timeout_seconds)
+        place = CallContext(name, f"measuring {sweep.where}", job.timeout_seconds)
         for _ in range(repeats):
             start = time.perf_counter()
             job.engine.run_here(_one_sum(sweep.own, buffer), place)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engine import Device, HostCopy
+from fleet_train.collectives.engine import HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -160,7 +160,7 @@ class FirstGradients:
     a value other than zero are not counted.
     """
 
-    def __init__(self, device: Device, buckets: int) -> None:
+    def __init__(self, device: HostDevice, buckets: int) -> None:
         self._device = device
         self._buckets = buckets
         self._update: list[Any] = []

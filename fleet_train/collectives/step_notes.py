@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
-from fleet_train.collectives.engine import HostMoment, Moment
+from fleet_train.collectives.engine import Moment
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class StepClock:
     counted once all its points have passed: on a GPU, where the host is ahead, a step later.
     """
 
-    def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
+    def __init__(self, moment: Callable[[], Moment] = Moment) -> None:
         self._moment = moment
         self._unread = Times()
         self._untold = Times()

@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_barrier, passed_on, token
 from fleet_train.collectives.job import Job
@@ -136,7 +136,7 @@ class RankStatistics:
         self, name: str, what: str, outputs: Sequence[Any], run: Callable[..., Stages[Any]], chain: Any, inputs: Any
     ) -> Any:
         def carry_out(*tensors: Any) -> Any:
-            return self._job.engine.run_here(run(*tensors), Place(self._moment, what, self._job.timeout_seconds))
+            return self._job.engine.run_here(run(*tensors), CallContext(self._moment, what, self._job.timeout_seconds))
 
         return _host_operator(name, 1 + len(inputs), [_TOKEN, *outputs], carry_out)(chain, *inputs)
 

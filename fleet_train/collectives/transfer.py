@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engine import HAND_OVER, Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -101,7 +101,7 @@ def _each_piece(
     """
     for name in parts[0]:
         flat = [_bytes_of(part[name]) for part in parts]
-        place = Place(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
+        place = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
             job.engine.start(action([one[start : start + size] for one in flat]), place).result()
 

@@ -38,7 +38,7 @@ def build_settled(
     """
     asked = buckets_of(profile)
     shape = without_buckets(cluster, profile)
-    buckets = cut_into_buckets(gradients, profile, asked, shape.team_size)
+    buckets = cut_into_buckets(gradients, profile, asked, shape.group_size)
     return replace(
         shape,
         communicators=asked.communicators,
@@ -48,7 +48,7 @@ def build_settled(
         profile_name=profile.name,
         profile_digest=profile.digest(),
         chosen=chosen_in_words(profile),
-        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.team_size, statistics)),
+        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.group_size, statistics)),
     )
 
 
@@ -60,14 +60,14 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
         node_num=cluster.node_num,
         communicators=1,
         buckets=(),
-        team_size=_team_size(cluster, profile),
+        group_size=_group_size(cluster, profile),
         accumulate_steps=profile.accumulate_steps,
         waits_for_each=profile.sync_nccl_allreduce,
     )
 
 
 def cut_into_buckets(
-    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, team_size: int
+    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, group_size: int
 ) -> tuple[Bucket, ...]:
     """The buckets of these sizes, in turn on the communicators, with what is sent of each."""
     most = profile.fuse_parameter_groups_size
@@ -77,13 +77,13 @@ def cut_into_buckets(
             index,
             tuple(group),
             index % asked.communicators,
-            "hierarchical" if team_size else "allreduce",
+            "hierarchical" if group_size else "allreduce",
             profile.compression if group[0].dtype == "float32" else "none",
         )
         for index, group in enumerate(groups)
     )
     return tuple(
-        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(team_size)))
+        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(group_size)))
         for bucket in buckets
     )
 
@@ -122,7 +122,7 @@ def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[T
     return [part for part in (bucket[:start], bucket[start:]) if part]
 
 
-def _team_size(cluster: Cluster, profile: Profile) -> int:
+def _group_size(cluster: Cluster, profile: Profile) -> int:
     """Ranks per local group of the hierarchical allreduce; 0 if the groups would be single ranks or the whole job."""
     if not profile.use_hierarchical_allreduce:
         return 0

@@ -82,13 +82,13 @@ def notes_of(
     buckets: Sequence[Bucket],
     cluster: Cluster,
     profile: Profile,
-    team_size: int,
+    group_size: int,
     statistics: Sequence[CollectiveSpec],
 ) -> list[Note]:
     """One note for each knob that affects what is sent, or the program around it."""
     return [
         *_fusing(gradients, buckets, profile),
-        *_strategies(cluster, profile, team_size),
+        *_strategies(cluster, profile, group_size),
         *_local_sgd(profile),
         *_program(profile, statistics),
         *_running(profile),
@@ -138,12 +138,12 @@ def _chosen(profile: Profile, knob: str) -> str:
     return f" ({origin})" if origin.startswith(CHOSEN) else ""
 
 
-def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:
+def _strategies(cluster: Cluster, profile: Profile, group_size: int) -> list[Note]:
     notes = []
     if profile.use_hierarchical_allreduce:
         effect = (
-            f"local groups of {team_size} ranks; {cluster.world_size // team_size} leaders send between local groups"
-            if team_size
+            f"local groups of {group_size} ranks; {cluster.world_size // group_size} leaders send between local groups"
+            if group_size
             else "every local group would have one rank, or all: the same as the flat allreduce"
         )
         notes.append(Note("use_hierarchical_allreduce", effect))

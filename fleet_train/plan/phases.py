@@ -28,7 +28,7 @@ class CollectivePhase:
         }
 
 
-def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
+def phases_of(world_size: int, group_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
     """The phases of an exchange: itself, or with local groups (0 = none) the three phases of a hierarchical
     allreduce."""
 
@@ -36,10 +36,10 @@ def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[
         nbytes = payload.nbytes // payload.item_bytes * item_bytes
         return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
-    if not team_size or payload.flat or payload.kind == "allgather":
+    if not group_size or payload.flat or payload.kind == "allgather":
         everybody = range(world_size)
         return _quantised(payload, everybody) if payload.quantised else [phase(payload.kind, [everybody])]
-    members = local_groups(world_size, team_size)
+    members = local_groups(world_size, group_size)
     leaders = leaders_of(members)
     between = [phase("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
     if payload.quantised:

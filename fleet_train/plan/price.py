@@ -175,9 +175,9 @@ class Paths:
 
     def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
         """The phases of one exchange of ``plan``, which must be a plan for this cluster."""
-        key = plan.team_size, sent
+        key = plan.group_size, sent
         if key not in self._known:
-            collectives = phases_of(plan.world_size, plan.team_size, sent)
+            collectives = phases_of(plan.world_size, plan.group_size, sent)
             self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
         return self._known[key]
 
@@ -296,20 +296,20 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
     cluster = Cluster.imagined(nodes, ranks_per_node)
     if cluster.world_size < 2:
         raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
-    if plan.team_size and cluster.world_size % plan.team_size:
+    if plan.group_size and cluster.world_size % plan.group_size:
         raise ConversionError(
-            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of {plan.team_size} "
-            "do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of "
+            f"{plan.group_size} do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
         )
     return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
 
 
 def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
     """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
-    flat = replace(plan, team_size=0, averaging=None)
+    flat = replace(plan, group_size=0, averaging=None)
     found = {"as planned": plan, "flat": flat}
     if 1 < ranks_per_node < plan.world_size:
-        found["hierarchical"] = replace(flat, team_size=ranks_per_node)
+        found["hierarchical"] = replace(flat, group_size=ranks_per_node)
     values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
     averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
     found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)

@@ -232,7 +232,7 @@ def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
             [
                 phase
                 for sent in plan.averaging.collectives_of(part)
-                for phase in phases_of(plan.world_size, plan.team_size, sent)
+                for phase in phases_of(plan.world_size, plan.group_size, sent)
             ],
             plan.world_size,
         )

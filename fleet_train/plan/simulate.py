@@ -159,7 +159,7 @@ class _Fragment:
         if index not in self._sums:
             name, plan = f"averaged {self._part}.{index}", self._plan
             self._sums[index] = QuantisedSum(
-                name, differences[0].size, plan.world_size, plan.team_size, averaging.quantised
+                name, differences[0].size, plan.world_size, plan.group_size, averaging.quantised
             )
         self._wire.count(averaging.collectives_of(self._part)[index])
         total = self._sums[index].sum([one.astype(np.float32) for one in differences])
@@ -379,7 +379,7 @@ class SimulatedJob:
         agreed: Values = {}
         for bucket, reference in zip(self._plan.buckets, self._references, strict=True):
             compression = compression_of(bucket.compression)
-            for sent in compression.sent(bucket, self._profile, bool(self._plan.team_size), self._exchanges):
+            for sent in compression.sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges):
                 self._wire.count(sent)
             names = [gradient.name for gradient in bucket.gradients]
             results = reference.step([[rank[name] for name in names] for rank in gradients])

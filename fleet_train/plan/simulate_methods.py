@@ -44,7 +44,7 @@ class Dense:
     def __init__(self, parts: SimulatedParts) -> None:
         self._parts = parts
         self._between = compression_of(parts.bucket.compression).wire_dtype or parts.bucket.dtype
-        self._dtype = parts.bucket.dtype if parts.plan.team_size else self._between
+        self._dtype = parts.bucket.dtype if parts.plan.group_size else self._between
 
     def step(self, gradients: Gradients) -> list[Array]:
         """The result on every rank, in the bucket's order and shapes."""
@@ -203,7 +203,7 @@ class SimulatedWire:
 
     def count(self, payload: CollectiveSpec) -> None:
         """Count one collective over all ranks, without carrying it out."""
-        phases = phases_of(self._plan.world_size, self._plan.team_size, payload)
+        phases = phases_of(self._plan.world_size, self._plan.group_size, payload)
         self.sent += sent_by_rank(phases, self._plan.world_size)
 
     def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
@@ -220,9 +220,9 @@ class SimulatedWire:
 
     def added(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
         """``sum`` without counting its bytes."""
-        if not self._plan.team_size:
+        if not self._plan.group_size:
             return _ring(buffers, dtype)
-        members = local_groups(self._plan.world_size, self._plan.team_size)
+        members = local_groups(self._plan.world_size, self._plan.group_size)
         joined = [_ring([buffers[rank] for rank in local_group], dtype) for local_group in members]
         return _ring(joined, between or dtype)
 

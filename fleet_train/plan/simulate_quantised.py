@@ -22,7 +22,7 @@ class QuantisedSimulation:
         bucket, plan = parts.bucket, parts.plan
         settings = quantised_settings(parts.profile, bucket.compression)
         self._parts = parts
-        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, plan.world_size, plan.team_size, settings)
+        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, plan.world_size, plan.group_size, settings)
 
     def step(self, gradients: Gradients) -> list[Array]:
         """The result on every rank, in the bucket's order and shapes, float32."""
@@ -32,8 +32,8 @@ class QuantisedSimulation:
 class QuantisedSum:
     """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members."""
 
-    def __init__(self, name: str, elements: int, world_size: int, team_size: int, settings: QuantisedSettings) -> None:
-        self._local_groups = local_groups(world_size, team_size or 1)
+    def __init__(self, name: str, elements: int, world_size: int, group_size: int, settings: QuantisedSettings) -> None:
+        self._local_groups = local_groups(world_size, group_size or 1)
         self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
         self._settings, self._name, self._step = settings, name, 0
         self.owed = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engine import Place
+from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import CastAllreduce, cast_on_host, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
@@ -114,7 +114,7 @@ class QuantisedReference:
 
 def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]:
     tensors = [paddle.to_tensor(value, place=job.place) for value in local]
-    running = job.engine.start(method.average(tensors), Place("a step", "a bucket"))
+    running = job.engine.start(method.average(tensors), CallContext("a step", "a bucket"))
     for tensor in tensors:
         tensor.zero_()  # a program reuses its gradients' memory as soon as a bucket is launched
     return [np.array(update.numpy()) for update in running.result()]
@@ -162,7 +162,7 @@ def bfloat16(job: Job, elements: int) -> dict[str, Any]:
     ]
     allreduce = CastAllreduce(make_allreduces(job, 1, 0)[0], "bfloat16", cast_on_host)
     mine = paddle.to_tensor(values[job.cluster.rank], place=job.place)
-    total = job.engine.start(allreduce.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
+    total = job.engine.start(allreduce.sum([mine]), CallContext("a sum", "a sum")).result()[0].numpy()
     exact = np.sum(values, axis=0, dtype=np.float64)
     bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
     return {

@@ -18,7 +18,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives import engine, engines, groups, host_ops, sync_batch_norm
 from fleet_train.collectives import engines as thread
 from fleet_train.collectives import host_ops as hold
-from fleet_train.collectives.engine import Engine, HostMoment, Place
+from fleet_train.collectives.engine import CallContext, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import quantised_sum
 from tests.streams.recorder import RecordedFuture, Recorder
@@ -55,14 +55,11 @@ class PlayedJob(AgreeingJob):
         self._recorder.add(Op.BARRIER, what=name)
 
 
-class PlayedDevice:
+class PlayedDevice(HostDevice):
     """A device whose values the host reads later, behind an event."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-
-    def moment(self) -> HostMoment:
-        return HostMoment()
 
     def to_host(self, tensor: Any) -> PlayedCopy:
         return PlayedCopy(self._recorder, tensor)
@@ -72,7 +69,7 @@ class PlayedDevice:
             return paddle.to_tensor(array)
 
 
-class PlayedCopy:
+class PlayedCopy(HostCopy):
     """A copy into pinned memory, behind which an event stands."""
 
     def __init__(self, recorder: Recorder, tensor: Any) -> None:
@@ -105,12 +102,12 @@ class PlayedWatchdog:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def watch(self, task: Any, place: Place) -> None:
+    def watch(self, task: Any, context: CallContext) -> None:
         """Nothing gets stuck while a trace is recorded."""
 
     @contextmanager
-    def over_a_call(self, place: Place) -> Iterator[None]:
-        with self._recorder.inside(place.what):
+    def over_a_call(self, context: CallContext) -> Iterator[None]:
+        with self._recorder.inside(context.what):
             yield
 
     def stop(self) -> None:

@@ -205,14 +205,14 @@ def without_cast(allreduce: Allreduce) -> Allreduce:
     return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 
-def make_allreduces(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Allreduce]:
+def make_allreduces(job: Job, number: int, group_size: int, between_dtype: str = "float32") -> list[Allreduce]:
     """One allreduce per communicator; called by all ranks in the same order.
 
-    ``hierarchical_ranks``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
+    ``group_size``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
     """
-    if not hierarchical_ranks:
+    if not group_size:
         return [FlatAllreduce(group) for group in job.communicators(number)]
-    return [_hierarchical(job, local_groups(job.world_size, hierarchical_ranks), between_dtype) for _ in range(number)]
+    return [_hierarchical(job, local_groups(job.world_size, group_size), between_dtype) for _ in range(number)]
 
 
 def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Allreduce:

@@ -85,7 +85,7 @@ class QuantisedAllreduce:
         return self._step
 
     @property
-    def keeps_back(self) -> bool:
+    def has_error_feedback(self) -> bool:
         """Whether rounding errors are added to the next sum."""
         return self._layout.settings.error_feedback
 
@@ -141,8 +141,8 @@ class QuantisedSums:
         self._allreduces = [without_cast(allreduce) for allreduce in allreduces]
         self._on_host = job.engine.reads_values
         self._members = list(range(plan.world_size))
-        if plan.team_size:
-            self._members = leaders_of(local_groups(plan.world_size, plan.team_size))
+        if plan.group_size:
+            self._members = leaders_of(local_groups(plan.world_size, plan.group_size))
         used = self._allreduces if any(bucket.is_quantised for bucket in plan.buckets) else self._allreduces[:1]
         self._links = [make_links(job, _group_of(allreduce), self._members) for allreduce in used]
         self.notices = notices_of(self._on_host)
@@ -181,7 +181,7 @@ class KeptErrors:
         value, [elements] float32, which differs between ranks."""
         with dynamic_mode(), paddle.no_grad():
             state = {f"{self._values[0].name}.sums": paddle.to_tensor([self._rounded.step], dtype="int64")}
-            if self._rounded.keeps_back:
+            if self._rounded.has_error_feedback:
                 parts = unflatten(self._rounded.owed, [[value.elements] for value in self._values])
                 state |= {f"{v.name}.error": part.clone() for v, part in zip(self._values, parts, strict=True)}
             return state

@@ -101,7 +101,7 @@ class _FromStages(Stateless):
 def dense(parts: Parts) -> BucketMethod:
     """All of a gradient, or 16 bits of it: the allreduce between the leaders of local groups casts by itself."""
     allreduce, wire_dtype = parts.allreduce, compression_of(parts.bucket.compression).wire_dtype
-    if wire_dtype and not parts.plan.team_size:
+    if wire_dtype and not parts.plan.group_size:
         allreduce = CastAllreduce(allreduce, wire_dtype, cast_for(parts.reads_values))
     return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, parts.cut)
 

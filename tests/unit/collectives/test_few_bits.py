@@ -40,7 +40,7 @@ def settings(bits: int = 8, **others: Any) -> QuantisedSettings:
 def sums_of(rank: PaperRank, **profile: Any) -> QuantisedSums:
     chosen = Profile(compression="int8", **profile)
     plan = build_plan(GRADIENTS, Cluster.imagined(rank.world_size, 1), chosen)
-    made = make_allreduces(rank, plan.communicators, plan.team_size)  # type: ignore[arg-type]
+    made = make_allreduces(rank, plan.communicators, plan.group_size)  # type: ignore[arg-type]
     return QuantisedSums(rank, plan, made)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int,
         for rank, total in enumerate(found):
             np.testing.assert_array_equal(total, found[0])
             np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
-            assert (every[rank].step, every[rank].keeps_back) == (step + 1, feedback)
+            assert (every[rank].step, every[rank].has_error_feedback) == (step + 1, feedback)
             owed = every[rank].owed.numpy()
             np.testing.assert_allclose(owed, simulated.owed[rank, :ELEMENTS], rtol=1e-4, atol=1e-5)
 

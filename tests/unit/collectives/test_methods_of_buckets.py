@@ -42,7 +42,7 @@ def methods(compression: str, world_size: int = 2, **settings: Any) -> list[Buck
     for rank in ranks_of(world_size):
         job: Any = rank
         job.engine.device = type("Device", (), {"to_device": staticmethod(paddle.to_tensor)})()
-        allreduces = make_allreduces(job, 2, plan.team_size, compression_of(compression).wire_dtype or "float32")
+        allreduces = make_allreduces(job, 2, plan.group_size, compression_of(compression).wire_dtype or "float32")
         sums = QuantisedSums(job, plan, allreduces) if bucket.is_quantised else None
         dgc = DgcSettings(momentum=0.0, sparsity=(0.9,), min_elements=0) if compression == "dgc" else None
         found.append(Parts(bucket, job, plan, profile, allreduces[1], dgc, sums).make())
