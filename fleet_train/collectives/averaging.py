@@ -16,7 +16,7 @@ from fleet_train.collectives.engine import HAND_OVER, CallContext, HostCopy, Run
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.methods.dense import Allreduce, Remembers, without_cast
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.replica_check import ReplicaCheck
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.plan import Bucket, CommPlan

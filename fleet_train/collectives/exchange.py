@@ -10,7 +10,7 @@ from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier

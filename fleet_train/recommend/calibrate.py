@@ -14,7 +14,7 @@ import paddle
 from fleet_train.collectives.engine import CallContext, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec

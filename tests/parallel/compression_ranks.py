@@ -20,8 +20,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import CastAllreduce, cast_on_host, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedMethod, QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec

@@ -16,7 +16,7 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current

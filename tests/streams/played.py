@@ -20,7 +20,7 @@ from fleet_train.collectives import engines as thread
 from fleet_train.collectives import host_ops as hold
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from tests.streams.recorder import RecordedFuture, Recorder
 from tests.streams.trace import Op
 from tests.support.agreeing import AgreeingJob
@@ -153,7 +153,7 @@ def _played(recorder: Recorder) -> Iterator[None]:
         patches: list[Any] = [
             mock.patch.object(engine.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
-            mock.patch.object(quantised_sum, "backend_name", return_value="nccl"),
+            mock.patch.object(quantised, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),

@@ -26,7 +26,7 @@ from fleet_train.collectives.methods.dense import (
     cut_for,
     flatten,
 )
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile import Profile

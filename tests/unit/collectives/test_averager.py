@@ -13,9 +13,9 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives import fragments as flats_module
 from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.methods import dense as allreduce
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
@@ -26,7 +26,7 @@ SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "thr
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, quantised_sum):
+    for module in (allreduce, quantised):
         monkeypatch.setattr(module, "new_group", form)
 
 

@@ -10,12 +10,11 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import dense as allreduce
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import BucketMethod, DenseMethod, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedMethod, QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan
@@ -29,7 +28,7 @@ GRADIENTS = [TensorSpec("w", (20, 30), "float32")]
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, quantised_sum):
+    for module in (allreduce, quantised):
         monkeypatch.setattr(module, "new_group", form)
 
 
