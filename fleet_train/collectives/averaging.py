@@ -138,9 +138,9 @@ class Averaging:
     def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._barrier.moment(step)}"
         barrier = self._barrier.begin(f"{moment} {self._job.count(moment)}", step)
-        place = CallContext(moment, moment, self._timeout_seconds)
+        context = CallContext(moment, moment, self._timeout_seconds)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
-            return barrier, self._job.engine.start(stages, place, barrier=barrier)
+            return barrier, self._job.engine.start(stages, context, barrier=barrier)
 
     def _run(self, what: str, step: int, stages: Stages[Any]) -> None:
         barrier, running = self._start(what, step, stages)
@@ -170,13 +170,23 @@ def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
 
 @dataclass
 class Held:
-    """The tensors of one rank that LocalSGD averages, as eager tensors that share memory with the scope's variables."""
+    """What LocalSGD averages of one rank: the program's values, or eager tensors over the memory of the scope's
+    variables."""
 
     parameters: list[Any]
     statistics: list[Any]
     """Batch-norm statistics: always plainly averaged, whatever is done with the parameters."""
     accumulators: list[Any]
     """The optimizer's state of floating dtype; empty unless the profile averages or resets it."""
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.parameters, *self.statistics, *self.accumulators]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Held:
+        """The same three groups of ``tensors``, which are in the order of ``all``."""
+        first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
+        return Held(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
 
 
 class ParameterAverager:

@@ -35,6 +35,7 @@ from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
+from fleet_train.log import logger
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price import Network
 
@@ -330,7 +331,7 @@ class Job:
 def _end_process(error: FleetTrainError) -> None:
     """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
     sys.stdout.flush()
-    print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    logger.error("%s: %s", type(error).__name__, error)
     os._exit(error.exit_code)
 
 

@@ -290,10 +290,10 @@ def _times(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> list[float]:
         times: list[float] = []
         if sweep.own is None:
             return times
-        place = CallContext(name, f"measuring {sweep.where}", job.timeout_seconds)
+        context = CallContext(name, f"measuring {sweep.where}", job.timeout_seconds)
         for _ in range(repeats):
             start = time.perf_counter()
-            job.engine.run_here(_one_sum(sweep.own, buffer), place)
+            job.engine.run_here(_one_sum(sweep.own, buffer), context)
             job.engine.device.moment().await_passed()
             times.append(time.perf_counter() - start)
     return times

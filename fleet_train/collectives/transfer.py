@@ -101,9 +101,9 @@ def _each_piece(
     """
     for name in parts[0]:
         flat = [_bytes_of(part[name]) for part in parts]
-        place = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
+        context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
-            job.engine.start(action([one[start : start + size] for one in flat]), place).result()
+            job.engine.start(action([one[start : start + size] for one in flat]), context).result()
 
 
 def _bytes_of(array: Array) -> Array:

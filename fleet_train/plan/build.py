@@ -266,11 +266,8 @@ class LocalSgdSchedule:
         self.local_steps += 1
         if self.local_steps >= self.period:
             return self.fragments - 1
-        due = [fragment for fragment in range(self.fragments) if self.local_steps == self._ends_at(fragment)]
-        return due[0] if due else None
-
-    def _ends_at(self, fragment: int) -> int:
-        return (fragment + 1) * self.period // self.fragments
+        ends = ((fragment + 1) * self.period // self.fragments for fragment in range(self.fragments))
+        return next((fragment for fragment, end in enumerate(ends) if end == self.local_steps), None)
 
     def begin_period(self) -> None:
         """Called when an averaging has started: after a period's last one, start the next period. For an adaptive
@@ -283,15 +280,11 @@ class LocalSgdSchedule:
 
     def adapt(self, rate: float, loss: float) -> None:
         """Choose the length of the current period from the learning rate and the ranks' mean loss."""
-        self.period = self._adapted(rate, loss)
-
-    def _adapted(self, rate: float, loss: float) -> int:
         if self.first_rate <= 0.0:
             self.first_rate, self.first_loss = rate, max(loss, 1e-12)
-        if not (rate > 0.0 and math.isfinite(loss)):
-            return self.period
-        growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
-        return max(1, min(self.max_steps, math.ceil(growth * self.steps)))
+        if rate > 0.0 and math.isfinite(loss):
+            growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
+            self.period = max(1, min(self.max_steps, math.ceil(growth * self.steps)))
 
     def numbers(self) -> list[float]:
         """The state that a resumed run needs."""

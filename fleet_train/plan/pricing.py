@@ -10,14 +10,11 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan.phases import (
     RECEIVER_BYTES_PER_MESSAGE,
     SENDER_BYTES_PER_MESSAGE,
-    CollectivePhase,
     phases_of,
     sent_by_rank,
 )
-from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import Compute, Network, Prediction, alternatives, on_paper, predict
-
-MEGABYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -220,7 +217,20 @@ def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
     ``local_sgd_steps``, the period that doubling ends with and adapting starts with).
     """
     share = 1 / plan.averaging.period if plan.averaging is not None and not warm_up else 1.0
-    return _counted(plan.phases(warm_up), cluster, share)
+    node = [rank.node_index for rank in cluster.ranks]
+    sent = [0.0] * cluster.world_size
+    leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
+    for phase in plan.phases(warm_up):
+        for (sender, receiver), flow in phase.flows().items():
+            sent[sender] += flow.nbytes * share
+            if node[sender] == node[receiver]:
+                inside[node[sender]] += flow.nbytes * share
+                continue
+            leaving[node[sender]] += flow.nbytes * share
+            entering[node[receiver]] += flow.nbytes * share
+            protocol[node[sender]] += SENDER_BYTES_PER_MESSAGE * flow.messages * share
+            protocol[node[receiver]] += RECEIVER_BYTES_PER_MESSAGE * flow.messages * share
+    return Traffic(tuple(sent), tuple(leaving), tuple(entering), tuple(inside), tuple(protocol))
 
 
 def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
@@ -238,20 +248,3 @@ def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
         )
         for part in range(len(plan.averaging.parts))
     ]
-
-
-def _counted(phases: Sequence[CollectivePhase], cluster: Cluster, share: float) -> Traffic:
-    node = [rank.node_index for rank in cluster.ranks]
-    sent = [0.0] * cluster.world_size
-    leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
-    for phase in phases:
-        for (sender, receiver), flow in phase.flows().items():
-            sent[sender] += flow.nbytes * share
-            if node[sender] == node[receiver]:
-                inside[node[sender]] += flow.nbytes * share
-                continue
-            leaving[node[sender]] += flow.nbytes * share
-            entering[node[receiver]] += flow.nbytes * share
-            protocol[node[sender]] += SENDER_BYTES_PER_MESSAGE * flow.messages * share
-            protocol[node[receiver]] += RECEIVER_BYTES_PER_MESSAGE * flow.messages * share
-    return Traffic(tuple(sent), tuple(leaving), tuple(entering), tuple(inside), tuple(protocol))

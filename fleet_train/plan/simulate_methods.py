@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.plan.phases import divide_up, local_groups, phases_of, sent_by_rank
+from fleet_train.plan.phases import RingChunks, local_groups, phases_of, sent_by_rank
 from fleet_train.plan.plan import CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
@@ -285,24 +285,18 @@ def to_float16(values: Array) -> Array:
         return np.asarray(np.asarray(values, dtype=np.float32).astype(np.float16), dtype=np.float32)
 
 
-def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
-    """The bits of Gloo's ring allreduce of flat bfloat16 buffers (given per rank, as float32; result float32).
-
-    The result is off by at most ((1 + 2**-8)**N - 1) * sum(|values|).
-    """
-    return ring_sum_16_bit(values, to_bfloat16)
-
-
 def ring_sum_16_bit(values: Sequence[Array], rounded: Callable[[Array], Array]) -> Array:
     """A ring allreduce of flat 16-bit buffers (given per rank, as float32; result float32), with Gloo's chunks.
 
     Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. This makes
-    N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
+    N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs; a bfloat16 sum is off by
+    at most ((1 + 2**-8)**N - 1) * sum(|values|). Source: gloo/allreduce.cc
     (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in a different order.
     """
     count, world_size = values[0].size, len(values)
     inputs = [rounded(value) for value in values]
-    chunk = _gloo_chunk_elements(count, world_size)
+    chunks = RingChunks.even(world_size, 2 * count, 2)
+    chunk = chunks.segments_per_rank * chunks.segment_bytes // 2
     result = np.zeros(count, np.float32)
     for owner in range(world_size):
         part = slice(owner * chunk, (owner + 1) * chunk)
@@ -311,11 +305,3 @@ def ring_sum_16_bit(values: Sequence[Array], rounded: Callable[[Array], Array]) 
             total = rounded(total + inputs[(owner - distance) % world_size][part])
         result[part] = total
     return result
-
-
-def _gloo_chunk_elements(count: int, world_size: int, item_bytes: int = 2) -> int:
-    """Elements per rank's chunk: whole segments of at most 1 MiB, two or more per rank."""
-    segments = max(2 * world_size, divide_up(count * item_bytes, 2**20))
-    segments = divide_up(segments, world_size) * world_size
-    segment_bytes = divide_up(count * item_bytes, segments)
-    return segments // world_size * divide_up(segment_bytes, item_bytes)

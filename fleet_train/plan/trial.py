@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.simulate import Local, Sgd, SimulatedJob, Step, Values
 from fleet_train.plan.simulate_methods import Array
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 
-MEGABYTE = 2**20
 RATE = 0.1
 MOST_VALUES = 2 * 10**8
 """Parameters of all ranks together: float32 values and gradients, float64 sums, a few GB in all."""

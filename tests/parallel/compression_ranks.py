@@ -24,7 +24,7 @@ from fleet_train.collectives.methods.quantised import QuantisedMethod, Quantised
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
-from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, gloo_sum_bfloat16, mean
+from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, mean, ring_sum_16_bit, to_bfloat16
 from fleet_train.plan.simulate_quantised import QuantisedSum
 from fleet_train.profile.methods.base import CollectiveSpec, QuantisedSettings
 from fleet_train.profile.methods.dgc import DgcSettings
@@ -165,7 +165,7 @@ def bfloat16(job: Job, elements: int) -> dict[str, Any]:
     exact = np.sum(values, axis=0, dtype=np.float64)
     bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
     return {
-        "as gloo": bool((total == gloo_sum_bfloat16(values)).all()),
+        "as gloo": bool((total == ring_sum_16_bit(values, to_bfloat16)).all()),
         "over bound": float((np.abs(total - exact) / bound).max()),
         "bits": digest({"total": total}),
     }

@@ -15,9 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import engine, engines, groups, host_ops, sync_batch_norm
-from fleet_train.collectives import engines as thread
-from fleet_train.collectives import host_ops as hold
+from fleet_train.collectives import engine, engines, groups, host_ops
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import quantised
@@ -158,11 +156,7 @@ def _played(recorder: Recorder) -> Iterator[None]:
             mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(engines, "WorkerThread", make_thread),
-            mock.patch.object(thread, "WorkerThread", make_thread),
-            *(
-                mock.patch.object(module, "_host_operator", _noted(recorder))
-                for module in (host_ops, sync_batch_norm, hold)
-            ),
+            mock.patch.object(host_ops, "_host_operator", _noted(recorder)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]
         for patch in patches:
