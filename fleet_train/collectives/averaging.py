@@ -66,7 +66,7 @@ class Averaging:
         self._check = check
         self._sent_bytes = [sent[job.cluster.rank] for sent in averaging_bytes(plan)]
         self._underway: Underway | None = None
-        self._steps_beside = 0
+        self._overlapped_steps = 0
 
     def after_update(self, step: int, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update of every step, with the new values: averages them if a period ends.
@@ -88,8 +88,8 @@ class Averaging:
                 self._run("averaging", step, self.averager.average(fragment, own, loss))
                 self._check.after_step(moment, fragment.choose(names), own.parameters)
         elif self._underway is not None:
-            self._steps_beside += 1
-            if self._steps_beside >= self.averager.overlap_steps:
+            self._overlapped_steps += 1
+            if self._overlapped_steps >= self.averager.overlap_steps:
                 fragment = self._underway.fragment
                 self._check.after_step(moment, fragment.choose(names), self.apply_pending(held))
 
@@ -132,7 +132,7 @@ class Averaging:
         sent = flats(own.parameters), flats(own.statistics)
         barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate))
         self._underway = Underway(barrier, running, fragment)
-        self._steps_beside = 0
+        self._overlapped_steps = 0
         self.averager.schedule.begin_period()
 
     def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
@@ -242,7 +242,7 @@ class ParameterAverager:
             return None
         return joined(self.fragments, [fragment.velocity or fragment.zeros() for fragment in self.fragments])
 
-    def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
+    def restore(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
         """Continue from a saved ``anchor`` and ``velocity``."""
         nothing: list[None] = [None] * len(self.fragments)
         anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)

@@ -166,11 +166,11 @@ class FirstGradients:
         self._update: list[Any] = []
         self._taken: list[HostCopy] = []
         self._seen_in = 0
-        self._is_told = False
+        self._is_reported = False
 
     def see(self, gradients: Sequence[Any], step: int) -> None:
         """The local gradients of the next bucket of an update, in ``step``. The host reads nothing."""
-        if len(self._taken) == _COMPARED_UPDATES or self._is_told:
+        if len(self._taken) == _COMPARED_UPDATES or self._is_reported:
             return
         self._seen_in = step
         self._update.append(device_digests([_compared(gradient) for gradient in gradients]))
@@ -178,11 +178,11 @@ class FirstGradients:
             self._taken.append(self._device.to_host(paddle.concat(self._update)))
             self._update = []
 
-    def tell(self, step: int) -> int | None:
+    def digest(self, step: int) -> int | None:
         """The digest, once, in a ``step`` after the last of these updates, whose copies have ended; else None."""
-        if len(self._taken) < _COMPARED_UPDATES or self._is_told or step <= self._seen_in:
+        if len(self._taken) < _COMPARED_UPDATES or self._is_reported or step <= self._seen_in:
             return None
-        self._is_told = True
+        self._is_reported = True
         found, self._taken = [copy.read() for copy in self._taken], []
         return zlib.crc32(np.concatenate(found).tobytes()) if all(one.any() for one in found) else None
 

@@ -88,13 +88,13 @@ class StepBarrier:
         """Start a barrier in the background; the note has this rank's times since the last one."""
         self._begun += 1
         self._sync_points = self._job.sync_points
-        note = self._job.notes.own(self.first_gradients.tell(step))
+        note = self._job.notes.own(self.first_gradients.digest(step))
         return self._job.engine.run_in_background(lambda: self._job.step_barrier(name, self._bound_seconds, note))
 
     def passed(self, barrier: Future[Passed]) -> None:
         """Read a barrier's answer: on the computing thread, so that every rank knows it after the same step."""
         passed = barrier.result()
         self._job.clock.add_barrier(passed.seconds)
-        self._job.notes.take(passed.answer)
+        self._job.notes.read_answer(passed.answer)
         if passed.answer.same_gradients:
             self._job.advise(DataError(_SAME_GRADIENTS))

@@ -290,7 +290,7 @@ class LocalSgdSchedule:
         """The state that a resumed run needs."""
         return [float(self.period), float(self.local_steps), self.first_rate, self.first_loss]
 
-    def take(self, numbers: list[float]) -> None:
+    def restore(self, numbers: list[float]) -> None:
         """Continue from the result of ``numbers``."""
         self.period, self.local_steps = int(numbers[0]), int(numbers[1])
         self.first_rate, self.first_loss = numbers[2], numbers[3]

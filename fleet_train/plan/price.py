@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
@@ -12,7 +12,7 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
 from fleet_train.plan.plan import Averaging, CommPlan
 from fleet_train.profile.methods import COMPRESSIONS
-from fleet_train.profile.methods.base import Bucket, CollectiveSpec
+from fleet_train.profile.methods.base import Bucket, CodingCosts, CollectiveSpec
 
 # Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure data.
 
@@ -46,21 +46,15 @@ class Costs:
         """Whether exchanging and computing slow one another down."""
         return any(self.taken_seconds_per_byte.values()) or any(self.waiting_seconds_per_byte.values())
 
-    def handing(self, compression: str) -> float:
-        """Seconds per byte on the computing thread."""
-        return self.handing_seconds_per_byte.get(compression, 0.0)
-
-    def codec(self, compression: str) -> float:
-        """Seconds per byte on a communicator's thread."""
-        return self.codec_seconds_per_byte.get(compression, 0.0)
-
-    def waiting(self, compression: str) -> float:
-        """Additional seconds per byte on a communicator's thread while computing."""
-        return self.waiting_seconds_per_byte.get(compression, 0.0)
-
-    def taken(self, compression: str) -> float:
-        """Additional seconds per byte of the concurrent computing."""
-        return self.taken_seconds_per_byte.get(compression, 0.0)
+    def of(self, compression: str) -> CodingCosts:
+        """Seconds per byte of one compression."""
+        tables = (
+            self.handing_seconds_per_byte,
+            self.codec_seconds_per_byte,
+            self.waiting_seconds_per_byte,
+            self.taken_seconds_per_byte,
+        )
+        return CodingCosts(*(table.get(compression, 0.0) for table in tables))
 
 
 NOTHING = Costs()
@@ -211,10 +205,10 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
     communication = exposed = 0.0
     for part in range(len(averaging.parts)):
         nbytes = averaging.bytes_of(part)
-        coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
+        coding = costs.of(name).codec + (costs.of(name).waiting if beside else 0.0)
         seconds = _seconds(plan, averaging.collectives_of(part), paths) + coding * nbytes
         hidden = min(seconds, beside)
-        taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
+        taken = costs.of(name).taken * nbytes * (hidden / seconds if seconds else 0.0)
         communication += seconds
         exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
     return communication / averaging.period, exposed / averaging.period
@@ -244,7 +238,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
         )
         shares = _shares_before(computed + taken + beside, plan, ready, ends)
         taken = fsum(
-            costs.taken(bucket.compression) * bucket.nbytes * share
+            costs.of(bucket.compression).taken * bucket.nbytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
     return communication, max(beside + taken, max(ends, default=0.0) - computed)
@@ -264,7 +258,7 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
     """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
     name, costs = bucket.compression, paths.costs
-    codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
+    codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.nbytes
     return [
         Phase("processors" if costs.share_processors else "", codec),
         *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
@@ -283,7 +277,7 @@ def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
 
 def _handing(bucket: Bucket, costs: Costs) -> float:
     """Seconds on the computing thread for a bucket."""
-    return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
+    return costs.bucket_seconds + costs.of(bucket.compression).handing * bucket.nbytes
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
@@ -347,42 +341,21 @@ def finish_times(tasks: Sequence[Task]) -> list[float]:
     left = [[phase for phase in task.phases if phase.seconds > 0] for task in tasks]
     ends = [0.0] * len(tasks)
     now = 0.0
-    while waiting:
-        for queue in list(waiting):
-            _leave(waiting, queue, tasks, left, ends, now)
-        running = [queue[0] for queue in waiting.values() if tasks[queue[0]].ready <= now + _NOTHING]
-        speeds = _speeds([left[index][0] for index in running])
-        arrivals = [tasks[queue[0]].ready - now for queue in waiting.values() if tasks[queue[0]].ready > now + _NOTHING]
+    while True:
+        for queue in waiting.values():  # tasks that have ended, or that are ready and empty, leave their queues
+            while queue and not left[queue[0]] and tasks[queue[0]].ready <= now + _NOTHING:
+                ends[queue.pop(0)] = now
+        first = [queue[0] for queue in waiting.values() if queue]
+        running = [index for index in first if tasks[index].ready <= now + _NOTHING]
+        users = Counter(left[index][0].resource for index in running)
+        speeds = [1.0 / users[resource] if (resource := left[index][0].resource) else 1.0 for index in running]
+        arrivals = [tasks[index].ready - now for index in first if tasks[index].ready > now + _NOTHING]
         ending = [left[index][0].seconds / speed for index, speed in zip(running, speeds, strict=True)]
         if not (arrivals or ending):
-            break
+            return ends
         passed = min(arrivals + ending)
         now += passed
         for index, speed in zip(running, speeds, strict=True):
             phase = left[index][0]
             rest = phase.seconds - passed * speed
             left[index][:1] = [Phase(phase.resource, rest)] if rest > _NOTHING else []
-    return ends
-
-
-def _leave(
-    waiting: dict[int, list[int]],
-    queue: int,
-    tasks: Sequence[Task],
-    left: list[list[Phase]],
-    ends: list[float],
-    now: float,
-) -> None:
-    """Remove tasks that have ended, or that are ready and empty, from the front of a queue."""
-    while waiting[queue] and not left[waiting[queue][0]] and tasks[waiting[queue][0]].ready <= now + _NOTHING:
-        ends[waiting[queue].pop(0)] = now
-    if not waiting[queue]:
-        del waiting[queue]
-
-
-def _speeds(phases: Sequence[Phase]) -> list[float]:
-    """The speed of each phase: users of a resource get equal shares."""
-    users: dict[str, int] = defaultdict(int)
-    for phase in phases:
-        users[phase.resource] += 1
-    return [1.0 if not phase.resource else 1.0 / users[phase.resource] for phase in phases]

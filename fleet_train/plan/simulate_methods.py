@@ -16,7 +16,7 @@ from fleet_train.plan.phases import RingChunks, local_groups, phases_of, sent_by
 from fleet_train.plan.plan import CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
-from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, QuantisedSettings
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings, is_sparse, kept_elements, sparsity_at
 from fleet_train.profile.methods.powersgd import (
     Matrix,
@@ -25,6 +25,7 @@ from fleet_train.profile.methods.powersgd import (
     powersgd_settings,
     random_factor,
 )
+from fleet_train.profile.methods.quantised import SMALLEST, QuantisedLayout, quantised_settings
 
 
 def powersgd(parts: SimulatedParts) -> PowerSgdSimulation:
@@ -170,6 +171,102 @@ class DgcSimulation:
         return np.asarray(values * min(1.0, bound / norm))
 
 
+# Quantised sums. In float32, like the real ones: whether a value is above or below the middle of two levels can depend
+# on the last bit.
+
+
+class QuantisedSimulation:
+    """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
+
+    def __init__(self, parts: SimulatedParts) -> None:
+        bucket, plan = parts.bucket, parts.plan
+        settings = quantised_settings(parts.profile, bucket.compression)
+        self._parts = parts
+        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, plan.world_size, plan.group_size, settings)
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """The result on every rank, in the bucket's order and shapes, float32."""
+        return self._parts.split(scaled(self._sum.sum(self._parts.joined(gradients)), len(gradients)))
+
+
+class QuantisedSum:
+    """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members."""
+
+    def __init__(self, name: str, elements: int, world_size: int, group_size: int, settings: QuantisedSettings) -> None:
+        self._local_groups = local_groups(world_size, group_size or 1)
+        self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
+        self._settings, self._name, self._step = settings, name, 0
+        self.residuals = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]
+        """The rounding errors by member."""
+
+    def sum(self, buffers: Sequence[Array]) -> Array:
+        """``buffers[rank]`` [elements] -> their sum on every rank, float32."""
+        self._step += 1
+        elements = self._layout.elements
+        for residual, members in zip(self.residuals, self._local_groups, strict=True):
+            total = np.sum([buffers[rank] for rank in members], axis=0, dtype=np.float64)
+            residual[:elements] += total.astype(np.float32)
+        total = self._whole() if self._layout.parts == 1 else self._in_parts()
+        if not self._settings.error_feedback:
+            self.residuals = [np.zeros_like(residual) for residual in self.residuals]
+        return np.asarray(total[:elements])
+
+    def _whole(self) -> Array:
+        sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
+        for residual, one in zip(self.residuals, sent, strict=True):
+            _keep_error(residual, one)
+        return _added_up(sent)
+
+    def _in_parts(self) -> Array:
+        size = self._layout.part_elements
+        sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
+        result = np.zeros(self._layout.padded_elements, np.float32)
+        for owner in range(self._layout.parts):
+            part = slice(owner * size, (owner + 1) * size)
+            others = [one[part] for member, one in enumerate(sent) if member != owner]
+            total = _added_up([self.residuals[owner][part].copy(), *others])
+            result[part] = self._rounded(total, owner, 1)
+            _keep_error(total, result[part])
+            for member, residual in enumerate(self.residuals):
+                if member == owner:
+                    residual[part] = total
+                else:
+                    _keep_error(residual[part], sent[member][part])
+        return result
+
+    def _rounded(self, values: Array, member: int, phase: int) -> Array:
+        """The decoded ``values`` on a receiver."""
+        count = np.float32(self._settings.levels)
+        blocks = values.reshape(-1, self._settings.block)
+        largest = np.abs(blocks).max(axis=1, keepdims=True)
+        with np.errstate(all="ignore"):
+            scales = np.where(largest < np.float32(SMALLEST), np.float32(0), largest / count)
+            inverse = np.where(largest < np.float32(SMALLEST), np.float32(0), count / largest)
+            scaled = blocks * inverse
+            if self._settings.stochastic:
+                scaled = scaled + self._dither(member, phase, scaled.shape)
+            rounded = np.rint(scaled) * scales
+        return np.asarray(np.where(np.isfinite(largest), rounded, np.float32("nan")).reshape(-1), dtype=np.float32)
+
+    def _dither(self, member: int, phase: int, shape: tuple[int, ...]) -> Array:
+        random = self._settings.dither(self._name, member, phase, self._step)
+        drawn = random.integers(0, 256, size=shape, dtype=np.uint8)
+        return np.asarray((drawn.astype(np.float32) - np.float32(127.5)) / np.float32(256))
+
+
+def _keep_error(residual: Array, sent: Array) -> None:
+    """Store the rounding error in ``residual``; zero for blocks with an infinity or NaN."""
+    residual[:] = np.where(np.isfinite(sent), residual - sent, np.float32(0))
+
+
+def _added_up(parts: Sequence[Array]) -> Array:
+    """The float32 sum, one after the other."""
+    total: Array = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def mean(gradients: Gradients) -> list[Array]:
     """The average over the ranks, position by position, float64."""
     return [average(values) for values in zip(*gradients, strict=True)]
@@ -189,13 +286,16 @@ Gradients = Sequence[Sequence[Array]]
 
 
 class SimulatedWire:
-    """The collectives of one plan on arrays of all ranks. ``sent`` [ranks] float64: payload bytes since ``take``."""
+    """The collectives of one plan on arrays of all ranks.
+
+    ``sent`` [ranks] float64: payload bytes since ``read_sent``.
+    """
 
     def __init__(self, plan: CommPlan) -> None:
         self._plan = plan
         self.sent = np.zeros(plan.world_size)
 
-    def take(self) -> tuple[float, ...]:
+    def read_sent(self) -> tuple[float, ...]:
         """The bytes that each rank has sent since the last call."""
         sent = tuple(float(nbytes) for nbytes in self.sent)
         self.sent[:] = 0

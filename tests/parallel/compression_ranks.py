@@ -24,8 +24,15 @@ from fleet_train.collectives.methods.quantised import QuantisedMethod, Quantised
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
-from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, mean, ring_sum_16_bit, to_bfloat16
-from fleet_train.plan.simulate_quantised import QuantisedSum
+from fleet_train.plan.simulate_methods import (
+    DgcSimulation,
+    PowerSgdSimulation,
+    QuantisedSum,
+    cut,
+    mean,
+    ring_sum_16_bit,
+    to_bfloat16,
+)
 from fleet_train.profile.methods.base import CollectiveSpec, QuantisedSettings
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.powersgd import PowerSgdSettings

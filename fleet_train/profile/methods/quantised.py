@@ -149,7 +149,7 @@ def _quantised(name: str, words: str, costs: CodingCosts) -> Compression:
         may_decline=True,
         costs=costs,
         ranks_in="fleet_train.collectives.methods.quantised:make_method",
-        numpy_in="fleet_train.plan.simulate_quantised:QuantisedSimulation",
+        numpy_in="fleet_train.plan.simulate_methods:QuantisedSimulation",
     )
 
 

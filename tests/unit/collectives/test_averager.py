@@ -249,15 +249,15 @@ def test_anchor_and_momentum_of_fragments_are_saved_as_those_of_all_parameters()
     assert one.velocity[0].tolist() == flat(momentum)
     (again, *_) = averagers(**settings)
     assert (again.anchor, again.velocity) == (None, None)
-    again.take(one.anchor, one.velocity)
+    again.restore(one.anchor, one.velocity)
     assert again.anchor is not None
     assert again.velocity is not None
     assert again.anchor[0].tolist() == flat(agreed)
     assert again.velocity[0].tolist() == flat(momentum)
     assert again.fragments[1].anchor[0].tolist() == [15.0] * 4  # type: ignore[index]
-    again.take(None, None)
+    again.restore(None, None)
     assert (again.anchor, again.velocity) == (None, None)
-    again.take(one.anchor, None)
+    again.restore(one.anchor, None)
     assert again.velocity is None
 
 
