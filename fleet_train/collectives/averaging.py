@@ -3,6 +3,8 @@
 With an overlap, the values at the end of a period are sent. A fixed number of steps later, the same on every rank, each
 rank adds the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging
 of Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
+
+`Averaging` decides when, with the barriers; `ParameterAverager` says what the ranks send and what becomes of it.
 """
 
 from __future__ import annotations
@@ -165,9 +167,6 @@ def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
     return [buffer - other for buffer, other in zip(buffers, others, strict=True)]
 
 
-# LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period.
-
-
 @dataclass
 class Held:
     """What LocalSGD averages of one rank: the program's values, or eager tensors over the memory of the scope's
@@ -213,7 +212,7 @@ class ParameterAverager:
         self._world_size = plan.world_size
         self._rate = rate
         self._later = later
-        self._heard: tuple[HostCopy, float] | None = None
+        self._pending_loss: tuple[HostCopy, float] | None = None
         self.fragments = [
             Fragment(profile, plan.averaging, index, plan.world_size, self._allreduce, sums)
             for index in range(len(plan.averaging.parts))
@@ -268,9 +267,9 @@ class ParameterAverager:
         yield HAND_OVER
         sent, rate = flats(held.parameters), self._rate()
         others = flats(held.statistics)
-        heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
+        losses = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
         more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
-        agreed, means = yield from fragment.agree(sent, rate, [*others, *heard], more)
+        agreed, means = yield from fragment.agree(sent, rate, [*others, *losses], more)
         write(held.parameters, agreed)
         write(held.statistics, means[: len(others)])
         if more:
@@ -279,8 +278,8 @@ class ParameterAverager:
             for tensor in held.accumulators:
                 tensor.zero_()
         self.schedule.begin_period()
-        if heard:
-            self._heard = self._later(means[-1].mean()), rate
+        if losses:
+            self._pending_loss = self._later(means[-1].mean()), rate
 
     def held_of(self, fragment: Fragment, held: Held) -> Held:
         """What is averaged with a fragment: its parameters, and with the last one everything else."""
@@ -291,8 +290,8 @@ class ParameterAverager:
 
     def settle(self) -> None:
         """Read what the last averaging copied to the host: before a step counts, and before state is saved."""
-        if self._heard is not None:
-            (loss, rate), self._heard = self._heard, None
+        if self._pending_loss is not None:
+            (loss, rate), self._pending_loss = self._pending_loss, None
             self.schedule.adapt(rate, loss.read().item())
 
     def mean(self, tensors: Sequence[Any]) -> Stages[None]:

@@ -1,4 +1,9 @@
-"""What an engine carries out: stages of collectives, and where their tensors are. The engines are in `engines`."""
+"""What an engine carries out: stages of collectives, and where their tensors are. The engines are in `engines`.
+
+A communication method is a generator: it computes, yields the collectives that it needs, and continues when they are
+done: ``yield Stage((...,))``. It does not know whether a call blocks the host or a stream, nor which thread runs it.
+The generator returns the result.
+"""
 
 from __future__ import annotations
 
@@ -89,13 +94,6 @@ class Engine:
             raise
         except Exception as error:
             raise self._attribute_failure(context, error) from error
-
-
-# Stages of collectives, yielded by the generators that communication methods are written as.
-#
-# A method computes, yields the collectives that it needs, and continues when they are done: ``yield Stage((...,))``.
-# It does not know whether a call blocks the host or a stream, nor which thread runs it. Its generator returns its
-# result.
 
 
 REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
@@ -197,9 +195,6 @@ def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) 
     return progress.value  # type: ignore[return-value]
 
 
-# Events on a device's calculation stream, and values that the host reads in a later step than they come from.
-
-
 class Moment:
     """A point of the calculation stream. On a CPU every call has finished when it returns: the wall clock replaces the
     stream."""
@@ -296,9 +291,6 @@ class GpuDevice(HostDevice):
         tensor = pinned._copy_to(self._place, False)
         self._sent.append((pinned, GpuMoment()))
         return tensor
-
-
-# A thread that runs tasks in order, in Paddle's dynamic mode, and never delays the exit of the process.
 
 
 _STOP = None

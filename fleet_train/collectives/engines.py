@@ -116,14 +116,6 @@ def _await(future: Future[Any], seconds: float) -> None:
         future.exception(seconds)
 
 
-# The engine for backends whose calls are enqueued on a device's streams (NCCL).
-#
-# A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the
-# calculation stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle
-# 3.3.1, ``process_group_nccl.cc``). So the computing thread enqueues everything in program order, which the chain of
-# tokens makes the same on every rank, and waits are placed where the results are used.
-
-
 Begin = Callable[[Collective], Any]
 
 
@@ -160,6 +152,10 @@ class InFlight(Generic[T]):
 
 class StreamEngine(Engine):
     """Enqueues collectives from the computing thread and never reads a device value.
+
+    A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the
+    calculation stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle
+    3.3.1, ``process_group_nccl.cc``). The chain of tokens makes the program's order the same on every rank.
 
     Stages end at fixed places: those with ``more`` at the next ``step_on``, the last one where the result is needed.
     Two groups that share two or more ranks are never in flight at the same time: devices that run two communicators'
@@ -252,9 +248,6 @@ class StreamEngine(Engine):
             self._watchdog.watch(task, running.context)
 
 
-# Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts.
-
-
 class _Call:
     """A host call that may block, as a task."""
 
@@ -266,7 +259,9 @@ class _Call:
 
 
 class Watchdog:
-    """Polls the tasks in flight on its own thread; it does not touch a device's stream.
+    """Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts.
+
+    It polls the tasks in flight on its own thread and does not touch a device's stream.
 
     ``on_stuck`` is called, once and on that thread, with the oldest task's context and the seconds without progress:
     when no task has ended for ``timeout_seconds`` of that context, or earlier when ``is_hopeless``: a rank is gone, or

@@ -10,21 +10,34 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
 
 from fleet_train import timeouts
-from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
+from fleet_train.cluster import Cluster
+from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 
-if TYPE_CHECKING:
-    from fleet_train.collectives.job import Job
+
+class Peers(Protocol):
+    """What forming a group needs from the job, which itself forms groups: its facts and its synchronizing calls."""
+
+    cluster: Cluster
+    engine: Engine
+    place: Any
+    timeout_seconds: float
+
+    def barrier(self, name: str) -> None: ...
+
+    def broadcast(self, name: str, value: Any, source: int) -> Any: ...
+
+    def count(self, name: str) -> int: ...
 
 
-def new_group(job: Job, ranks: Sequence[int]) -> Any:
+def new_group(job: Peers, ranks: Sequence[int]) -> Any:
     """A process group over ``ranks``; called by all ranks of the job in the same order, members or not.
 
     Raises LinkFailed when the group cannot be formed, or a member of it is not the rank that it should be, with the
@@ -57,7 +70,7 @@ def forming(ranks: Sequence[int]) -> Iterator[None]:
         ) from error
 
 
-def formed(job: Job, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
+def formed(job: Peers, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
     """The group of ``make``, whose members are the ranks that they should be: all ranks call this in the same order.
 
     Gloo listens for each member on a port of its own, from here on until that member has called, and takes the first
@@ -77,15 +90,15 @@ def formed(job: Job, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
     return group
 
 
-def _refuse_strangers(job: Job, group: Any, ranks: Sequence[int], number: str) -> None:
+def _refuse_strangers(job: Peers, group: Any, ranks: Sequence[int], number: str) -> None:
     """Every two members send each other their proof: each is the root of a gather once."""
     this = job.cluster.rank
     mine = paddle.to_tensor(np.frombuffer(_proof(number, this), "uint8"), place=job.place)
     for root in ranks:
         arrived: list[Any] = []
         Collective("gather", group, mine, root, output=arrived if root == this else None).begin(sync_op=True)
-        found = [each.numpy().tobytes() for each in arrived]
-        wrong = [rank for rank, proof in zip(ranks, found, strict=bool(found)) if proof != _proof(number, rank)]
+        proofs = [each.numpy().tobytes() for each in arrived]
+        wrong = [rank for rank, proof in zip(ranks, proofs, strict=bool(proofs)) if proof != _proof(number, rank)]
         if wrong:
             raise LinkFailed(
                 f"the group of ranks {list(ranks)} could not be formed: {job.cluster.describe(this)} is connected to "
@@ -98,7 +111,7 @@ def _proof(number: str, rank: int) -> bytes:
     return hashlib.sha256(f"{number} {rank}".encode()).digest()
 
 
-def warm_up(job: Job, group: Any) -> None:
+def warm_up(job: Peers, group: Any) -> None:
     """Create a new group's communicator now, where calls are enqueued: on all ranks, one group after the other.
 
     NCCL creates it at the group's first collective, and all groups share one connection to Paddle's store without a
@@ -114,13 +127,13 @@ def warm_up(job: Job, group: Any) -> None:
     job.barrier(f"group {group.id} formed")
 
 
-def _one_sum(job: Job, group: Any) -> Stages[None]:
+def _one_sum(job: Peers, group: Any) -> Stages[None]:
     one = paddle.ones([1], "float32").to(job.place)
     yield Stage((Collective("all_reduce", group, one),))
 
 
 @contextmanager
-def _own_store(job: Job, ranks: Sequence[int]) -> Iterator[None]:
+def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
     """Give the next group its own Paddle store.
 
     Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
@@ -138,7 +151,7 @@ def _own_store(job: Job, ranks: Sequence[int]) -> Iterator[None]:
         collective._default_store = shared
 
 
-def _open_store(job: Job, ranks: Sequence[int]) -> Any:
+def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
     """A TCP store on the group's first rank, set to wait for no member: its wait would hold the GIL."""
     first = ranks[0]
     host = job.cluster.ranks[first].host

@@ -237,11 +237,8 @@ def _broadcast(job: Job, flat: Any) -> Stages[Any]:
     return wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
 
 
-# Delays values until another value exists. Sends nothing; here because it is a host operator.
-
-
 def emit_hold(values: Sequence[Any], trigger: Any) -> list[Any]:
-    """Insert an operator that passes ``values`` on once ``trigger`` has been computed.
+    """Insert an operator that passes ``values`` on once ``trigger`` has been computed. It sends nothing.
 
     It copies them: an operator that Paddle runs in place on the output would overwrite the input.
     """

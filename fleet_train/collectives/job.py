@@ -204,10 +204,10 @@ class Job:
         if self.world_size == 1:
             return np.array(values)
         name = f"all_reduce {self.count('all_reduce')}"
-        brought = self.compare(name, [list(values.shape), values.dtype.name, op])
-        if brought:
-            told = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in brought)
-            raise ConversionError(f"{name}: the ranks passed different arrays: {told}")
+        variants = self.compare(name, [list(values.shape), values.dtype.name, op])
+        if variants:
+            arrays = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in variants)
+            raise ConversionError(f"{name}: the ranks passed different arrays: {arrays}")
         return self.engine.start(self._reduced(values, op), CallContext(name, name, self.timeout_seconds)).result()
 
     def _reduced(self, values: Array, op: str) -> Stages[Array]:
@@ -271,11 +271,11 @@ class Job:
             client = client or self.store
             # One name for all steps: without a step barrier, a rank may already be in the next step.
             client.barrier("a collective that failed", None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
-        except (JoinTimeout, WorkerFailed) as found:
-            told = f"{what}: {found} (the collective ended with: {detail[0]})"
-            if str(found).startswith(f"{what}: "):  # another rank's report of the same failure
-                told = str(found)
-            return with_absent(WorkerFailed(told), found.absent)
+        except (JoinTimeout, WorkerFailed) as cause:
+            words = f"{what}: {cause} (the collective ended with: {detail[0]})"
+            if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
+                words = str(cause)
+            return with_absent(WorkerFailed(words), cause.absent)
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return LinkFailed(

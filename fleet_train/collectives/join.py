@@ -1,4 +1,4 @@
-"""Joining: from a described cluster to connected processes, in bounded time."""
+"""Joining: from a described cluster to connected processes, in bounded time; and how fast their links are."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ def _compare(job: Job, timeout_seconds: float) -> None:
     refuse_other_ranks(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
 
 
-def refuse_other_ranks(brought: Variants, cluster: Cluster) -> None:
+def refuse_other_ranks(variants: Variants, cluster: Cluster) -> None:
     """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
-    for name, expected in brought[0][1].items() if brought else ():
-        differing = [(ranks, facts) for ranks, facts in brought[1:] if facts is None or facts.get(name) != expected]
+    for name, expected in variants[0][1].items() if variants else ():
+        differing = [(ranks, facts) for ranks, facts in variants[1:] if facts is None or facts.get(name) != expected]
         if differing:
             ranks = [rank for spans, _ in differing for low, high in spans for rank in range(low, high + 1)]
             theirs = (differing[0][1] or {}).get(name)
@@ -199,9 +199,6 @@ def _create_paddle_store(endpoint: str) -> None:
     finally:
         os.environ["PADDLE_TRAINERS_NUM"] = members
     send_at_once(int(endpoint.rpartition(":")[2]))
-
-
-# Time allreduces between nodes and inside a node, on the process groups that training uses.
 
 
 _SMALL_BYTES, _SCALE_BYTES = 4096, 256 * 1024

@@ -107,9 +107,6 @@ class StepNotes:
         return f"{self._cluster.describe(rank)}: {reason}"
 
 
-# Measures where the time of this rank's steps goes. The computing thread makes all calls.
-
-
 @dataclass
 class Times:
     """Sums over steps, in seconds and bytes."""
@@ -134,7 +131,9 @@ class _Step:
 
 
 class StepClock:
-    """Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
+    """Where the time of this rank's steps goes. The computing thread makes all calls.
+
+    Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
 
     A step ends after the wait for its last bucket; later waits (an averaging, a comparison) and what the script does
     between steps count toward the next one. ``moment`` gives the current end of the calculation stream. A step is

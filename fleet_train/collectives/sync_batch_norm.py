@@ -84,8 +84,8 @@ class RankStatistics:
         shapes = [(shape, mean.dtype) for mean in means for shape in ([1], mean.shape, mean.shape)]
         inputs = [*(each.values for each in local), *means, *(each.variance for each in local)]
         inputs += [value for each in local for value in each.unread]
-        link, *found = self._emit("gather", what, shapes, run, chain, inputs)
-        return [Statistics(*found[first : first + 3]) for first in range(0, len(found), 3)], link
+        link, *results = self._emit("gather", what, shapes, run, chain, inputs)
+        return [Statistics(*results[first : first + 3]) for first in range(0, len(results), 3)], link
 
     def average(
         self,

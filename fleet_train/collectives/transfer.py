@@ -49,9 +49,9 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     shapes."""
     rank, world_size = job.cluster.rank, job.world_size
     described = _describe(arrays)
-    brought = job.compare(f"collect {job.count('collect')}", described)
-    if brought:
-        (first, one), (second, other) = brought[:2]
+    variants = job.compare(f"collect {job.count('collect')}", described)
+    if variants:
+        (first, one), (second, other) = variants[:2]
         raise ScheduleMismatch(
             f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
             f"their own to save: {one} and {other}"

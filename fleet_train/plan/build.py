@@ -218,12 +218,9 @@ _PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], 
 }
 
 
-# When LocalSGD averages: pure arithmetic, the same on every rank.
-
-
 @dataclass
 class LocalSgdSchedule:
-    """Counts local steps and says when a period ends. Steps count from 1.
+    """When LocalSGD averages: counts local steps and says when a period ends. Steps count from 1.
 
     Schedules: constant; doubling 1, 2, 4 .. ``steps``; adaptive (AdaComm, Wang and Joshi 2018).
     """

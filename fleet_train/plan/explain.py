@@ -74,9 +74,6 @@ def _how(bucket: Bucket) -> str:
     return bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
 
 
-# What each knob did to a plan, in words.
-
-
 def notes_of(
     gradients: Sequence[TensorSpec],
     buckets: Sequence[Bucket],

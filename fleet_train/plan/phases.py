@@ -1,4 +1,10 @@
-"""Exchanges and their sequence of collectives: pure arithmetic."""
+"""Exchanges, their sequence of collectives, and the bytes that those send on Gloo, edge by edge: pure arithmetic.
+
+Source of the bytes: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a
+count of the bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts
+equal the measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an
+allreduce; its reduce and broadcast are chains, with other numbers.
+"""
 
 from __future__ import annotations
 
@@ -74,14 +80,6 @@ def local_groups(world_size: int, ranks_per_group: int) -> list[list[int]]:
 def leaders_of(members: Sequence[Sequence[int]]) -> list[int]:
     """The first rank of each local group."""
     return [local_group[0] for local_group in members]
-
-
-# The bytes that a collective actually sends on Gloo, edge by edge: pure arithmetic.
-#
-# Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a count of
-# the bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts below
-# equal the measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an
-# allreduce; its reduce and broadcast are chains, with other numbers.
 
 
 SEGMENT_BYTES = 2**20

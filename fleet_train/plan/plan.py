@@ -25,8 +25,8 @@ def mean_dtype(dtype: str) -> str:
 
 def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
     """Positions of values of these dtypes, by the dtype in which their mean is computed; in the order of exchanges."""
-    found = [mean_dtype(dtype) for dtype in dtypes]
-    return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
+    means = [mean_dtype(dtype) for dtype in dtypes]
+    return {name: [i for i, own in enumerate(means) if own == name] for name in MEAN_DTYPES if name in means}
 
 
 @dataclass(frozen=True)

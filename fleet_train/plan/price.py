@@ -14,12 +14,12 @@ from fleet_train.plan.plan import Averaging, CommPlan
 from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Bucket, CodingCosts, CollectiveSpec
 
-# Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure data.
-
 
 @dataclass(frozen=True)
 class Costs:
-    """All zero by default: then a price is that of the link alone.
+    """What communication costs in addition to the link's time: seconds, measured on processors.
+
+    All zero by default: then a price is that of the link alone.
 
     Mappings go by compression (``none`` for float32); their seconds are per byte of the float32 values exchanged.
     """
@@ -301,16 +301,13 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
 def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
     """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
     flat = replace(plan, group_size=0, averaging=None)
-    found = {"as planned": plan, "flat": flat}
+    plans = {"as planned": plan, "flat": flat}
     if 1 < ranks_per_node < plan.world_size:
-        found["hierarchical"] = replace(flat, group_size=ranks_per_node)
+        plans["hierarchical"] = replace(flat, group_size=ranks_per_node)
     values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
     averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
-    found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
-    return found
-
-
-# When queued work ends: parallel queues, with resources shared evenly among their users. Pure arithmetic.
+    plans[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
+    return plans
 
 
 _NOTHING = 1e-15

@@ -128,14 +128,14 @@ def describe(pricing: Pricing) -> str:
     return "\n".join(lines)
 
 
-def _traffic_lines(title: str, found: Traffic) -> list[str]:
-    low, high = (f"{nbytes / MEGABYTE:.3f} MB" for nbytes in (min(found.sent), found.most_sent))
+def _traffic_lines(title: str, figures: Traffic) -> list[str]:
+    low, high = (f"{nbytes / MEGABYTE:.3f} MB" for nbytes in (min(figures.sent), figures.most_sent))
     return [
         f"{title} (payload; Gloo's and TCP's headers come on top):",
         f"  sent by a rank: {high}" + (f" (the least: {low})" if low != high else ""),
-        f"  between nodes: {found.most_leaving / MEGABYTE:.3f} MB leave a node, and {max(found.protocol):.0f} bytes of "
-        "Gloo's headers",
-        f"  inside a node: {found.most_inside / MEGABYTE:.3f} MB",
+        f"  between nodes: {figures.most_leaving / MEGABYTE:.3f} MB leave a node, and "
+        f"{max(figures.protocol):.0f} bytes of Gloo's headers",
+        f"  inside a node: {figures.most_inside / MEGABYTE:.3f} MB",
     ]
 
 
@@ -150,11 +150,11 @@ def _conditions_lines(conditions: Conditions) -> list[str]:
     return ["; ".join(lines) + assumed]
 
 
-def _prediction_line(title: str, found: Prediction) -> str:
-    rate = f"; {found.samples_per_second:.0f} samples/s" if found.samples_per_second else ""
+def _prediction_line(title: str, prediction: Prediction) -> str:
+    rate = f"; {prediction.samples_per_second:.0f} samples/s" if prediction.samples_per_second else ""
     return (
-        f"{title}: {found.step * 1e3:.3f} ms = {found.compute * 1e3:.3f} computing + {found.exposed * 1e3:.3f} exposed "
-        f"of {found.communication * 1e3:.3f} communication{rate}"
+        f"{title}: {prediction.step * 1e3:.3f} ms = {prediction.compute * 1e3:.3f} computing + "
+        f"{prediction.exposed * 1e3:.3f} exposed of {prediction.communication * 1e3:.3f} communication{rate}"
     )
 
 
@@ -174,9 +174,6 @@ def _paper_lines(rows: Sequence[PaperRow]) -> list[str]:
             f"{' *' if row.wins else ''}"
         )
     return lines
-
-
-# Bytes per rank and per link of one step, from a plan and a cluster: pure arithmetic; all numbers are predictions.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""All ranks of a job in one process: the caller provides gradients, this module the communication."""
+"""All ranks of a job in one process: the caller provides gradients, this module the communication.
+
+The optimizers are those of ``paddle.optimizer``, written from their definitions: values and state keep the value's
+dtype, and a weight decay is Paddle's ``weight_decay=float``, L2, added to the gradient.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,6 @@ from fleet_train.plan.simulate_methods import Array, QuantisedSum, SimulatedPart
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.outer import outer_optimizer_of
-
-# LocalSGD: the ranks' values at the end of a period.
-
 
 Values = dict[str, Array]
 
@@ -175,21 +176,15 @@ def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
 
 def _cut(buffers: Sequence[Array], values: Mapping[str, Array], names: Sequence[str]) -> Values:
     """The values of ``_flats`` for these names, by name."""
-    found: Values = {}
+    by_name: Values = {}
     for buffer, own in zip(buffers, _by_dtype(values, names).values(), strict=True):
-        found |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)
-    return found
+        by_name |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)
+    return by_name
 
 
 def _by_dtype(values: Mapping[str, Array], names: Sequence[str]) -> dict[str, list[str]]:
     groups = by_mean_dtype([values[name].dtype.name for name in names])
     return {dtype: [names[i] for i in positions] for dtype, positions in groups.items()}
-
-
-# Optimizers of ``paddle.optimizer`` in numpy, written from their definitions. Values and state keep the value's
-# dtype.
-#
-# A weight decay is Paddle's ``weight_decay=float``: L2, added to the gradient.
 
 
 class NumpyOptimizer(Protocol):

@@ -171,10 +171,6 @@ class DgcSimulation:
         return np.asarray(values * min(1.0, bound / norm))
 
 
-# Quantised sums. In float32, like the real ones: whether a value is above or below the middle of two levels can depend
-# on the last bit.
-
-
 class QuantisedSimulation:
     """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
 
@@ -190,7 +186,11 @@ class QuantisedSimulation:
 
 
 class QuantisedSum:
-    """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members."""
+    """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members.
+
+    In float32, like the real ones: whether a value is above or below the middle of two levels can depend on the last
+    bit.
+    """
 
     def __init__(self, name: str, elements: int, world_size: int, group_size: int, settings: QuantisedSettings) -> None:
         self._local_groups = local_groups(world_size, group_size or 1)
@@ -277,16 +277,13 @@ def average(values: Sequence[Array]) -> Array:
     return np.asarray(np.mean(values, axis=0, dtype=np.float64))
 
 
-# Sums over all ranks as computed by the plan's collectives, and the bytes that each rank sends for them.
-
-
 Array = np.ndarray[Any, Any]
 Gradients = Sequence[Sequence[Array]]
 """``gradients[rank][position]``: arrays of a bucket's shapes."""
 
 
 class SimulatedWire:
-    """The collectives of one plan on arrays of all ranks.
+    """The plan's collectives on arrays of all ranks, and the bytes that each rank sends for them.
 
     ``sent`` [ranks] float64: payload bytes since ``read_sent``.
     """

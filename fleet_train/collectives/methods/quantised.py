@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 
@@ -23,24 +23,10 @@ from fleet_train.collectives.methods.dense import (
     without_cast,
 )
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
-from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
 from fleet_train.plan.phases import leaders_of, local_groups
 from fleet_train.profile.methods.base import QuantisedSettings
-from fleet_train.profile.methods.quantised import QuantisedLayout, quantised_settings
-
-if TYPE_CHECKING:
-    from fleet_train.collectives.methods.registry import Parts
-
-
-def make_method(parts: Parts) -> QuantisedMethod:
-    """The method of a plan's bucket."""
-    bucket = parts.bucket
-    if parts.quantised is None:
-        raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
-    settings = quantised_settings(parts.profile, bucket.compression)
-    carried = parts.quantised.make(bucket.communicator, bucket.gradients[0].name, bucket.elements, settings)
-    return QuantisedMethod(bucket, carried, parts.plan.world_size, parts.cut)
+from fleet_train.profile.methods.quantised import QuantisedLayout
 
 
 class KeptErrors:

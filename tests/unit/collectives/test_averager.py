@@ -189,7 +189,7 @@ def test_adaptive_period_follows_from_the_mean_loss_that_is_read_once_later() ->
         assert [one.elements for one in sent] == [19, 1]
         for one in every:
             before = one.schedule.period
-            heard = one._heard
+            heard = one._pending_loss
             assert heard is not None
             assert (heard[0].reads, heard[1], before) == (0, 0.5, 8)  # type: ignore[attr-defined]
             one.settle()
