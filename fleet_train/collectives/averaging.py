@@ -132,7 +132,7 @@ class Averaging:
     def _begin(self, fragment: Fragment, own: Held, step: int) -> None:
         """Copies of the values are sent, made on the computing thread before the next step changes them."""
         sent = flats(own.parameters), flats(own.statistics)
-        barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate))
+        barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate()))
         self._underway = Underway(barrier, running, fragment)
         self._overlapped_steps = 0
         self.averager.schedule.begin_period()
@@ -210,7 +210,7 @@ class ParameterAverager:
         self._values = plan.averaging.values
         self._allreduce = without_cast(allreduce)
         self._world_size = plan.world_size
-        self._rate = rate
+        self.rate = rate
         self._later = later
         self._pending_loss: tuple[HostCopy, float] | None = None
         self.fragments = [
@@ -265,7 +265,7 @@ class ParameterAverager:
         ``held``: the fragment's, see `held_of`.
         """
         yield HAND_OVER
-        sent, rate = flats(held.parameters), self._rate()
+        sent, rate = flats(held.parameters), self.rate()
         others = flats(held.statistics)
         losses = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
         more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
@@ -307,8 +307,3 @@ class ParameterAverager:
     def _remember(self, parameters: Sequence[Any]) -> None:
         for fragment in self.fragments:
             fragment.remember(parameters)
-
-    @property
-    def rate(self) -> float:
-        """The inner optimizer's learning rate now."""
-        return self._rate()

@@ -100,14 +100,10 @@ def _each_piece(
     Runs in the engine: an averaging still under way uses the same group.
     """
     for name in parts[0]:
-        flat = [_bytes_of(part[name]) for part in parts]
+        flat = [part[name].reshape(-1).view(np.uint8) for part in parts]
         context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
             job.engine.start(action([one[start : start + size] for one in flat]), context).result()
-
-
-def _bytes_of(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)
 
 
 def _tensor(job: Job, piece: Array) -> Any:

@@ -204,7 +204,7 @@ def test_other_schedules_ask_for_no_loss() -> None:
     average(every, [Held(full(1.0), [], []) for _ in every], losses=[float("nan")] * 3)
     for one in every:
         one.settle()
-        assert (one.schedule.period, one.rate) == (8, 0.5)
+        assert (one.schedule.period, one.rate()) == (8, 0.5)
 
 
 FRAGMENTS = {"local_sgd_fragments": 2, "local_sgd_steps": 4, "local_sgd_fragment_pattern": "strided"}
