@@ -3,6 +3,8 @@
 With an overlap, the values at the end of a period are sent. A fixed number of steps later, the same on every rank, each
 rank adds the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging
 of Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
+
+`Averaging` decides when, with the barriers; `ParameterAverager` says what the ranks send and what becomes of it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fleet_train.collectives.engine import HAND_OVER, HostCopy, Place, Running, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, HostCopy, Running, Stages
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.methods.dense import Allreduce, Remembers, without_cast
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.replica_check import ReplicaCheck
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.plan import Bucket, CommPlan
@@ -66,7 +68,7 @@ class Averaging:
         self._check = check
         self._sent_bytes = [sent[job.cluster.rank] for sent in averaging_bytes(plan)]
         self._underway: Underway | None = None
-        self._steps_beside = 0
+        self._overlapped_steps = 0
 
     def after_update(self, step: int, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update of every step, with the new values: averages them if a period ends.
@@ -88,8 +90,8 @@ class Averaging:
                 self._run("averaging", step, self.averager.average(fragment, own, loss))
                 self._check.after_step(moment, fragment.choose(names), own.parameters)
         elif self._underway is not None:
-            self._steps_beside += 1
-            if self._steps_beside >= self.averager.overlap_steps:
+            self._overlapped_steps += 1
+            if self._overlapped_steps >= self.averager.overlap_steps:
                 fragment = self._underway.fragment
                 self._check.after_step(moment, fragment.choose(names), self.apply_pending(held))
 
@@ -130,17 +132,17 @@ class Averaging:
     def _begin(self, fragment: Fragment, own: Held, step: int) -> None:
         """Copies of the values are sent, made on the computing thread before the next step changes them."""
         sent = flats(own.parameters), flats(own.statistics)
-        barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate))
+        barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate()))
         self._underway = Underway(barrier, running, fragment)
-        self._steps_beside = 0
+        self._overlapped_steps = 0
         self.averager.schedule.begin_period()
 
     def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._barrier.moment(step)}"
         barrier = self._barrier.begin(f"{moment} {self._job.count(moment)}", step)
-        place = Place(moment, moment, self._timeout_seconds)
+        context = CallContext(moment, moment, self._timeout_seconds)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
-            return barrier, self._job.engine.start(stages, place, barrier=barrier)
+            return barrier, self._job.engine.start(stages, context, barrier=barrier)
 
     def _run(self, what: str, step: int, stages: Stages[Any]) -> None:
         barrier, running = self._start(what, step, stages)
@@ -165,18 +167,25 @@ def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
     return [buffer - other for buffer, other in zip(buffers, others, strict=True)]
 
 
-# LocalSGD while a program runs: local steps, and the averaging of parameters at the end of a period.
-
-
 @dataclass
 class Held:
-    """The tensors of one rank that LocalSGD averages, as eager tensors that share memory with the scope's variables."""
+    """What LocalSGD averages of one rank: the program's values, or eager tensors over the memory of the scope's
+    variables."""
 
     parameters: list[Any]
     statistics: list[Any]
     """Batch-norm statistics: always plainly averaged, whatever is done with the parameters."""
     accumulators: list[Any]
     """The optimizer's state of floating dtype; empty unless the profile averages or resets it."""
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.parameters, *self.statistics, *self.accumulators]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Held:
+        """The same three groups of ``tensors``, which are in the order of ``all``."""
+        first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
+        return Held(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
 
 
 class ParameterAverager:
@@ -201,9 +210,9 @@ class ParameterAverager:
         self._values = plan.averaging.values
         self._allreduce = without_cast(allreduce)
         self._world_size = plan.world_size
-        self._rate = rate
+        self.rate = rate
         self._later = later
-        self._heard: tuple[HostCopy, float] | None = None
+        self._pending_loss: tuple[HostCopy, float] | None = None
         self.fragments = [
             Fragment(profile, plan.averaging, index, plan.world_size, self._allreduce, sums)
             for index in range(len(plan.averaging.parts))
@@ -232,7 +241,7 @@ class ParameterAverager:
             return None
         return joined(self.fragments, [fragment.velocity or fragment.zeros() for fragment in self.fragments])
 
-    def take(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
+    def restore(self, anchor: list[Any] | None, velocity: list[Any] | None) -> None:
         """Continue from a saved ``anchor`` and ``velocity``."""
         nothing: list[None] = [None] * len(self.fragments)
         anchors = nothing if anchor is None else parted(self.fragments, anchor, self._values)
@@ -256,11 +265,11 @@ class ParameterAverager:
         ``held``: the fragment's, see `held_of`.
         """
         yield HAND_OVER
-        sent, rate = flats(held.parameters), self._rate()
+        sent, rate = flats(held.parameters), self.rate()
         others = flats(held.statistics)
-        heard = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
+        losses = [loss.cast("float32").reshape([-1]).clone()] if self.schedule.kind == "adaptive" else []
         more = self._profile.local_sgd_momentum == "average" and bool(held.accumulators)
-        agreed, means = yield from fragment.agree(sent, rate, [*others, *heard], more)
+        agreed, means = yield from fragment.agree(sent, rate, [*others, *losses], more)
         write(held.parameters, agreed)
         write(held.statistics, means[: len(others)])
         if more:
@@ -269,8 +278,8 @@ class ParameterAverager:
             for tensor in held.accumulators:
                 tensor.zero_()
         self.schedule.begin_period()
-        if heard:
-            self._heard = self._later(means[-1].mean()), rate
+        if losses:
+            self._pending_loss = self._later(means[-1].mean()), rate
 
     def held_of(self, fragment: Fragment, held: Held) -> Held:
         """What is averaged with a fragment: its parameters, and with the last one everything else."""
@@ -281,8 +290,8 @@ class ParameterAverager:
 
     def settle(self) -> None:
         """Read what the last averaging copied to the host: before a step counts, and before state is saved."""
-        if self._heard is not None:
-            (loss, rate), self._heard = self._heard, None
+        if self._pending_loss is not None:
+            (loss, rate), self._pending_loss = self._pending_loss, None
             self.schedule.adapt(rate, loss.read().item())
 
     def mean(self, tensors: Sequence[Any]) -> Stages[None]:
@@ -298,8 +307,3 @@ class ParameterAverager:
     def _remember(self, parameters: Sequence[Any]) -> None:
         for fragment in self.fragments:
             fragment.remember(parameters)
-
-    @property
-    def rate(self) -> float:
-        """The inner optimizer's learning rate now."""
-        return self._rate()

@@ -1,31 +1,43 @@
-"""The interface of an engine."""
+"""What an engine carries out: stages of collectives, and where their tensors are. The engines are in `engines`.
+
+A communication method is a generator: it computes, yields the collectives that it needs, and continues when they are
+done: ``yield Stage((...,))``. It does not know whether a call blocks the host or a stream, nor which thread runs it.
+The generator returns the result.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import paddle
 
+from fleet_train import timeouts
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
+from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class Place:
+class CallContext:
     """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
     that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends."""
 
     moment: str
     what: str
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = timeouts.COLLECTIVE_TIMEOUT_SECONDS
+
+
+AttributeFailure = Callable[[CallContext, BaseException], FleetTrainError]
+"""Makes the error for a failed collective, which names the root cause."""
 
 
 class Running(Protocol[Result_co]):
@@ -35,44 +47,53 @@ class Running(Protocol[Result_co]):
         """Wait for the last collective and return the result of the stages. The host waits, or a stream."""
 
 
-class Engine(Protocol):
+class Engine:
     """Carries out stages. All ranks make the same calls in the same order."""
 
     reads_values: bool
     """Whether the host may read a tensor's value in a step."""
     side_by_side: bool
     """Whether collectives on several communicators over the same ranks run concurrently."""
-    device: Device
     barrier_margin_seconds: float
     """How much longer than its timeout a barrier waits, so that ranks inside a collective can first find the missing
     rank, which may be one that has reached the barrier."""
 
+    def __init__(self, device: HostDevice, attribute_failure: AttributeFailure) -> None:
+        self.device = device
+        self._attribute_failure = attribute_failure
+
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
+        self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Running[T]:
         """Start ``stages``; their first collective waits until ``barrier`` is done.
 
         Errors are raised by the result as a FleetTrainError that names the root cause.
         """
+        raise NotImplementedError
 
-    def run_here(self, stages: Stages[T], place: Place) -> T:
+    def run_here(self, stages: Stages[T], context: CallContext) -> T:
         """Carry out ``stages`` in the calling operator: later operators of the program read their result."""
+        raise NotImplementedError
 
     def step_on(self) -> None:
         """A fixed point of the program, the same on every rank: stages with ``more`` may be ended here."""
 
-    def beside(self, task: Callable[[], T]) -> Future[T]:
-        """Run work without devices or process groups (barriers in the store) beside the computing thread."""
+    def run_in_background(self, task: Callable[[], T]) -> Future[T]:
+        """Run work without devices or process groups (barriers in the store) while the computing thread goes on."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """End the engine's threads."""
 
-
-# Stages of collectives, yielded by the generators that communication methods are written as.
-#
-# A method computes, yields the collectives that it needs, and continues when they are done: ``yield Stage((...,))``.
-# It does not know whether a call blocks the host or a stream, nor which thread runs it. Its generator returns its
-# result.
+    @contextmanager
+    def attributing(self, context: CallContext) -> Iterator[None]:
+        """Errors of Paddle in the body are failed collectives."""
+        try:
+            yield
+        except FleetTrainError:
+            raise
+        except Exception as error:
+            raise self._attribute_failure(context, error) from error
 
 
 REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
@@ -174,85 +195,53 @@ def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) 
     return progress.value  # type: ignore[return-value]
 
 
-# Events on a device's calculation stream, and values that the host reads in a later step than they come from.
+class Moment:
+    """A point of the calculation stream. On a CPU every call has finished when it returns: the wall clock replaces the
+    stream."""
 
-
-class Moment(Protocol):
-    """A point of the calculation stream."""
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
 
     def has_passed(self) -> bool:
         """Whether everything enqueued before it is done."""
+        return True
 
     def await_passed(self) -> None:
         """Block the host until then."""
 
     def seconds_since(self, earlier: Any) -> float:
         """The time between two points that have both passed."""
-
-
-class HostCopy(Protocol):
-    """A tensor's value on its way to the host."""
-
-    def read(self) -> Any:
-        """A numpy array. Waits for what was enqueued before the copy; call it a step later."""
-
-
-class Device(Protocol):
-    """Where the program computes."""
-
-    def moment(self) -> Moment:
-        """The current end of the calculation stream."""
-
-    def to_host(self, tensor: Any) -> HostCopy:
-        """Start copying ``tensor`` at the current end of the stream; the host does not wait."""
-
-    def to_device(self, array: Any) -> Any:
-        """A tensor of a numpy array's values, usable by work enqueued from now on; the host does not wait.
-
-        ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle.
-        """
-
-
-class HostMoment:
-    """On a CPU every call has finished when it returns: the wall clock replaces the stream."""
-
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
-
-    def has_passed(self) -> bool:
-        return True
-
-    def await_passed(self) -> None:
-        return
-
-    def seconds_since(self, earlier: Any) -> float:
         return float(self.at - earlier.at)
 
 
-class Copied:
-    """A copy that is already complete."""
+class HostCopy:
+    """A tensor's value on its way to the host."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = array
+    def __init__(self, tensor: Any) -> None:
+        self._array = tensor.numpy().copy()
 
     def read(self) -> Any:
+        """A numpy array. Waits for what was enqueued before the copy; call it a step later."""
         return self._array
 
 
 class HostDevice:
-    """The CPU."""
+    """Where the program computes: the CPU."""
 
-    def moment(self) -> HostMoment:
-        return HostMoment()
+    def moment(self) -> Moment:
+        """The current end of the calculation stream."""
+        return Moment()
 
-    def to_host(self, tensor: Any) -> Copied:
-        return Copied(tensor.numpy().copy())
+    def to_host(self, tensor: Any) -> HostCopy:
+        """Start copying ``tensor`` at the current end of the stream; the host does not wait."""
+        return HostCopy(tensor)
 
     def to_device(self, array: Any) -> Any:
+        """A tensor of a numpy array's values, usable by work enqueued from now on; the host does not wait."""
         return paddle.to_tensor(array)
 
 
-class GpuMoment:
+class GpuMoment(Moment):
     """An event on the calculation stream. Source: ``paddle.device.Event``, cudaEventRecord and cudaEventElapsedTime."""
 
     def __init__(self) -> None:
@@ -269,7 +258,7 @@ class GpuMoment:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class PinnedCopy:
+class PinnedCopy(HostCopy):
     """A copy into pinned memory, followed by an event."""
 
     def __init__(self, tensor: Any) -> None:
@@ -281,7 +270,7 @@ class PinnedCopy:
         return self._copy.numpy()
 
 
-class GpuDevice:
+class GpuDevice(HostDevice):
     """A GPU; only ``PinnedCopy.read`` blocks."""
 
     def __init__(self, place: Any) -> None:
@@ -296,14 +285,12 @@ class GpuDevice:
         return PinnedCopy(tensor)
 
     def to_device(self, array: Any) -> Any:
+        """As of the host; ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle."""
         self._sent = [(pinned, copied) for pinned, copied in self._sent if not copied.has_passed()]
         pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
         tensor = pinned._copy_to(self._place, False)
         self._sent.append((pinned, GpuMoment()))
         return tensor
-
-
-# A thread that runs tasks in order, in Paddle's dynamic mode, and never delays the exit of the process.
 
 
 _STOP = None
@@ -326,9 +313,9 @@ class WorkerThread:
         self._tasks.put((future, task))
         return future
 
-    def stop(self, timeout_seconds: float = 1.0) -> None:
+    def stop(self) -> None:
         self._tasks.put(_STOP)
-        self._thread.join(timeout=timeout_seconds)
+        self._thread.join(timeout=timeouts.THREAD_END_SECONDS)
 
     def _run(self) -> None:
         # A thread starts in its creator's mode; in static mode the calls below would build graph operators instead.

@@ -1,4 +1,4 @@
-"""The engine for backends whose calls block the host (Gloo): each communicator has a thread."""
+"""Two engines: threads for backends whose calls block the host (Gloo), streams for those that enqueue them (NCCL)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from fleet_train import timeouts
 from fleet_train.collectives.engine import (
+    AttributeFailure,
+    CallContext,
     Collective,
-    Device,
+    Engine,
     HostDevice,
-    Place,
     Progress,
     Stages,
     WorkerThread,
@@ -26,32 +28,29 @@ from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
 T = TypeVar("T")
-AttributeFailure = Callable[[Place, BaseException], FleetTrainError]
-# Beyond a place's timeout: Gloo's own timeout of 30 s and the search for missing ranks come first and report more.
-_MARGIN_SECONDS = 60.0
 
 
 class Result(Generic[T]):
     """A result with a bounded wait: a call of Gloo may block forever."""
 
-    def __init__(self, future: Future[T], place: Place, engine: ThreadEngine) -> None:
+    def __init__(self, future: Future[T], context: CallContext, engine: ThreadEngine) -> None:
         self._future = future
-        self._place = place
+        self._context = context
         self._engine = engine
 
     def result(self) -> T:
-        self._engine.await_while_it_moves(self._future, self._place)
+        self._engine.await_while_it_moves(self._future, self._context)
         return self._future.result()
 
     def done(self) -> bool:
         return self._future.done()
 
 
-class ThreadEngine:
+class ThreadEngine(Engine):
     """Each communicator's thread carries out stages in the order in which all ranks start them.
 
     There is one thread per communicator, for any number of programs. The part of the stages before ``HAND_OVER`` runs
-    on the thread that starts them. ``attribute_failure`` makes the error for a failed collective.
+    on the thread that starts them.
     """
 
     reads_values = True
@@ -59,14 +58,13 @@ class ThreadEngine:
     barrier_margin_seconds = 0.0
 
     def __init__(self, device_place: Any, attribute_failure: AttributeFailure) -> None:
-        self.device: Device = HostDevice()
+        super().__init__(HostDevice(), attribute_failure)
         self._device_place = device_place
-        self._attribute_failure = attribute_failure
         self._threads: list[WorkerThread] = []
         self._moved_at = 0.0
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
+        self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Result[T]:
         progress = Progress(stages)
 
@@ -74,17 +72,14 @@ class ThreadEngine:
             if barrier is not None:
                 barrier.result()
                 self._move()
-            return self._blaming(place, progress)
+            return self._carry_out(context, progress)
 
-        return Result(self._submit(communicator, rest), place, self)
+        return Result(self._submit(communicator, rest), context, self)
 
-    def run_here(self, stages: Stages[T], place: Place) -> T:
-        return self._blaming(place, Progress(stages))
+    def run_here(self, stages: Stages[T], context: CallContext) -> T:
+        return self._carry_out(context, Progress(stages))
 
-    def step_on(self) -> None:
-        """Does nothing: the threads proceed on their own."""
-
-    def beside(self, task: Callable[[], T]) -> Future[T]:
+    def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
         return self._submit(0, task)
 
@@ -92,13 +87,13 @@ class ThreadEngine:
         for thread in self._threads:
             thread.stop()
 
-    def await_while_it_moves(self, future: Future[Any], place: Place) -> None:
+    def await_while_it_moves(self, future: Future[Any], context: CallContext) -> None:
         """Wait for the result. Raises the error if no collective has ended within the timeout and a margin."""
-        bound, began = place.timeout_seconds + _MARGIN_SECONDS, time.monotonic()
+        bound, began = context.timeout_seconds + timeouts.COLLECTIVE_MARGIN_SECONDS, time.monotonic()
         while not future.done():
             silence = time.monotonic() - max(began, self._moved_at)
             if silence >= bound:
-                raise self._attribute_failure(place, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
+                raise self._attribute_failure(context, FleetTrainError(f"no collective has ended for {silence:.0f} s"))
             _await(future, bound - silence)
 
     def _move(self) -> None:
@@ -110,27 +105,15 @@ class ThreadEngine:
             self._threads.append(WorkerThread(name, self._device_place))
         return self._threads[communicator].submit(task)
 
-    def _blaming(self, place: Place, progress: Progress[T]) -> T:
-        try:
+    def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
+        with self.attributing(context):
             return carry_out(progress, self._move)
-        except FleetTrainError:
-            raise
-        except Exception as error:
-            raise self._attribute_failure(place, error) from error
 
 
 def _await(future: Future[Any], seconds: float) -> None:
     """Wait until it is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
     with contextlib.suppress(futures.TimeoutError):
         future.exception(seconds)
-
-
-# The engine for backends whose calls are enqueued on a device's streams (NCCL).
-#
-# A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the
-# calculation stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle
-# 3.3.1, ``process_group_nccl.cc``). So the computing thread enqueues everything in program order, which the chain of
-# tokens makes the same on every rank, and waits are placed where the results are used.
 
 
 Begin = Callable[[Collective], Any]
@@ -153,9 +136,9 @@ class Enqueued:
 class InFlight(Generic[T]):
     """Stages with enqueued collectives and Paddle's tasks."""
 
-    def __init__(self, engine: StreamEngine, stages: Stages[T], place: Place) -> None:
+    def __init__(self, engine: StreamEngine, stages: Stages[T], context: CallContext) -> None:
         self._engine = engine
-        self.place = place
+        self.context = context
         self.progress = Progress(stages)
         self.tasks: list[Enqueued] = []
 
@@ -167,8 +150,12 @@ class InFlight(Generic[T]):
         return self._engine.result_of(self)
 
 
-class StreamEngine:
+class StreamEngine(Engine):
     """Enqueues collectives from the computing thread and never reads a device value.
+
+    A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the
+    calculation stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle
+    3.3.1, ``process_group_nccl.cc``). The chain of tokens makes the program's order the same on every rank.
 
     Stages end at fixed places: those with ``more`` at the next ``step_on``, the last one where the result is needed.
     Two groups that share two or more ranks are never in flight at the same time: devices that run two communicators'
@@ -177,37 +164,36 @@ class StreamEngine:
 
     reads_values = False
     side_by_side = False
-    barrier_margin_seconds = 8.0
+    barrier_margin_seconds = timeouts.STREAM_BARRIER_MARGIN_SECONDS
 
     def __init__(
         self,
-        device: Device,
+        device: HostDevice,
         attribute_failure: AttributeFailure,
         watchdog: Watchdog,
         begin: Begin = begin_asynchronously,
     ) -> None:
-        self.device = device
-        self._attribute_failure = attribute_failure
+        super().__init__(device, attribute_failure)
         self._watchdog = watchdog
         self._begin = begin
         self._in_flight: list[InFlight[Any]] = []
-        self._beside = WorkerThread("fleet_train barriers", None)
+        self._background = WorkerThread("fleet_train barriers", None)
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
+        self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> InFlight[T]:
         """``communicator`` is unused here: everything runs on the computing thread."""
         del communicator
         if barrier is not None:
             barrier.result()
-        running = InFlight(self, stages, place)
+        running = InFlight(self, stages, context)
         self._in_flight.append(running)
-        with self._blaming(running):
+        with ensured_dynamic_mode(), self.attributing(running.context):
             self._enqueue(running)
         return running
 
-    def run_here(self, stages: Stages[T], place: Place) -> T:
-        return self.start(stages, place).result()
+    def run_here(self, stages: Stages[T], context: CallContext) -> T:
+        return self.start(stages, context).result()
 
     def step_on(self) -> None:
         for running in list(self._in_flight):
@@ -223,15 +209,15 @@ class StreamEngine:
                 self._end_stage(running)
         return running.progress.value  # type: ignore[return-value]
 
-    def beside(self, task: Callable[[], T]) -> Future[T]:
-        return self._beside.submit(task)
+    def run_in_background(self, task: Callable[[], T]) -> Future[T]:
+        return self._background.submit(task)
 
     def stop(self) -> None:
-        self._beside.stop()
+        self._background.stop()
         self._watchdog.stop()
 
     def _end_stage(self, running: InFlight[Any]) -> None:
-        with self._blaming(running):
+        with ensured_dynamic_mode(), self.attributing(running.context):
             for enqueued in running.tasks:
                 enqueued.task.wait()
             running.tasks = []
@@ -255,31 +241,11 @@ class StreamEngine:
         for others in (enqueued for other in self._in_flight for enqueued in other.tasks):
             if others.group != group.id and len(others.ranks.intersection(group.ranks)) > 1:
                 others.task.wait()
-        with self._watchdog.over_a_call(running.place):
+        with self._watchdog.over_a_call(running.context):
             task = self._begin(collective)
         if task is not None:
             running.tasks.append(Enqueued(group.id, frozenset(group.ranks), task))
-            self._watchdog.watch(task, running.place)
-
-    @contextmanager
-    def _blaming(self, running: InFlight[Any]) -> Iterator[None]:
-        """Eager mode in the body: calls may come from a script in static mode."""
-        try:
-            with ensured_dynamic_mode():
-                yield
-        except FleetTrainError:
-            raise
-        except Exception as error:
-            raise self._attribute_failure(running.place, error) from error
-
-
-# Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts.
-
-
-POLL_SECONDS = 0.1
-# After a collective has waited this long, ask the store. Less than half of the time for attributing a failure: a rank
-# whose own timeout has not passed must learn of an attribution that another rank has started, and join it in time.
-ASK_SECONDS = 2.0
+            self._watchdog.watch(task, running.context)
 
 
 class _Call:
@@ -293,37 +259,39 @@ class _Call:
 
 
 class Watchdog:
-    """Polls the tasks in flight on its own thread; it does not touch a device's stream.
+    """Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts.
 
-    ``on_stuck`` is called, once and on that thread, with the oldest task's place and the seconds without progress:
-    when no task has ended for ``timeout_seconds`` of that place, or earlier when ``is_hopeless``: a rank is gone, or
+    It polls the tasks in flight on its own thread and does not touch a device's stream.
+
+    ``on_stuck`` is called, once and on that thread, with the oldest task's context and the seconds without progress:
+    when no task has ended for ``timeout_seconds`` of that context, or earlier when ``is_hopeless``: a rank is gone, or
     another rank's watchdog has given up.
     """
 
-    def __init__(self, on_stuck: Callable[[Place, float], None], is_hopeless: Callable[[], bool]) -> None:
+    def __init__(self, on_stuck: Callable[[CallContext, float], None], is_hopeless: Callable[[], bool]) -> None:
         self._on_stuck = on_stuck
         self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
-        self._watched: list[tuple[Any, Place]] = []
+        self._watched: list[tuple[Any, CallContext]] = []
         self._progressed = time.monotonic()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, task: Any, place: Place) -> None:
+    def watch(self, task: Any, context: CallContext) -> None:
         """``task``: Paddle's, with ``is_completed()``."""
         with self._lock:
             if not self._watched:
                 self._progressed = time.monotonic()
-            self._watched.append((task, place))
+            self._watched.append((task, context))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fleet_train watchdog", daemon=True)
             self._thread.start()
 
     @contextmanager
-    def over_a_call(self, place: Place) -> Iterator[None]:
+    def over_a_call(self, context: CallContext) -> Iterator[None]:
         """Watch the body: enqueueing blocks while a communicator is being created or a stream's queue is full."""
         call = _Call()
-        self.watch(call, place)
+        self.watch(call, context)
         try:
             yield
         finally:
@@ -332,16 +300,16 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
+            self._thread.join(timeout=timeouts.THREAD_END_SECONDS)
 
     def _run(self) -> None:
         asked = time.monotonic()
-        while not self._stopped.wait(POLL_SECONDS):
-            oldest, silence = self._look()
+        while not self._stopped.wait(timeouts.WATCHDOG_POLL_SECONDS):
+            oldest, silence = self._oldest()
             if oldest is None:
                 continue
             is_over = silence >= oldest.timeout_seconds
-            if not is_over and silence >= ASK_SECONDS and time.monotonic() - asked >= ASK_SECONDS:
+            if not is_over and min(silence, time.monotonic() - asked) >= timeouts.WATCHDOG_ASK_SECONDS:
                 asked, is_over = time.monotonic(), self._ask()
             if is_over:
                 self._on_stuck(oldest, silence)
@@ -354,10 +322,10 @@ class Watchdog:
         except FleetTrainError:
             return True
 
-    def _look(self) -> tuple[Place | None, float]:
-        """The place of the oldest unfinished task, and the seconds since a task last ended."""
+    def _oldest(self) -> tuple[CallContext | None, float]:
+        """The context of the oldest unfinished task, and the seconds since a task last ended."""
         with self._lock:
-            going_on = [(task, place) for task, place in self._watched if not task.is_completed()]
+            going_on = [(task, context) for task, context in self._watched if not task.is_completed()]
             if len(going_on) < len(self._watched):
                 self._progressed = time.monotonic()
             self._watched = going_on

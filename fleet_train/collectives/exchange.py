@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
-from fleet_train.collectives.engine import Engine, HostCopy, Place, Running
+from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
@@ -38,7 +38,7 @@ class GradientExchange:
         self._plan = plan
         self._profile = profile
         between = compression_of(profile.compression).wire_dtype or "float32"
-        allreduces = make_allreduces(job, plan.communicators, plan.team_size, between)
+        allreduces = make_allreduces(job, plan.communicators, plan.group_size, between)
         sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
         self.notices = sums.notices if sums else []
         """Notes to users about how this job carries out the plan."""
@@ -95,7 +95,7 @@ class GradientExchange:
 
     def arrive(self) -> None:
         """Called at the start of a step that ends with an update."""
-        self.barrier.take_turn()
+        self.barrier.mark_active_program()
         if self._is_synchronous(self.step + 1):
             self.barrier.arrive(self.step + 1)
 
@@ -127,7 +127,7 @@ class GradientExchange:
         moment = self._moment
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients),
-            Place(moment, f"{moment}, {self._descriptions[index]}", self._profile.collective_timeout_seconds),
+            CallContext(moment, f"{moment}, {self._descriptions[index]}", self._profile.collective_timeout_seconds),
             self._plan.buckets[index].communicator,
             self.barrier.running,
         )
@@ -198,7 +198,7 @@ class GradientExchange:
         return self.averager is None or self.averager.schedule.is_synchronous(step)
 
     def _next_step(self, updates: bool) -> None:
-        self.barrier.take_turn()
+        self.barrier.mark_active_program()
         self.settle()
         self._is_settled = False
         self._updates = updates
@@ -220,11 +220,10 @@ def _done(values: list[Any]) -> Future[list[Any]]:
     return future
 
 
-# Tells the host, before a run's first bucket, whether a run with gradient merge ends with an update.
-
-
 class Boundaries:
-    """Reads the program's own count where the host may read it; otherwise counts itself and compares one run later.
+    """Tells the host, before a run's first bucket, whether a run with gradient merge ends with an update.
+
+    Reads the program's own count where the host may read it; otherwise counts itself and compares one run later.
 
     The program counts in a variable that is saved with its state. At the start and after state was loaded, the count is
     unknown: the host then reads the variable until the next update.
@@ -235,12 +234,12 @@ class Boundaries:
         self._engine = engine
         self._runs: int | None = None
         """Micro-batches since the last update; None if unknown."""
-        self._said: tuple[bool, HostCopy] | None = None
+        self._last: tuple[bool, HostCopy] | None = None
         """The answer given for the last run, and what the program counted in it."""
 
     def forget(self) -> None:
         """Called when other state is loaded."""
-        self._runs, self._said = None, None
+        self._runs, self._last = None, None
 
     def ends_update(self, boundary: Any) -> bool:
         """Whether this run ends with an update; ``boundary``: bool [1], as counted by the program."""
@@ -252,13 +251,13 @@ class Boundaries:
             ends = bool(copy.read().item())
         else:
             ends = self._runs + 1 >= self._size
-            self._said = ends, copy
+            self._last = ends, copy
         self._runs = 0 if ends else None if self._runs is None else self._runs + 1
         return ends
 
     def _compare(self) -> None:
-        said, self._said = self._said, None
-        if said is not None and bool(said[1].read().item()) != said[0]:
+        last, self._last = self._last, None
+        if last is not None and bool(last[1].read().item()) != last[0]:
             raise ConversionError(
                 "gradient merge: the program's count of micro-batches changed between two steps, so the last step was "
                 "classified wrongly; load state with fleet.load_persistables or another call of fleet"

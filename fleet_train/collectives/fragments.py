@@ -13,7 +13,7 @@ import paddle
 
 from fleet_train.collectives.engine import Stages
 from fleet_train.collectives.methods.dense import Allreduce, flatten, views
-from fleet_train.collectives.methods.quantised_sum import Carried, KeptErrors, QuantisedSums
+from fleet_train.collectives.methods.quantised import Carried, KeptErrors, QuantisedSums
 from fleet_train.collectives.paddle_compat import as_dtype
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.plan import Averaging, by_mean_dtype, mean_dtype

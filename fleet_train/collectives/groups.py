@@ -15,16 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engine import Collective, Engine, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 
-_STORE_TIMEOUT_SECONDS = 60
-
 
 class Peers(Protocol):
-    """What forming a group needs from the job: its facts and its synchronizing calls."""
+    """What forming a group needs from the job, which itself forms groups: its facts and its synchronizing calls."""
 
     cluster: Cluster
     engine: Engine
@@ -98,8 +97,8 @@ def _refuse_strangers(job: Peers, group: Any, ranks: Sequence[int], number: str)
     for root in ranks:
         arrived: list[Any] = []
         Collective("gather", group, mine, root, output=arrived if root == this else None).begin(sync_op=True)
-        found = [each.numpy().tobytes() for each in arrived]
-        wrong = [rank for rank, proof in zip(ranks, found, strict=bool(found)) if proof != _proof(number, rank)]
+        proofs = [each.numpy().tobytes() for each in arrived]
+        wrong = [rank for rank, proof in zip(ranks, proofs, strict=bool(proofs)) if proof != _proof(number, rank)]
         if wrong:
             raise LinkFailed(
                 f"the group of ranks {list(ranks)} could not be formed: {job.cluster.describe(this)} is connected to "
@@ -121,8 +120,10 @@ def warm_up(job: Peers, group: Any) -> None:
     if job.engine.side_by_side:
         return
     if group.is_member():
-        place = Place(f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds)
-        job.engine.run_here(_one_sum(job, group), place)
+        context = CallContext(
+            f"group {group.id}", f"forming the group of ranks {list(group.ranks)}", job.timeout_seconds
+        )
+        job.engine.run_here(_one_sum(job, group), context)
     job.barrier(f"group {group.id} formed")
 
 
@@ -158,10 +159,10 @@ def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
     port = 0
     if job.cluster.rank == first:
         with held_port() as port:
-            store = paddle.base.core.TCPStore(host, port, True, 1, _STORE_TIMEOUT_SECONDS)
+            store = paddle.base.core.TCPStore(host, port, True, 1, timeouts.PADDLE_STORE_SECONDS)
     port = job.broadcast(f"store of group {job.count('group')}", port, first)
     if store is None and job.cluster.rank in ranks:
-        store = paddle.base.core.TCPStore(host, port, False, 1, _STORE_TIMEOUT_SECONDS)
+        store = paddle.base.core.TCPStore(host, port, False, 1, timeouts.PADDLE_STORE_SECONDS)
     send_at_once(port)
     return _kept(store)
 

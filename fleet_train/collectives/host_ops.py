@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
 from paddle.static import MetaTensor, register_op
 
 from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import operators_in_dynamic_mode
@@ -113,11 +112,6 @@ def token() -> Any:
     return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
-def passed_on(link: Any) -> Any:
-    """The chain's next token. A token's value is never read, so it may share the memory of the one before."""
-    return link.detach()
-
-
 _LINKS = ("arrive", "begin", "launch", "wait", "finish")
 _OTHER_LINKS = ("barrier", "gather", "total", "broadcast")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
@@ -137,14 +131,33 @@ def _kind(operator: Any) -> str:
     return str(operator.name().rpartition("fleet_train_")[2].partition("_")[0])
 
 
+def emit_link(
+    name: str,
+    action: Callable[..., Any],
+    chain: Any,
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[tuple[Shape, Any]] = (),
+    *,
+    in_place: bool = False,
+) -> list[Any]:
+    """Insert an operator of a chain, which calls ``action`` with ``inputs``: the next token, and what it returns.
+
+    ``outputs``: the shapes and dtypes of that, if it is anything; ``in_place``: as of `_host_operator`.
+    """
+
+    def run(link: Any, *tensors: Any) -> Any:
+        results = action(*tensors)
+        # The chain's next token: its value is never read, so it may share the memory of the one before.
+        return (link.detach(), *results) if outputs else link.detach()
+
+    operator = _host_operator(name, 1 + len(inputs), [_TOKEN, *outputs], run, in_place=in_place)
+    results = operator(chain, *inputs)
+    return list(results) if outputs else [results]
+
+
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:
     """Insert the operator that reports the start of this rank's step; returns the chain's next token."""
-
-    def run(link: Any) -> Any:
-        exchange.arrive()
-        return passed_on(link)
-
-    return _host_operator("arrive", 1, [_TOKEN], run)(chain)
+    return emit_link("arrive", exchange.arrive, chain)[0]
 
 
 def emit_launch(
@@ -154,75 +167,44 @@ def emit_launch(
 
     ``boundary`` (bool [1], or None for always): whether this run ends with an update.
     """
-    extra = [] if boundary is None else [boundary]
 
-    def run(link: Any, *values: Any) -> Any:
-        exchange.launch(bucket.index, values[: len(gradients)], values[-1] if extra else None)
-        return passed_on(link)
+    def launch(*values: Any) -> None:
+        exchange.launch(bucket.index, values[: len(gradients)], None if boundary is None else values[-1])
 
-    inputs = [*gradients, *extra]
-    return _host_operator(f"launch_{exchange.number}_{bucket.index}", 1 + len(inputs), [_TOKEN], run)(chain, *inputs)
+    inputs = [*gradients, *([] if boundary is None else [boundary])]
+    return emit_link(f"launch_{exchange.number}_{bucket.index}", launch, chain, inputs)[0]
 
 
 def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
     """Insert the operator that waits for a bucket; returns the next token and the averaged gradients."""
-
-    def run(link: Any) -> Any:
-        return (passed_on(link), *exchange.wait(bucket.index))
-
     outputs = [(gradient.shape, dtype) for gradient, dtype in zip(bucket.gradients, dtypes, strict=True)]
-    results = _host_operator(f"wait_{exchange.number}_{bucket.index}", 1, [_TOKEN, *outputs], run)(chain)
-    return results[0], list(results[1:])
-
-
-@dataclass(frozen=True)
-class HeldValues:
-    """The program's values for ``Held``: trained parameters, batch-norm statistics, optimizer state."""
-
-    parameters: list[Any]
-    statistics: list[Any]
-    accumulators: list[Any]
-
-    @property
-    def all(self) -> list[Any]:
-        return [*self.parameters, *self.statistics, *self.accumulators]
-
-    def held(self, tensors: Sequence[Any]) -> Held:
-        """The same three groups as eager tensors, which share memory with the scope's variables."""
-        first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
-        return Held(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
+    name = f"wait_{exchange.number}_{bucket.index}"
+    link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
+    return link, averages
 
 
 def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any) -> Any:
     """Insert the operator that reads the parameters at the start of a step; returns the chain's next token."""
-
-    def run(link: Any, *tensors: Any) -> Any:
-        exchange.begin(tensors)
-        return passed_on(link)
-
-    return _host_operator("begin", 1 + len(parameters), [_TOKEN], run, in_place=True)(chain, *parameters)
+    return emit_link("begin", lambda *tensors: exchange.begin(tensors), chain, parameters, in_place=True)[0]
 
 
-def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[str], loss: Any, chain: Any) -> Any:
+def emit_finish(exchange: GradientExchange, values: Held, names: Sequence[str], loss: Any, chain: Any) -> Any:
     """Insert the operator that ends a step, after the update. It changes parameters in place, so it comes last."""
-    extra = [] if loss is None else [_in_paddles_layout(loss)]
 
-    def run(link: Any, *tensors: Any) -> Any:
-        exchange.finish(values.held(tensors), names, tensors[-1] if extra else None)
-        return passed_on(link)
+    def finish(*tensors: Any) -> None:
+        exchange.finish(values.with_tensors(tensors), names, None if loss is None else tensors[-1])
 
-    inputs = [*values.all, *extra]
-    return _host_operator("finish", 1 + len(inputs), [_TOKEN], run, in_place=True)(chain, *inputs)
+    inputs = [*values.all, *([] if loss is None else [_in_paddles_layout(loss)])]
+    return emit_link("finish", finish, chain, inputs, in_place=True)[0]
 
 
 def emit_barrier(job: Job, moment: str, chain: Any) -> Any:
     """Insert a barrier of all ranks, with the job's timeout."""
 
-    def run(link: Any) -> Any:
+    def wait() -> None:
         job.step_barrier(f"{moment} {job.count(moment)}", job.timeout_seconds)
-        return passed_on(link)
 
-    return _host_operator("barrier", 1, [_TOKEN], run)(chain)
+    return emit_link("barrier", wait, chain)[0]
 
 
 def is_barrier(operator: Any) -> bool:
@@ -233,10 +215,10 @@ def is_barrier(operator: Any) -> bool:
 def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, Any]:
     """Insert an operator that replaces ``value`` by rank 0's; returns the new value and the next token."""
 
-    def run(link: Any, tensor: Any) -> Any:
-        return passed_on(link), broadcast(job, tensor, f"start value of '{name}'")
+    def replace(tensor: Any) -> list[Any]:
+        return [broadcast(job, tensor, f"start value of '{name}'")]
 
-    result, link = reversed(_host_operator("broadcast", 2, [_TOKEN, (value.shape, value.dtype)], run)(chain, value))
+    link, result = emit_link("broadcast", replace, chain, [value], [(value.shape, value.dtype)])
     return result, link
 
 
@@ -245,8 +227,8 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
     flat = tensor.reshape([-1]).clone()
     if flat.shape[0] == 0:
         return tensor
-    place = Place("start state", what, job.timeout_seconds)
-    return job.engine.start(_broadcast(job, flat), place).result().reshape(tensor.shape)
+    context = CallContext("start state", what, job.timeout_seconds)
+    return job.engine.start(_broadcast(job, flat), context).result().reshape(tensor.shape)
 
 
 def _broadcast(job: Job, flat: Any) -> Stages[Any]:
@@ -255,11 +237,8 @@ def _broadcast(job: Job, flat: Any) -> Stages[Any]:
     return wire.cast("bool") if flat.dtype == paddle.bool else paddle.view(wire, flat.dtype)
 
 
-# Delays values until another value exists. Sends nothing; here because it is a host operator.
-
-
 def emit_hold(values: Sequence[Any], trigger: Any) -> list[Any]:
-    """Insert an operator that passes ``values`` on once ``trigger`` has been computed.
+    """Insert an operator that passes ``values`` on once ``trigger`` has been computed. It sends nothing.
 
     It copies them: an operator that Paddle runs in place on the output would overwrite the input.
     """

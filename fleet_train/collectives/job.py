@@ -14,21 +14,31 @@ from typing import Any
 import numpy as np
 import paddle
 
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
 from fleet_train.cluster.store.reports import FailureReport, report_of_exit, reports_of, with_absent
-from fleet_train.collectives.engine import HAND_OVER, REDUCTIONS, Collective, Engine, GpuDevice, Place, Stage, Stages
-from fleet_train.collectives.engines import AttributeFailure, StreamEngine, ThreadEngine, Watchdog
+from fleet_train.collectives.engine import (
+    HAND_OVER,
+    REDUCTIONS,
+    AttributeFailure,
+    CallContext,
+    Collective,
+    Engine,
+    GpuDevice,
+    Stage,
+    Stages,
+)
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
+from fleet_train.log import logger
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price import Network
 
-# After a collective failed: how long live ranks have to report, before the others count as missing.
-_ATTRIBUTION_SECONDS = 5.0
 # Set in the store by the first rank whose watchdog gives up on a collective.
 _GIVEN_UP = "a collective is given up"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
@@ -55,7 +65,7 @@ class Job:
         host: StoreHost | None = None,
         store: StoreClient | None = None,
         barriers: StoreClient | None = None,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = timeouts.COLLECTIVE_TIMEOUT_SECONDS,
     ) -> None:
         self.cluster = cluster
         self.place = place
@@ -140,7 +150,7 @@ class Job:
     def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
-    def take_turn(self, number: int) -> None:
+    def mark_active_program(self, number: int) -> None:
         """A program of this exchange starts; after another program, this counts as a synchronization point."""
         if number != self._turn:
             self._turn = number
@@ -194,11 +204,11 @@ class Job:
         if self.world_size == 1:
             return np.array(values)
         name = f"all_reduce {self.count('all_reduce')}"
-        brought = self.compare(name, [list(values.shape), values.dtype.name, op])
-        if brought:
-            told = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in brought)
-            raise ConversionError(f"{name}: the ranks passed different arrays: {told}")
-        return self.engine.start(self._reduced(values, op), Place(name, name, self.timeout_seconds)).result()
+        variants = self.compare(name, [list(values.shape), values.dtype.name, op])
+        if variants:
+            arrays = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in variants)
+            raise ConversionError(f"{name}: the ranks passed different arrays: {arrays}")
+        return self.engine.start(self._reduced(values, op), CallContext(name, name, self.timeout_seconds)).result()
 
     def _reduced(self, values: Array, op: str) -> Stages[Array]:
         group = self.communicators(1)[0]
@@ -208,9 +218,9 @@ class Job:
         result: Array = np.array(tensor.numpy()).reshape(values.shape)
         return result
 
-    def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
+    def attribute_failure(self, context: CallContext, error: BaseException) -> WorkerFailed:
         """Why a collective failed: the ranks that died, or that did not report the failure within seconds."""
-        self.failure = self._find_root_cause(place, error)
+        self.failure = self._find_root_cause(context, error)
         return self.failure
 
     def _is_hopeless(self) -> bool:
@@ -220,16 +230,16 @@ class Job:
         is_over = client.failure() is not None or client.get(_GIVEN_UP) is not None
         return is_over or any(how != "left" for how in client.gone().values())
 
-    def _end_stuck(self, place: Place, seconds: float) -> None:
+    def _end_stuck(self, context: CallContext, seconds: float) -> None:
         """A collective does not end and may block the computing thread forever: name the missing ranks and exit."""
         stuck = FleetTrainError(f"no collective has ended for {seconds:.0f} s")
         try:
             client = self._watchdogs_store()
-            client.set(_GIVEN_UP, place.moment)
-            self.failure = self._find_root_cause(place, stuck, client)
+            client.set(_GIVEN_UP, context.moment)
+            self.failure = self._find_root_cause(context, stuck, client)
             self.report_failure(self.failure, client=client)
         except FleetTrainError as error:
-            self.failure = WorkerFailed(f"{place.what}: {stuck}, and {error}")
+            self.failure = WorkerFailed(f"{context.what}: {stuck}, and {error}")
         _end_process(self.failure)
 
     def gone(self) -> dict[int, str]:
@@ -245,25 +255,27 @@ class Job:
                 self._watch = StoreClient.connect(
                     self.store.endpoint,
                     self.cluster.rank,
-                    timeout_seconds=_ATTRIBUTION_SECONDS,
+                    timeout_seconds=timeouts.ATTRIBUTION_SECONDS,
                     describe=self.cluster.describe,
                     watched=False,
                     access=access_of(self.cluster),
                 )
             return self._watch
 
-    def _find_root_cause(self, place: Place, error: BaseException, client: StoreClient | None = None) -> WorkerFailed:
-        what = place.what
+    def _find_root_cause(
+        self, context: CallContext, error: BaseException, client: StoreClient | None = None
+    ) -> WorkerFailed:
+        what = context.what
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
             client = client or self.store
             # One name for all steps: without a step barrier, a rank may already be in the next step.
-            client.barrier("a collective that failed", None, self.world_size, _ATTRIBUTION_SECONDS)
-        except (JoinTimeout, WorkerFailed) as found:
-            told = f"{what}: {found} (the collective ended with: {detail[0]})"
-            if str(found).startswith(f"{what}: "):  # another rank's report of the same failure
-                told = str(found)
-            return with_absent(WorkerFailed(told), found.absent)
+            client.barrier("a collective that failed", None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
+        except (JoinTimeout, WorkerFailed) as cause:
+            words = f"{what}: {cause} (the collective ended with: {detail[0]})"
+            if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
+                words = str(cause)
+            return with_absent(WorkerFailed(words), cause.absent)
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return LinkFailed(
@@ -319,7 +331,7 @@ class Job:
 def _end_process(error: FleetTrainError) -> None:
     """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
     sys.stdout.flush()
-    print(f"fleet_train: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    logger.error("%s: %s", type(error).__name__, error)
     os._exit(error.exit_code)
 
 
@@ -335,7 +347,7 @@ def make_engine(
     device_place: Any,
     attribute_failure: AttributeFailure,
     is_hopeless: Callable[[], bool],
-    on_stuck: Callable[[Place, float], None],
+    on_stuck: Callable[[CallContext, float], None],
 ) -> Engine:
     """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
     if isinstance(device_place, paddle.CPUPlace):

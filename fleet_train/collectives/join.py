@@ -1,4 +1,4 @@
-"""Joining: from a described cluster to connected processes, in bounded time."""
+"""Joining: from a described cluster to connected processes, in bounded time; and how fast their links are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import paddle
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import rank_variables
@@ -22,7 +23,7 @@ from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import JOINED, Variants
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import formed, forming, held_port, new_group, send_at_once, warm_up
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version, keep_freed_memory
@@ -132,10 +133,10 @@ def _compare(job: Job, timeout_seconds: float) -> None:
     refuse_other_ranks(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)
 
 
-def refuse_other_ranks(brought: Variants, cluster: Cluster) -> None:
+def refuse_other_ranks(variants: Variants, cluster: Cluster) -> None:
     """Raise ScheduleMismatch at the first fact in which a rank differs from rank 0."""
-    for name, expected in brought[0][1].items() if brought else ():
-        differing = [(ranks, facts) for ranks, facts in brought[1:] if facts is None or facts.get(name) != expected]
+    for name, expected in variants[0][1].items() if variants else ():
+        differing = [(ranks, facts) for ranks, facts in variants[1:] if facts is None or facts.get(name) != expected]
         if differing:
             ranks = [rank for spans, _ in differing for low, high in spans for rank in range(low, high + 1)]
             theirs = (differing[0][1] or {}).get(name)
@@ -200,12 +201,8 @@ def _create_paddle_store(endpoint: str) -> None:
     send_at_once(int(endpoint.rpartition(":")[2]))
 
 
-# Time allreduces between nodes and inside a node, on the process groups that training uses.
-
-
 _SMALL_BYTES, _SCALE_BYTES = 4096, 256 * 1024
 _LARGE_BYTES = (4 * 2**20, 2 * 2**20, 2**20, 2**19)
-_GLANCE_SECONDS = 0.25
 _MOST_REPEATS = 50
 _FEWEST_REPEATS = 3
 
@@ -223,16 +220,19 @@ class _Sweep:
         return max(self.groups, key=len)
 
 
-def probe(job: Job, seconds: float, say: Callable[[str], None]) -> dict[str, MeasuredLink]:
+def probe(job: Job, seconds: float, on_progress: Callable[[str], None]) -> dict[str, MeasuredLink]:
     """Latency and bandwidth ``between nodes`` and ``inside a node``, where the cluster has both; takes about
     ``seconds``.
 
-    All ranks call it; all get the slowest rank's numbers. ``say`` gets the progress messages.
+    All ranks call it; all get the slowest rank's numbers. ``on_progress`` gets the messages.
     """
     nodes = [job.cluster.ranks_on_node(node) for node in range(job.cluster.node_num)]
     sweeps = [_sweep(job, "between nodes", [[ranks[0] for ranks in nodes]]), _sweep(job, "inside a node", nodes)]
     sweeps = [sweep for sweep in sweeps if len(sweep.largest) > 1]
-    return {sweep.where: fit(_measure(job, sweep, seconds / len(sweeps), say), len(sweep.largest)) for sweep in sweeps}
+    return {
+        sweep.where: fit(_measure(job, sweep, seconds / len(sweeps), on_progress), len(sweep.largest))
+        for sweep in sweeps
+    }
 
 
 def glance(job: Job) -> Link:
@@ -243,7 +243,7 @@ def glance(job: Job) -> Link:
     _timed_best(job, sweep, _SMALL_BYTES, 1)
     small = _slowest(job, sweep, _timed_best(job, sweep, _SMALL_BYTES, 8))
     scale = _slowest(job, sweep, _timed_best(job, sweep, _SCALE_BYTES, 2))
-    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < _GLANCE_SECONDS), _SCALE_BYTES)
+    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < timeouts.GLANCE_SECONDS), _SCALE_BYTES)
     seconds = _slowest(job, sweep, _timed_best(job, sweep, large, 3)) if large > _SCALE_BYTES else scale
     samples = [Sample(_SMALL_BYTES, small), Sample(large, max(seconds, small))]
     return coarse(fit(samples, job.world_size).link)
@@ -255,18 +255,18 @@ def _sweep(job: Job, where: str, groups: Sequence[Sequence[int]]) -> _Sweep:
     return _Sweep(where, groups, next((group for ranks, group in made if job.cluster.rank in ranks), None))
 
 
-def _measure(job: Job, sweep: _Sweep, seconds: float, say: Callable[[str], None]) -> list[Sample]:
+def _measure(job: Job, sweep: _Sweep, seconds: float, on_progress: Callable[[str], None]) -> list[Sample]:
     budget = seconds / len(MEASURED_BYTES)
     samples: list[Sample] = []
     for nbytes in MEASURED_BYTES:
         first = _slowest(job, sweep, _timed(job, sweep, nbytes, 2))
         if first > 2 * budget and len(samples) > 1:
-            say(f"{sweep.where}: {nbytes // 1024} KiB and more would exceed the given time; skipped")
+            on_progress(f"{sweep.where}: {nbytes // 1024} KiB and more would exceed the given time; skipped")
             break
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(budget / first)))
         median = _slowest(job, sweep, _timed(job, sweep, nbytes, repeats))
         samples.append(Sample(nbytes, median))
-        say(f"{sweep.where}: {nbytes // 1024} KiB in {median * 1e3:.3f} ms (median of {repeats})")
+        on_progress(f"{sweep.where}: {nbytes // 1024} KiB in {median * 1e3:.3f} ms (median of {repeats})")
     return samples
 
 
@@ -290,10 +290,10 @@ def _times(job: Job, sweep: _Sweep, nbytes: int, repeats: int) -> list[float]:
         times: list[float] = []
         if sweep.own is None:
             return times
-        place = Place(name, f"measuring {sweep.where}", job.timeout_seconds)
+        context = CallContext(name, f"measuring {sweep.where}", job.timeout_seconds)
         for _ in range(repeats):
             start = time.perf_counter()
-            job.engine.run_here(_one_sum(sweep.own, buffer), place)
+            job.engine.run_here(_one_sum(sweep.own, buffer), context)
             job.engine.device.moment().await_passed()
             times.append(time.perf_counter() - start)
     return times

@@ -91,11 +91,6 @@ def _in_dynamic_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Checks the installed Paddle before anything else uses it.
-#
-# What the code relies on in this version, and how to check another one: docs/paddle.md.
-
-
 NEEDED = "3.3.1"
 _INSTALL = f"python -m pip install paddlepaddle=={NEEDED} (CPU), or see requirements-gpu.txt"
 
@@ -103,6 +98,7 @@ _INSTALL = f"python -m pip install paddlepaddle=={NEEDED} (CPU), or see requirem
 def require_paddle(environ: Mapping[str, str] = os.environ) -> None:
     """Raise PaddleUnusable, with what was found, what is needed and the fix, unless Paddle can be used.
 
+    What the code relies on in this version, and how to check another one: docs/paddle.md.
     Host operators inside PIR programs (``paddle.static.register_op``) are public since Paddle 3.3.
     """
     if util.find_spec("paddle") is None:
@@ -149,16 +145,10 @@ def backend_name(environ: Mapping[str, str] = os.environ) -> str:
     return "nccl"
 
 
-# Dtypes of eager tensors.
-
-
 def as_dtype(tensor: Any, dtype: str) -> Any:
     """``tensor`` in ``dtype`` (by name); itself if it has that dtype already, in which case Paddle's own ``cast``
     copies."""
     return tensor if tensor.dtype == getattr(paddle, dtype) else tensor.cast(dtype)
-
-
-# Tensors in host memory as numpy arrays over the same memory, a few times faster than DLPack.
 
 
 Array = np.ndarray[Any, Any]
@@ -181,7 +171,7 @@ class _Memory:
 
 def host_view(tensor: Any) -> Array:
     """``tensor`` ([...], float32, uint8 or bfloat16, contiguous, on the CPU) as an array [elements] over its memory;
-    bfloat16 as its bits in uint16.
+    bfloat16 as its bits in uint16. A few times faster than DLPack.
 
     A write to one is read from the other. The array keeps the tensor alive; it must not be used after the tensor got
     other memory (``set_value`` with another shape). Raises ConversionError for other tensors.
@@ -207,12 +197,6 @@ def add_in_place(total: Any, tensors: Sequence[Any]) -> Any:
     return total
 
 
-# Keeps the memory of freed tensors in the process.
-#
-# glibc returns large blocks to the kernel at once and faults their pages in again in the next step: copying 13 MB of
-# gradients took 7.6 ms that way and 0.9 ms with these settings (one thread, CPU).
-
-
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20
@@ -220,7 +204,12 @@ _USERS_WORD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABL
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Raise glibc's thresholds for this process; False if the user has set them or there is no glibc."""
+    """Keep the memory of freed tensors in the process: raise glibc's thresholds; False if the user has set them or
+    there is no glibc.
+
+    glibc returns large blocks to the kernel at once and faults their pages in again in the next step: copying 13 MB of
+    gradients took 7.6 ms that way and 0.9 ms with these settings (one thread, CPU).
+    """
     if any(name in environ for name in _USERS_WORD):
         return False
     try:

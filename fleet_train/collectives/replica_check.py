@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engine import Device, HostCopy
+from fleet_train.collectives.engine import HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -113,28 +113,28 @@ def compare_digests(job: Job, moment: str, names: Sequence[str], mine: list[int]
 def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int, list[int]]) -> str:
     """Which parameter, and the ranks outside the majority: without one, nothing says whose value is the right one."""
     for index, name in enumerate(names):
-        found = [details[rank][index] for rank in range(job.world_size)]
-        if len(set(found)) > 1:
+        values = [details[rank][index] for rank in range(job.world_size)]
+        if len(set(values)) > 1:
             return (
-                f"replicas have diverged at {moment}: '{name}' {_whose(job, found)}. It was changed outside the "
+                f"replicas have diverged at {moment}: '{name}' {_whose(job, values)}. It was changed outside the "
                 "exchange: by state loaded on one rank only, by an update that depends on the rank, or by a fault of "
                 "that machine. Nothing of it has been saved: continue from the last checkpoint (divergence_check_steps)"
             )
     return f"replicas have diverged at {moment}"
 
 
-def _whose(job: Job, found: Sequence[int]) -> str:
-    if changed := _outside_majority(found):
+def _whose(job: Job, values: Sequence[int]) -> str:
+    if changed := _outside_majority(values):
         named = ", ".join(map(job.cluster.describe, changed))
-        return f"of {named} differs from that of the other {len(found) - len(changed)} ranks, which agree"
-    if len(found) == 2:
+        return f"of {named} differs from that of the other {len(values) - len(changed)} ranks, which agree"
+    if len(values) == 2:
         both = " and ".join(map(job.cluster.describe, range(2)))
         return f"differs between {both}: one of the two was changed, and which one cannot be told"
-    groups = [[rank for rank, value in enumerate(found) if value == one] for one in dict.fromkeys(found)]
-    told = ", ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for ranks in groups[:_NAMED_GROUPS])
+    groups = [[rank for rank, value in enumerate(values) if value == other] for other in dict.fromkeys(values)]
+    named = ", ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}" for ranks in groups[:_NAMED_GROUPS])
     return (
-        f"has {len(groups)} different values, and none of them on more than half of the {len(found)} ranks, so that "
-        f"the changed ones cannot be told ({told}{', ...' if len(groups) > _NAMED_GROUPS else ''})"
+        f"has {len(groups)} different values, and none of them on more than half of the {len(values)} ranks, so that "
+        f"the changed ones cannot be told ({named}{', ...' if len(groups) > _NAMED_GROUPS else ''})"
     )
 
 
@@ -160,31 +160,31 @@ class FirstGradients:
     a value other than zero are not counted.
     """
 
-    def __init__(self, device: Device, buckets: int) -> None:
+    def __init__(self, device: HostDevice, buckets: int) -> None:
         self._device = device
         self._buckets = buckets
         self._update: list[Any] = []
-        self._taken: list[HostCopy] = []
+        self._copies: list[HostCopy] = []
         self._seen_in = 0
-        self._is_told = False
+        self._is_reported = False
 
     def see(self, gradients: Sequence[Any], step: int) -> None:
         """The local gradients of the next bucket of an update, in ``step``. The host reads nothing."""
-        if len(self._taken) == _COMPARED_UPDATES or self._is_told:
+        if len(self._copies) == _COMPARED_UPDATES or self._is_reported:
             return
         self._seen_in = step
         self._update.append(device_digests([_compared(gradient) for gradient in gradients]))
         if len(self._update) == self._buckets:
-            self._taken.append(self._device.to_host(paddle.concat(self._update)))
+            self._copies.append(self._device.to_host(paddle.concat(self._update)))
             self._update = []
 
-    def tell(self, step: int) -> int | None:
+    def digest(self, step: int) -> int | None:
         """The digest, once, in a ``step`` after the last of these updates, whose copies have ended; else None."""
-        if len(self._taken) < _COMPARED_UPDATES or self._is_told or step <= self._seen_in:
+        if len(self._copies) < _COMPARED_UPDATES or self._is_reported or step <= self._seen_in:
             return None
-        self._is_told = True
-        found, self._taken = [copy.read() for copy in self._taken], []
-        return zlib.crc32(np.concatenate(found).tobytes()) if all(one.any() for one in found) else None
+        self._is_reported = True
+        updates, self._copies = [copy.read() for copy in self._copies], []
+        return zlib.crc32(np.concatenate(updates).tobytes()) if all(update.any() for update in updates) else None
 
 
 def _compared(gradient: Any) -> Any:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from fleet_train import timeouts
 from fleet_train.collectives.job import Job, Passed
 from fleet_train.collectives.replica_check import FirstGradients
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
 
-# Between two barriers Gloo's own timeout of 30 s applies, so steps must be much shorter.
-_QUICK_MS = 1000.0
-# Ranks whose slowest step is shorter than this reach the barrier at the start of a step.
-_EARLY_MS = 5000.0
 # The first step compiles and connects; its time is reported at the second step's barrier.
 _FIRST_STEPS = 2
 
@@ -48,9 +45,9 @@ class StepBarrier:
         """A step's name, as all ranks know it."""
         return f"step {step}" if self._number == 0 else f"step {step} of program {self._number}"
 
-    def take_turn(self) -> None:
+    def mark_active_program(self) -> None:
         """Called when a run of this exchange's program begins."""
-        self._job.take_turn(self._number)
+        self._job.mark_active_program(self._number)
 
     def is_due(self, step: int) -> bool:
         """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
@@ -58,7 +55,7 @@ class StepBarrier:
             self._begun < _FIRST_STEPS
             or step % self._every == 0
             or self._job.sync_points != self._sync_points
-            or self._job.notes.slowest_step_ms > _QUICK_MS
+            or self._job.notes.slowest_step_ms > 1e3 * timeouts.QUICK_STEP_SECONDS
         )
 
     def arrive(self, step: int) -> None:
@@ -67,7 +64,7 @@ class StepBarrier:
         After the barrier Gloo waits for only 30 s, so this is for steps that are much shorter; all ranks have read the
         same times at the last barrier. Otherwise, and at the first step, the barrier is before the first bucket.
         """
-        if self._job.notes.slowest_step_ms < _EARLY_MS and self.is_due(step):
+        if self._job.notes.slowest_step_ms < 1e3 * timeouts.EARLY_BARRIER_SECONDS and self.is_due(step):
             self.running = self.begin(self.moment(step), step)
 
     def before_first_bucket(self, step: int) -> None:
@@ -88,16 +85,16 @@ class StepBarrier:
             self.running = None
 
     def begin(self, name: str, step: int) -> Future[Passed]:
-        """Start a barrier beside the computation; the note has this rank's times since the last one."""
+        """Start a barrier in the background; the note has this rank's times since the last one."""
         self._begun += 1
         self._sync_points = self._job.sync_points
-        note = self._job.notes.own(self.first_gradients.tell(step))
-        return self._job.engine.beside(lambda: self._job.step_barrier(name, self._bound_seconds, note))
+        note = self._job.notes.own(self.first_gradients.digest(step))
+        return self._job.engine.run_in_background(lambda: self._job.step_barrier(name, self._bound_seconds, note))
 
     def passed(self, barrier: Future[Passed]) -> None:
         """Read a barrier's answer: on the computing thread, so that every rank knows it after the same step."""
         passed = barrier.result()
         self._job.clock.add_barrier(passed.seconds)
-        self._job.notes.take(passed.answer)
+        self._job.notes.read_answer(passed.answer)
         if passed.answer.same_gradients:
             self._job.advise(DataError(_SAME_GRADIENTS))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
-from fleet_train.collectives.engine import HostMoment, Moment
+from fleet_train.collectives.engine import Moment
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepNotes:
         self._clock = clock
         self._times_up_to = times_up_to
         self._asked: str | None = None
-        self._taken = 0
+        self._last_barrier = 0
         self._read: dict[int, list[float]] = {}
         self.stop: str | None = None
         """Which rank asked for a stop and why, once all ranks know it."""
@@ -72,13 +72,13 @@ class StepNotes:
 
     def own(self, gradients: int | None = None) -> StepNote:
         """This rank's note for its next step barrier: its times since the last one, and a digest to be compared."""
-        told = self._clock.tell()
-        busy, wait = round(1e3 * told.busy_seconds, 2), round(1e3 * told.barrier_seconds, 2)
-        return StepNote(told.steps, busy, wait, self._asked, gradients)
+        times = self._clock.read_unsent()
+        busy, wait = round(1e3 * times.busy_seconds, 2), round(1e3 * times.barrier_seconds, 2)
+        return StepNote(times.steps, busy, wait, self._asked, gradients)
 
-    def take(self, answer: StepAnswer) -> None:
+    def read_answer(self, answer: StepAnswer) -> None:
         """Read the answer that a step barrier gave to every rank."""
-        self._taken = max(self._taken, answer.number)
+        self._last_barrier = max(self._last_barrier, answer.number)
         self.slowest_step_ms = math.inf if answer.slowest_ms is None else answer.slowest_ms
         if answer.stop is not None:
             self.stop = self.stop or self._said_by(*answer.stop)
@@ -86,7 +86,7 @@ class StepNotes:
     def read(self, local_sgd_period: int) -> Communication:
         """What was counted since the last reading; restarts the count. Asks the store, if there is one."""
         own = self._clock.read()
-        before, self._read = self._read, self._times_up_to(self._taken) if self._taken else {}
+        before, self._read = self._read, self._times_up_to(self._last_barrier) if self._last_barrier else {}
         nothing, ranks = [0.0, 0.0, 0.0], range(self._cluster.world_size)
         times = [
             [now - then for now, then in zip(self._read.get(r, nothing), before.get(r, nothing), strict=True)]
@@ -105,9 +105,6 @@ class StepNotes:
 
     def _said_by(self, rank: int, reason: str) -> str:
         return f"{self._cluster.describe(rank)}: {reason}"
-
-
-# Measures where the time of this rank's steps goes. The computing thread makes all calls.
 
 
 @dataclass
@@ -134,17 +131,19 @@ class _Step:
 
 
 class StepClock:
-    """Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
+    """Where the time of this rank's steps goes. The computing thread makes all calls.
+
+    Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
 
     A step ends after the wait for its last bucket; later waits (an averaging, a comparison) and what the script does
     between steps count toward the next one. ``moment`` gives the current end of the calculation stream. A step is
     counted once all its points have passed: on a GPU, where the host is ahead, a step later.
     """
 
-    def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
+    def __init__(self, moment: Callable[[], Moment] = Moment) -> None:
         self._moment = moment
         self._unread = Times()
-        self._untold = Times()
+        self._unsent = Times()
         self._step: _Step | None = None
         self._ended: deque[_Step] = deque()
         self._left: list[_Span] = []
@@ -174,7 +173,7 @@ class StepClock:
         self._count()
 
     def add_barrier(self, seconds: float) -> None:
-        for times in (self._unread, self._untold):
+        for times in (self._unread, self._unsent):
             times.barrier_seconds += seconds
 
     def add_sent(self, nbytes: float) -> None:
@@ -192,20 +191,20 @@ class StepClock:
         times, self._unread = self._unread, Times()
         return times
 
-    def tell(self) -> Times:
+    def read_unsent(self) -> Times:
         """What has not been sent to the other ranks yet; restarts the count."""
         self._count()
-        times, self._untold = self._untold, Times()
+        times, self._unsent = self._unsent, Times()
         return times
 
     def _count(self) -> None:
         while self._ended and (last := self._ended[0].ended) is not None and last.has_passed():
             step = self._ended.popleft()
             exposed = _seconds(step.exposed)
-            self._untold.busy_seconds += last.seconds_since(step.began) - exposed
+            self._unsent.busy_seconds += last.seconds_since(step.began) - exposed
             self._unread.exposed_seconds += exposed
             self._unread.steps += 1
-            self._untold.steps += 1
+            self._unsent.steps += 1
         passed = [span for span in self._left if span[1].has_passed()]
         self._left = self._left[len(passed) :]
         self._unread.exposed_seconds += _seconds(passed)

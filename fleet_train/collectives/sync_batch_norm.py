@@ -13,9 +13,9 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
-from fleet_train.collectives.host_ops import _TOKEN, _host_operator, emit_barrier, passed_on, token
+from fleet_train.collectives.host_ops import emit_barrier, emit_link, token
 from fleet_train.collectives.job import Job
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
 
@@ -74,18 +74,18 @@ class RankStatistics:
         """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""
         layers = len(local)
 
-        def run(link: Any, *tensors: Any) -> Any:
+        def run(*tensors: Any) -> Stages[list[Any]]:
             values, rest = tensors[:layers], tensors[layers : 3 * layers]
             rows = yield from self._gathered(packed(values, rest[:layers], rest[layers:]))
-            return (passed_on(link), *combined(rows, [mean.shape[0] for mean in rest[:layers]]))
+            return combined(rows, [mean.shape[0] for mean in rest[:layers]])
 
         means = [each.mean for each in local]
         self._count("allgather", [1 + 2 * int(mean.shape[0]) for mean in means], means[0].dtype)
         shapes = [(shape, mean.dtype) for mean in means for shape in ([1], mean.shape, mean.shape)]
         inputs = [*(each.values for each in local), *means, *(each.variance for each in local)]
         inputs += [value for each in local for value in each.unread]
-        link, *found = self._emit("gather", what, shapes, run, chain, inputs)
-        return [Statistics(*found[first : first + 3]) for first in range(0, len(found), 3)], link
+        link, *results = self._emit("gather", what, shapes, run, chain, inputs)
+        return [Statistics(*results[first : first + 3]) for first in range(0, len(results), 3)], link
 
     def average(
         self,
@@ -98,11 +98,11 @@ class RankStatistics:
         """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token.
         ``unread``: as of ``Local``."""
 
-        def run(link: Any, *tensors: Any) -> Any:
+        def run(*tensors: Any) -> Stages[list[Any]]:
             parts = tensors[: 2 * len(sums)]
             total = yield from self._summed(paddle.concat(list(parts)))
             split = paddle.split(total, [part.shape[0] for part in parts])
-            return (passed_on(link), *(part / tensors[len(parts) + i // 2] for i, part in enumerate(split)))
+            return [part / tensors[len(parts) + i // 2] for i, part in enumerate(split)]
 
         parts = [part for pair in sums for part in pair]
         kind = "allgather" if self._gathers_sums else "allreduce"
@@ -136,9 +136,9 @@ class RankStatistics:
         self, name: str, what: str, outputs: Sequence[Any], run: Callable[..., Stages[Any]], chain: Any, inputs: Any
     ) -> Any:
         def carry_out(*tensors: Any) -> Any:
-            return self._job.engine.run_here(run(*tensors), Place(self._moment, what, self._job.timeout_seconds))
+            return self._job.engine.run_here(run(*tensors), CallContext(self._moment, what, self._job.timeout_seconds))
 
-        return _host_operator(name, 1 + len(inputs), [_TOKEN, *outputs], carry_out)(chain, *inputs)
+        return emit_link(name, carry_out, chain, inputs, outputs)
 
 
 def packed(values: Sequence[Any], means: Sequence[Any], variances: Sequence[Any]) -> Any:

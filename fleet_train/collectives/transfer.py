@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.collectives.engine import HAND_OVER, Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 
@@ -49,9 +49,9 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     shapes."""
     rank, world_size = job.cluster.rank, job.world_size
     described = _describe(arrays)
-    brought = job.compare(f"collect {job.count('collect')}", described)
-    if brought:
-        (first, one), (second, other) = brought[:2]
+    variants = job.compare(f"collect {job.count('collect')}", described)
+    if variants:
+        (first, one), (second, other) = variants[:2]
         raise ScheduleMismatch(
             f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
             f"their own to save: {one} and {other}"
@@ -100,14 +100,10 @@ def _each_piece(
     Runs in the engine: an averaging still under way uses the same group.
     """
     for name in parts[0]:
-        flat = [_bytes_of(part[name]) for part in parts]
-        place = Place(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
+        flat = [part[name].reshape(-1).view(np.uint8) for part in parts]
+        context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
-            job.engine.start(action([one[start : start + size] for one in flat]), place).result()
-
-
-def _bytes_of(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)
+            job.engine.start(action([one[start : start + size] for one in flat]), context).result()
 
 
 def _tensor(job: Job, piece: Array) -> Any:

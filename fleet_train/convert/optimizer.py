@@ -9,8 +9,9 @@ from typing import Any
 import paddle
 from paddle import nn, optimizer
 
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import HeldValues, emit_finish, onednn_flags
+from fleet_train.collectives.host_ops import emit_finish, onednn_flags
 from fleet_train.collectives.job import Job
 from fleet_train.convert import replaced
 from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
@@ -292,7 +293,7 @@ class DistributedOptimizer(AmpCalls):
             update = partial(wrap, update)
         return self._passes.update(merged, pairs, update)
 
-    def _finish_step(self, exchange: GradientExchange, values: HeldValues, chain: Any) -> None:
+    def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
         if exchange.averager is None and not self._profile.divergence_check_steps:
             return
         if self._profile.local_sgd_momentum != "keep":
@@ -311,7 +312,7 @@ class DistributedOptimizer(AmpCalls):
         found = [tables[kind][name] for kind in kinds for name in sorted(tables[kind])]
         return [value for value in found if "float" in dtype_name(value.dtype)]
 
-    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: HeldValues) -> tuple[CommPlan, Profile]:
+    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: Held) -> tuple[CommPlan, Profile]:
         """The plan that all ranks carry out, and the profile with the settings chosen for it."""
         gradients = [item.gradient for item in ready]
         averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]

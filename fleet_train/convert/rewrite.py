@@ -10,9 +10,9 @@ import paddle
 from paddle import _C_ops
 
 from fleet_train.cluster.store.client import Variants
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import (
-    HeldValues,
     emit_arrive,
     emit_begin,
     emit_launch,
@@ -37,7 +37,7 @@ def insert_launches(
     exchange: GradientExchange,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
-    values: HeldValues,
+    values: Held,
     boundary: Any = None,
 ) -> Any:
     """Insert the operators that start the plan's buckets into the current program; returns the token of the last
@@ -105,14 +105,14 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
             behind = operator.result(0)
 
 
-def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> HeldValues:
+def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> Held:
     """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}
     for operator in program.global_block().ops:
         if operator.name() in _HAS_STATISTICS:
             for source in operator.operands_source()[1:3]:
                 statistics[source.get_defining_op().id()] = source
-    return HeldValues(list(trained), list(statistics.values()), list(accumulators))
+    return Held(list(trained), list(statistics.values()), list(accumulators))
 
 
 # Where a program computes its gradients, and the order in which the backward pass finishes them.

@@ -38,7 +38,7 @@ def build_settled(
     """
     asked = buckets_of(profile)
     shape = without_buckets(cluster, profile)
-    buckets = cut_into_buckets(gradients, profile, asked, shape.team_size)
+    buckets = cut_into_buckets(gradients, profile, asked, shape.group_size)
     return replace(
         shape,
         communicators=asked.communicators,
@@ -48,7 +48,7 @@ def build_settled(
         profile_name=profile.name,
         profile_digest=profile.digest(),
         chosen=chosen_in_words(profile),
-        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.team_size, statistics)),
+        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.group_size, statistics)),
     )
 
 
@@ -60,14 +60,14 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
         node_num=cluster.node_num,
         communicators=1,
         buckets=(),
-        team_size=_team_size(cluster, profile),
+        group_size=_group_size(cluster, profile),
         accumulate_steps=profile.accumulate_steps,
         waits_for_each=profile.sync_nccl_allreduce,
     )
 
 
 def cut_into_buckets(
-    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, team_size: int
+    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, group_size: int
 ) -> tuple[Bucket, ...]:
     """The buckets of these sizes, in turn on the communicators, with what is sent of each."""
     most = profile.fuse_parameter_groups_size
@@ -77,13 +77,13 @@ def cut_into_buckets(
             index,
             tuple(group),
             index % asked.communicators,
-            "hierarchical" if team_size else "allreduce",
+            "hierarchical" if group_size else "allreduce",
             profile.compression if group[0].dtype == "float32" else "none",
         )
         for index, group in enumerate(groups)
     )
     return tuple(
-        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(team_size)))
+        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(group_size)))
         for bucket in buckets
     )
 
@@ -122,7 +122,7 @@ def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[T
     return [part for part in (bucket[:start], bucket[start:]) if part]
 
 
-def _team_size(cluster: Cluster, profile: Profile) -> int:
+def _group_size(cluster: Cluster, profile: Profile) -> int:
     """Ranks per local group of the hierarchical allreduce; 0 if the groups would be single ranks or the whole job."""
     if not profile.use_hierarchical_allreduce:
         return 0
@@ -218,12 +218,9 @@ _PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], 
 }
 
 
-# When LocalSGD averages: pure arithmetic, the same on every rank.
-
-
 @dataclass
 class LocalSgdSchedule:
-    """Counts local steps and says when a period ends. Steps count from 1.
+    """When LocalSGD averages: counts local steps and says when a period ends. Steps count from 1.
 
     Schedules: constant; doubling 1, 2, 4 .. ``steps``; adaptive (AdaComm, Wang and Joshi 2018).
     """
@@ -266,11 +263,8 @@ class LocalSgdSchedule:
         self.local_steps += 1
         if self.local_steps >= self.period:
             return self.fragments - 1
-        due = [fragment for fragment in range(self.fragments) if self.local_steps == self._ends_at(fragment)]
-        return due[0] if due else None
-
-    def _ends_at(self, fragment: int) -> int:
-        return (fragment + 1) * self.period // self.fragments
+        ends = ((fragment + 1) * self.period // self.fragments for fragment in range(self.fragments))
+        return next((fragment for fragment, end in enumerate(ends) if end == self.local_steps), None)
 
     def begin_period(self) -> None:
         """Called when an averaging has started: after a period's last one, start the next period. For an adaptive
@@ -283,21 +277,17 @@ class LocalSgdSchedule:
 
     def adapt(self, rate: float, loss: float) -> None:
         """Choose the length of the current period from the learning rate and the ranks' mean loss."""
-        self.period = self._adapted(rate, loss)
-
-    def _adapted(self, rate: float, loss: float) -> int:
         if self.first_rate <= 0.0:
             self.first_rate, self.first_loss = rate, max(loss, 1e-12)
-        if not (rate > 0.0 and math.isfinite(loss)):
-            return self.period
-        growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
-        return max(1, min(self.max_steps, math.ceil(growth * self.steps)))
+        if rate > 0.0 and math.isfinite(loss):
+            growth = math.sqrt(self.first_rate / rate * max(loss, 0.0) / self.first_loss)
+            self.period = max(1, min(self.max_steps, math.ceil(growth * self.steps)))
 
     def numbers(self) -> list[float]:
         """The state that a resumed run needs."""
         return [float(self.period), float(self.local_steps), self.first_rate, self.first_loss]
 
-    def take(self, numbers: list[float]) -> None:
+    def restore(self, numbers: list[float]) -> None:
         """Continue from the result of ``numbers``."""
         self.period, self.local_steps = int(numbers[0]), int(numbers[1])
         self.first_rate, self.first_loss = numbers[2], numbers[3]

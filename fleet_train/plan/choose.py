@@ -2,6 +2,9 @@
 
 The computing time of a step is unknown before the first one, so a choice must do well for a short, a medium and a long
 one: it minimizes the sum of the step times, each relative to the shortest that any choice gives there.
+
+The link itself is fitted to timed allreduces (`fit`). `decline` says where a compression does not pay off: coding costs
+processor time, which a fast link does not save.
 """
 
 from __future__ import annotations
@@ -74,9 +77,9 @@ def needs_link(
 ) -> bool:
     """Whether a choice depends on the link's speed and the profile does not give it. ``judged``: compressions that may
     be declined by it."""
-    told = profile.link_gigabits > 0 and profile.link_latency_ms > 0
+    is_given = profile.link_gigabits > 0 and profile.link_latency_ms > 0
     depends = bool(open_knobs(profile)) or profile.compression in judged
-    return depends and not told and is_worth_cutting(gradients, cluster)
+    return depends and not is_given and is_worth_cutting(gradients, cluster)
 
 
 def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
@@ -102,7 +105,7 @@ def best_buckets(
     """The buckets that ``profile`` gives or leaves open, and as much of the plan with them as a price needs."""
     if not open_knobs(profile):
         asked, shape = buckets_of(profile), without_buckets(cluster, profile)
-        cut = cut_into_buckets(gradients, profile, asked, shape.team_size)
+        cut = cut_into_buckets(gradients, profile, asked, shape.group_size)
         return asked, replace(shape, buckets=cut, communicators=asked.communicators)
     plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
     computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
@@ -151,7 +154,7 @@ def _candidates(
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
     for size, edge in _sizes(profile, _bytes(gradients)):
         buckets = Buckets(numbers[0], size, edge)
-        plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape.team_size))
+        plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape.group_size))
         cut = tuple(len(bucket.gradients) for bucket in plan.buckets)
         # Many sizes give the same bucketing; the largest one is reported.
         if cut not in cuts or size > cuts[cut][0].megabytes:
@@ -212,10 +215,10 @@ def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditio
     """The link of a job, and where its numbers come from."""
     link = network.between if cluster.node_num > 1 else network.inside
     figures = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"
-    told = [name for name in ("link_gigabits", "link_latency_ms") if getattr(profile, name)]
-    if not told:
+    given = [name for name in ("link_gigabits", "link_latency_ms") if getattr(profile, name)]
+    if not given:
         return f"{figures} ({conditions.source})"
-    return f"{figures} ({' and '.join(told)} given" + (")" if len(told) == 2 else f", the other {conditions.source})")
+    return f"{figures} ({' and '.join(given)} given" + (")" if len(given) == 2 else f", the other {conditions.source})")
 
 
 def _sentence(settled: Profile, plan: CommPlan, link: str) -> str:
@@ -224,9 +227,6 @@ def _sentence(settled: Profile, plan: CommPlan, link: str) -> str:
         f"{chosen_in_words(settled)}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
         f"bucket{'s' if number > 1 else ''}; numbers in the profile override this"
     )
-
-
-# Fits a link's latency and bandwidth to timed allreduces, and gives the command that uses them. Pure arithmetic.
 
 
 MEASURED_BYTES = tuple(4**power * 1024 for power in range(1, 8))
@@ -336,9 +336,6 @@ def describe(where: str, measured: MeasuredLink) -> str:
     return "\n".join(lines)
 
 
-# Compressions that do not pay off: coding costs processor time, which a fast link does not save. Pure arithmetic.
-
-
 JUDGED = frozenset(name for name, one in COMPRESSIONS.items() if one.may_decline)
 """Compressions whose coding is expensive enough to be judged; others are always carried out."""
 _INSTEAD = ("bf16", "none")
@@ -371,28 +368,18 @@ def decline(
     if prices[best] > _CLEARLY * prices[profile.compression]:
         return Choice(profile)
     link, asked = link_in_words(network, cluster, profile, conditions), profile.compression
-    share = prices[best] / prices[asked]
-    if not profile.compression_declines:
-        return Choice(profile, (_advice(asked, best, link, share),))
-    settled = profile.with_choices(f"{DECLINED} for {link}", compression=best)
-    return Choice(settled, (_decline_sentence(asked, best, link, share),))
+    reason = f"over {link} encoding costs more than the saved bytes gain; {_IN_WORDS[best]}"
+    steps = f"{prices[best] / prices[asked]:.0%} of the predicted steps"
+    if profile.compression_declines:
+        settled = profile.with_choices(f"{DECLINED} for {link}", compression=best)
+        return Choice(settled, (f"compression: {asked} is declined: {reason} is sent instead, for {steps}",))
+    advice = (
+        f"compression: {asked} probably does not pay: {reason} takes {steps}. It is sent as asked; python -m "
+        "fleet_train recommend tries which profile is best"
+    )
+    return Choice(profile, (advice,))
 
 
 def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[Compute]) -> float:
     """The step time, computing plus exposed communication, summed over ``computing``."""
     return fsum(predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for compute in computing)
-
-
-def _decline_sentence(asked: str, best: str, link: str, share: float) -> str:
-    return (
-        f"compression: {asked} is declined: over {link} encoding costs more than the saved bytes gain; "
-        f"{_IN_WORDS[best]} is sent instead, for {share:.0%} of the predicted steps"
-    )
-
-
-def _advice(asked: str, best: str, link: str, share: float) -> str:
-    return (
-        f"compression: {asked} probably does not pay: over {link} encoding costs more than the saved bytes gain; "
-        f"{_IN_WORDS[best]} takes {share:.0%} of the predicted steps. It is sent as asked; python -m fleet_train "
-        "recommend tries which profile is best"
-    )

@@ -22,7 +22,7 @@ def explain(plan: CommPlan) -> str:
     for bucket in plan.buckets:
         names = f"{bucket.gradients[0].name} .. {bucket.gradients[-1].name}"
         lines.append(
-            f"{bucket.index:>6}  {len(bucket.gradients):>9}  {bucket.nbytes / 2**20:>9.3f}  {bucket.dtype:<9} "
+            f"{bucket.index:>6}  {len(bucket.gradients):>9}  {bucket.nbytes / MEGABYTE:>9.3f}  {bucket.dtype:<9} "
             f"{bucket.communicator:>12}  {_how(bucket):<12} "
             f"{names if len(bucket.gradients) > 1 else bucket.gradients[0].name}"
         )
@@ -63,7 +63,7 @@ def _sent(plan: CommPlan, warm_up: bool) -> str:
 
 
 def _mb(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.3f}"
+    return f"{nbytes / MEGABYTE:.3f}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -74,21 +74,18 @@ def _how(bucket: Bucket) -> str:
     return bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
 
 
-# What each knob did to a plan, in words.
-
-
 def notes_of(
     gradients: Sequence[TensorSpec],
     buckets: Sequence[Bucket],
     cluster: Cluster,
     profile: Profile,
-    team_size: int,
+    group_size: int,
     statistics: Sequence[CollectiveSpec],
 ) -> list[Note]:
     """One note for each knob that affects what is sent, or the program around it."""
     return [
         *_fusing(gradients, buckets, profile),
-        *_strategies(cluster, profile, team_size),
+        *_strategies(cluster, profile, group_size),
         *_local_sgd(profile),
         *_program(profile, statistics),
         *_running(profile),
@@ -138,12 +135,12 @@ def _chosen(profile: Profile, knob: str) -> str:
     return f" ({origin})" if origin.startswith(CHOSEN) else ""
 
 
-def _strategies(cluster: Cluster, profile: Profile, team_size: int) -> list[Note]:
+def _strategies(cluster: Cluster, profile: Profile, group_size: int) -> list[Note]:
     notes = []
     if profile.use_hierarchical_allreduce:
         effect = (
-            f"local groups of {team_size} ranks; {cluster.world_size // team_size} leaders send between local groups"
-            if team_size
+            f"local groups of {group_size} ranks; {cluster.world_size // group_size} leaders send between local groups"
+            if group_size
             else "every local group would have one rank, or all: the same as the flat allreduce"
         )
         notes.append(Note("use_hierarchical_allreduce", effect))
@@ -226,7 +223,7 @@ def _running(profile: Profile) -> list[Note]:
     return [
         Note(
             "divergence_check_steps",
-            f"a digest of the parameters is compared {_when_compared(profile)}{_at_saves(profile)}",
+            f"a digest of the parameters is compared {_when_compared(profile)}",
         ),
         Note(
             "collective_timeout_seconds",
@@ -257,16 +254,12 @@ def _fetching(every: int) -> str:
     )
 
 
-def _at_saves(profile: Profile) -> str:
-    return "; and before every save" if profile.divergence_check_steps else ""
-
-
 def _when_compared(profile: Profile) -> str:
-    every = profile.divergence_check_steps
+    every, saves = profile.divergence_check_steps, "; and before every save"
     if not every:
         return "never"
     if not profile.use_local_sgd:
-        return f"at the first step and every {every} steps"
+        return f"at the first step and every {every} steps{saves}"
     if not profile.local_sgd_is_warm_steps:
-        return f"before the first step, then at the first averaging after {every} steps, and so on"
-    return f"at the first step and every {every} steps of the warm-up, then at the first averaging after so many"
+        return f"before the first step, then at the first averaging after {every} steps, and so on{saves}"
+    return f"at the first step and every {every} steps of the warm-up, then at the first averaging after so many{saves}"

@@ -1,4 +1,10 @@
-"""Exchanges and their sequence of collectives: pure arithmetic."""
+"""Exchanges, their sequence of collectives, and the bytes that those send on Gloo, edge by edge: pure arithmetic.
+
+Source of the bytes: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a
+count of the bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts
+equal the measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an
+allreduce; its reduce and broadcast are chains, with other numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,7 @@ class CollectivePhase:
         }
 
 
-def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
+def phases_of(world_size: int, group_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
     """The phases of an exchange: itself, or with local groups (0 = none) the three phases of a hierarchical
     allreduce."""
 
@@ -36,10 +42,10 @@ def phases_of(world_size: int, team_size: int, payload: CollectiveSpec) -> list[
         nbytes = payload.nbytes // payload.item_bytes * item_bytes
         return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
-    if not team_size or payload.flat or payload.kind == "allgather":
+    if not group_size or payload.flat or payload.kind == "allgather":
         everybody = range(world_size)
         return _quantised(payload, everybody) if payload.quantised else [phase(payload.kind, [everybody])]
-    members = local_groups(world_size, team_size)
+    members = local_groups(world_size, group_size)
     leaders = leaders_of(members)
     between = [phase("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
     if payload.quantised:
@@ -74,14 +80,6 @@ def local_groups(world_size: int, ranks_per_group: int) -> list[list[int]]:
 def leaders_of(members: Sequence[Sequence[int]]) -> list[int]:
     """The first rank of each local group."""
     return [local_group[0] for local_group in members]
-
-
-# The bytes that a collective actually sends on Gloo, edge by edge: pure arithmetic.
-#
-# Source: Gloo's allreduce.cc, reduce.cc, broadcast.cc, allgather.cc in the version of Paddle 3.3.1, and a count of
-# the bytes that each socket sent, for 2, 3 and 4 ranks with separate interfaces. Payload and message counts below
-# equal the measured ones, without retransmissions (docs/planning.md has the table). NCCL's rings send the same for an
-# allreduce; its reduce and broadcast are chains, with other numbers.
 
 
 SEGMENT_BYTES = 2**20
@@ -138,7 +136,7 @@ def rounds(kind: str, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class RingChunks:
     """How the ring splits a buffer: a chunk per rank, of at least two segments, the last ones shorter or empty."""
 
     size: int
@@ -147,24 +145,24 @@ class _Chunks:
     segments_per_rank: int
 
     @classmethod
-    def even(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+    def even(cls, size: int, nbytes: int, item_bytes: int) -> RingChunks:
         """How the allreduce splits: as few segments as the maximum size allows, all of one length."""
-        number = _round_up(max(divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
-        return cls(size, nbytes, _round_up(divide_up(nbytes, number), item_bytes), number // size)
+        number = _round_up(max(_divide_up(nbytes, SEGMENT_BYTES), 2 * size), size)
+        return cls(size, nbytes, _round_up(_divide_up(nbytes, number), item_bytes), number // size)
 
     @classmethod
-    def uneven(cls, size: int, nbytes: int, item_bytes: int) -> _Chunks:
+    def uneven(cls, size: int, nbytes: int, item_bytes: int) -> RingChunks:
         """How the reduce splits: segments of the maximum size, so that the last chunk can be much shorter."""
         largest = SEGMENT_BYTES // item_bytes * item_bytes
-        segment = _round_up(min(divide_up(nbytes, 2 * size), largest), item_bytes)
-        number = _round_up(max(divide_up(nbytes, segment), 2 * size), size)
+        segment = _round_up(min(_divide_up(nbytes, 2 * size), largest), item_bytes)
+        number = _round_up(max(_divide_up(nbytes, segment), 2 * size), size)
         return cls(size, nbytes, segment, number // size)
 
     def chunk(self, position: int) -> Flow:
         """The chunk of a position, segment by segment."""
         whole = self.segment_bytes * self.segments_per_rank
         length = max(0, min(whole, self.nbytes - position % self.size * whole))
-        return Flow(length, divide_up(length, self.segment_bytes))
+        return Flow(length, _divide_up(length, self.segment_bytes))
 
     def segment(self, index: int) -> Flow:
         length = self.nbytes - index % (self.size * self.segments_per_rank) * self.segment_bytes
@@ -175,7 +173,7 @@ class _Chunks:
 @lru_cache(maxsize=4096)
 def _allreduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
     """Reduce-scatter, then allgather, to the left neighbour: all chunks twice, except two. About 2 (N - 1) / N each."""
-    chunks = _Chunks.even(size, nbytes, item_bytes)
+    chunks = RingChunks.even(size, nbytes, item_bytes)
     parts = [chunks.chunk(position) for position in range(size)]
     everything = Flow(0, 0)
     for part in parts:
@@ -193,7 +191,7 @@ def _reduce(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
     More from 2 N MB on: the ring omits its last two segments, not its last chunk, so most of the last chunk is sent
     needlessly (16 MB on 2 ranks: 1.375 and 0.875 instead of 1 and 0.5).
     """
-    chunks = _Chunks.uneven(size, nbytes, item_bytes)
+    chunks = RingChunks.uneven(size, nbytes, item_bytes)
     result: dict[Edge, Flow] = {}
     for position in range(size):
         sent = Flow(0, 0)
@@ -249,9 +247,9 @@ def _add(result: dict[Edge, Flow], sender: int, receiver: int, flow: Flow) -> No
         result[sender, receiver] = result.get((sender, receiver), Flow(0, 0)).plus(flow)
 
 
-def divide_up(number: int, divisor: int) -> int:
+def _divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return divide_up(number, multiple) * multiple
+    return _divide_up(number, multiple) * multiple

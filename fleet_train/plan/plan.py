@@ -25,8 +25,8 @@ def mean_dtype(dtype: str) -> str:
 
 def by_mean_dtype(dtypes: Sequence[str]) -> dict[str, list[int]]:
     """Positions of values of these dtypes, by the dtype in which their mean is computed; in the order of exchanges."""
-    found = [mean_dtype(dtype) for dtype in dtypes]
-    return {name: [i for i, own in enumerate(found) if own == name] for name in MEAN_DTYPES if name in found}
+    means = [mean_dtype(dtype) for dtype in dtypes]
+    return {name: [i for i, own in enumerate(means) if own == name] for name in MEAN_DTYPES if name in means}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class CommPlan:
     node_num: int
     communicators: int
     buckets: tuple[Bucket, ...]
-    team_size: int = 0
+    group_size: int = 0
     """Hierarchical allreduce: ranks per local group; 0 = flat."""
     averaging: Averaging | None = None
     accumulate_steps: int = 1
@@ -150,7 +150,9 @@ class CommPlan:
 
     def phases(self, warm_up: bool = False) -> list[CollectivePhase]:
         """The collectives of `exchanges`, one after the other."""
-        return [phase for sent in self.exchanges(warm_up) for phase in phases_of(self.world_size, self.team_size, sent)]
+        return [
+            phase for sent in self.exchanges(warm_up) for phase in phases_of(self.world_size, self.group_size, sent)
+        ]
 
     def sent_by_rank(self, warm_up: bool = False) -> tuple[float, ...]:
         """Payload bytes that each rank sends per update; LocalSGD: the mean of a period after the warm-up."""
@@ -196,7 +198,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
         longer, where = (ours, "here") if len(_flat(ours)) > len(_flat(theirs)) else (theirs, "there")
         extra = _flat(longer)[min(len(_flat(ours)), len(_flat(theirs)))]
         return f"{_say(extra)} {where} only"
-    for key in ("communicators", "team_size", "accumulate_steps", "profile_digest"):
+    for key in ("communicators", "group_size", "accumulate_steps", "profile_digest"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
     for one, other in zip(_flat(ours), _flat(theirs), strict=True):

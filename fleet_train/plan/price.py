@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
@@ -12,14 +12,14 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
 from fleet_train.plan.plan import Averaging, CommPlan
 from fleet_train.profile.methods import COMPRESSIONS
-from fleet_train.profile.methods.base import Bucket, CollectiveSpec
-
-# Costs of communication in addition to the link's latency and bandwidth: seconds, measured on processors. Pure data.
+from fleet_train.profile.methods.base import Bucket, CodingCosts, CollectiveSpec
 
 
 @dataclass(frozen=True)
 class Costs:
-    """All zero by default: then a price is that of the link alone.
+    """What communication costs in addition to the link's time: seconds, measured on processors.
+
+    All zero by default: then a price is that of the link alone.
 
     Mappings go by compression (``none`` for float32); their seconds are per byte of the float32 values exchanged.
     """
@@ -46,21 +46,15 @@ class Costs:
         """Whether exchanging and computing slow one another down."""
         return any(self.taken_seconds_per_byte.values()) or any(self.waiting_seconds_per_byte.values())
 
-    def handing(self, compression: str) -> float:
-        """Seconds per byte on the computing thread."""
-        return self.handing_seconds_per_byte.get(compression, 0.0)
-
-    def codec(self, compression: str) -> float:
-        """Seconds per byte on a communicator's thread."""
-        return self.codec_seconds_per_byte.get(compression, 0.0)
-
-    def waiting(self, compression: str) -> float:
-        """Additional seconds per byte on a communicator's thread while computing."""
-        return self.waiting_seconds_per_byte.get(compression, 0.0)
-
-    def taken(self, compression: str) -> float:
-        """Additional seconds per byte of the concurrent computing."""
-        return self.taken_seconds_per_byte.get(compression, 0.0)
+    def of(self, compression: str) -> CodingCosts:
+        """Seconds per byte of one compression."""
+        tables = (
+            self.handing_seconds_per_byte,
+            self.codec_seconds_per_byte,
+            self.waiting_seconds_per_byte,
+            self.taken_seconds_per_byte,
+        )
+        return CodingCosts(*(table.get(compression, 0.0) for table in tables))
 
 
 NOTHING = Costs()
@@ -175,9 +169,9 @@ class Paths:
 
     def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
         """The phases of one exchange of ``plan``, which must be a plan for this cluster."""
-        key = plan.team_size, sent
+        key = plan.group_size, sent
         if key not in self._known:
-            collectives = phases_of(plan.world_size, plan.team_size, sent)
+            collectives = phases_of(plan.world_size, plan.group_size, sent)
             self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
         return self._known[key]
 
@@ -211,10 +205,10 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
     communication = exposed = 0.0
     for part in range(len(averaging.parts)):
         nbytes = averaging.bytes_of(part)
-        coding = costs.codec(name) + (costs.waiting(name) if beside else 0.0)
+        coding = costs.of(name).codec + (costs.of(name).waiting if beside else 0.0)
         seconds = _seconds(plan, averaging.collectives_of(part), paths) + coding * nbytes
         hidden = min(seconds, beside)
-        taken = costs.taken(name) * nbytes * (hidden / seconds if seconds else 0.0)
+        taken = costs.of(name).taken * nbytes * (hidden / seconds if seconds else 0.0)
         communication += seconds
         exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
     return communication / averaging.period, exposed / averaging.period
@@ -244,7 +238,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
         )
         shares = _shares_before(computed + taken + beside, plan, ready, ends)
         taken = fsum(
-            costs.taken(bucket.compression) * bucket.nbytes * share
+            costs.of(bucket.compression).taken * bucket.nbytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
     return communication, max(beside + taken, max(ends, default=0.0) - computed)
@@ -264,7 +258,7 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
     """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
     name, costs = bucket.compression, paths.costs
-    codec = (costs.codec(name) + share * costs.waiting(name)) * bucket.nbytes
+    codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.nbytes
     return [
         Phase("processors" if costs.share_processors else "", codec),
         *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
@@ -283,7 +277,7 @@ def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
 
 def _handing(bucket: Bucket, costs: Costs) -> float:
     """Seconds on the computing thread for a bucket."""
-    return costs.bucket_seconds + costs.handing(bucket.compression) * bucket.nbytes
+    return costs.bucket_seconds + costs.of(bucket.compression).handing * bucket.nbytes
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
@@ -296,27 +290,24 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
     cluster = Cluster.imagined(nodes, ranks_per_node)
     if cluster.world_size < 2:
         raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
-    if plan.team_size and cluster.world_size % plan.team_size:
+    if plan.group_size and cluster.world_size % plan.group_size:
         raise ConversionError(
-            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of {plan.team_size} "
-            "do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
+            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of "
+            f"{plan.group_size} do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
         )
     return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
 
 
 def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
     """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
-    flat = replace(plan, team_size=0, averaging=None)
-    found = {"as planned": plan, "flat": flat}
+    flat = replace(plan, group_size=0, averaging=None)
+    plans = {"as planned": plan, "flat": flat}
     if 1 < ranks_per_node < plan.world_size:
-        found["hierarchical"] = replace(flat, team_size=ranks_per_node)
+        plans["hierarchical"] = replace(flat, group_size=ranks_per_node)
     values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
     averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
-    found[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
-    return found
-
-
-# When queued work ends: parallel queues, with resources shared evenly among their users. Pure arithmetic.
+    plans[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
+    return plans
 
 
 _NOTHING = 1e-15
@@ -347,42 +338,21 @@ def finish_times(tasks: Sequence[Task]) -> list[float]:
     left = [[phase for phase in task.phases if phase.seconds > 0] for task in tasks]
     ends = [0.0] * len(tasks)
     now = 0.0
-    while waiting:
-        for queue in list(waiting):
-            _leave(waiting, queue, tasks, left, ends, now)
-        running = [queue[0] for queue in waiting.values() if tasks[queue[0]].ready <= now + _NOTHING]
-        speeds = _speeds([left[index][0] for index in running])
-        arrivals = [tasks[queue[0]].ready - now for queue in waiting.values() if tasks[queue[0]].ready > now + _NOTHING]
+    while True:
+        for queue in waiting.values():  # tasks that have ended, or that are ready and empty, leave their queues
+            while queue and not left[queue[0]] and tasks[queue[0]].ready <= now + _NOTHING:
+                ends[queue.pop(0)] = now
+        first = [queue[0] for queue in waiting.values() if queue]
+        running = [index for index in first if tasks[index].ready <= now + _NOTHING]
+        users = Counter(left[index][0].resource for index in running)
+        speeds = [1.0 / users[resource] if (resource := left[index][0].resource) else 1.0 for index in running]
+        arrivals = [tasks[index].ready - now for index in first if tasks[index].ready > now + _NOTHING]
         ending = [left[index][0].seconds / speed for index, speed in zip(running, speeds, strict=True)]
         if not (arrivals or ending):
-            break
+            return ends
         passed = min(arrivals + ending)
         now += passed
         for index, speed in zip(running, speeds, strict=True):
             phase = left[index][0]
             rest = phase.seconds - passed * speed
             left[index][:1] = [Phase(phase.resource, rest)] if rest > _NOTHING else []
-    return ends
-
-
-def _leave(
-    waiting: dict[int, list[int]],
-    queue: int,
-    tasks: Sequence[Task],
-    left: list[list[Phase]],
-    ends: list[float],
-    now: float,
-) -> None:
-    """Remove tasks that have ended, or that are ready and empty, from the front of a queue."""
-    while waiting[queue] and not left[waiting[queue][0]] and tasks[waiting[queue][0]].ready <= now + _NOTHING:
-        ends[waiting[queue].pop(0)] = now
-    if not waiting[queue]:
-        del waiting[queue]
-
-
-def _speeds(phases: Sequence[Phase]) -> list[float]:
-    """The speed of each phase: users of a resource get equal shares."""
-    users: dict[str, int] = defaultdict(int)
-    for phase in phases:
-        users[phase.resource] += 1
-    return [1.0 if not phase.resource else 1.0 / users[phase.resource] for phase in phases]

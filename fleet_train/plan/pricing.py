@@ -10,14 +10,11 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan.phases import (
     RECEIVER_BYTES_PER_MESSAGE,
     SENDER_BYTES_PER_MESSAGE,
-    CollectivePhase,
     phases_of,
     sent_by_rank,
 )
-from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import Compute, Network, Prediction, alternatives, on_paper, predict
-
-MEGABYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -131,14 +128,14 @@ def describe(pricing: Pricing) -> str:
     return "\n".join(lines)
 
 
-def _traffic_lines(title: str, found: Traffic) -> list[str]:
-    low, high = (f"{nbytes / MEGABYTE:.3f} MB" for nbytes in (min(found.sent), found.most_sent))
+def _traffic_lines(title: str, figures: Traffic) -> list[str]:
+    low, high = (f"{nbytes / MEGABYTE:.3f} MB" for nbytes in (min(figures.sent), figures.most_sent))
     return [
         f"{title} (payload; Gloo's and TCP's headers come on top):",
         f"  sent by a rank: {high}" + (f" (the least: {low})" if low != high else ""),
-        f"  between nodes: {found.most_leaving / MEGABYTE:.3f} MB leave a node, and {max(found.protocol):.0f} bytes of "
-        "Gloo's headers",
-        f"  inside a node: {found.most_inside / MEGABYTE:.3f} MB",
+        f"  between nodes: {figures.most_leaving / MEGABYTE:.3f} MB leave a node, and "
+        f"{max(figures.protocol):.0f} bytes of Gloo's headers",
+        f"  inside a node: {figures.most_inside / MEGABYTE:.3f} MB",
     ]
 
 
@@ -153,11 +150,11 @@ def _conditions_lines(conditions: Conditions) -> list[str]:
     return ["; ".join(lines) + assumed]
 
 
-def _prediction_line(title: str, found: Prediction) -> str:
-    rate = f"; {found.samples_per_second:.0f} samples/s" if found.samples_per_second else ""
+def _prediction_line(title: str, prediction: Prediction) -> str:
+    rate = f"; {prediction.samples_per_second:.0f} samples/s" if prediction.samples_per_second else ""
     return (
-        f"{title}: {found.step * 1e3:.3f} ms = {found.compute * 1e3:.3f} computing + {found.exposed * 1e3:.3f} exposed "
-        f"of {found.communication * 1e3:.3f} communication{rate}"
+        f"{title}: {prediction.step * 1e3:.3f} ms = {prediction.compute * 1e3:.3f} computing + "
+        f"{prediction.exposed * 1e3:.3f} exposed of {prediction.communication * 1e3:.3f} communication{rate}"
     )
 
 
@@ -177,9 +174,6 @@ def _paper_lines(rows: Sequence[PaperRow]) -> list[str]:
             f"{' *' if row.wins else ''}"
         )
     return lines
-
-
-# Bytes per rank and per link of one step, from a plan and a cluster: pure arithmetic; all numbers are predictions.
 
 
 @dataclass(frozen=True)
@@ -220,7 +214,20 @@ def traffic(plan: CommPlan, cluster: Cluster, warm_up: bool = False) -> Traffic:
     ``local_sgd_steps``, the period that doubling ends with and adapting starts with).
     """
     share = 1 / plan.averaging.period if plan.averaging is not None and not warm_up else 1.0
-    return _counted(plan.phases(warm_up), cluster, share)
+    node = [rank.node_index for rank in cluster.ranks]
+    sent = [0.0] * cluster.world_size
+    leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
+    for phase in plan.phases(warm_up):
+        for (sender, receiver), flow in phase.flows().items():
+            sent[sender] += flow.nbytes * share
+            if node[sender] == node[receiver]:
+                inside[node[sender]] += flow.nbytes * share
+                continue
+            leaving[node[sender]] += flow.nbytes * share
+            entering[node[receiver]] += flow.nbytes * share
+            protocol[node[sender]] += SENDER_BYTES_PER_MESSAGE * flow.messages * share
+            protocol[node[receiver]] += RECEIVER_BYTES_PER_MESSAGE * flow.messages * share
+    return Traffic(tuple(sent), tuple(leaving), tuple(entering), tuple(inside), tuple(protocol))
 
 
 def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
@@ -232,26 +239,9 @@ def averaging_bytes(plan: CommPlan) -> list[tuple[float, ...]]:
             [
                 phase
                 for sent in plan.averaging.collectives_of(part)
-                for phase in phases_of(plan.world_size, plan.team_size, sent)
+                for phase in phases_of(plan.world_size, plan.group_size, sent)
             ],
             plan.world_size,
         )
         for part in range(len(plan.averaging.parts))
     ]
-
-
-def _counted(phases: Sequence[CollectivePhase], cluster: Cluster, share: float) -> Traffic:
-    node = [rank.node_index for rank in cluster.ranks]
-    sent = [0.0] * cluster.world_size
-    leaving, entering, inside, protocol = ([0.0] * cluster.node_num for _ in range(4))
-    for phase in phases:
-        for (sender, receiver), flow in phase.flows().items():
-            sent[sender] += flow.nbytes * share
-            if node[sender] == node[receiver]:
-                inside[node[sender]] += flow.nbytes * share
-                continue
-            leaving[node[sender]] += flow.nbytes * share
-            entering[node[receiver]] += flow.nbytes * share
-            protocol[node[sender]] += SENDER_BYTES_PER_MESSAGE * flow.messages * share
-            protocol[node[receiver]] += RECEIVER_BYTES_PER_MESSAGE * flow.messages * share
-    return Traffic(tuple(sent), tuple(leaving), tuple(entering), tuple(inside), tuple(protocol))

@@ -1,4 +1,8 @@
-"""All ranks of a job in one process: the caller provides gradients, this module the communication."""
+"""All ranks of a job in one process: the caller provides gradients, this module the communication.
+
+The optimizers are those of ``paddle.optimizer``, written from their definitions: values and state keep the value's
+dtype, and a weight decay is Paddle's ``weight_decay=float``, L2, added to the gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,10 @@ import numpy as np
 from fleet_train.errors import ConversionError
 from fleet_train.plan.build import LocalSgdSchedule
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
-from fleet_train.plan.simulate_methods import Array, SimulatedParts, SimulatedWire, cut
-from fleet_train.plan.simulate_quantised import QuantisedSum
+from fleet_train.plan.simulate_methods import Array, QuantisedSum, SimulatedParts, SimulatedWire, cut
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.outer import outer_optimizer_of
-
-# LocalSGD: the ranks' values at the end of a period.
-
 
 Values = dict[str, Array]
 
@@ -37,7 +37,7 @@ class SimulatedAveraging:
         ]
         self.overlap_steps = profile.local_sgd_overlap_steps
         self._corrections: list[Values] = []
-        self._steps_beside = 0
+        self._overlapped_steps = 0
         self.after_synchronous_step(start)
 
     def after_synchronous_step(self, values: Mapping[str, Array]) -> None:
@@ -73,17 +73,17 @@ class SimulatedAveraging:
 
     def after_local_step(self, ranks: Sequence[Values]) -> None:
         """Add the change of an averaging after its overlap."""
-        self._steps_beside += 1
-        if self._steps_beside >= self.overlap_steps:
-            self._take_in(ranks)
+        self._overlapped_steps += 1
+        if self._overlapped_steps >= self.overlap_steps:
+            self._apply_corrections(ranks)
 
     def synchronise(self, ranks: Sequence[Values]) -> None:
         """Apply an averaging under way, and replace parameters and statistics by their means; the period goes on."""
-        self._take_in(ranks)
+        self._apply_corrections(ranks)
         average(self._wire, ranks, [name for fragment in self._fragments for name in fragment.names])
         average(self._wire, ranks, self._statistics)
 
-    def _take_in(self, ranks: Sequence[Values]) -> None:
+    def _apply_corrections(self, ranks: Sequence[Values]) -> None:
         for values, correction in zip(ranks, self._corrections or [{}] * len(ranks), strict=True):
             changed = {name: values[name] + change for name, change in correction.items()}
             values.update({name: new.astype(values[name].dtype) for name, new in changed.items()})
@@ -96,7 +96,7 @@ class SimulatedAveraging:
         average(self._wire, tables, statistics)
         means |= tables[0]
         self._corrections = [{name: mean - values[name] for name, mean in means.items()} for values in ranks]
-        self._steps_beside = 0
+        self._overlapped_steps = 0
         self.schedule.begin_period()
 
     def _treat(self, optimizers: Sequence[NumpyOptimizer]) -> None:
@@ -159,7 +159,7 @@ class _Fragment:
         if index not in self._sums:
             name, plan = f"averaged {self._part}.{index}", self._plan
             self._sums[index] = QuantisedSum(
-                name, differences[0].size, plan.world_size, plan.team_size, averaging.quantised
+                name, differences[0].size, plan.world_size, plan.group_size, averaging.quantised
             )
         self._wire.count(averaging.collectives_of(self._part)[index])
         total = self._sums[index].sum([one.astype(np.float32) for one in differences])
@@ -176,21 +176,15 @@ def _flats(values: Mapping[str, Array], names: Sequence[str]) -> list[Array]:
 
 def _cut(buffers: Sequence[Array], values: Mapping[str, Array], names: Sequence[str]) -> Values:
     """The values of ``_flats`` for these names, by name."""
-    found: Values = {}
+    by_name: Values = {}
     for buffer, own in zip(buffers, _by_dtype(values, names).values(), strict=True):
-        found |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)
-    return found
+        by_name |= zip(own, cut(buffer.copy(), [values[name].shape for name in own]), strict=True)
+    return by_name
 
 
 def _by_dtype(values: Mapping[str, Array], names: Sequence[str]) -> dict[str, list[str]]:
     groups = by_mean_dtype([values[name].dtype.name for name in names])
     return {dtype: [names[i] for i in positions] for dtype, positions in groups.items()}
-
-
-# Optimizers of ``paddle.optimizer`` in numpy, written from their definitions. Values and state keep the value's
-# dtype.
-#
-# A weight decay is Paddle's ``weight_decay=float``: L2, added to the gradient.
 
 
 class NumpyOptimizer(Protocol):
@@ -340,7 +334,7 @@ class SimulatedJob:
             values.update({name: np.array(value) for name, value in one.statistics.items()})
         self._merged.append(local)
         if len(self._merged) < self._plan.accumulate_steps:
-            return Step(False, False, False, self._wire.take(), {})
+            return Step(False, False, False, self._wire.read_sent(), {})
         gradients = [_merge([local[rank] for local in self._merged]) for rank in range(self._plan.world_size)]
         self._merged = []
         return self._update(gradients, [one.loss for one in local])
@@ -355,7 +349,7 @@ class SimulatedJob:
             average(self._wire, self.ranks, [name for name in self.ranks[0] if name not in self._with_gradient])
         else:
             self._averaging.synchronise(self.ranks)
-        self._wire.take()
+        self._wire.read_sent()
 
     def _update(self, gradients: Sequence[Values], losses: Sequence[float]) -> Step:
         self.updates += 1
@@ -365,7 +359,7 @@ class SimulatedJob:
             self._apply([agreed] * len(self.ranks))
             if averaging is not None:
                 averaging.after_synchronous_step(self.ranks[0])
-            return Step(True, True, False, self._wire.take(), agreed)
+            return Step(True, True, False, self._wire.read_sent(), agreed)
         self._apply(gradients)
         due = averaging.schedule.count()
         if due is not None:
@@ -373,13 +367,13 @@ class SimulatedJob:
         else:
             averaging.after_local_step(self.ranks)
         makes_equal = due is not None and not averaging.overlap_steps and averaging.schedule.fragments == 1
-        return Step(True, makes_equal, due is not None, self._wire.take(), {})
+        return Step(True, makes_equal, due is not None, self._wire.read_sent(), {})
 
     def _exchange(self, gradients: Sequence[Values]) -> Values:
         agreed: Values = {}
         for bucket, reference in zip(self._plan.buckets, self._references, strict=True):
             compression = compression_of(bucket.compression)
-            for sent in compression.sent(bucket, self._profile, bool(self._plan.team_size), self._exchanges):
+            for sent in compression.sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges):
                 self._wire.count(sent)
             names = [gradient.name for gradient in bucket.gradients]
             results = reference.step([[rank[name] for name in names] for rank in gradients])

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.plan.phases import divide_up, local_groups, phases_of, sent_by_rank
+from fleet_train.plan.phases import RingChunks, local_groups, phases_of, sent_by_rank
 from fleet_train.plan.plan import CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
-from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, QuantisedSettings
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings, is_sparse, kept_elements, sparsity_at
 from fleet_train.profile.methods.powersgd import (
     Matrix,
@@ -25,6 +25,7 @@ from fleet_train.profile.methods.powersgd import (
     powersgd_settings,
     random_factor,
 )
+from fleet_train.profile.methods.quantised import SMALLEST, QuantisedLayout, quantised_settings
 
 
 def powersgd(parts: SimulatedParts) -> PowerSgdSimulation:
@@ -44,7 +45,7 @@ class Dense:
     def __init__(self, parts: SimulatedParts) -> None:
         self._parts = parts
         self._between = compression_of(parts.bucket.compression).wire_dtype or parts.bucket.dtype
-        self._dtype = parts.bucket.dtype if parts.plan.team_size else self._between
+        self._dtype = parts.bucket.dtype if parts.plan.group_size else self._between
 
     def step(self, gradients: Gradients) -> list[Array]:
         """The result on every rank, in the bucket's order and shapes."""
@@ -170,6 +171,102 @@ class DgcSimulation:
         return np.asarray(values * min(1.0, bound / norm))
 
 
+class QuantisedSimulation:
+    """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
+
+    def __init__(self, parts: SimulatedParts) -> None:
+        bucket, plan = parts.bucket, parts.plan
+        settings = quantised_settings(parts.profile, bucket.compression)
+        self._parts = parts
+        self._sum = QuantisedSum(bucket.gradients[0].name, bucket.elements, plan.world_size, plan.group_size, settings)
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """The result on every rank, in the bucket's order and shapes, float32."""
+        return self._parts.split(scaled(self._sum.sum(self._parts.joined(gradients)), len(gradients)))
+
+
+class QuantisedSum:
+    """The sum of one flat float32 buffer over all ranks, or, with local groups, over the sums of their members.
+
+    In float32, like the real ones: whether a value is above or below the middle of two levels can depend on the last
+    bit.
+    """
+
+    def __init__(self, name: str, elements: int, world_size: int, group_size: int, settings: QuantisedSettings) -> None:
+        self._local_groups = local_groups(world_size, group_size or 1)
+        self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
+        self._settings, self._name, self._step = settings, name, 0
+        self.residuals = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]
+        """The rounding errors by member."""
+
+    def sum(self, buffers: Sequence[Array]) -> Array:
+        """``buffers[rank]`` [elements] -> their sum on every rank, float32."""
+        self._step += 1
+        elements = self._layout.elements
+        for residual, members in zip(self.residuals, self._local_groups, strict=True):
+            total = np.sum([buffers[rank] for rank in members], axis=0, dtype=np.float64)
+            residual[:elements] += total.astype(np.float32)
+        total = self._whole() if self._layout.parts == 1 else self._in_parts()
+        if not self._settings.error_feedback:
+            self.residuals = [np.zeros_like(residual) for residual in self.residuals]
+        return np.asarray(total[:elements])
+
+    def _whole(self) -> Array:
+        sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
+        for residual, one in zip(self.residuals, sent, strict=True):
+            _keep_error(residual, one)
+        return _added_up(sent)
+
+    def _in_parts(self) -> Array:
+        size = self._layout.part_elements
+        sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
+        result = np.zeros(self._layout.padded_elements, np.float32)
+        for owner in range(self._layout.parts):
+            part = slice(owner * size, (owner + 1) * size)
+            others = [one[part] for member, one in enumerate(sent) if member != owner]
+            total = _added_up([self.residuals[owner][part].copy(), *others])
+            result[part] = self._rounded(total, owner, 1)
+            _keep_error(total, result[part])
+            for member, residual in enumerate(self.residuals):
+                if member == owner:
+                    residual[part] = total
+                else:
+                    _keep_error(residual[part], sent[member][part])
+        return result
+
+    def _rounded(self, values: Array, member: int, phase: int) -> Array:
+        """The decoded ``values`` on a receiver."""
+        count = np.float32(self._settings.levels)
+        blocks = values.reshape(-1, self._settings.block)
+        largest = np.abs(blocks).max(axis=1, keepdims=True)
+        with np.errstate(all="ignore"):
+            scales = np.where(largest < np.float32(SMALLEST), np.float32(0), largest / count)
+            inverse = np.where(largest < np.float32(SMALLEST), np.float32(0), count / largest)
+            scaled = blocks * inverse
+            if self._settings.stochastic:
+                scaled = scaled + self._dither(member, phase, scaled.shape)
+            rounded = np.rint(scaled) * scales
+        return np.asarray(np.where(np.isfinite(largest), rounded, np.float32("nan")).reshape(-1), dtype=np.float32)
+
+    def _dither(self, member: int, phase: int, shape: tuple[int, ...]) -> Array:
+        random = self._settings.dither(self._name, member, phase, self._step)
+        drawn = random.integers(0, 256, size=shape, dtype=np.uint8)
+        return np.asarray((drawn.astype(np.float32) - np.float32(127.5)) / np.float32(256))
+
+
+def _keep_error(residual: Array, sent: Array) -> None:
+    """Store the rounding error in ``residual``; zero for blocks with an infinity or NaN."""
+    residual[:] = np.where(np.isfinite(sent), residual - sent, np.float32(0))
+
+
+def _added_up(parts: Sequence[Array]) -> Array:
+    """The float32 sum, one after the other."""
+    total: Array = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def mean(gradients: Gradients) -> list[Array]:
     """The average over the ranks, position by position, float64."""
     return [average(values) for values in zip(*gradients, strict=True)]
@@ -180,22 +277,22 @@ def average(values: Sequence[Array]) -> Array:
     return np.asarray(np.mean(values, axis=0, dtype=np.float64))
 
 
-# Sums over all ranks as computed by the plan's collectives, and the bytes that each rank sends for them.
-
-
 Array = np.ndarray[Any, Any]
 Gradients = Sequence[Sequence[Array]]
 """``gradients[rank][position]``: arrays of a bucket's shapes."""
 
 
 class SimulatedWire:
-    """The collectives of one plan on arrays of all ranks. ``sent`` [ranks] float64: payload bytes since ``take``."""
+    """The plan's collectives on arrays of all ranks, and the bytes that each rank sends for them.
+
+    ``sent`` [ranks] float64: payload bytes since ``read_sent``.
+    """
 
     def __init__(self, plan: CommPlan) -> None:
         self._plan = plan
         self.sent = np.zeros(plan.world_size)
 
-    def take(self) -> tuple[float, ...]:
+    def read_sent(self) -> tuple[float, ...]:
         """The bytes that each rank has sent since the last call."""
         sent = tuple(float(nbytes) for nbytes in self.sent)
         self.sent[:] = 0
@@ -203,7 +300,7 @@ class SimulatedWire:
 
     def count(self, payload: CollectiveSpec) -> None:
         """Count one collective over all ranks, without carrying it out."""
-        phases = phases_of(self._plan.world_size, self._plan.team_size, payload)
+        phases = phases_of(self._plan.world_size, self._plan.group_size, payload)
         self.sent += sent_by_rank(phases, self._plan.world_size)
 
     def sum(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
@@ -220,9 +317,9 @@ class SimulatedWire:
 
     def added(self, buffers: Sequence[Array], dtype: str = "float32", between: str = "") -> Array:
         """``sum`` without counting its bytes."""
-        if not self._plan.team_size:
+        if not self._plan.group_size:
             return _ring(buffers, dtype)
-        members = local_groups(self._plan.world_size, self._plan.team_size)
+        members = local_groups(self._plan.world_size, self._plan.group_size)
         joined = [_ring([buffers[rank] for rank in local_group], dtype) for local_group in members]
         return _ring(joined, between or dtype)
 
@@ -285,24 +382,18 @@ def to_float16(values: Array) -> Array:
         return np.asarray(np.asarray(values, dtype=np.float32).astype(np.float16), dtype=np.float32)
 
 
-def gloo_sum_bfloat16(values: Sequence[Array]) -> Array:
-    """The bits of Gloo's ring allreduce of flat bfloat16 buffers (given per rank, as float32; result float32).
-
-    The result is off by at most ((1 + 2**-8)**N - 1) * sum(|values|).
-    """
-    return ring_sum_16_bit(values, to_bfloat16)
-
-
 def ring_sum_16_bit(values: Sequence[Array], rounded: Callable[[Array], Array]) -> Array:
     """A ring allreduce of flat 16-bit buffers (given per rank, as float32; result float32), with Gloo's chunks.
 
     Each chunk starts at the rank before its own and is passed down the ring; every partial sum is rounded. This makes
-    N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs. Source: gloo/allreduce.cc
+    N - 1 roundings, in an order that depends on the chunk, after the rounding of the inputs; a bfloat16 sum is off by
+    at most ((1 + 2**-8)**N - 1) * sum(|values|). Source: gloo/allreduce.cc
     (``ring``), and tests on real ranks with bfloat16. Gloo does not sum float16; NCCL does, in a different order.
     """
     count, world_size = values[0].size, len(values)
     inputs = [rounded(value) for value in values]
-    chunk = _gloo_chunk_elements(count, world_size)
+    chunks = RingChunks.even(world_size, 2 * count, 2)
+    chunk = chunks.segments_per_rank * chunks.segment_bytes // 2
     result = np.zeros(count, np.float32)
     for owner in range(world_size):
         part = slice(owner * chunk, (owner + 1) * chunk)
@@ -311,11 +402,3 @@ def ring_sum_16_bit(values: Sequence[Array], rounded: Callable[[Array], Array]) 
             total = rounded(total + inputs[(owner - distance) % world_size][part])
         result[part] = total
     return result
-
-
-def _gloo_chunk_elements(count: int, world_size: int, item_bytes: int = 2) -> int:
-    """Elements per rank's chunk: whole segments of at most 1 MiB, two or more per rank."""
-    segments = max(2 * world_size, divide_up(count * item_bytes, 2**20))
-    segments = divide_up(segments, world_size) * world_size
-    segment_bytes = divide_up(count * item_bytes, segments)
-    return segments // world_size * divide_up(segment_bytes, item_bytes)

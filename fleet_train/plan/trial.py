@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from fleet_train.errors import ConversionError
-from fleet_train.plan.plan import CommPlan
+from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.simulate import Local, Sgd, SimulatedJob, Step, Values
 from fleet_train.plan.simulate_methods import Array
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 
-MEGABYTE = 2**20
 RATE = 0.1
 MOST_VALUES = 2 * 10**8
 """Parameters of all ranks together: float32 values and gradients, float64 sums, a few GB in all."""
@@ -139,10 +138,12 @@ class _Run:
 
         def backward(rank: int, values: Mapping[str, Array]) -> Local:
             random = np.random.default_rng([self.seed, self._runs, rank])
-            found = {n: shared + random.standard_normal(shared.shape, np.float32) for n, shared in self._shared.items()}
-            for name, gradient in found.items():
+            gradients = {
+                n: shared + random.standard_normal(shared.shape, np.float32) for n, shared in self._shared.items()
+            }
+            for name, gradient in gradients.items():
                 mean[name] += share * gradient
-            return Local(found, 1.0, {n: v for n, v in values.items() if n not in found})
+            return Local(gradients, 1.0, {n: v for n, v in values.items() if n not in gradients})
 
         sent = np.zeros(self.plan.world_size)
         for _ in range(self.plan.accumulate_steps):
@@ -186,9 +187,9 @@ class _Run:
         )
 
 
-def deviation(found: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
+def deviation(values: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
     """The Euclidean distance of all values together, relative to the norm of ``exact``."""
-    off = sum(float(np.square(found[name] - value).sum()) for name, value in exact.items())
+    off = sum(float(np.square(values[name] - value).sum()) for name, value in exact.items())
     return float(np.sqrt(off / max(sum(float(np.square(value).sum()) for value in exact.values()), 1e-300)))
 
 

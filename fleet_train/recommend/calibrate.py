@@ -11,10 +11,10 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engine import Place, Stages
+from fleet_train.collectives.engine import CallContext, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec
@@ -126,7 +126,7 @@ def _alone(job: Job, step: Step) -> list[float]:
 
 def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list[float]) -> _Measured:
     """Repeat exchanges, first alone, then concurrently with steps. The times of steps alone are added to ``steps``."""
-    place = Place("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
+    place = CallContext("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
         exchange = _Exchange(job, plan, profile)
         took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), place)) for _ in range(_ALONE_ROUNDS)]
@@ -142,7 +142,9 @@ def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list
     return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, taken / number))
 
 
-def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_alone: float) -> tuple[float, float]:
+def _beside(
+    job: Job, exchanges: Stages[None], context: CallContext, step: Step, step_alone: float
+) -> tuple[float, float]:
     """Compute during ``exchanges``: returns the seconds from their start to their end, and by how many the computing
     was delayed."""
     ended = 0.0
@@ -157,7 +159,7 @@ def _beside(job: Job, exchanges: Stages[None], place: Place, step: Step, step_al
     _meet(job)
     began, steps = time.perf_counter(), 0
     with dynamic_mode(job.place), paddle.no_grad():
-        running = job.engine.start(noting_the_end(), place)
+        running = job.engine.start(noting_the_end(), context)
     while not ended:
         step()
         steps += 1

@@ -151,7 +151,7 @@ class _Pricing:
         settled = choose(changed, found.gradients, cluster, conditions).profile
         plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
         prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
-        codec = found.costs.codec(profile.compression) * plan.gradient_bytes
+        codec = found.costs.of(profile.compression).codec * plan.gradient_bytes
         counted: Any = traffic(plan, cluster)
         leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
         called = f"{name} {in_words(changes)}".rstrip()

@@ -141,7 +141,7 @@ def _conditions(results: Results, cluster: Cluster) -> list[str]:
 def _costs(costs: Costs) -> list[str]:
     """The processor time of exchanges, by the encoding of gradients."""
     coded = [
-        f"{name} {_per_gigabyte(seconds)} and {_per_gigabyte(costs.taken(name))}"
+        f"{name} {_per_gigabyte(seconds)} and {_per_gigabyte(costs.of(name).taken)}"
         for name, seconds in sorted(costs.codec_seconds_per_byte.items())
     ]
     return [

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 import fleet_train
-from fleet_train.collectives.engine import Collective, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
@@ -96,7 +96,7 @@ def expected_of(name: str, rank: int, world_size: int) -> Array | None:
 
 def _try(job: Job, name: str, dtype: str) -> str:
     """Run one collective through the job's engine; returns the error in its result, or nothing."""
-    place = Place(f"selftest {name} {dtype}", f"{name} of {dtype}", _TIMEOUT_SECONDS)
+    place = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", _TIMEOUT_SECONDS)
     group = job.communicators(1)[0]
     found = job.engine.start(_stages(job, group, name, dtype), place).result()
     expected = expected_of(name, job.cluster.rank, job.world_size)

@@ -15,7 +15,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleet_train import fleet
-from fleet_train.collectives.engine import Place
+from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import dynamic_mode
@@ -129,7 +129,7 @@ def _communication(job: Job, trained: Trained) -> Turn:
 
     def communicate() -> None:
         for (bucket, method), own in zip(exchange.methods, gradients, strict=True):
-            place = Place("selftest overlap", f"selftest: {bucket.describe()}", _TIMEOUT_SECONDS)
+            place = CallContext("selftest overlap", f"selftest: {bucket.describe()}", _TIMEOUT_SECONDS)
             job.engine.start(method.average(own), place, bucket.communicator).result()
         _await_device()
 

@@ -240,7 +240,7 @@ def _words(fitted: Fitted, steps: int, difference: float, tolerance: float) -> s
     words = f"{steps} steps, {difference:.1e} from {_reference(profile)} ({tolerance:.0e} allowed), replicas bit-equal"
     if profile.use_local_sgd:
         words += " after synchronize_parameters"
-    if profile.use_hierarchical_allreduce and plan is not None and not plan.team_size:
+    if profile.use_hierarchical_allreduce and plan is not None and not plan.group_size:
         words += "; these ranks form no hierarchy, so it ran flat"
     if fitted.changed:
         words += f" ({', '.join(f'{knob} {value}' for knob, value in fitted.changed.items())})"

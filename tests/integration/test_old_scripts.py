@@ -24,6 +24,6 @@ def test_each_script_trains_with_its_strategy_and_equal_parameters(tmp_path: Pat
     first = result.values[0]
     assert first["performance_tuned"]["communicators"] == 2
     assert first["local_sgd"]["period"] == 2
-    assert first["hierarchical"]["team_size"] == 2
+    assert first["hierarchical"]["group_size"] == 2
     assert first["fused_16_megabytes"]["bucket_MB"] == 16.0
     assert "num_threads" in result.report(), "a mapped setting is said"

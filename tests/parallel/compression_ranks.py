@@ -15,18 +15,24 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engine import Place
+from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import CastAllreduce, cast_on_host, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedMethod, QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
-from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, cut, gloo_sum_bfloat16, mean
-from fleet_train.plan.simulate_quantised import QuantisedSum
+from fleet_train.plan.simulate_methods import (
+    DgcSimulation,
+    PowerSgdSimulation,
+    QuantisedSum,
+    cut,
+    mean,
+    ring_sum_16_bit,
+    to_bfloat16,
+)
 from fleet_train.profile.methods.base import CollectiveSpec, QuantisedSettings
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.powersgd import PowerSgdSettings
@@ -114,7 +120,7 @@ class QuantisedReference:
 
 def one_step(method: Any, local: list[np.ndarray], job: Job) -> list[np.ndarray]:
     tensors = [paddle.to_tensor(value, place=job.place) for value in local]
-    running = job.engine.start(method.average(tensors), Place("a step", "a bucket"))
+    running = job.engine.start(method.average(tensors), CallContext("a step", "a bucket"))
     for tensor in tensors:
         tensor.zero_()  # a program reuses its gradients' memory as soon as a bucket is launched
     return [np.array(update.numpy()) for update in running.result()]
@@ -162,11 +168,11 @@ def bfloat16(job: Job, elements: int) -> dict[str, Any]:
     ]
     allreduce = CastAllreduce(make_allreduces(job, 1, 0)[0], "bfloat16", cast_on_host)
     mine = paddle.to_tensor(values[job.cluster.rank], place=job.place)
-    total = job.engine.start(allreduce.sum([mine]), Place("a sum", "a sum")).result()[0].numpy()
+    total = job.engine.start(allreduce.sum([mine]), CallContext("a sum", "a sum")).result()[0].numpy()
     exact = np.sum(values, axis=0, dtype=np.float64)
     bound = ((1 + 2.0**-8) ** job.world_size - 1) * np.sum(np.abs(values), axis=0)
     return {
-        "as gloo": bool((total == gloo_sum_bfloat16(values)).all()),
+        "as gloo": bool((total == ring_sum_16_bit(values, to_bfloat16)).all()),
         "over bound": float((np.abs(total - exact) / bound).max()),
         "bits": digest({"total": total}),
     }

@@ -14,9 +14,9 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engine import Place
+from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.fleet import _current
@@ -65,7 +65,9 @@ def run(bits: int) -> dict[str, Any]:
     results, total, before = [], np.zeros(ELEMENTS), bytes_sent()
     for step in range(STEPS):
         local = paddle.to_tensor(gradients(step, rank))
-        results.append(job.engine.start(method.average([local]), Place(f"step {step}", "a bucket")).result()[0].numpy())
+        results.append(
+            job.engine.start(method.average([local]), CallContext(f"step {step}", "a bucket")).result()[0].numpy()
+        )
         total += np.mean([gradients(step, other) for other in range(job.world_size)], axis=0)
     job.barrier(f"sums of int{bits} received")  # what a rank has handed to its sockets is on its way until then
     sent = bytes_sent() - before

@@ -32,7 +32,7 @@ def spoil_averages() -> None:
     import paddle
 
     from fleet_train.collectives.methods.dense import FlatAllreduce
-    from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce
+    from fleet_train.collectives.methods.quantised import QuantisedAllreduce
     from fleet_train.selftest import check_profiles
 
     real = FlatAllreduce.sum

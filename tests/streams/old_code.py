@@ -6,7 +6,7 @@ import random
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from fleet_train.collectives.engine import Collective, Place, Progress, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Progress, Stages
 from fleet_train.collectives.engines import Enqueued, InFlight, Result, StreamEngine, ThreadEngine
 from fleet_train.collectives.job import Job
 from tests.streams.played import PlayedDevice, PlayedWatchdog
@@ -23,22 +23,22 @@ class OldEngine(ThreadEngine):
         self._recorder = recorder
 
     def start(
-        self, stages: Stages[T], place: Place, communicator: int = 0, barrier: Future[Any] | None = None
+        self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Result[T]:
-        with self._recorder.inside(place.what):
-            return super().start(stages, place, communicator, barrier)
+        with self._recorder.inside(context.what):
+            return super().start(stages, context, communicator, barrier)
 
-    def run_here(self, stages: Stages[T], place: Place) -> T:
-        with self._recorder.inside(place.what):
-            return super().run_here(stages, place)
+    def run_here(self, stages: Stages[T], context: CallContext) -> T:
+        with self._recorder.inside(context.what):
+            return super().run_here(stages, context)
 
 
 class OnlyReads(OldEngine):
     """The communicators' threads, with calls after which the calculation stream does not wait: what is left to stand
     still are the reads of values. (The results would be wrong.)"""
 
-    def _blaming(self, place: Place, progress: Progress[T]) -> T:
-        del place
+    def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
+        del context
         while progress.stage is not None:
             for collective in progress.stage.collectives:
                 collective.begin(sync_op=False)
@@ -69,7 +69,7 @@ class WithoutGroupRule(_Mutant):
     """Has groups that share two ranks in flight at a time."""
 
     def _begin_one(self, running: InFlight[Any], collective: Collective) -> None:
-        with self._watchdog.over_a_call(running.place):
+        with self._watchdog.over_a_call(running.context):
             task = self._begin(collective)
         if task is not None:
             running.tasks.append(Enqueued(collective.group.id, frozenset(collective.group.ranks), task))

@@ -15,12 +15,10 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import engine, engines, groups, host_ops, sync_batch_norm
-from fleet_train.collectives import engines as thread
-from fleet_train.collectives import host_ops as hold
-from fleet_train.collectives.engine import Engine, HostMoment, Place
+from fleet_train.collectives import engine, engines, groups, host_ops
+from fleet_train.collectives.engine import CallContext, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from tests.streams.recorder import RecordedFuture, Recorder
 from tests.streams.trace import Op
 from tests.support.agreeing import AgreeingJob
@@ -55,14 +53,11 @@ class PlayedJob(AgreeingJob):
         self._recorder.add(Op.BARRIER, what=name)
 
 
-class PlayedDevice:
+class PlayedDevice(HostDevice):
     """A device whose values the host reads later, behind an event."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-
-    def moment(self) -> HostMoment:
-        return HostMoment()
 
     def to_host(self, tensor: Any) -> PlayedCopy:
         return PlayedCopy(self._recorder, tensor)
@@ -72,7 +67,7 @@ class PlayedDevice:
             return paddle.to_tensor(array)
 
 
-class PlayedCopy:
+class PlayedCopy(HostCopy):
     """A copy into pinned memory, behind which an event stands."""
 
     def __init__(self, recorder: Recorder, tensor: Any) -> None:
@@ -105,12 +100,12 @@ class PlayedWatchdog:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def watch(self, task: Any, place: Place) -> None:
+    def watch(self, task: Any, context: CallContext) -> None:
         """Nothing gets stuck while a trace is recorded."""
 
     @contextmanager
-    def over_a_call(self, place: Place) -> Iterator[None]:
-        with self._recorder.inside(place.what):
+    def over_a_call(self, context: CallContext) -> Iterator[None]:
+        with self._recorder.inside(context.what):
             yield
 
     def stop(self) -> None:
@@ -156,16 +151,12 @@ def _played(recorder: Recorder) -> Iterator[None]:
         patches: list[Any] = [
             mock.patch.object(engine.Collective, "begin", begin),
             mock.patch.object(paddle.distributed, "new_group", make_group),
-            mock.patch.object(quantised_sum, "backend_name", return_value="nccl"),
+            mock.patch.object(quantised, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(engines, "WorkerThread", make_thread),
-            mock.patch.object(thread, "WorkerThread", make_thread),
-            *(
-                mock.patch.object(module, "_host_operator", _noted(recorder))
-                for module in (host_ops, sync_batch_norm, hold)
-            ),
+            mock.patch.object(host_ops, "_host_operator", _noted(recorder)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]
         for patch in patches:

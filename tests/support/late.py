@@ -23,7 +23,7 @@ import paddle
 from paddle import _C_ops
 
 from fleet_train.collectives import job as job_module
-from fleet_train.collectives.engine import Collective, HostMoment, WorkerThread
+from fleet_train.collectives.engine import Collective, HostCopy, HostDevice, WorkerThread
 from fleet_train.collectives.engines import StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
@@ -120,7 +120,7 @@ def _never_end() -> None:
         time.sleep(1.0)
 
 
-class LateCopy:
+class LateCopy(HostCopy):
     """A copy to the host that must not be read in the step in which it was made."""
 
     def __init__(self, device: LateDevice, tensor: Any) -> None:
@@ -133,15 +133,12 @@ class LateCopy:
             return self._value.numpy()
 
 
-class LateDevice:
+class LateDevice(HostDevice):
     """The CPU as a device that the host does not look into in a step."""
 
     def __init__(self) -> None:
         self.step = 0
         self.early_reads = 0
-
-    def moment(self) -> HostMoment:
-        return HostMoment()
 
     def to_host(self, tensor: Any) -> LateCopy:
         return LateCopy(self, tensor)

@@ -65,7 +65,7 @@ def train(strategy: DistributedStrategy) -> dict[str, Any]:
     return {
         "digest": digest(main.state_dict("param", paddle.static.global_scope())),
         "communicators": plan.communicators,
-        "team_size": plan.team_size,
+        "group_size": plan.group_size,
         "period": plan.averaging.period if plan.averaging else 0,
         "bucket_MB": fleet.profile().fuse_grad_size_in_MB,
     }

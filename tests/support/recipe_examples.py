@@ -156,7 +156,7 @@ class Gathered(Dense):
 
     def on_ranks(self, parts: Any) -> Any:
         """The sum is rounded in float32 alone, in the order of ranks on all of them."""
-        if parts.plan.team_size:
+        if parts.plan.group_size:
             return super().on_ranks(parts)
 
         def average(gradients: Any) -> Any:
@@ -169,7 +169,7 @@ class Gathered(Dense):
         return parts.stateless(average)
 
     def in_numpy(self, parts: Any) -> Any:
-        return super().in_numpy(parts) if parts.plan.team_size else _Reference(parts)
+        return super().in_numpy(parts) if parts.plan.group_size else _Reference(parts)
 
 
 class _Reference:

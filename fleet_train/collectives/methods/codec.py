@@ -1,7 +1,8 @@
 """Encodes float32 buffers in a few bits, with the fastest codec for the place of the tensors.
 
-All codecs give the same bits. On the wire, a buffer of blocks is one uint8 tensor: the levels, then the blocks' scales.
-With four bits, the lower half of each byte holds the first half of a block, the upper half the second.
+All codecs give the same bits. On a CPU numba compiles the loops; where it cannot be imported, numpy does the work. On
+the wire, a buffer of blocks is one uint8 tensor: the levels, then the blocks' scales. With four bits, the lower half of
+each byte holds the first half of a block, the upper half the second.
 """
 
 from __future__ import annotations
@@ -59,102 +60,14 @@ def notices_of(on_host: bool) -> list[str]:
     return [f"numpy encodes int8 and int4 and takes several times the processor time: {loops}"]
 
 
-# Encodes float32 buffers in host memory in a few bits with compiled loops, where numba can be imported.
-
-
-@functools.cache
-def find_loops() -> Loops | str:
-    """The loops of this process, compiled by the first call; or why there are none, and what to do."""
-    try:
-        import numba
-
-        if numba.config.DISABLE_JIT:
-            return "NUMBA_DISABLE_JIT is set; unset it"
-        from fleet_train.collectives.methods.codec_loops import compile_loops
-
-        return compile_loops()
-    except Exception as error:  # numba rejects versions of numpy and processors with many types of errors
-        return f"numba does not work here ({type(error).__name__}: {error}); pip install numba"
-
-
-class CompiledCodec:
-    """Gives the bits of `HostCodec`: encoding reads each block once; decoding reads it once for all wires."""
-
-    def __init__(self, settings: QuantisedSettings, loops: Loops) -> None:
-        self._settings = settings
-        self._loops = loops
-
-    def add(self, total: Any, tensors: Sequence[Any]) -> Any:
-        return add_in_place(total, tensors)
-
-    def encode(self, values: Any, random: np.random.Generator | None = None) -> tuple[Any, Any]:
-        settings = self._settings
-        blocks = host_view(values).reshape(-1, settings.block)
-        wire = paddle.empty([len(blocks) * settings.block_bytes], "uint8")
-        levels, scales = cut(host_view(wire), settings)
-        constants = (settings.levels, offset_of(settings), np.float32(SMALLEST), np.float32(np.nan))
-        if random is None:
-            none = np.empty((len(blocks), 0), np.uint8)
-            self._loops.encode(blocks, levels, scales, none, *constants)
-        else:
-            for piece in pieces(len(blocks), settings):
-                drawn = drawn_bytes(random, blocks[piece].shape)
-                self._loops.encode(blocks[piece], levels[piece], scales[piece], drawn, *constants)
-        return wire, values
-
-    def decode(self, wires: Sequence[Any], factor: float, start: Any = None) -> Any:
-        settings, views = self._settings, [host_view(wire) for wire in wires]
-        blocks = views[0].size // settings.block_bytes
-        if any(view.size != blocks * settings.block_bytes for view in views):
-            raise ConversionError(
-                f"decode was given wires of {[view.size for view in views]} bytes; all must have the same size"
-            )
-        result = paddle.empty([blocks * settings.block], "float32") if start is None else start
-        total = host_view(result).reshape(blocks, settings.block)
-        addresses = np.array([view.ctypes.data for view in views], np.int64)
-        self._loops.decode(addresses, total, settings.bits, np.float32(factor), start is None)
-        return result
-
-
-# Encodes float32 buffers in host memory in a few bits with numpy, in pieces that fit into a core's cache.
-
-
 Array = np.ndarray[Any, Any]
 
 _PIECE_ELEMENTS = 65536
 """Elements per piece: a few temporaries of this size fit into a core's second-level cache."""
 
 
-def offset_of(settings: QuantisedSettings) -> Any:
-    """Added to a number in units of its scale (float32), it puts the level into the lowest byte."""
-    return np.float32(WHOLE if settings.bits == 8 else WHOLE + 8)
-
-
-def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
-    """(levels [blocks, bytes of a block], uint8; scales [blocks], float32): views of the wire."""
-    size = settings.block * settings.bits // 8
-    blocks = wire.size // settings.block_bytes
-    return wire[: blocks * size].reshape(blocks, size), wire[blocks * size :].view(np.float32)
-
-
-def pieces(blocks: int, settings: QuantisedSettings) -> Iterator[slice]:
-    """Of this many blocks, in order."""
-    step = _piece_blocks(settings)
-    return (slice(first, min(first + step, blocks)) for first in range(0, blocks, step))
-
-
-def drawn_bytes(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """uint8 of this shape, a multiple of 8 elements: the numbers of ``integers(0, 256)``, drawn 8 at a time."""
-    words = random.integers(0, 2**64, size=math.prod(shape) // 8, dtype=np.uint64)
-    return words.astype("<u8", copy=False).view(np.uint8).reshape(shape)
-
-
-def _piece_blocks(settings: QuantisedSettings) -> int:
-    return max(1, _PIECE_ELEMENTS // settings.block)
-
-
 class HostCodec:
-    """For tensors in the host's memory, which numpy reads and writes in place."""
+    """For tensors in the host's memory: numpy reads and writes them in place, in pieces."""
 
     def __init__(self, settings: QuantisedSettings) -> None:
         self._settings = settings
@@ -166,24 +79,33 @@ class HostCodec:
     def encode(self, values: Any, random: np.random.Generator | None = None) -> tuple[Any, Any]:
         blocks = host_view(values).reshape(-1, self._settings.block)
         wire = paddle.empty([len(blocks) * self._settings.block_bytes], "uint8")
-        levels, scales = cut(host_view(wire), self._settings)
+        self._encode_all(blocks, *cut(host_view(wire), self._settings), random)
+        return wire, values
+
+    def decode(self, wires: Sequence[Any], factor: float, start: Any = None) -> Any:
+        views = [host_view(wire) for wire in wires]
+        blocks = views[0].size // self._settings.block_bytes
+        if any(view.size != blocks * self._settings.block_bytes for view in views):
+            raise ConversionError(
+                f"decode was given wires of {[view.size for view in views]} bytes; all must have the same size"
+            )
+        result = paddle.empty([blocks * self._settings.block], "float32") if start is None else start
+        total = host_view(result).reshape(blocks, self._settings.block)
+        self._decode_all(views, total, factor, start is None)
+        return result
+
+    def _encode_all(self, blocks: Array, levels: Array, scales: Array, random: np.random.Generator | None) -> None:
         work = self._work(len(blocks))
         with np.errstate(all="ignore"):
             for piece in pieces(len(blocks), self._settings):
                 self._encode(blocks[piece], levels[piece], scales[piece], work, random)
-        return wire, values
 
-    def decode(self, wires: Sequence[Any], factor: float, start: Any = None) -> Any:
-        parts = [cut(host_view(wire), self._settings) for wire in wires]
-        blocks = len(parts[0][1])
-        result = paddle.empty([blocks * self._settings.block], "float32") if start is None else start
-        total = host_view(result).reshape(blocks, self._settings.block)
-        work = self._work(blocks)
+    def _decode_all(self, wires: Sequence[Array], total: Array, factor: float, is_empty: bool) -> None:
+        parts, work = [cut(wire, self._settings) for wire in wires], self._work(len(total))
         with np.errstate(all="ignore"):
-            for piece in pieces(blocks, self._settings):
+            for piece in pieces(len(total), self._settings):
                 for index, (levels, scales) in enumerate(parts):
-                    self._decode(levels[piece], scales[piece], factor, total[piece], work, start is None and not index)
-        return result
+                    self._decode(levels[piece], scales[piece], factor, total[piece], work, is_empty and not index)
 
     def _work(self, blocks: int) -> Array:
         return np.empty((min(blocks, _piece_blocks(self._settings)), self._settings.block), np.float32)
@@ -247,11 +169,76 @@ def _pack(lowest: Array, levels: Array) -> None:
     np.bitwise_or(levels, lowest[:, :half], out=levels)
 
 
-# Encodes float32 tensors on a device in a few bits, with Paddle's operators; the host waits for none of them.
+def offset_of(settings: QuantisedSettings) -> Any:
+    """Added to a number in units of its scale (float32), it puts the level into the lowest byte."""
+    return np.float32(WHOLE if settings.bits == 8 else WHOLE + 8)
+
+
+def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
+    """(levels [blocks, bytes of a block], uint8; scales [blocks], float32): views of the wire."""
+    size = settings.block * settings.bits // 8
+    blocks = wire.size // settings.block_bytes
+    return wire[: blocks * size].reshape(blocks, size), wire[blocks * size :].view(np.float32)
+
+
+def pieces(blocks: int, settings: QuantisedSettings) -> Iterator[slice]:
+    """Of this many blocks, in order."""
+    step = _piece_blocks(settings)
+    return (slice(first, min(first + step, blocks)) for first in range(0, blocks, step))
+
+
+def drawn_bytes(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """uint8 of this shape, a multiple of 8 elements: the numbers of ``integers(0, 256)``, drawn 8 at a time."""
+    words = random.integers(0, 2**64, size=math.prod(shape) // 8, dtype=np.uint64)
+    return words.astype("<u8", copy=False).view(np.uint8).reshape(shape)
+
+
+def _piece_blocks(settings: QuantisedSettings) -> int:
+    return max(1, _PIECE_ELEMENTS // settings.block)
+
+
+class CompiledCodec(HostCodec):
+    """With compiled loops: encoding reads each block once; decoding reads it once for all wires."""
+
+    def __init__(self, settings: QuantisedSettings, loops: Loops) -> None:
+        super().__init__(settings)
+        self._loops = loops
+
+    def _encode_all(self, blocks: Array, levels: Array, scales: Array, random: np.random.Generator | None) -> None:
+        constants = (self._settings.levels, self._offset, np.float32(SMALLEST), np.float32(np.nan))
+        if random is None:
+            none = np.empty((len(blocks), 0), np.uint8)
+            self._loops.encode(blocks, levels, scales, none, *constants)
+            return
+        for piece in pieces(len(blocks), self._settings):
+            drawn = drawn_bytes(random, blocks[piece].shape)
+            self._loops.encode(blocks[piece], levels[piece], scales[piece], drawn, *constants)
+
+    def _decode_all(self, wires: Sequence[Array], total: Array, factor: float, is_empty: bool) -> None:
+        addresses = np.array([wire.ctypes.data for wire in wires], np.int64)
+        self._loops.decode(addresses, total, self._settings.bits, np.float32(factor), is_empty)
+
+
+@functools.cache
+def find_loops() -> Loops | str:
+    """The loops of this process, compiled by the first call; or why there are none, and what to do."""
+    try:
+        import numba
+
+        if numba.config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT is set; unset it"
+        from fleet_train.collectives.methods.codec_loops import compile_loops
+
+        return compile_loops()
+    except Exception as error:  # numba rejects versions of numpy and processors with many types of errors
+        return f"numba does not work here ({type(error).__name__}: {error}); pip install numba"
 
 
 class DeviceCodec:
-    """Gives the bits of `HostCodec`, except for its own random numbers."""
+    """For tensors on a device, with Paddle's operators; the host waits for none of them.
+
+    Gives the bits of `HostCodec`, except for its own random numbers.
+    """
 
     def __init__(self, settings: QuantisedSettings) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The loops of `compiled`, compiled by numba for this processor. Nothing else may import this module.
+"""The loops of `CompiledCodec`, compiled by numba for this processor. Nothing but `codec` may import this module.
 
 Each operation is one of float32, rounded by itself as numpy's are: without ``fastmath`` no multiplication is fused
 with an addition. The loops start no threads and release the GIL.
@@ -193,10 +193,10 @@ def _cache_folder() -> Path | None:
         users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(numba.config.CACHE_DIR or users) / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except (OSError, RuntimeError):
         return None
-    is_ours = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
     return folder if is_ours and os.access(folder, os.W_OK) else None
 
 

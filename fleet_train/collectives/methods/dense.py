@@ -118,9 +118,6 @@ def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
     return [part.reshape(list(shape)) for part, shape in zip(paddle.split(buffer, sizes), shapes, strict=True)]
 
 
-# Sums of flat buffers over all ranks, as stages of collectives.
-
-
 class Allreduce(Protocol):
     """Sums of flat eager tensors over all ranks, in place where the backend allows."""
 
@@ -205,14 +202,14 @@ def without_cast(allreduce: Allreduce) -> Allreduce:
     return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 
-def make_allreduces(job: Job, number: int, hierarchical_ranks: int, between_dtype: str = "float32") -> list[Allreduce]:
+def make_allreduces(job: Job, number: int, group_size: int, between_dtype: str = "float32") -> list[Allreduce]:
     """One allreduce per communicator; called by all ranks in the same order.
 
-    ``hierarchical_ranks``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
+    ``group_size``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
     """
-    if not hierarchical_ranks:
+    if not group_size:
         return [FlatAllreduce(group) for group in job.communicators(number)]
-    return [_hierarchical(job, local_groups(job.world_size, hierarchical_ranks), between_dtype) for _ in range(number)]
+    return [_hierarchical(job, local_groups(job.world_size, group_size), between_dtype) for _ in range(number)]
 
 
 def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Allreduce:
@@ -223,9 +220,6 @@ def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str
     if between is not None and between_dtype != "float32":
         between = CastAllreduce(between, between_dtype, cast_for(job.engine.reads_values))
     return HierarchicalAllreduce(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)
-
-
-# Casts between float32 and bfloat16 in host memory: the bits of Paddle's ``cast``, in a fifth of its time.
 
 
 _PIECE = 1 << 16
@@ -253,7 +247,8 @@ def _cast(tensor: Any, dtype: str, into: Any = None) -> Any:
 
 
 def cast_on_host(tensor: Any, dtype: str, into: Any = None) -> Any:
-    """See `Cast`; ``tensor`` [...], of any dtype, on the CPU."""
+    """See `Cast`; ``tensor`` [...], of any dtype, on the CPU. Between float32 and bfloat16: the bits of Paddle's
+    ``cast``, in a fifth of its time."""
     if dtype == "bfloat16" and tensor.dtype == paddle.float32:
         narrow = paddle.empty(tensor.shape, dtype) if into is None else into
         _round(host_view(tensor.contiguous()), host_view(narrow))

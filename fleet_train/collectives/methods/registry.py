@@ -26,12 +26,14 @@ from fleet_train.collectives.methods.dense import (
     cut_for,
     flatten,
 )
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedMethod, QuantisedSums
 from fleet_train.collectives.paddle_compat import dynamic_mode
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.dgc import DgcSettings
+from fleet_train.profile.methods.quantised import quantised_settings
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,19 @@ class _FromStages(Stateless):
 def dense(parts: Parts) -> BucketMethod:
     """All of a gradient, or 16 bits of it: the allreduce between the leaders of local groups casts by itself."""
     allreduce, wire_dtype = parts.allreduce, compression_of(parts.bucket.compression).wire_dtype
-    if wire_dtype and not parts.plan.team_size:
+    if wire_dtype and not parts.plan.group_size:
         allreduce = CastAllreduce(allreduce, wire_dtype, cast_for(parts.reads_values))
     return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, parts.cut)
 
 
-# The state that the methods of all buckets keep between steps, by parameter: saved on one cluster, loaded on another.
-#
-# Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other
-# buckets.
+def quantised(parts: Parts) -> BucketMethod:
+    """Integers of a few bits with a scale per block."""
+    bucket = parts.bucket
+    if parts.quantised is None:
+        raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
+    settings = quantised_settings(parts.profile, bucket.compression)
+    carried = parts.quantised.make(bucket.communicator, bucket.gradients[0].name, bucket.elements, settings)
+    return QuantisedMethod(bucket, carried, parts.plan.world_size, parts.cut)
 
 
 Array = np.ndarray[Any, Any]
@@ -117,7 +123,11 @@ Methods = Sequence[tuple[Bucket, Remembers]]
 
 
 def read_state(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(state that is equal on all ranks, this rank's own state)."""
+    """(state that is equal on all ranks, this rank's own state): saved on one cluster, loaded on another.
+
+    Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other
+    buckets.
+    """
     alike: dict[str, Array] = {}
     own: dict[str, Array] = {}
     for _, method in methods:

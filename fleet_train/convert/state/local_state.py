@@ -128,6 +128,6 @@ def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> Non
     if averager is None:
         return
     if _NUMBERS in arrays:
-        averager.schedule.take([float(number) for number in arrays[_NUMBERS]])
+        averager.schedule.restore([float(number) for number in arrays[_NUMBERS]])
     with dynamic_mode():
-        averager.take(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))
+        averager.restore(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))

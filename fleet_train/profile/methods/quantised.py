@@ -148,8 +148,8 @@ def _quantised(name: str, words: str, costs: CodingCosts) -> Compression:
         keeps_rest=True,
         may_decline=True,
         costs=costs,
-        ranks_in="fleet_train.collectives.methods.quantised:make_method",
-        numpy_in="fleet_train.plan.simulate_quantised:QuantisedSimulation",
+        ranks_in="fleet_train.collectives.methods.registry:quantised",
+        numpy_in="fleet_train.plan.simulate_methods:QuantisedSimulation",
     )
 
 

@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engine import Collective, Place
+from fleet_train.collectives.engine import CallContext, Collective
 from fleet_train.collectives.engines import StreamEngine
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
@@ -58,8 +58,8 @@ class OneOfTwo(AgreeingJob):
     def communicators(self, number: int) -> list[Any]:
         return [Pair(index) for index in range(number)]
 
-    def attribute_failure(self, place: Place, error: BaseException) -> WorkerFailed:
-        return WorkerFailed(f"{place.what}: {error}")
+    def attribute_failure(self, context: CallContext, error: BaseException) -> WorkerFailed:
+        return WorkerFailed(f"{context.what}: {error}")
 
 
 def by_arithmetic(collective: Collective, _: bool) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet_train.collectives.engine import Collective, HostDevice, Place, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Stage, Stages
 from fleet_train.collectives.engines import StreamEngine, Watchdog
 from fleet_train.errors import WorkerFailed
 
-PLACE = Place("step 1", "step 1, bucket 0")
+PLACE = CallContext("step 1", "step 1, bucket 0")
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Recorder:
 class Attributed:
     """The ``blame`` of an engine, and for what it was called."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[CallContext] = field(default_factory=list)
 
-    def __call__(self, place: Place, error: BaseException) -> WorkerFailed:
-        self.places.append(place)
-        return WorkerFailed(f"{place.what}: {error}")
+    def __call__(self, context: CallContext, error: BaseException) -> WorkerFailed:
+        self.places.append(context)
+        return WorkerFailed(f"{context.what}: {error}")
 
 
 def unwatched() -> Watchdog:

@@ -75,9 +75,9 @@ def test_one_local_group_has_no_leaders_to_sum_between() -> None:
 
 
 def test_each_communicator_has_local_groups_of_its_own() -> None:
-    for hierarchical_ranks, groups in ((0, 3), (2, 9)):
+    for group_size, groups in ((0, 3), (2, 9)):
         (rank,) = ranks_of(5)[:1]
-        made = make_allreduces(rank, 3, hierarchical_ranks)  # type: ignore[arg-type]
+        made = make_allreduces(rank, 3, group_size)  # type: ignore[arg-type]
         assert (len(made), len(rank.formed)) == (3, groups)
 
 

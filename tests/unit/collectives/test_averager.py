@@ -13,9 +13,9 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives import fragments as flats_module
 from fleet_train.collectives.averaging import Held, ParameterAverager
 from fleet_train.collectives.methods import dense as allreduce
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
@@ -26,7 +26,7 @@ SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "thr
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, quantised_sum):
+    for module in (allreduce, quantised):
         monkeypatch.setattr(module, "new_group", form)
 
 
@@ -189,7 +189,7 @@ def test_adaptive_period_follows_from_the_mean_loss_that_is_read_once_later() ->
         assert [one.elements for one in sent] == [19, 1]
         for one in every:
             before = one.schedule.period
-            heard = one._heard
+            heard = one._pending_loss
             assert heard is not None
             assert (heard[0].reads, heard[1], before) == (0, 0.5, 8)  # type: ignore[attr-defined]
             one.settle()
@@ -204,7 +204,7 @@ def test_other_schedules_ask_for_no_loss() -> None:
     average(every, [Held(full(1.0), [], []) for _ in every], losses=[float("nan")] * 3)
     for one in every:
         one.settle()
-        assert (one.schedule.period, one.rate) == (8, 0.5)
+        assert (one.schedule.period, one.rate()) == (8, 0.5)
 
 
 FRAGMENTS = {"local_sgd_fragments": 2, "local_sgd_steps": 4, "local_sgd_fragment_pattern": "strided"}
@@ -249,15 +249,15 @@ def test_anchor_and_momentum_of_fragments_are_saved_as_those_of_all_parameters()
     assert one.velocity[0].tolist() == flat(momentum)
     (again, *_) = averagers(**settings)
     assert (again.anchor, again.velocity) == (None, None)
-    again.take(one.anchor, one.velocity)
+    again.restore(one.anchor, one.velocity)
     assert again.anchor is not None
     assert again.velocity is not None
     assert again.anchor[0].tolist() == flat(agreed)
     assert again.velocity[0].tolist() == flat(momentum)
     assert again.fragments[1].anchor[0].tolist() == [15.0] * 4  # type: ignore[index]
-    again.take(None, None)
+    again.restore(None, None)
     assert (again.anchor, again.velocity) == (None, None)
-    again.take(one.anchor, None)
+    again.restore(one.anchor, None)
     assert again.velocity is None
 
 

@@ -103,9 +103,9 @@ def told(*updates: Sequence[Any], buckets: int = 1) -> int | None:
     for step, gradients in enumerate(updates, start=1):
         for gradient in gradients:
             first.see([paddle.to_tensor(np.asarray(gradient, "float32"))], step)
-        assert step > 2 or first.tell(step) is None, "the copies of this step have not ended"
-    digest = first.tell(len(updates) + 1)
-    assert first.tell(len(updates) + 2) is None, "once"
+        assert step > 2 or first.digest(step) is None, "the copies of this step have not ended"
+    digest = first.digest(len(updates) + 1)
+    assert first.digest(len(updates) + 2) is None, "once"
     return digest
 
 
@@ -136,4 +136,4 @@ def test_gradients_of_other_dtypes_are_told(dtype: str) -> None:
     first = FirstGradients(HostDevice(), 1)
     for step, value in ((1, 1.5), (2, 2.5)):
         first.see([paddle.full([2, 3], value, dtype)], step)
-    assert first.tell(3) is not None
+    assert first.digest(3) is not None

@@ -10,10 +10,9 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.methods import dense, quantised_sum
+from fleet_train.collectives.methods import dense, quantised
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedAllreduce, QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedAllreduce, QuantisedMethod, QuantisedSums
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
@@ -27,9 +26,9 @@ GRADIENTS = [TensorSpec(f"w{index}", shape, "float32") for index, shape in enume
 
 @pytest.fixture(autouse=True, params=["nccl", "gloo"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (dense, quantised_sum):
+    for module in (dense, quantised):
         monkeypatch.setattr(module, "new_group", form)
-    monkeypatch.setattr(quantised_sum, "backend_name", lambda: request.param)
+    monkeypatch.setattr(quantised, "backend_name", lambda: request.param)
     return str(request.param)
 
 
@@ -40,7 +39,7 @@ def settings(bits: int = 8, **others: Any) -> QuantisedSettings:
 def sums_of(rank: PaperRank, **profile: Any) -> QuantisedSums:
     chosen = Profile(compression="int8", **profile)
     plan = build_plan(GRADIENTS, Cluster.imagined(rank.world_size, 1), chosen)
-    made = make_allreduces(rank, plan.communicators, plan.team_size)  # type: ignore[arg-type]
+    made = make_allreduces(rank, plan.communicators, plan.group_size)  # type: ignore[arg-type]
     return QuantisedSums(rank, plan, made)  # type: ignore[arg-type]
 
 
@@ -108,8 +107,8 @@ def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int,
         for rank, total in enumerate(found):
             np.testing.assert_array_equal(total, found[0])
             np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
-            assert (every[rank].step, every[rank].keeps_back) == (step + 1, feedback)
-            owed = every[rank].owed.numpy()
+            assert (every[rank].step, every[rank].has_error_feedback) == (step + 1, feedback)
+            owed = every[rank].residual.numpy()
             np.testing.assert_allclose(owed, simulated.owed[rank, :ELEMENTS], rtol=1e-4, atol=1e-5)
 
 
@@ -117,14 +116,14 @@ def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int,
 def test_nothing_is_lost_between_what_is_read_and_what_is_owed(world_size: int) -> None:
     every, brought = allreduces(world_size, settings(4)), values(world_size)
     (total, *_) = summed(every, brought)
-    owed = sum(one.owed.numpy() for one in every)
+    owed = sum(one.residual.numpy() for one in every)
     np.testing.assert_allclose(total + owed, brought.sum(axis=0), rtol=0, atol=1e-5)
     assert np.abs(owed).max() > 0.1
 
 
 def test_nothing_is_owed_before_the_first_sum() -> None:
     (one, _) = allreduces(2, settings())
-    assert (one.step, one.owed.tolist()) == (0, [0.0] * ELEMENTS)
+    assert (one.step, one.residual.tolist()) == (0, [0.0] * ELEMENTS)
 
 
 @WORLDS
@@ -138,7 +137,7 @@ def test_a_factor_is_taken_of_what_is_read_and_not_of_what_is_owed(world_size: i
     found, _ = in_turn([one.sum_added(0.25) for one in every])
     for one, other, quarter in zip(every, whole, found, strict=True):
         np.testing.assert_array_equal(quarter.numpy(), total / 4)
-        np.testing.assert_array_equal(one.owed.numpy(), other.owed.numpy())
+        np.testing.assert_array_equal(one.residual.numpy(), other.residual.numpy())
 
 
 def test_two_send_everything_once_and_three_their_parts_and_then_the_sums(backend: str) -> None:
@@ -163,11 +162,11 @@ def test_random_numbers_of_a_step_come_again_after_its_state_is_taken_back(world
     assert (first != second).any()
     again = allreduces(world_size, stochastic)
     np.testing.assert_array_equal(summed(again, brought)[0], first)
-    owed = [one.owed.clone() for one in again]
+    owed = [one.residual.clone() for one in again]
     after = allreduces(world_size, stochastic)
     for one, left in zip(after, owed, strict=True):
-        one.take(left, 1)
-        np.testing.assert_array_equal(one.owed.numpy(), left.numpy())
+        one.restore(left, 1)
+        np.testing.assert_array_equal(one.residual.numpy(), left.numpy())
     np.testing.assert_array_equal(summed(after, brought)[0], second)
     np.testing.assert_array_equal(summed(after, brought)[0], third)
     other = allreduces(world_size, stochastic, "another name")
@@ -279,7 +278,7 @@ def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> Non
             made = [sums.make(communicator, "w0", ELEMENTS, settings()).rounded for sums in every]
             _, sent = in_turn([one.sum([paddle.ones([ELEMENTS])]) for one in made])
             assert sent[-1].ranks == (0, 1, 2)
-            gathers = [stage.collectives[0].group.id for stage in made[0]._links.gather(paddle.ones([4], "uint8"))]
+            gathers = [stage.collectives[0].group.id for stage in made[0]._all_to_all.gather(paddle.ones([4], "uint8"))]
             assert gathers == [communicator]
 
 

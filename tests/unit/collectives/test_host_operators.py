@@ -14,9 +14,9 @@ from paddle.nn import functional as F
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import sync_batch_norm
+from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Progress, Stage
 from fleet_train.collectives.host_ops import (
-    HeldValues,
     broadcast,
     emit_arrive,
     emit_barrier,
@@ -96,7 +96,7 @@ def test_a_steps_operators_call_the_exchange_in_the_order_of_their_chain(main: A
     chain = emit_begin(exchange, [b], chain)
     chain = emit_launch(exchange, BUCKET, [w, b], chain, ends if merged else None)
     chain, averages = emit_wait(exchange, BUCKET, [w.dtype, b.dtype], chain)
-    chain = emit_finish(exchange, HeldValues([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
+    chain = emit_finish(exchange, Held([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
     operators = [one for one in main.global_block().ops if "fleet_train_" in one.name()]
     assert [is_link(one) for one in operators] == [passes_a_token(one) for one in operators] == [True] * 5
     assert not any(map(is_barrier, operators))
@@ -256,7 +256,7 @@ def test_what_onednn_computed_is_read_in_paddles_layout(main: Any) -> None:
 @pytest.mark.usefixtures("onednn")
 def test_loss_is_read_in_paddles_layout_and_variables_are_not_copied(main: Any) -> None:
     value, _ = convolved()
-    emit_finish(Exchange(), HeldValues([value], [], []), ["w"], value.mean(), token())  # type: ignore[arg-type]
+    emit_finish(Exchange(), Held([value], [], []), ["w"], value.mean(), token())  # type: ignore[arg-type]
     (finish,) = [one for one in main.global_block().ops if "fleet_train_finish" in one.name()]
     assert [one.get_defining_op().name() for one in finish.operands_source()][1:] == ["pd_op.conv2d", "pd_op.assign"]
 

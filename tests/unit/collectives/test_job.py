@@ -14,13 +14,13 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient
 from fleet_train.collectives import job as job_module
-from fleet_train.collectives.engine import Collective, Place
+from fleet_train.collectives.engine import CallContext, Collective
 from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.in_turn import form
 
 CLUSTER = Cluster.imagined(3, 1)
-PLACE = Place("step 4", "step 4, bucket 1")
+PLACE = CallContext("step 4", "step 4, bucket 1")
 ABSENT = (Absence(2, "missing", "did not come"),)
 CALLS: dict[str, Callable[[Job], Any]] = {
     "barrier": lambda job: job.barrier("here"),
@@ -163,7 +163,7 @@ def test_names_are_numbered_each_for_itself(alone: Job) -> None:
 def test_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
     meetings = []
     for number in (0, 0, 1, 1, 0):
-        alone.take_turn(number)
+        alone.mark_active_program(number)
         meetings.append(alone.sync_points)
     assert meetings == [1, 1, 2, 2, 3]
 
@@ -409,7 +409,7 @@ def test_departure_is_reported_once_and_all_connections_are_closed(make: Callabl
 
 def test_engines_threads_end_with_the_job(make: Callable[..., Made]) -> None:
     made = make()
-    thread = made.job.engine.beside(threading.current_thread).result(60)
+    thread = made.job.engine.run_in_background(threading.current_thread).result(60)
     assert thread.is_alive()
     made.job.leave()
     assert not thread.is_alive()

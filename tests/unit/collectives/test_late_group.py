@@ -210,7 +210,7 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
         step_of(job, exchange, gradients(step))
         exchange.finish(Held(gradients(step), [], []), ["p0", "p1"], paddle.to_tensor([2.0]))
     exchange.drop_averaging()
-    averager.schedule.take([3.0, 0.0, 0.5, 1e-6])
+    averager.schedule.restore([3.0, 0.0, 0.5, 1e-6])
     step_of(job, exchange, gradients(9))
     assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
 

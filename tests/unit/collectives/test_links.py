@@ -9,8 +9,8 @@ import paddle
 import pytest
 
 from fleet_train.collectives.engine import Stages
-from fleet_train.collectives.methods import quantised_sum
-from fleet_train.collectives.methods.quantised_sum import GroupLinks, PairLinks, make_links
+from fleet_train.collectives.methods import quantised
+from fleet_train.collectives.methods.quantised import AllToAll, make_all_to_all
 from tests.unit.collectives.in_turn import form, in_turn, ranks_of
 from tests.unit.collectives.recorded import Group
 
@@ -22,10 +22,10 @@ WORLD = 6
 
 def linked(monkeypatch: pytest.MonkeyPatch, backend: str, members: list[int]) -> list[Any]:
     """The links of all ranks of the world."""
-    monkeypatch.setattr(quantised_sum, "new_group", form)
-    monkeypatch.setattr(quantised_sum, "backend_name", lambda: backend)
+    monkeypatch.setattr(quantised, "new_group", form)
+    monkeypatch.setattr(quantised, "backend_name", lambda: backend)
     ranks = ranks_of(WORLD)
-    links = [make_links(rank, form(rank, members), members) for rank in ranks]  # type: ignore[arg-type]
+    links = [make_all_to_all(rank, form(rank, members), members) for rank in ranks]  # type: ignore[arg-type]
     assert all(rank.formed == ranks[0].formed for rank in ranks)
     pairs = list(combinations(members, 2)) if backend == "gloo" and len(members) > 2 else []
     assert [group.ranks for group in ranks[0].formed[1:]] == pairs
@@ -38,7 +38,7 @@ def wire(sender: int, receiver: int) -> Any:
 
 def idle(stages: int) -> Stages[None]:
     """A rank that has no part in an exchange: it is not asked to take part by those who use links."""
-    yield from (quantised_sum.Stage(more=True) for _ in range(stages))
+    yield from (quantised.Stage(more=True) for _ in range(stages))
 
 
 @BACKENDS
@@ -76,8 +76,8 @@ def test_each_member_gets_what_the_others_sent_to_it_in_their_order(
 
 
 def test_gathering_ends_where_nothing_follows() -> None:
-    links = [GroupLinks(Group(0), [0, 1], rank) for rank in range(2)]
+    links = [AllToAll(Group(0), [0, 1], rank) for rank in range(2)]
     _, sent = in_turn([one.gather(wire(0, 0)) for one in links])
     assert [one.more for one in sent] == [False]
-    pairs = PairLinks(Group(0), [4, 2], 2, {})
+    pairs = AllToAll(Group(0), [4, 2], 2, {})
     assert (pairs.members, pairs.position) == (2, 1)

@@ -10,12 +10,11 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import dense as allreduce
-from fleet_train.collectives.methods import quantised_sum
+from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import BucketMethod, DenseMethod, make_allreduces
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.collectives.methods.quantised import QuantisedMethod
-from fleet_train.collectives.methods.quantised_sum import QuantisedSums
+from fleet_train.collectives.methods.quantised import QuantisedMethod, QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan
@@ -29,7 +28,7 @@ GRADIENTS = [TensorSpec("w", (20, 30), "float32")]
 
 @pytest.fixture(autouse=True)
 def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, quantised_sum):
+    for module in (allreduce, quantised):
         monkeypatch.setattr(module, "new_group", form)
 
 
@@ -42,7 +41,7 @@ def methods(compression: str, world_size: int = 2, **settings: Any) -> list[Buck
     for rank in ranks_of(world_size):
         job: Any = rank
         job.engine.device = type("Device", (), {"to_device": staticmethod(paddle.to_tensor)})()
-        allreduces = make_allreduces(job, 2, plan.team_size, compression_of(compression).wire_dtype or "float32")
+        allreduces = make_allreduces(job, 2, plan.group_size, compression_of(compression).wire_dtype or "float32")
         sums = QuantisedSums(job, plan, allreduces) if bucket.is_quantised else None
         dgc = DgcSettings(momentum=0.0, sparsity=(0.9,), min_elements=0) if compression == "dgc" else None
         found.append(Parts(bucket, job, plan, profile, allreduces[1], dgc, sums).make())

@@ -65,9 +65,9 @@ def step(clock: StepClock, waits: int = 1) -> None:
 def test_step_is_counted_once_the_device_has_passed_its_end(stream: Stream, clock: StepClock) -> None:
     step(clock)
     stream.work(0.0, 1.0, 1.5)
-    assert clock.tell().steps == clock.read().steps == 0
+    assert clock.read_unsent().steps == clock.read().steps == 0
     stream.work(2.0)
-    assert clock.tell().steps == clock.read().steps == 1
+    assert clock.read_unsent().steps == clock.read().steps == 1
 
 
 def test_busy_is_the_step_without_its_waits(stream: Stream, clock: StepClock) -> None:
@@ -76,7 +76,7 @@ def test_busy_is_the_step_without_its_waits(stream: Stream, clock: StepClock) ->
     # begin, two waits, end; two waits, end
     stream.work(10.0, 11.0, 11.5, 12.0, 12.25, 14.0)
     stream.work(15.0, 15.0, 16.0, 18.0, 19.0)
-    told, read = clock.tell(), clock.read()
+    told, read = clock.read_unsent(), clock.read()
     assert told.steps == read.steps == 2
     assert told.busy_seconds == pytest.approx((4.0 - 0.75) + (5.0 - 2.0))
     assert read.exposed_seconds == pytest.approx(0.75 + 2.0)
@@ -86,13 +86,13 @@ def test_host_that_is_ahead_counts_a_step_later(stream: Stream, clock: StepClock
     step(clock)
     step(clock)
     stream.work(0.0, 1.0, 2.0, 3.0)
-    told = clock.tell()
+    told = clock.read_unsent()
     assert (told.steps, told.busy_seconds) == (1, pytest.approx(2.0))
     stream.work(3.5, 4.5)
-    assert clock.tell().steps == 0
+    assert clock.read_unsent().steps == 0
     step(clock)
     stream.work(5.0)
-    told = clock.tell()
+    told = clock.read_unsent()
     assert (told.steps, told.busy_seconds) == (1, pytest.approx(1.0))
 
 
@@ -105,7 +105,7 @@ def test_wait_behind_the_last_bucket_counts_to_the_next_step(stream: Stream, clo
     assert clock.read().exposed_seconds == 0.0
     stream.work(2.0, 6.0, 7.0, 7.5, 8.0)
     assert clock.read().exposed_seconds == pytest.approx(4.0 + 0.5)
-    assert clock.tell().busy_seconds == pytest.approx(2.0 + 1.5)
+    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
 
 
 def test_wait_before_the_first_step_belongs_to_it(stream: Stream, clock: StepClock) -> None:
@@ -113,7 +113,7 @@ def test_wait_before_the_first_step_belongs_to_it(stream: Stream, clock: StepClo
         pass
     step(clock)
     stream.work(0.0, 3.0, 4.0, 4.0, 5.0)
-    assert clock.tell().busy_seconds == pytest.approx(2.0)
+    assert clock.read_unsent().busy_seconds == pytest.approx(2.0)
     assert clock.read().exposed_seconds == pytest.approx(3.0)
 
 
@@ -123,7 +123,7 @@ def test_reading_keeps_what_the_script_does_behind_it_out_of_the_next_step(strea
     clock.read()
     step(clock)
     stream.work(50.0, 51.0, 51.5, 52.0)  # the first of them: where the script went on
-    assert clock.tell().busy_seconds == pytest.approx(2.0 + 1.5)
+    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
     assert clock.read().exposed_seconds == pytest.approx(0.5)
 
 
@@ -144,7 +144,7 @@ def test_wait_that_is_read_before_the_device_has_passed_it_is_not_lost(
     stream.work(7.0, 8.0, 8.5, 9.0)
     second = clock.read().exposed_seconds
     assert (first, second) == ((0.0, pytest.approx(4.5)) if late else (pytest.approx(4.0), pytest.approx(0.5)))
-    assert clock.tell().busy_seconds == pytest.approx(2.0 + 1.5)
+    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
 
 
 def test_telling_and_reading_restart_independently(stream: Stream, clock: StepClock) -> None:
@@ -153,9 +153,9 @@ def test_telling_and_reading_restart_independently(stream: Stream, clock: StepCl
     step(clock)
     stream.work(0.0, 1.0, 2.0, 3.0)
     assert (clock.read().barrier_seconds, clock.read().barrier_seconds) == (0.25, 0.0)
-    told = clock.tell()
+    told = clock.read_unsent()
     assert (told.steps, told.barrier_seconds, told.busy_seconds) == (1, 0.25, pytest.approx(2.0))
-    assert clock.tell().steps == 0
+    assert clock.read_unsent().steps == 0
 
 
 def test_bytes_are_counted_when_they_are_added(clock: StepClock) -> None:
@@ -167,7 +167,7 @@ def test_bytes_are_counted_when_they_are_added(clock: StepClock) -> None:
 def test_on_the_host_every_step_is_counted_at_once() -> None:
     clock = StepClock()
     step(clock)
-    told, read = clock.tell(), clock.read()
+    told, read = clock.read_unsent(), clock.read()
     assert told.steps == read.steps == 1
     assert told.busy_seconds >= 0.0 <= read.exposed_seconds
 
@@ -175,5 +175,5 @@ def test_on_the_host_every_step_is_counted_at_once() -> None:
 def test_a_step_that_was_not_started_takes_no_time(stream: Stream, clock: StepClock) -> None:
     clock.end_step()
     stream.work(*[1.0] * stream.asked)
-    told = clock.tell()
+    told = clock.read_unsent()
     assert (told.steps, told.busy_seconds) == (1, 0.0)

@@ -75,8 +75,8 @@ def test_the_first_reason_for_a_stop_counts_once_all_ranks_know_it() -> None:
     rank.notes.request_stop("not heard")
     assert rank.notes.stop is None
     assert rank.notes.own().stop == "the machine is needed"
-    rank.notes.take(StepAnswer(1.0, (1, "a signal"), 1))
-    rank.notes.take(StepAnswer(1.0, (0, "the machine is needed"), 2))
+    rank.notes.read_answer(StepAnswer(1.0, (1, "a signal"), 1))
+    rank.notes.read_answer(StepAnswer(1.0, (0, "the machine is needed"), 2))
     assert rank.notes.stop == f"{Cluster.imagined(2, 1).describe(1)}: a signal"
 
 
@@ -90,9 +90,9 @@ def test_one_process_alone_stops_at_once() -> None:
 def test_the_longest_step_is_unknown_until_every_rank_has_reported_one() -> None:
     rank = Told()
     assert rank.notes.slowest_step_ms == math.inf
-    rank.notes.take(StepAnswer(12.5, None, 1))
+    rank.notes.read_answer(StepAnswer(12.5, None, 1))
     assert rank.notes.slowest_step_ms == 12.5
-    rank.notes.take(StepAnswer(None, None, 2))
+    rank.notes.read_answer(StepAnswer(None, None, 2))
     assert rank.notes.slowest_step_ms == math.inf
 
 
@@ -102,8 +102,8 @@ def test_a_reading_has_every_ranks_times_per_step_since_the_last_reading() -> No
         rank.step(0.5, exposed=0.25)
     rank.clock.add_barrier(0.5)
     rank.clock.add_sent(1000.0)
-    rank.notes.take(StepAnswer(500.0, None, 7))
-    rank.notes.take(StepAnswer(500.0, None, 6))  # of another program's barrier, taken in later
+    rank.notes.read_answer(StepAnswer(500.0, None, 7))
+    rank.notes.read_answer(StepAnswer(500.0, None, 6))  # of another program's barrier, taken in later
     rank.times = {0: [4, 2000.0, 500.0], 1: [4, 400.0, 3600.0]}
     read = rank.notes.read(5)
     assert (read.steps, read.exposed_ms, read.gate_wait_ms, read.bytes_sent) == (4, 250.0, 125.0, 250.0)

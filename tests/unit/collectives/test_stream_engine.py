@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import paddle
 import pytest
 
-from fleet_train.collectives.engine import HAND_OVER, Collective, HostDevice, Place, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, HostDevice, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.recorded import (
@@ -168,7 +168,7 @@ def test_a_collective_that_cannot_start_is_reported_once_with_its_place(engine_o
 
 def test_others_stage_that_fails_under_a_result_is_blamed_on_the_others(engine_of: Make, blamed: Attributed) -> None:
     engine = engine_of(Recorder(broken="theirs"))
-    others = Place("step 1", "step 1, bucket 7")
+    others = CallContext("step 1", "step 1, bucket 7")
     engine.start(stages(one("theirs", ALL, more=True), one("never", ALL)), others)
     asked = engine.start(stages(one("ours", ALL, more=True), one("last", ALL)), PLACE)
     with pytest.raises(WorkerFailed, match="bucket 7: theirs was lost"):
@@ -244,8 +244,8 @@ def test_calls_from_a_script_in_static_mode_are_eager(engine_of: Make) -> None:
 def test_what_runs_beside_is_on_one_other_thread_in_order(engine_of: Make) -> None:
     engine = engine_of(Recorder())
     released = threading.Event()
-    first = engine.beside(lambda: (released.wait(60), threading.current_thread())[1])
-    second = engine.beside(threading.current_thread)
+    first = engine.run_in_background(lambda: (released.wait(60), threading.current_thread())[1])
+    second = engine.run_in_background(threading.current_thread)
     assert not second.done()
     released.set()
     assert first.result(60) is second.result(60) is not threading.current_thread()
@@ -322,14 +322,14 @@ class Watched:
 
     def __init__(self) -> None:
         self.tasks: list[object] = []
-        self.calls: list[Place] = []
+        self.calls: list[CallContext] = []
 
-    def watch(self, task: object, place: Place) -> None:
-        self.tasks.append((task, place))
+    def watch(self, task: object, context: CallContext) -> None:
+        self.tasks.append((task, context))
 
     @contextmanager
-    def over_a_call(self, place: Place) -> Iterator[None]:
-        self.calls.append(place)
+    def over_a_call(self, context: CallContext) -> Iterator[None]:
+        self.calls.append(context)
         yield
 
     def stop(self) -> None:

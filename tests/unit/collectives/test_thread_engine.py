@@ -11,6 +11,7 @@ from dataclasses import replace
 import paddle
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.collectives import engines as thread
 from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.engines import ThreadEngine
@@ -144,7 +145,7 @@ def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
 
 def test_overlapped_work_is_queued_on_the_first_communicator(engine: ThreadEngine) -> None:
     released = threading.Event()
-    barrier = engine.beside(lambda: released.wait(SECONDS))
+    barrier = engine.run_in_background(lambda: released.wait(SECONDS))
     behind = engine.start(stages(calling(lambda: None), result=1), PLACE, communicator=0)
     assert not behind.done()
     released.set()
@@ -167,7 +168,7 @@ def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, bl
 def test_a_result_that_never_arrives_is_blamed_when_nothing_has_moved_for_the_bound(
     engine: ThreadEngine, blamed: Attributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread, "_MARGIN_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "COLLECTIVE_MARGIN_SECONDS", 0.1)
     released = threading.Event()
     place = replace(PLACE, timeout_seconds=0.2)
     running = engine.start(stages(calling(lambda: released.wait(SECONDS)), result=1), place)
@@ -232,5 +233,5 @@ def test_time_at_a_barrier_is_no_silence_of_the_collective_behind_it(
 
 def test_threads_keep_no_process_from_ending(engine: ThreadEngine) -> None:
     """One of them may stand in a call of a lost rank for ever."""
-    running = engine.beside(threading.current_thread)
+    running = engine.run_in_background(threading.current_thread)
     assert running.result(SECONDS).daemon

@@ -9,12 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.collectives import engines as module
-from fleet_train.collectives.engine import Place
-from fleet_train.collectives.engines import ASK_SECONDS, Watchdog
+from fleet_train.collectives.engine import CallContext
+from fleet_train.collectives.engines import Watchdog
 from fleet_train.errors import WorkerFailed
 
-FIRST, SECOND = Place("step 1", "bucket 0", timeout_seconds=60.0), Place("step 1", "bucket 1", timeout_seconds=60.0)
+FIRST, SECOND = (
+    CallContext("step 1", "bucket 0", timeout_seconds=60.0),
+    CallContext("step 1", "bucket 1", timeout_seconds=60.0),
+)
 REAL_SECONDS = 60
 
 
@@ -37,7 +41,7 @@ class Scene:
         self.now = 1000.0
         self.asked = 0
         self.gone: bool | Exception = False
-        self.stuck: list[tuple[Place, float]] = []
+        self.stuck: list[tuple[CallContext, float]] = []
         self.watchdog = Watchdog(lambda place, seconds: self.stuck.append((place, seconds)), self._is_hopeless)
 
     def _is_hopeless(self) -> bool:
@@ -46,9 +50,9 @@ class Scene:
             raise self.gone
         return self.gone
 
-    def watch(self, place: Place = FIRST) -> Task:
+    def watch(self, context: CallContext = FIRST) -> Task:
         task = Task()
-        self.watchdog.watch(task, place)
+        self.watchdog.watch(task, context)
         return task
 
     def looked_at(self, task: Task) -> None:
@@ -68,7 +72,7 @@ def until(condition: Callable[[], bool]) -> None:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(timeouts, "WATCHDOG_POLL_SECONDS", 0.002)
     yield made
     made.watchdog.stop()
 
@@ -121,14 +125,14 @@ def test_time_in_which_nothing_is_in_flight_does_not_count(scene: Scene) -> None
 
 def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(scene: Scene) -> None:
     task = scene.watch()
-    scene.now += ASK_SECONDS - 0.1
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
     scene.looked_at(task)
     assert scene.asked == 0
     scene.now += 0.2
     until(lambda: scene.asked == 1)
     scene.looked_at(task)
     assert scene.asked == 1
-    scene.now += ASK_SECONDS + 0.1
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
     until(lambda: scene.asked == 2)
     assert scene.stuck == []
 
@@ -136,7 +140,7 @@ def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(sc
 def test_a_lost_rank_ends_it_long_before_the_timeout(scene: Scene) -> None:
     scene.watch()
     scene.gone = True
-    scene.now += ASK_SECONDS + 0.1
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
     until(lambda: bool(scene.stuck))
     assert scene.stuck[0][0] is FIRST
     assert scene.stuck[0][1] < FIRST.timeout_seconds / 2
@@ -148,7 +152,7 @@ def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
         scene.watch().ended = True
         task = scene.watch()
         scene.looked_at(task)
-        scene.now += ASK_SECONDS - 0.1
+        scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
         task.ended = True
         seen = task.looks
         until(lambda seen=seen, task=task: task.looks > seen)  # type: ignore[misc]
@@ -158,7 +162,7 @@ def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
 def test_an_unreachable_store_counts_as_a_lost_rank(scene: Scene) -> None:
     scene.watch()
     scene.gone = WorkerFailed("the store does not answer")
-    scene.now += ASK_SECONDS + 0.1
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
     until(lambda: bool(scene.stuck))
     assert scene.stuck[0][0] is FIRST
 
@@ -204,7 +208,7 @@ def test_a_callback_may_stop_it(scene: Scene) -> None:
     """Ending the process stops the engine, on the watchdog's own thread."""
     stopped = threading.Event()
 
-    def on_stuck(_: Place, __: float) -> None:
+    def on_stuck(_: CallContext, __: float) -> None:
         watchdog.stop()
         stopped.set()
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import paddle
 
-from fleet_train.plan.simulate_methods import gloo_sum_bfloat16, to_bfloat16
+from fleet_train.plan.simulate_methods import ring_sum_16_bit, to_bfloat16
 
 ULP = 2.0**-7  # from 1 to the next bfloat16
 
@@ -34,4 +34,4 @@ def test_rounds_as_paddle_does() -> None:
 def test_sum_of_three_depends_on_the_chunk() -> None:
     # Chunks of 2 elements: the first adds ranks 2, 1, 0; the second 0, 2, 1; the third 1, 0, 2.
     ranks = [np.full(6, 1.0, "float32"), np.full(6, ULP / 2, "float32"), np.full(6, ULP / 2, "float32")]
-    np.testing.assert_array_equal(gloo_sum_bfloat16(ranks), [1 + ULP, 1 + ULP, 1.0, 1.0, 1.0, 1.0])
+    np.testing.assert_array_equal(ring_sum_16_bit(ranks, to_bfloat16), [1 + ULP, 1 + ULP, 1.0, 1.0, 1.0, 1.0])

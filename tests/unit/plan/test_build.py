@@ -73,7 +73,7 @@ def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
 
 def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
     profile = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
-    assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).team_size == 2
+    assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).group_size == 2
     with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
         build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
 

@@ -49,7 +49,7 @@ def test_every_description_is_complete(name: str) -> None:
         only_with = KNOBS[knob].only_with
         assert only_with is not None
         assert name in only_with.choices["compression"]
-    assert TYPICAL.codec(name) == described.costs.codec
+    assert TYPICAL.of(name).codec == described.costs.codec
     for where in (described.ranks_in, described.numpy_in):
         assert not where or callable(base._named(where))
     overridden = type(described)

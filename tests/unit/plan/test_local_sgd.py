@@ -107,7 +107,7 @@ def test_a_schedule_resumes_from_its_numbers() -> None:
     one.adapt(0.1, 8.0)
     assert averagings(one, 3) == []
     assert one.numbers() == [8.0, 3.0, 0.1, 2.0]
-    other.take(one.numbers())
+    other.restore(one.numbers())
     assert averagings(other, 5) == [(5, 0)]
     other.adapt(0.1, 4.5)
     assert other.period == 6

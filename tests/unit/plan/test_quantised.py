@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.codec import DeviceCodec, HostCodec, make_codec
-from fleet_train.collectives.methods.quantised_sum import rounds
+from fleet_train.collectives.methods.quantised import rounds
 from fleet_train.errors import ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import fragments_of

@@ -14,7 +14,7 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.pricing import traffic
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
-from fleet_train.plan.simulate_quantised import QuantisedSum
+from fleet_train.plan.simulate_methods import QuantisedSum
 from fleet_train.plan.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
@@ -237,7 +237,7 @@ def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool)
         buffers = [random.standard_normal(500, np.float32) for _ in range(ranks)]
         inputs += np.sum(buffers, axis=0)
         outputs += simulated.sum(buffers)
-    owed = np.sum(simulated.owed, axis=0)[:500]
+    owed = np.sum(simulated.residuals, axis=0)[:500]
     assert 0 < np.abs(owed).max() < ranks * 0.2
     np.testing.assert_allclose(outputs + owed, inputs, atol=1e-4)
 
@@ -246,7 +246,7 @@ def test_without_error_feedback_a_quantised_sum_owes_nothing() -> None:
     simulated = QuantisedSum("w", 64, 3, 1, QuantisedSettings(8, 32, error_feedback=False))
     buffers = [np.full(64, rank + 0.123, np.float32) for rank in range(3)]
     np.testing.assert_allclose(simulated.sum(buffers), 3.369, rtol=0.01)
-    assert not np.any(simulated.owed)
+    assert not np.any(simulated.residuals)
 
 
 def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
