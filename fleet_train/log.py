@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Iterable
 
 from fleet_train.errors import printable
 
@@ -30,3 +31,14 @@ if not logger.handlers:
     logger.addHandler(StderrHandler())
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
+
+
+_logged: set[str] = set()
+
+
+def log_once(messages: Iterable[str], rank: int) -> None:
+    """Log each message on rank 0, the first time that this process has it; the other ranks are silent."""
+    for message in messages:
+        if rank == 0 and message not in _logged:
+            _logged.add(message)
+            logger.info("%s", message)

@@ -19,9 +19,9 @@ from fleet_train.compat.loading import DataFeeder, Feed
 from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import session
 from fleet_train.convert.calls import values_of_all
-from fleet_train.convert.profile_settings import say
 from fleet_train.convert.strategy import ArgumentError
 from fleet_train.errors import ConversionError
+from fleet_train.log import log_once
 
 Sample = tuple[np.ndarray[Any, Any], ...]
 
@@ -163,7 +163,7 @@ class InMemoryDataset(QueueDataset):
             "global_shuffle is mapped: each rank shuffles its own samples; to exchange them, shuffle the list of files"
         )
         if fleet is not None:
-            say([f"{notice} with the same seed on all ranks before fleet.split_files"], _rank())
+            log_once([f"{notice} with the same seed on all ranks before fleet.split_files"], _rank())
         self.local_shuffle()
 
     def get_memory_data_size(self, fleet: Any = None) -> int:
@@ -244,9 +244,9 @@ def _checked(call: str, dataset: QueueDataset | None, thread: int, debug: bool, 
     if not isinstance(dataset, QueueDataset):
         raise ArgumentError(f"{call}: dataset={dataset!r}: give a compat.QueueDataset or a compat.InMemoryDataset")
     if thread > 1:
-        say([f"{call}: thread={thread} {_THREADS}"], _rank())
+        log_once([f"{call}: thread={thread} {_THREADS}"], _rank())
     if debug:
-        say([f"{call}: debug=True is mapped: print_period says how often values are printed"], _rank())
+        log_once([f"{call}: debug=True is mapped: print_period says how often values are printed"], _rank())
     return dataset.batches()
 
 
@@ -291,7 +291,7 @@ def _in_step(batches: Iterator[Feed]) -> Iterator[Feed]:
         notice = (
             f"train_from_dataset: stopped after {before} steps, when rank {last} had no batch left; further batches"
         )
-        say([f"{notice} of rank {', '.join(longer)} are left out"], _rank())
+        log_once([f"{notice} of rank {', '.join(longer)} are left out"], _rank())
 
 
 def _lines(path: str, command: str) -> Iterator[bytes]:
@@ -334,7 +334,7 @@ def _parsed(line: bytes, dtypes: Sequence[str], where: str) -> Sample:
 
 def _say_mapped(name: str, value: Any, usual: Any) -> None:
     if value != usual:
-        say([f"{name}={value} {_MAPPED[name]}"], _rank())
+        log_once([f"{name}={value} {_MAPPED[name]}"], _rank())
 
 
 def _rank() -> int:

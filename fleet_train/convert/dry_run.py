@@ -1,4 +1,4 @@
-"""Planning without a cluster: a script runs up to ``minimize`` as rank 0 of a simulated job."""
+"""Planning without a cluster: a script runs up to ``minimize`` as rank 0 of a simulated job; and timing a real one."""
 
 from __future__ import annotations
 
@@ -111,9 +111,6 @@ def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, net
         return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
     finally:
         sys.argv, sys.path[:] = before
-
-
-# Measuring a cluster: join the job that the launcher describes, time the links, leave.
 
 
 @dataclass(frozen=True)

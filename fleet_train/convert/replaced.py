@@ -2,9 +2,9 @@
 
 - ``sys.excepthook`` (`exits`): an error of ours is one line, and has its own exit code.
 - ``sys.exit`` (`exits`): its code is this rank's failure, which the others learn before the process has ended.
-- ``paddle.static.Executor.run`` (`apart`, `compat.loading`, `compat.testing`, trials of `recommend`): scripts, and the
-  libraries that they use, run programs with Paddle's executors.
-- ``paddle.base.core.serialize_pir_program`` (`serializing`): scripts save converted programs with Paddle's functions.
+- ``paddle.static.Executor.run`` (`session`, `compat.loading`, `compat.testing`, trials of `recommend`): scripts, and
+  the libraries that they use, run programs with Paddle's executors.
+- ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
 - Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
 
 All of these go through this module. ``fleet.shutdown`` puts them back, in one process and in several, unless it is
@@ -13,7 +13,7 @@ called while an error of ours may be ending the script, which is still to be pri
 another library has replaced ``sys.excepthook`` (it does nothing without a job); glibc's ``on_exit``, because
 Paddle's threads outlive the job; what forked children do with what they inherit (here, and for the store's connections
 and claims of folders); the allocator's thresholds; and variables of the environment that Paddle's C++ code reads
-(`collectives.job.join`).
+(`collectives.join`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fleet_train.convert.state import safetensors_file
+from fleet_train.convert import safetensors_file
 from fleet_train.errors import CheckpointError
 from tests.support.processes import ROOT
 

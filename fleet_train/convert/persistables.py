@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import fleet_train
 from fleet_train.collectives.paddle_compat import installed_version
-from fleet_train.convert.state import safetensors_file
-from fleet_train.convert.state.program_state import OPTIMIZER, PARAMETER, PASS
-from fleet_train.convert.state.safetensors_file import WAY_OUT, Arrays, Content
+from fleet_train.convert import safetensors_file
+from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS
+from fleet_train.convert.safetensors_file import WAY_OUT, Arrays, Content
 from fleet_train.errors import CheckpointError
 from fleet_train.files import NotThatFile, open_new, parse_json, read_regular, write_all
 
@@ -249,9 +249,6 @@ def _number_of_ranks(told: Any, contents: dict[str, Content]) -> int:
         if tensors != by_rank[0]:
             raise ValueError(f"rank {rank} has different tensors from rank 0")
     return number
-
-
-# Whether saved tensors fit a program: a pure comparison of names, kinds, shapes and dtypes.
 
 
 Described = Mapping[str, tuple[str, list[int], str]]
