@@ -19,7 +19,7 @@ from fleet_train.convert.paddle_optimizers import (
     take_over_momentum,
     updates_each_alone,
 )
-from fleet_train.convert.passes.batch_sums import mentions_of_batch_sum
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.convert.planning import (
@@ -152,7 +152,8 @@ class DistributedOptimizer:
         main, startup = self._programs_of(loss, startup_program)
         self._refuse_what_needs_the_program_alone(main)
         self._job.optimizers.append((main, self))
-        log_once(mentions_of_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps), self._rank)
+        if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
+            log_once([remark], self._rank)
         with paddle.static.program_guard(main, startup):
             return self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)

@@ -128,9 +128,11 @@ def agreed_plan(
     exchanges: Sequence[CollectiveSpec],
     optimizer: Any,
 ) -> tuple[CommPlan, Profile]:
-    """The plan that all ranks carry out, and the profile with the settings chosen for it.
+    """The plan that all ranks carry out, and the profile with the settings chosen for it; all ranks call it.
 
-    ``values``: what LocalSGD averages; ``exchanges``: what passes over the program send.
+    Open settings get numbers, and, if the profile asks for that, a compression that does not pay is left out; rank 0
+    reports both. The link is measured only if that decides something. ``values``: what LocalSGD averages;
+    ``exchanges``: what passes over the program send.
     """
     gradients = [item.gradient for item in ready]
     averaged = [_spec_of(value) for value in (*values.parameters, *values.statistics)]
@@ -141,12 +143,31 @@ def agreed_plan(
     plan = planned(profile)
     # Compare the request first: ranks with other scripts or profiles would not measure together.
     agree_on_plan(job, plan, profile)
-    chosen = choose_open_settings(job, profile, gradients)
-    if chosen != profile:
-        plan = planned(chosen)
-        agree_on_plan(job, plan, chosen)
+    judged = JUDGED if profile.compression_declines else frozenset[str]()
+    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
+        job.network = _measured(job)
+    conditions = _conditions(job)
+    is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
+    kept = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
+    choice = choose(kept.profile, gradients, job.cluster, conditions)
+    log_once([*kept.sentences, *choice.sentences], job.cluster.rank)
+    if choice.profile != profile:
+        plan = planned(choice.profile)
+        agree_on_plan(job, plan, choice.profile)
     job.agreed(plan)
-    return plan, chosen
+    return plan, choice.profile
+
+
+def _measured(job: Job) -> Network:
+    """The ranks communicate over the link between nodes, if there are several."""
+    link = glance(job)
+    return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
+
+
+def _conditions(job: Job) -> Conditions:
+    source = job.network_source if job.network else "assumed"
+    most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
+    return Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
 
 
 def _spec_of(value: Any) -> TensorSpec:
@@ -176,28 +197,3 @@ def _explain(job: Job, brought: Variants) -> str:
         f"(here = rank 0, there = rank {other}); {differing} of {job.world_size} ranks differ from rank 0. "
         "Start every rank with the same script, arguments and profile"
     )
-
-
-def choose_open_settings(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
-    """``profile`` with numbers for open settings, and, if it asks for that, without a compression that does not pay;
-    rank 0 reports both. A link is measured only if that decides something.
-
-    All ranks call it with the same arguments.
-    """
-    judged = JUDGED if profile.compression_declines else frozenset[str]()
-    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
-        job.network = _measured(job)
-    source = job.network_source if job.network else "assumed"
-    most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
-    conditions = Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
-    is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
-    kept = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
-    choice = choose(kept.profile, gradients, job.cluster, conditions)
-    log_once([*kept.sentences, *choice.sentences], job.cluster.rank)
-    return choice.profile
-
-
-def _measured(job: Job) -> Network:
-    """The ranks communicate over the link between nodes, if there are several."""
-    link = glance(job)
-    return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)

@@ -12,7 +12,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes.batch_sums import mentions_of_batch_sum, sum_over_batch
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -132,7 +132,7 @@ def test_nothing_else_is_accused(name: str) -> None:
 
 
 def test_message_names_the_line_the_share_and_the_ways_out() -> None:
-    (text,) = in_program(lambda x, y, weight: x.sum(), lambda loss: mentions_of_batch_sum(loss, 2, 3))
+    text = in_program(lambda x, y, weight: x.sum(), lambda loss: remark_on_batch_sum(loss, 2, 3))
     assert "test_batch_sums.py" in text
     assert "of 2 ranks x 3 micro-batches are averaged, so this sum trains with 1/6 of the gradient" in text
     assert "paddle.mean" in text
