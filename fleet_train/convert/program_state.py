@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
-from fleet_train.convert.safetensors_file import Array, Arrays
 from fleet_train.errors import CheckpointError
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
 
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
 """Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""

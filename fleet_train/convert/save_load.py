@@ -20,8 +20,17 @@ from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays, sc
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import Described, State, fit
 from fleet_train.convert.planning import dtype_name
-from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, ProgramState, borrowed, is_sum, not_finite
-from fleet_train.convert.safetensors_file import Array, Arrays
+from fleet_train.convert.program_state import (
+    OPTIMIZER,
+    PARAMETER,
+    PASS,
+    Array,
+    Arrays,
+    ProgramState,
+    borrowed,
+    is_sum,
+    not_finite,
+)
 from fleet_train.errors import CheckpointError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
 from fleet_train.plan.plan import MEAN_DTYPES

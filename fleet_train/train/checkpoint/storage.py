@@ -28,7 +28,7 @@ from typing import Any
 
 from fleet_train.cluster.environment import launched_job
 from fleet_train.convert import persistables
-from fleet_train.convert.safetensors_file import WAY_OUT
+from fleet_train.convert.persistables import WAY_OUT
 from fleet_train.errors import CheckpointError
 
 MARKER = persistables.DESCRIPTION

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from fleet_train.convert import persistables
-from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State
-from fleet_train.convert.safetensors_file import WAY_OUT
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT, State
 from fleet_train.convert.save_load import refuse_damaged_position, to_dgc, to_momentum
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
