@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train.compat.parameters import dtype_of
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
@@ -102,7 +102,7 @@ class ProgramLoader(GeneratorLoader):
         self._ready: Prefetcher[Feed] | None = None
         self._program = paddle.static.default_main_program()  # kept: a value does not keep its program alive
         _LOADERS.add(self)
-        replaced.before_each_run(_feed_by_loaders)
+        process.before_each_run(_feed_by_loaders)
 
     @property
     def is_started(self) -> bool:

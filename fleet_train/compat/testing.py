@@ -7,7 +7,7 @@ from typing import Any
 
 from paddle.base.libpaddle import pir
 
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.errors import ConversionError
 
 _VALUES = "_fleet_train_values"
@@ -27,7 +27,7 @@ def clone_for_test(program: Any) -> Any:
         if operator.has_attr("is_test"):
             operator.set_bool_attr("is_test", True)
     setattr(values.copy, _VALUES, values)
-    replaced.before_each_run(_translate_fetches)
+    process.before_each_run(_translate_fetches)
     return values.copy
 
 

@@ -17,10 +17,10 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
 from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.collectives.paddle_compat import require_paddle
-from fleet_train.convert import exits
+from fleet_train.convert import process
 from fleet_train.errors import ClusterError, ConversionError
 
-exits.install()
+process.install()
 require_paddle()
 
 import paddle  # noqa: E402
@@ -293,7 +293,7 @@ def loss_scale() -> float | None:
 def shutdown() -> None:
     """Leave the job gracefully; called automatically at exit. A process of a multi-process job cannot join again.
 
-    Everything that was replaced in this process (``convert/replaced.py``) is put back: save before it.
+    Everything that was replaced in this process (``convert/process.py``) is put back: save before it.
     """
     session.end()
 

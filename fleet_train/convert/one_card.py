@@ -15,7 +15,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.convert.passes.blocks import inputs_of
 from fleet_train.convert.passes.sync_norm import BACKWARD_MARK, FORWARD_MARK
 from fleet_train.log import log_once
@@ -34,7 +34,7 @@ def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
     """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
     global _original, _is_drifting
     _is_drifting = is_drifting
-    _original = replaced.replace(paddle.base.core, "serialize_pir_program", _serialize)
+    _original = process.replace(paddle.base.core, "serialize_pir_program", _serialize)
 
 
 def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import paddle
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import HeldValues, emit_finish, onednn_flags
 from fleet_train.collectives.job import Job
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
     owner_of,
@@ -232,7 +232,7 @@ class DistributedOptimizer:
 
     def _switch_off_onednn(self) -> None:
         if flags := onednn_flags():
-            replaced.set_flags(dict.fromkeys(flags, False))
+            process.set_flags(dict.fromkeys(flags, False))
             log_once(
                 [f"{' and '.join(flags)}: switched off, because ranks would send values in oneDNN's memory layout"],
                 self._rank,

@@ -14,7 +14,7 @@ import paddle
 
 from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.collectives.engine import Engine
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.convert.paddle_optimizers import Unwrapped
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
@@ -122,7 +122,7 @@ def apply_environment(profile: Profile) -> list[str]:
     late = sorted(missing.keys() - flags.keys())
     os.environ.update({name: missing[name] for name in late})
     if flags:
-        replaced.set_flags(flags)
+        process.set_flags(flags)
     notices = []
     if kept:
         notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")

@@ -19,7 +19,7 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import is_link
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import join
-from fleet_train.convert import exits, replaced
+from fleet_train.convert import process
 from fleet_train.convert.one_card import (
     leave_out_host_operators,
 )
@@ -98,7 +98,7 @@ def begin(role: Any, strategy: Any) -> Session:
     strict = is_strict(os.environ)
     job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
-    exits.watch(job)
+    process.watch(job)
     job.advise = _session.advise
     if job.world_size > 1 and not _imagined_job:
         watch(_session.on_first_run)
@@ -150,7 +150,7 @@ def end() -> None:
     global _session, _has_left_a_job
     if _session is not None:
         _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
-        exits.leave(_session.job)
+        process.leave(_session.job)
         _session = None
 
 
@@ -187,7 +187,7 @@ def watch(first_run: Callable[[Any], None]) -> None:
             first_run(about)
         return feed, fetch_list
 
-    replaced.before_each_run(look)
+    process.before_each_run(look)
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
