@@ -79,8 +79,8 @@ def main() -> None:
     try:
         cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
     except FleetTrainError as error:
-        exits = sys.modules.get("fleet_train.convert.exits")
-        if exits is not None:  # a command has joined a job: report to the other ranks why this one stops
-            exits.report(error)
+        process = sys.modules.get("fleet_train.convert.process")
+        if process is not None:  # a command has joined a job: report to the other ranks why this one stops
+            process.report(error)
         click.echo(f"fleet_train: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)

@@ -19,9 +19,9 @@ from fleet_train.compat.parameters import dtype_of
 from fleet_train.compat.programs import DataFeeder, Feed
 from fleet_train.convert import session
 from fleet_train.convert.calls import values_of_all
-from fleet_train.convert.profile_settings import say
 from fleet_train.convert.strategy import ArgumentError
 from fleet_train.errors import ConversionError
+from fleet_train.log import log_once
 
 Sample = tuple[np.ndarray[Any, Any], ...]
 
@@ -335,4 +335,4 @@ def _parsed(line: bytes, dtypes: Sequence[str], where: str) -> Sample:
 
 def _note(message: str) -> None:
     """Once, on rank 0."""
-    say([message], session.current().job.cluster.rank if session.is_open() else 0)
+    log_once([message], session.current().job.cluster.rank if session.is_open() else 0)

@@ -18,7 +18,7 @@ import paddle
 from paddle.base.libpaddle import pir
 
 from fleet_train.compat.parameters import dtype_of
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
@@ -105,7 +105,7 @@ class ProgramLoader(GeneratorLoader):
         self._ready: Prefetcher[Feed] | None = None
         self._program = paddle.static.default_main_program()  # kept: a value does not keep its program alive
         _LOADERS.add(self)
-        replaced.before_each_run(_feed_by_loaders)
+        process.before_each_run(_feed_by_loaders)
 
     @property
     def is_started(self) -> bool:
@@ -288,7 +288,7 @@ def clone_for_test(program: Any) -> Any:
         if operator.has_attr("is_test"):
             operator.set_bool_attr("is_test", True)
     setattr(values.copy, _VALUES, values)
-    replaced.before_each_run(_translate_fetches)
+    process.before_each_run(_translate_fetches)
     return values.copy
 
 

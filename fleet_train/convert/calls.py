@@ -1,4 +1,5 @@
-"""``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work."""
+"""``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work; and `ABSENT`, every name of
+Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 
 from __future__ import annotations
 
@@ -86,11 +87,6 @@ def _refuse_servers(name: str, comm_world: str) -> None:
         raise ConversionError(
             f"fleet.util.{name}: comm_world={comm_world!r}: parameter servers are not supported; leave it out"
         )
-
-
-# Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead.
-#
-# Names that the facade has need no row. ``tests/unit/test_fleet_names.py`` checks all of Paddle's own names.
 
 
 _SERVERS = "belongs to parameter servers, which are out of scope here; every rank holds the whole model"

@@ -1,4 +1,4 @@
-"""Planning without a cluster: a script runs up to ``minimize`` as rank 0 of a simulated job."""
+"""Planning without a cluster: a script runs up to ``minimize`` as rank 0 of a simulated job; and timing a real one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleet_train.cluster.environment import join_timeout_seconds
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.collectives.join import join, probe
-from fleet_train.convert import exits, fleet, session
+from fleet_train.convert import fleet, process, session
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ClusterError, ConversionError
 from fleet_train.plan import CommPlan
@@ -113,9 +113,6 @@ def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, net
         sys.argv, sys.path[:] = before
 
 
-# Measuring a cluster: join the job that the launcher describes, time the links, leave.
-
-
 @dataclass(frozen=True)
 class MeasuredCluster:
     """The results, the same on every rank; None for a kind of link that the cluster does not have."""
@@ -138,7 +135,7 @@ def measure_cluster(seconds: float) -> MeasuredCluster:
         )
     job = join(cluster, join_timeout_seconds(os.environ))
     cluster = job.cluster
-    exits.watch(job)
+    process.watch(job)
 
     def say(text: str) -> None:
         if cluster.rank == 0:
@@ -146,5 +143,5 @@ def measure_cluster(seconds: float) -> MeasuredCluster:
 
     say(f"measuring {cluster.world_size} ranks on {cluster.node_num} nodes for about {seconds:g} s")
     found = probe(job, seconds, say)
-    exits.leave(job)
+    process.leave(job)
     return MeasuredCluster(cluster, found.get("between nodes"), found.get("inside a node"))

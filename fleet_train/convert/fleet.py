@@ -17,10 +17,10 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.correction import warning_of
 from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.collectives.paddle_compat import require_paddle
-from fleet_train.convert import exits
+from fleet_train.convert import process
 from fleet_train.errors import ClusterError, ConversionError
 
-exits.install()
+process.install()
 require_paddle()
 
 import paddle  # noqa: E402
@@ -28,7 +28,7 @@ import paddle  # noqa: E402
 from fleet_train.collectives.step_notes import Communication  # noqa: E402
 from fleet_train.convert import (  # noqa: E402
     metrics,
-    rewrite,
+    planning,
     session,
 )
 from fleet_train.convert.calls import (  # noqa: E402
@@ -39,12 +39,11 @@ from fleet_train.convert.calls import (  # noqa: E402
     values_of_all,
 )
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
-from fleet_train.convert.profile_settings import (  # noqa: E402
+from fleet_train.convert.paddle_optimizers import unwrap  # noqa: E402
+from fleet_train.convert.resolving import (  # noqa: E402
     apply_environment,
-    say,
-    unwrap,
+    resolve,
 )
-from fleet_train.convert.resolving import resolve  # noqa: E402
 from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
 from fleet_train.convert.saving import (  # noqa: E402
     capture_persistables,
@@ -61,6 +60,7 @@ from fleet_train.convert.strategy import (  # noqa: E402
     needed,
     one_of,
 )
+from fleet_train.log import log_once  # noqa: E402
 from fleet_train.plan import CommPlan  # noqa: E402
 from fleet_train.profile import Profile, applied_mappings  # noqa: E402
 
@@ -153,9 +153,11 @@ def init(
             "fleet.init(is_collective=True)"
         )
     job = session.begin(given, strategy).job
-    say(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
+    log_once(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
-        say([f"log_level: {log_level!r} is mapped: fleet_train prints each message once, on rank 0"], job.cluster.rank)
+        log_once(
+            [f"log_level: {log_level!r} is mapped: fleet_train prints each message once, on rank 0"], job.cluster.rank
+        )
     return sys.modules[__name__]
 
 
@@ -198,7 +200,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
         asked, notices = resolve(strategy, now.strategy, session.offered(), unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
-    say([*notices, *applied_mappings(now.profile, node_num)], rank)
+    log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
     made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
     if unwrapped.around is not None:
         made.around_update(unwrapped.around)
@@ -226,7 +228,7 @@ def __getattr__(name: str) -> Any:
     if name == "startup_program":
         return _current().startup_program or paddle.static.default_startup_program()
     if name in ("_origin_program", "_transpiled_program"):
-        say(
+        log_once(
             [f"fleet.{name} is fleet.main_program: minimize converts the program in place and makes no other one"],
             _current().job.cluster.rank,
         )
@@ -291,7 +293,7 @@ def loss_scale() -> float | None:
 def shutdown() -> None:
     """Leave the job gracefully; called automatically at exit. A process of a multi-process job cannot join again.
 
-    Everything that was replaced in this process (``convert/replaced.py``) is put back: save before it.
+    Everything that was replaced in this process (``convert/process.py``) is put back: save before it.
     """
     session.end()
 
@@ -413,7 +415,7 @@ def agree(name: str, value: Any) -> None:
     For values that all ranks must share and fleet_train cannot see. All ranks call it in the same order.
     """
     with _current().job.inside(f"fleet.agree({name!r})"):
-        rewrite.agree(_current().job, name, value)
+        planning.agree(_current().job, name, value)
 
 
 def gather(value: Any) -> list[Any]:

@@ -7,90 +7,51 @@ from functools import partial
 from typing import Any
 
 import paddle
-from paddle import nn, optimizer
 
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import emit_finish, onednn_flags
 from fleet_train.collectives.job import Job
-from fleet_train.convert import replaced
-from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
-from fleet_train.convert.passes.gradient_merge import MergedGradients
-from fleet_train.convert.passes.pipeline import ProgramPasses
-from fleet_train.convert.profile_settings import (
-    fitted_to,
-    leaves_one_process_alone,
+from fleet_train.convert import process
+from fleet_train.convert.paddle_optimizers import (
+    moments_of,
     owner_of,
-    refuse_beside_another_optimizer,
     refuse_clip_of_sums,
-    refuse_on_this_device,
-    say,
-    settle,
     take_over_momentum,
+    updates_each_alone,
 )
-from fleet_train.convert.rewrite import (
-    ReadyGradient,
-    UpdatedGradients,
-    agree_on_plan,
-    chain_in_program_order,
-    dtype_name,
-    held_values,
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
+from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
+from fleet_train.convert.passes.recompute import recomputes
+from fleet_train.convert.planning import (
+    agreed_plan,
     in_ready_order,
-    insert_gradient_norm,
-    insert_launches,
-    insert_waits,
     summed_over_uses,
     uses_a_name_twice,
 )
-from fleet_train.convert.state.program_state import make_start_equal, refuse_foreign_startup
+from fleet_train.convert.resolving import fitted_to, refuse_on_this_device
+from fleet_train.convert.rewrite import (
+    UpdatedGradients,
+    chain_in_program_order,
+    held_values,
+    insert_gradient_norm,
+    insert_launches,
+    insert_waits,
+    make_start_equal,
+    refuse_foreign_startup,
+)
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import Bucket, CommPlan, TensorSpec, build_plan
-from fleet_train.profile import Profile
-
-# Calls of Paddle's mixed-precision optimizer that scripts make after ``minimize``.
-
-
-class AmpCalls:
-    """For a ``DistributedOptimizer``, whose own pass lowers the precision."""
-
-    amp_level: str
-    _rank: int
-
-    def amp_init(
-        self,
-        place: Any = None,
-        scope: Any = None,
-        test_program: Any = None,
-        use_fp16_test: bool = False,
-        rewrite_master_weight: bool = False,
-    ) -> None:
-        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
-        del place, scope, rewrite_master_weight  # Paddle's signature
-        if self.amp_level == "O0":
-            raise ConversionError(
-                "amp_init was called, but amp_level is O0; set amp_level: O1 or O2 in the profile, or wrap an "
-                "optimizer from paddle.static.amp.decorate"
-            )
-        text = "amp_init is mapped: parameters stay float32, so nothing is cast"
-        if test_program is not None or use_fp16_test:
-            text += "; the evaluation program stays float32, too"
-        say([text], self._rank)
-
-    def get_loss_scaling(self) -> Any:
-        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
-        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
-
-    def get_scaled_loss(self) -> Any:
-        """Refused: fetch the loss itself."""
-        raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
-
+from fleet_train.log import log_once
+from fleet_train.plan import Bucket, CommPlan
+from fleet_train.profile import KNOBS, Profile
+from fleet_train.profile.knobs import shown
 
 ParamsGrads = list[tuple[Any, Any]]
 UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 
 
-class DistributedOptimizer(AmpCalls):
+class DistributedOptimizer:
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
     Other attributes (``set_lr``, ``state_dict``, ``_grad_clip``, ...) are read from and set on the wrapped optimizer.
@@ -113,10 +74,10 @@ class DistributedOptimizer(AmpCalls):
                 )
         refuse_on_this_device(profile, job.place)
         profile, fitted = fitted_to(job.engine, profile)
-        say(fitted, job.cluster.rank)
+        log_once(fitted, job.cluster.rank)
         wrapped, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(profile, job)
-        say(self._passes.notices, job.cluster.rank)
+        log_once(self._passes.notices, job.cluster.rank)
         self._profile = profile
         self._job = job
         self._on_converted = on_converted
@@ -162,29 +123,21 @@ class DistributedOptimizer(AmpCalls):
         """
         _refuse_dynamic_mode()
         parameters = one_of("minimize", parameter_list=parameter_list, parameters=parameters)
-        self._startups.append(paddle.static.default_startup_program())
-        startup = _startup_or_default(startup_program)
-        refuse_foreign_startup(_program_of(loss), (startup, self._startups[-1]))
-        if self._is_untouched and not uses_a_name_twice(_program_of(loss)):
-            with paddle.static.program_guard(_program_of(loss), startup):
-                result: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup, parameters, no_grad_set)
-            self._updated = UpdatedGradients(_program_of(loss), result[1])
-            self._on_converted(_program_of(loss), startup, None, None)
-            return result
-        with paddle.static.program_guard(_program_of(loss), startup):
-            params_grads = self.backward(loss, startup, parameters, no_grad_set)
-            operators = self.apply_gradients(params_grads)
+        main, startup = self._programs_of(loss, startup_program)
+        refuse_foreign_startup(main, (startup, self._startups[-1]))
+        with paddle.static.program_guard(main, startup):
+            if self._is_untouched and not uses_a_name_twice(main):
+                operators, params_grads = self._inner.minimize(loss, startup, parameters, no_grad_set)
+                self._converted(UpdatedGradients(main, params_grads), startup)
+            else:
+                params_grads = self.backward(loss, startup, parameters, no_grad_set)
+                operators = self.apply_gradients(params_grads)
         return operators, params_grads
 
     @property
     def loss_scale_name(self) -> str | None:
         """The variable with the loss scale, once a float16 backward pass has been appended."""
         return self._passes.loss_scale_name
-
-    @property
-    def _is_untouched(self) -> bool:
-        """With one process and a profile without passes: Paddle's own path, operator by operator."""
-        return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps
 
     def backward(
         self,
@@ -197,23 +150,15 @@ class DistributedOptimizer(AmpCalls):
         """Append the backward pass; returns (parameter, local gradient) pairs as Paddle does. Nothing is sent yet."""
         _refuse_dynamic_mode()
         self._loss = loss
-        self._refuse_what_needs_the_program_alone(_program_of(loss))
-        self._startups.append(paddle.static.default_startup_program())
-        startup = _startup_or_default(startup_program)
-        parts = self._job.world_size * self._profile.accumulate_steps
-        if parts > 1 and (place := sum_over_batch(loss, parts)):
-            say([said_of_batch_sum(place, self._job.world_size, self._profile.accumulate_steps)], self._rank)
-        with paddle.static.program_guard(_program_of(loss), startup):
+        main, startup = self._programs_of(loss, startup_program)
+        self._refuse_what_needs_the_program_alone(main)
+        self._job.optimizers.append((main, self))
+        if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
+            log_once([remark], self._rank)
+        with paddle.static.program_guard(main, startup):
             return self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )
-
-    def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
-        """A program may have several optimizers or updates; some settings allow only one per program."""
-        others = [other for other, owner in self._job.optimizers if owner is not self]
-        if any(other is program for other in (*others, *self._applied)):
-            refuse_beside_another_optimizer(self._profile, self._job.world_size)
-        self._job.optimizers.append((program, self))
 
     def apply_gradients(self, params_grads: ParamsGrads) -> Any:
         """Append communication and update to the current program (``paddle.static.program_guard``).
@@ -224,40 +169,106 @@ class DistributedOptimizer(AmpCalls):
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
         params_grads, several = summed_over_uses(params_grads)
-        say(map(_said_of_sum, several), self._job.cluster.rank)
+        log_once(map(_said_of_sum, several), self._rank)
         merged = self._passes.merge(params_grads)
+        averaged, plan, exchange = merged.pairs, None, None
         if self._job.world_size == 1:
-            operators = self._update(merged, merged.pairs)
-            self._updated = self._updated_in(main, merged, merged.pairs)
-            self._on_converted(main, startup, None, None)
-            return operators
+            operators = self._update(merged, averaged)
+        else:
+            operators, averaged, plan, exchange = self._average_and_update(main, merged)
+            make_start_equal(self._job, main, startup, self._startups)
+        self._converted(
+            UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale), startup, plan, exchange
+        )
+        return operators
+
+    def _average_and_update(
+        self, main: Any, merged: MergedGradients
+    ) -> tuple[list[Any], ParamsGrads, CommPlan, GradientExchange]:
+        """Several ranks: insert the launch operators into the backward pass, append the waits, each with its part of
+        the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
+        self._switch_off_onednn()
+        ready = in_ready_order(merged.pairs)
+        values = held_values(main, [item.parameter for item in ready])
+        plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
+        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
+        log_once(exchange.notices, self._rank)
+        chain = insert_launches(exchange, plan, ready, values, merged.boundary)
+        operators: list[Any] = []
+        averaged: ParamsGrads = []
+        for buckets in self._updated_together(plan):
+            pairs, chain = insert_waits(exchange, buckets, ready, chain)
+            operators += self._update(merged, pairs)
+            averaged += pairs
+        self._finish_step(exchange, values, chain)
+        chain_in_program_order(main.global_block().ops)
+        return operators, averaged, plan, exchange
+
+    def _programs_of(self, loss: Any, startup_program: Any) -> tuple[Any, Any]:
+        """The program of ``loss`` and its startup program."""
+        self._startups.append(paddle.static.default_startup_program())
+        return loss.block.program, self._startups[-1] if startup_program is None else startup_program
+
+    @property
+    def _is_untouched(self) -> bool:
+        """With one process and a profile without passes: Paddle's own path, operator by operator."""
+        return self._job.world_size == 1 and _leaves_one_process_alone(self._profile) and not self._wraps
+
+    def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
+        """A program may have several optimizers or updates, but some settings rewrite the forward program once, or keep
+        one state per program."""
+        others = [other for other, owner in self._job.optimizers if owner is not self]
+        if all(other is not program for other in (*others, *self._applied)):
+            return
+        if self._job.world_size == 1 and _leaves_one_process_alone(self._profile):
+            return
+        for knob in _FOR_ONE_OPTIMIZER:
+            value = getattr(self._profile, knob)
+            if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
+                raise ConversionError(
+                    f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer "
+                    f"per program; leave {knob} out, or minimize the second loss in its own program "
+                    "(paddle.static.program_guard), which may share parameters by name"
+                )
+
+    def _switch_off_onednn(self) -> None:
         if flags := onednn_flags():
-            replaced.set_flags(dict.fromkeys(flags, False))
-            say(
+            process.set_flags(dict.fromkeys(flags, False))
+            log_once(
                 [f"{' and '.join(flags)}: switched off, because ranks would send values in oneDNN's memory layout"],
                 self._rank,
             )
-        ready = in_ready_order(merged.pairs)
-        values = held_values(main, [item.parameter for item in ready], [])
-        plan, profile = self._agreed_plan(ready, values)
-        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
-        say(exchange.notices, self._job.cluster.rank)
-        chain = insert_launches(exchange, plan, ready, values, merged.boundary)
-        operators, all_averaged = [], []
-        for buckets in self._updated_together(plan):
-            averaged, chain = insert_waits(exchange, buckets, ready, chain)
-            operators += self._update(merged, averaged)
-            all_averaged += averaged
-        self._updated = self._updated_in(main, merged, all_averaged)
-        self._finish_step(exchange, values, chain)
-        chain_in_program_order(main.global_block().ops)
-        make_start_equal(self._job, main, startup, self._startups, paddle.static.global_scope())
-        self._on_converted(main, startup, plan, exchange)
-        return operators
 
-    def _updated_in(self, main: Any, merged: MergedGradients, averaged: ParamsGrads) -> UpdatedGradients:
-        self._norm = None
-        return UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale)
+    def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
+        """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
+        the same arithmetic."""
+        by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
+        return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
+
+    def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
+        update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients
+        for wrap in self._wraps:
+            update = partial(wrap, update)
+        return self._passes.update(merged, pairs, update)
+
+    def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
+        if exchange.averager is None and not self._profile.divergence_check_steps:
+            return
+        if self._profile.local_sgd_momentum != "keep":
+            values.accumulators.extend(moments_of(self._inner))
+        adaptive = self._profile.use_local_sgd and self._profile.local_sgd_schedule == "adaptive"
+        names = [parameter.name for parameter in values.parameters]
+        emit_finish(exchange, values, names, self._loss if adaptive else None, chain)
+
+    def _converted(
+        self,
+        updated: UpdatedGradients,
+        startup: Any,
+        plan: CommPlan | None = None,
+        exchange: GradientExchange | None = None,
+    ) -> None:
+        self._updated, self._norm = updated, None
+        self._on_converted(updated.program, startup, plan, exchange)
 
     def gradient_norm(self) -> Any:
         """The L2 norm over all gradients of an update: a program value to fetch, float32, shape [1].
@@ -281,61 +292,33 @@ class DistributedOptimizer(AmpCalls):
             self._norm = insert_gradient_norm(self._updated)
         return self._norm
 
-    def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
-        """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
-        the same arithmetic."""
-        by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
-        return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
+    def amp_init(
+        self,
+        place: Any = None,
+        scope: Any = None,
+        test_program: Any = None,
+        use_fp16_test: bool = False,
+        rewrite_master_weight: bool = False,
+    ) -> None:
+        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
+        del place, scope, rewrite_master_weight  # Paddle's signature
+        if self.amp_level == "O0":
+            raise ConversionError(
+                "amp_init was called, but amp_level is O0; set amp_level: O1 or O2 in the profile, or wrap an "
+                "optimizer from paddle.static.amp.decorate"
+            )
+        text = "amp_init is mapped: parameters stay float32, so nothing is cast"
+        if test_program is not None or use_fp16_test:
+            text += "; the evaluation program stays float32, too"
+        log_once([text], self._rank)
 
-    def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
-        update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients
-        for wrap in self._wraps:
-            update = partial(wrap, update)
-        return self._passes.update(merged, pairs, update)
+    def get_loss_scaling(self) -> Any:
+        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
+        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
 
-    def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
-        if exchange.averager is None and not self._profile.divergence_check_steps:
-            return
-        if self._profile.local_sgd_momentum != "keep":
-            values.accumulators.extend(self._accumulators())
-        adaptive = self._profile.use_local_sgd and self._profile.local_sgd_schedule == "adaptive"
-        names = [parameter.name for parameter in values.parameters]
-        emit_finish(exchange, values, names, self._loss if adaptive else None, chain)
-
-    def _accumulators(self) -> list[Any]:
-        """The inner optimizer's moments and velocities, in an order that is the same on every rank.
-
-        Adam's bias-correction powers are left alone: they count steps and are equal everywhere.
-        """
-        tables = self._inner._accumulators
-        kinds = sorted(kind for kind in tables if "pow_acc" not in kind)
-        found = [tables[kind][name] for kind in kinds for name in sorted(tables[kind])]
-        return [value for value in found if "float" in dtype_name(value.dtype)]
-
-    def _agreed_plan(self, ready: Sequence[ReadyGradient], values: Held) -> tuple[CommPlan, Profile]:
-        """The plan that all ranks carry out, and the profile with the settings chosen for it."""
-        gradients = [item.gradient for item in ready]
-        averaged = [_as_gradient(value) for value in (*values.parameters, *values.statistics)]
-
-        def planned(profile: Profile) -> CommPlan:
-            state = _state_values_per_parameter(self._inner)
-            return build_plan(gradients, self._job.cluster, profile, averaged, self._passes.exchanges, state)
-
-        plan = planned(self._profile)
-        # Compare the request first: ranks with other scripts or profiles would not measure together.
-        agree_on_plan(self._job, plan, self._profile)
-        settled = settle(self._job, self._profile, gradients)
-        if settled != self._profile:
-            plan = planned(settled)
-            agree_on_plan(self._job, plan, settled)
-        self._job.agreed(plan)
-        return plan, settled
-
-
-def _state_values_per_parameter(optimizer: Any) -> int:
-    """How many moments or velocities a Paddle optimizer keeps for each parameter, from its accumulator names."""
-    names = [name for name in dir(type(optimizer)) if name.endswith("_acc_str")]
-    return len([name for name in names if "pow" not in name])
+    def get_scaled_loss(self) -> Any:
+        """Refused: fetch the loss itself."""
+        raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
 
 
 def _said_of_sum(name: str) -> str:
@@ -353,42 +336,18 @@ def _refuse_dynamic_mode() -> None:
         )
 
 
-def _as_gradient(value: Any) -> TensorSpec:
-    """A parameter's or statistic's name, shape and dtype, for the plan."""
-    name = str(value.get_defining_op().attrs().get("parameter_name", value.name))
-    return TensorSpec(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
+def _leaves_one_process_alone(profile: Profile) -> bool:
+    """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
+    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
 
 
-def _program_of(loss: Any) -> Any:
-    return loss.block.program
-
-
-def _startup_or_default(startup_program: Any) -> Any:
-    return startup_program if startup_program is not None else paddle.static.default_startup_program()
-
-
-# Exactly these classes, not subclasses, which may read all gradients at once.
-_EACH_ALONE = (
-    optimizer.SGD,
-    optimizer.Momentum,
-    optimizer.Adam,
-    optimizer.AdamW,
-    optimizer.Adamax,
-    optimizer.Adagrad,
-    optimizer.Adadelta,
-    optimizer.RMSProp,
-    optimizer.Lamb,
+_FOR_ONE_OPTIMIZER = (
+    "use_local_sgd",
+    "compression",
+    "accumulate_steps",
+    "amp_level",
+    "sync_batch_norm",
+    "recompute_segments",
+    "recompute_checkpoints",
+    "recompute_every_blocks",
 )
-_CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
-
-
-def updates_each_alone(inner: Any) -> bool:
-    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
-
-    Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
-    """
-    return (
-        type(inner) in _EACH_ALONE
-        and type(inner._grad_clip) in _CLIPS_EACH_ALONE
-        and not getattr(inner, "_use_multi_tensor", False)
-    )

@@ -1,4 +1,7 @@
-"""Which profile a script trains with: flags of the command line win over the script, that over a profile's file."""
+"""Which profile a script trains with, and what of it acts on the process or depends on the device.
+
+Flags of the command line win over the script, the script over a profile's file.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import paddle
+
 from fleet_train.cluster.environment import asked_settings, asked_strategy
-from fleet_train.convert.profile_settings import Unwrapped
+from fleet_train.collectives.engine import Engine
+from fleet_train.convert import process
+from fleet_train.convert.paddle_optimizers import Unwrapped
 from fleet_train.convert.strategy import DistributedStrategy
-from fleet_train.profile import Profile, load_profile
+from fleet_train.errors import ProfileError
+from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.fleet_objects import asked_of_stock
-from fleet_train.profile.knobs import hidden, shown
+from fleet_train.profile.knobs import AUTO, hidden, shown
 
 
 def resolve(
@@ -77,3 +85,59 @@ def _profile_of(strategy: Any) -> Profile:
     if isinstance(strategy, DistributedStrategy):
         return strategy.to_profile()
     return DistributedStrategy.from_stock(strategy).to_profile()
+
+
+def refuse_on_this_device(profile: Profile, place: Any) -> None:
+    """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
+    if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
+        raise ProfileError(
+            "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
+            "compression: bf16 (the same bytes, float32's range), or NCCL"
+        )
+
+
+def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
+    """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
+    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
+        return profile, []
+    said = (
+        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
+        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
+        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+    )
+    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
+
+
+def apply_environment(profile: Profile) -> list[str]:
+    """Set what can still be set; returns notes to the user.
+
+    Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
+    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
+    """
+    check_flags(profile, paddle.base.core.globals().keys())
+    wanted = profile.worker_environment()
+    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
+    late = sorted(missing.keys() - flags.keys())
+    os.environ.update({name: missing[name] for name in late})
+    if flags:
+        process.set_flags(flags)
+    notices = []
+    if kept:
+        notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
+    if late:
+        notices.append(
+            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
+            "read at start: start with python -m fleet_train launch --strategy"
+        )
+    return notices
+
+
+def _typed(name: str, text: str) -> Any:
+    """``text`` converted to the type of this flag in Paddle; ``set_flags`` takes no other."""
+    kind = type(paddle.get_flags(name)[name])
+    try:
+        return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
+    except ValueError:
+        raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None

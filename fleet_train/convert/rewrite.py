@@ -1,4 +1,4 @@
-"""Carries out a plan in a program: launch and wait operators in the backward pass."""
+"""Carries out a plan in a program: launch and wait operators, equal start values, the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import _C_ops
 
-from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import (
     emit_arrive,
+    emit_barrier,
     emit_begin,
+    emit_broadcast,
     emit_launch,
     emit_wait,
     is_barrier,
@@ -23,11 +25,15 @@ from fleet_train.collectives.host_ops import (
     token,
 )
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.join import refuse_other_ranks
-from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.plan import Bucket, CommPlan, TensorSpec, first_difference
-from fleet_train.profile import Profile
-from fleet_train.profile.profile import comparable, first_differing_knob
+from fleet_train.collectives.transfer import broadcast_arrays
+from fleet_train.convert.planning import (
+    ReadyGradient,
+    agree,
+    dtype_name,
+    positions_of,
+)
+from fleet_train.errors import ConversionError
+from fleet_train.plan import Bucket, CommPlan
 
 # Operators whose second and third operand are a running mean and variance.
 _HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
@@ -105,143 +111,14 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
             behind = operator.result(0)
 
 
-def held_values(program: Any, trained: Sequence[Any], accumulators: Sequence[Any]) -> Held:
+def held_values(program: Any, trained: Sequence[Any]) -> Held:
     """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}
     for operator in program.global_block().ops:
         if operator.name() in _HAS_STATISTICS:
             for source in operator.operands_source()[1:3]:
                 statistics[source.get_defining_op().id()] = source
-    return Held(list(trained), list(statistics.values()), list(accumulators))
-
-
-# Where a program computes its gradients, and the order in which the backward pass finishes them.
-
-
-@dataclass(frozen=True)
-class ReadyGradient:
-    """A parameter, its gradient's value, and where in the block that value is made."""
-
-    parameter: Any
-    value: Any
-    position: int
-
-    @property
-    def gradient(self) -> TensorSpec:
-        return TensorSpec(
-            self.parameter.name, tuple(int(size) for size in self.value.shape), dtype_name(self.value.dtype)
-        )
-
-
-def summed_over_uses(params_grads: Sequence[tuple[Any, Any]]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """One pair per parameter, in the order of first appearance, and the names of those that had several.
-
-    PIR makes a value for each use of a name (``ParamAttr(name="w")`` in two places), so ``backward`` gives a gradient
-    for each. Their sum is the gradient of the parameter; Paddle 3.3.1 alone updates once per use, which is the same
-    for plain SGD only.
-    """
-    uses: dict[str, list[tuple[Any, Any]]] = {}
-    for parameter, value in params_grads:
-        uses.setdefault(parameter.name, []).append((parameter, value))
-    several = [name for name, pairs in uses.items() if len(pairs) > 1]
-    return [(pairs[0][0], _sum(pairs)) for pairs in uses.values()], several
-
-
-def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Appended after the last of the values; a single value unchanged, None for no value."""
-    values = [value for _, value in pairs if value is not None]
-    if len(values) < 2:
-        return values[0] if values else None
-    positions = positions_of(values[0])
-    last = max(
-        (_locate(parameter, value, positions) for parameter, value in pairs if value is not None),
-        key=lambda item: item.position,
-    )
-    paddle.pir.set_insertion_point_after(last.value.get_defining_op())
-    total = paddle.add_n(values)
-    paddle.pir.reset_insertion_point_to_end()
-    return total
-
-
-def uses_a_name_twice(program: Any) -> bool:
-    """Whether ``program`` has several values for one parameter."""
-    names = [op.attrs()["parameter_name"] for op in program.global_block().ops if op.name() == "builtin.parameter"]
-    return len(set(names)) < len(names)
-
-
-def positions_of(value: Any) -> dict[int, int]:
-    """The position of each operator in the block that makes ``value``, by its id."""
-    return {op.id(): position for position, op in enumerate(value.get_defining_op().get_parent_block().ops)}
-
-
-def in_ready_order(params_grads: Sequence[tuple[Any, Any]]) -> list[ReadyGradient]:
-    """The gradients by the position of the operator that makes each; parameters without a gradient are left out.
-
-    Raises ConversionError for gradients that cannot be averaged as dense tensors.
-    """
-    present = [(parameter, value) for parameter, value in params_grads if value is not None]
-    if not present:
-        raise ConversionError("no parameter has a gradient: does the loss depend on a parameter that is not frozen?")
-    positions = positions_of(present[0][1])
-    ready = [_locate(parameter, value, positions) for parameter, value in present]
-    return sorted(ready, key=lambda item: (item.position, item.parameter.name))
-
-
-def _locate(parameter: Any, value: Any, positions: dict[int, int]) -> ReadyGradient:
-    if not value.is_dense_tensor_type():
-        raise ConversionError(
-            f"the gradient of '{parameter.name}' is sparse (selected rows); build its layer with sparse=False, so that "
-            "it can be averaged over the ranks"
-        )
-    if any(size < 0 for size in value.shape):
-        raise ConversionError(f"the gradient of '{parameter.name}' has the unknown shape {list(value.shape)}")
-    position = positions.get(value.get_defining_op().id())
-    if position is None:
-        raise ConversionError(
-            f"the gradient of '{parameter.name}' is computed inside a control-flow block; compute the loss in the "
-            "main block"
-        )
-    return ReadyGradient(parameter, value, position)
-
-
-def dtype_name(dtype: Any) -> str:
-    """``float32`` for ``paddle.float32``."""
-    return str(dtype).rsplit(".", 1)[-1]
-
-
-# What all ranks must share before the first step: compared over the store; errors name both ranks.
-
-
-def agree(job: Job, name: str, value: Any) -> None:
-    """Raise ScheduleMismatch on every rank unless all of them pass the same JSON value for ``name``."""
-    brought = job.compare(f"agree on {name} {job.count(f'agree on {name}')}", {name: value})
-    refuse_other_ranks(brought, job.cluster)
-
-
-def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:
-    """Raise ScheduleMismatch on every rank unless all have the same plan and profile.
-
-    Digests are exchanged first; full plans and profiles only if the digests differ.
-    """
-    number = job.count("plan")
-    if job.compare(f"plan {number}", plan.digest):
-        brought = job.compare(f"plan {number} in full", {"plan": plan.to_json(), "profile": comparable(profile)})
-        raise ScheduleMismatch(_explain(job, brought))
-
-
-def _explain(job: Job, brought: Variants) -> str:
-    (zero, ours), (others, theirs) = brought[:2]
-    other = others[0][0]
-    differing = job.world_size - sum(last - first + 1 for first, last in zero)
-    where = first_differing_knob(ours["profile"], theirs["profile"]) or first_difference(ours["plan"], theirs["plan"])
-    return (
-        f"{job.cluster.describe(0)} and {job.cluster.describe(other)} would communicate differently: {where} "
-        f"(here = rank 0, there = rank {other}); {differing} of {job.world_size} ranks differ from rank 0. "
-        "Start every rank with the same script, arguments and profile"
-    )
-
-
-# The global norm of the gradient that an optimizer uses: operators inserted into a finished program on demand.
+    return Held(list(trained), list(statistics.values()), [])
 
 
 _SQUARES = "pd_op.squared_l2_norm"
@@ -321,3 +198,101 @@ def _go_behind(values: Sequence[Any]) -> None:
     positions = positions_of(values[0])
     operators = [value.get_defining_op() for value in values]
     paddle.pir.set_insertion_point_after(max(operators, key=lambda operator: positions[operator.id()]))
+
+
+_STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
+
+
+def make_start_equal(job: Job, main: Any, startup: Any, others: Sequence[Any]) -> None:
+    """Give every rank the start values of rank 0: those that ``startup`` stores, and all other parameters of ``main``.
+
+    A script may create parameters in another startup program than its optimizer's state
+    (``minimize(startup_program=...)``). They are searched in ``others``, startup programs that the script may run, and
+    in ``scope``, for a startup program that has already run: those values are broadcast now. All ranks call it;
+    ScheduleMismatch if they differ in this.
+    """
+    broadcast_start_state(job, startup)
+    stored = names_stored_by(startup)
+    left = {parameter.name for parameter in main.global_block().all_parameters()} - stored
+    for other in others:
+        if other is not startup and left & names_stored_by(other):
+            broadcast_start_state(job, other)
+    if left:
+        _share_now(job, sorted(left))
+
+
+def broadcast_start_state(job: Job, startup: Any) -> None:
+    """Make ``startup`` give every rank the start values of rank 0.
+
+    Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
+    Operators that an earlier call has handled are left unchanged.
+    """
+    stores = [operator for operator in _stores(startup) if not _is_done(operator)]
+    if stores:
+        with paddle.static.program_guard(startup, startup):
+            _emit_broadcasts(job, stores)
+        chain_in_program_order(startup.global_block().ops)  # after those of an earlier call: one order for all ranks
+
+
+def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
+    paddle.pir.set_insertion_point(stores[0])
+    chain = emit_barrier(job, "startup program", token())
+    for operator in stores:
+        paddle.pir.set_insertion_point(operator)
+        value, chain = emit_broadcast(job, _name(operator), operator.operand_source(0), chain)
+        value.persistable = True
+        operator.operand(0).set_source(value)
+    paddle.pir.reset_insertion_point_to_end()
+
+
+def _share_now(job: Job, names: Sequence[str]) -> None:
+    scope = paddle.static.global_scope()
+    begun = {name: tensor for name in names if (tensor := begun_tensor(scope, name)) is not None}
+    agree(job, "the parameters that have values before minimize", sorted(begun))
+    if begun:
+        for name, array in broadcast_arrays(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
+            begun[name].set(array, job.place)
+
+
+def names_stored_by(startup: Any) -> set[str]:
+    """The variables that a startup program initializes: parameters, and everything else that it stores."""
+    return {_name(operator) for operator in _stores(startup)}
+
+
+def begun_tensor(scope: Any, name: str) -> Any:
+    """The tensor of a variable that has a value in ``scope``; None if it has none."""
+    variable = scope.find_var(name)
+    tensor = None if variable is None else variable.get_tensor()
+    return tensor if tensor is not None and tensor._is_initialized() else None
+
+
+def _stores(startup: Any) -> list[Any]:
+    return [operator for operator in startup.global_block().ops if operator.name() in _STORES_START_VALUE]
+
+
+def _name(operator: Any) -> str:
+    return str(operator.attrs().get("parameter_name") or operator.attrs().get("output_name"))
+
+
+def _is_done(operator: Any) -> bool:
+    source = operator.operand_source(0).get_defining_op()
+    return source is not None and "fleet_train_broadcast" in source.name()
+
+
+def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
+    """Raise ConversionError if ``startups``, that of minimize and the default one, initialize no parameter of ``main``,
+    and nothing else has.
+
+    This happens with ``minimize(loss)`` outside the ``program_guard`` in which the network was built: learning rate and
+    accumulators would go into a program that the script never runs, and start values would not be made equal.
+    """
+    names = {parameter.name for parameter in main.global_block().all_parameters()}
+    scope = paddle.static.global_scope()
+    if not names or any(names & names_stored_by(startup) for startup in startups):
+        return
+    if any(begun_tensor(scope, name) is not None for name in names):
+        return
+    raise ConversionError(
+        f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "
+        "call minimize inside `with paddle.static.program_guard(main, startup)`, or pass startup_program=startup"
+    )

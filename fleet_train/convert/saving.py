@@ -10,11 +10,10 @@ from typing import Any
 
 import paddle
 
+from fleet_train.convert import save_load
+from fleet_train.convert.program_state import ProgramState
+from fleet_train.convert.save_load import Captured, compare_replicas, make_equal
 from fleet_train.convert.session import current, exchange_of, program_or_last
-from fleet_train.convert.state import save_load
-from fleet_train.convert.state.local_state import compare_replicas, make_equal
-from fleet_train.convert.state.program_state import ProgramState
-from fleet_train.convert.state.save_load import Captured
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
 from fleet_train.errors import ConversionError, NotFinite
 
@@ -174,9 +173,6 @@ def _refuse_other_program(targets: list[Any], main_program: Any) -> None:
             "fleet.save_inference_model: main_program is not the program of the targets; leave it out, the targets "
             "name their program"
         )
-
-
-# Exporting a trained network for Paddle's inference.
 
 
 _INFERENCE_EXPORT_FILES = ("model.json", "model.pdiparams")

@@ -1,4 +1,5 @@
-"""The state between ``fleet.init`` and ``fleet.shutdown``; the facade's modules share it."""
+"""The state between ``fleet.init`` and ``fleet.shutdown``, which the facade's modules share, and what it looks for in
+each program that runs: updates without communication."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import is_link
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import join
-from fleet_train.convert import exits, replaced
+from fleet_train.convert import process
+from fleet_train.convert.one_card import (
+    leave_out_host_operators,
+)
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.blocks import nested_operators
-from fleet_train.convert.passes.norm_arithmetic import make_norms_plain, makers_of, remove_unused
-from fleet_train.convert.profile_settings import say
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ConversionError, FleetTrainError
+from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile
 
@@ -72,7 +75,7 @@ class Session:
         """Say once, on rank 0, what is probably a mistake in the script; with ``--strict`` it is an error."""
         if self.is_strict:
             raise error
-        say([str(error)], self.job.cluster.rank)
+        log_once([str(error)], self.job.cluster.rank)
 
     def _is_drifting(self, program: Any) -> bool:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
@@ -95,7 +98,7 @@ def begin(role: Any, strategy: Any) -> Session:
     strict = is_strict(os.environ)
     job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
-    exits.watch(job)
+    process.watch(job)
     job.advise = _session.advise
     if job.world_size > 1 and not _imagined_job:
         watch(_session.on_first_run)
@@ -147,7 +150,7 @@ def end() -> None:
     global _session, _has_left_a_job
     if _session is not None:
         _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
-        exits.leave(_session.job)
+        process.leave(_session.job)
         _session = None
 
 
@@ -162,21 +165,18 @@ def exchange_of(program: Any) -> GradientExchange | None:
     return found[-1] if found else None
 
 
-# Programs that train on each rank alone: an update without communication is found when its program first runs.
-#
-# A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it
-# never wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every
-# static program; while this process is in a job of several ranks, it is replaced by a function that looks at each
-# program at its first run, and again when it has got operators since.
-
-
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
 _NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
 
 
 def watch(first_run: Callable[[Any], None]) -> None:
-    """From now on ``first_run`` is called with each program before it runs as it is now for the first time."""
+    """From now on ``first_run`` is called with each program before it runs as it is now for the first time.
+
+    A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it
+    never wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every
+    static program: `updates_alone` is asked at a program's first run, and again when it has got operators since.
+    """
     # Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``.
     seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -187,7 +187,7 @@ def watch(first_run: Callable[[Any], None]) -> None:
             first_run(about)
         return feed, fetch_list
 
-    replaced.before_each_run(look)
+    process.before_each_run(look)
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
@@ -224,84 +224,3 @@ def _line_of(operator: Any) -> str:
             code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
             place = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
     return place
-
-
-# Makes Paddle save a converted program as the program of one card, without our operators.
-#
-# A host operator holds a pointer to its function, which Paddle cannot write (``Unknown Attr``), so
-# ``paddle.static.save`` would fail after the training. Scripts call Paddle directly, and all of Paddle's functions
-# that write a program end in one function of its core; that one is replaced, and it changes only programs that could
-# not be written before.
-
-
-_OURS = "fleet_train_"
-_NAME = re.compile(r"fleet_train_([a-z]+)_(?:(\d+_\d+)_)?\d+_-?\d+$")
-
-_original: Callable[..., Any] = paddle.base.core.serialize_pir_program
-_is_drifting: Callable[[Any], bool] = bool
-
-
-def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
-    """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
-    global _original, _is_drifting
-    _is_drifting = is_drifting
-    _original = replaced.replace(paddle.base.core, "serialize_pir_program", _serialize)
-
-
-def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
-    if not any(_is_ours(operator) for operator in program.global_block().ops):
-        return _original(program, *arguments, **options)
-    if _is_drifting(program):
-        notice = (
-            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
-            "call fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
-        )
-        say([notice], rank=0)
-    return _original(for_one_card(program), *arguments, **options)
-
-
-def for_one_card(program: Any) -> Any:
-    """A copy of a converted program in which each gradient goes directly to its update, with plain batch norms."""
-    reference = program.clone()
-    ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
-    local: dict[str, list[Any]] = {}
-    for operator in ours:
-        _bypass(operator, local)
-    forward, backward = ([operator for operator in ours if _kind(operator)[0] == kind] for kind in ("gather", "total"))
-    if forward:
-        make_norms_plain(reference, forward, backward)
-    for operator in reversed(ours):
-        behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
-        reference.global_block().remove_op(operator)
-        remove_unused(reference, behind)
-    constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
-    remove_unused(reference, constants)  # among them are the first tokens of our chains
-    return reference
-
-
-def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
-    """Replace a host operator's results by its inputs. ``local``: gradients of launched buckets."""
-    kind, bucket = _kind(operator)
-    given, gives = operator.operands_source(), operator.results()
-    pairs: list[tuple[Any, Any]] = []
-    match kind:
-        case "launch":
-            local[bucket] = given[1:]
-        case "wait":
-            pairs = list(zip(gives[1:], local[bucket], strict=False))
-        case "broadcast":
-            pairs = [(gives[1], given[1])]
-        case "hold":
-            pairs = list(zip(gives, given[:-1], strict=True))
-    for old, new in pairs:
-        old.replace_all_uses_with(new)
-
-
-def _kind(operator: Any) -> tuple[str, str]:
-    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
-    match = _NAME.search(operator.name())
-    return (match[1], match[2] or "") if match else ("", "")
-
-
-def _is_ours(operator: Any) -> bool:
-    return _OURS in operator.name()

@@ -313,9 +313,6 @@ def _fresh(value: Any) -> Any:
         return None
 
 
-# Arguments that have two names: ours, and the one that Fleet gave them.
-
-
 class ArgumentError(ConversionError, TypeError):
     """Arguments that do not fit a call. Also a TypeError, which is what Python raises for them."""
 

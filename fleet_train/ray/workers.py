@@ -119,13 +119,13 @@ class InWorker:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         import sys
 
-        if "fleet_train.convert.exits" not in sys.modules:
+        if "fleet_train.convert.process" not in sys.modules:
             return
-        from fleet_train.convert import exits, session
+        from fleet_train.convert import process, session
 
         if error is None:
             session.end()
             return
-        cause = exits.tell(error)
+        cause = process.report_caught(error)
         if cause is not error:  # the executor has turned it into a SystemError
             raise cause from error

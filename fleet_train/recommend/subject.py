@@ -17,7 +17,7 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.collectives.join import probe
-from fleet_train.convert import replaced, session
+from fleet_train.convert import process, session
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
@@ -94,7 +94,7 @@ class Steps:
                 self._again = lambda: original(executor, program, *arguments, **named)
             return original(executor, program, *arguments, **named)
 
-        original = replaced.replace(paddle.static.Executor, "run", run)
+        original = process.replace(paddle.static.Executor, "run", run)
 
     def _is_converted(self, program: Any) -> bool:
         # Scripts may wrap it (CompiledProgram); None is the default main program.

@@ -126,11 +126,11 @@ class _Rank:
 
 def _cause_told_to_the_others(error: BaseException) -> BaseException:
     """The actual cause of this rank's end; reported to the others now, not when the process ends."""
-    if "fleet_train.convert.exits" not in sys.modules:  # it has never joined a job
+    if "fleet_train.convert.process" not in sys.modules:  # it has never joined a job
         return error
-    from fleet_train.convert import exits
+    from fleet_train.convert import process
 
-    return exits.tell(error)
+    return process.report_caught(error)
 
 
 def _offer(profile: Any) -> None:

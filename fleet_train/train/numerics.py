@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paddle import _C_ops
 
 from fleet_train import fleet
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from fleet_train.convert.passes.blocks import run_if
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
@@ -265,5 +265,5 @@ def use_deterministic_kernels() -> list[str]:
     known = paddle.base.core.globals().keys()
     flags = {name: value for name, value in _DETERMINISTIC.items() if name in known}
     if flags:
-        replaced.set_flags(flags)
+        process.set_flags(flags)
     return sorted(flags)

@@ -15,11 +15,9 @@ from paddle.nn import functional as F
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.passes.gradient_merge import LossScaler, merge_gradients
-from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
-from fleet_train.convert.passes.pipeline import ProgramPasses
+from fleet_train.convert.passes.pipeline import LossScaler, ProgramPasses, merge_gradients
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.convert.passes.sync_norm import Arithmetic, Composed, Kernels, synchronize_batch_norms
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, loss_scaling, relative_difference

@@ -15,8 +15,8 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.methods import registry
-from fleet_train.convert.state import persistables
-from fleet_train.convert.state.save_load import mean_of_ranks
+from fleet_train.convert import persistables
+from fleet_train.convert.save_load import mean_of_ranks
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches
 from tests.parallel import local_sgd

@@ -18,7 +18,7 @@ from paddle import nn
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
-from fleet_train.convert.passes.gradient_merge import LossScaler
+from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.profile import Profile
 from fleet_train.selftest.training import (
     BATCH_NORM,

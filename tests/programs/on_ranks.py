@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.convert import optimizer as converting
+from fleet_train.convert.passes import batch_sums
 from fleet_train.convert.passes.batch_sums import sum_over_batch
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
@@ -77,7 +77,7 @@ def profile_of(strategy: Strategy) -> Profile:
 
 def run_on_ranks(program: Program, seed: int, name: str, folder: Path) -> dict[str, Any]:
     strategy, accused = EXACT[name], []
-    converting.sum_over_batch = lambda *given: accused.append(sum_over_batch(*given)) or accused[-1]
+    batch_sums.sum_over_batch = lambda *given: accused.append(sum_over_batch(*given)) or accused[-1]
     script = OnRanks(program, seed, profile_of(strategy))
     try:
         run_program(program, script)

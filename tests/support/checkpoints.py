@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.convert.state import persistables
+from fleet_train.convert import persistables
 from fleet_train.train.checkpoint import storage
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet_train.convert.state import persistables
-from fleet_train.convert.state.persistables import State
+from fleet_train.convert import persistables
+from fleet_train.convert.persistables import State
 from fleet_train.files import NotThatFile, read_regular, write_new
 from fleet_train.launch.node import Node
 from fleet_train.launch.ranks import Ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleet_train.convert.state.persistables import State
-from fleet_train.convert.state.program_state import is_finite
-from fleet_train.convert.state.save_load import first_not_finite
+from fleet_train.convert.persistables import State
+from fleet_train.convert.program_state import is_finite
+from fleet_train.convert.save_load import first_not_finite
 
 HUGE = float(np.finfo("float32").max)
 

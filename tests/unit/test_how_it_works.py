@@ -70,7 +70,7 @@ def test_every_name_is_where_the_page_says() -> None:
 
 def test_page_goes_from_backward_to_finish() -> None:
     cited = [name for _, names in sections(PAGE.read_text()) for name in names]
-    way = ["DistributedOptimizer.backward", "build_plan", "insert_launches", "GradientExchange.launch", "flatten"]
+    way = ["DistributedOptimizer.backward", "agreed_plan", "insert_launches", "GradientExchange.launch", "flatten"]
     way += ["FlatAllreduce.sum", "ThreadEngine.start", "GradientExchange.wait", "ProgramPasses.update"]
     way += ["GradientExchange.finish"]
     assert [name for name in cited if name in way] == way

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert.passes.gradient_merge import LossScaler
-from fleet_train.convert.state import save_load
-from fleet_train.convert.state.program_state import ProgramState
+from fleet_train.convert import save_load
+from fleet_train.convert.passes.pipeline import LossScaler
+from fleet_train.convert.program_state import ProgramState
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
 from tests.support.inference import infer

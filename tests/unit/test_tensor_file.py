@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fleet_train.convert.state import safetensors_file
+from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from tests.support.processes import ROOT
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_package_reads_what_is_written(path: Path) -> None:
-    safetensors_file.write(path, ARRAYS)
+    persistables.write_safetensors(path, ARRAYS)
     found = load_file(path)
     assert sorted(found) == sorted(ARRAYS)
     for name, array in ARRAYS.items():
@@ -39,15 +39,15 @@ def test_package_reads_what_is_written(path: Path) -> None:
 
 
 def test_what_is_written_is_read_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "_CHUNK", 7)  # tensors of several pieces
-    contents = safetensors_file.write(path, ARRAYS)
-    found = safetensors_file.read(path, contents)
+    monkeypatch.setattr(persistables, "_CHUNK", 7)  # tensors of several pieces
+    contents = persistables.write_safetensors(path, ARRAYS)
+    found = persistables.read_safetensors(path, contents)
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found[name], array, strict=True)
 
 
 def test_first_tensor_that_is_cut_off_is_named(path: Path) -> None:
-    contents = safetensors_file.write(path, ARRAYS)
+    contents = persistables.write_safetensors(path, ARRAYS)
     whole = path.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     cuts = {
@@ -61,35 +61,35 @@ def test_first_tensor_that_is_cut_off_is_named(path: Path) -> None:
     for size, where in cuts.items():
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=f"a.safetensors is cut off {where}"):
-            safetensors_file.read(path, contents)
+            persistables.read_safetensors(path, contents)
 
 
 def test_every_altered_byte_is_noticed_and_put_down_to_a_tensor(path: Path) -> None:
-    contents = safetensors_file.write(path, ARRAYS)
+    contents = persistables.write_safetensors(path, ARRAYS)
     whole = path.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     for place in range(begin, len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match=r"tensor '\w+' was altered"):
-            safetensors_file.read(path, contents)
+            persistables.read_safetensors(path, contents)
     path.write_bytes(whole[: begin + 50] + b"\x01" + whole[begin + 51 :])
     with pytest.raises(CheckpointError, match=r"tensor 'count' was altered after it was written \(SHA-256 differs\)"):
-        safetensors_file.read(path, contents)
+        persistables.read_safetensors(path, contents)
 
 
 def test_an_altered_header_is_noticed(path: Path) -> None:
-    contents = safetensors_file.write(path, ARRAYS)
+    contents = persistables.write_safetensors(path, ARRAYS)
     whole = path.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     for place in range(begin):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match="was altered before its first tensor 'weight'"):
-            safetensors_file.read(path, contents)
+            persistables.read_safetensors(path, contents)
 
 
 def test_dtype_without_a_code_is_refused(path: Path) -> None:
     with pytest.raises(CheckpointError, match="tensors of dtype complex64 cannot be saved"):
-        safetensors_file.write(path, {"c": np.zeros(2, "complex64")})
+        persistables.write_safetensors(path, {"c": np.zeros(2, "complex64")})
 
 
 def test_nothing_that_saves_or_loads_knows_pickles() -> None:

@@ -27,6 +27,22 @@ _CONSTANTS = ("full", "full_int_array")
 _LEAST_COUNT = 4
 
 
+def remark_on_batch_sum(loss: Any, world_size: int, accumulate_steps: int) -> str:
+    """Rank 0's sentence on a sum over the batch that is a term of ``loss``; empty if there is none."""
+    parts = world_size * accumulate_steps
+    place = sum_over_batch(loss, parts) if parts > 1 else ""
+    if not place:
+        return ""
+    of = " x ".join(
+        [f"{world_size} ranks"] * (world_size > 1) + [f"{accumulate_steps} micro-batches"] * (accumulate_steps > 1)
+    )
+    return (
+        f"the loss has a sum over the batch ({place}): the gradients of {of} are averaged, so this sum "
+        f"trains with 1/{parts} of the gradient that one process has for the joint batch; use a mean over the batch "
+        f"(paddle.mean), or multiply the sum by {parts}"
+    )
+
+
 def sum_over_batch(loss: Any, parts: int) -> str:
     """Which operator makes a sum over the batch that is a term of ``loss``: its line in the script, and its name. Empty
     if there is none, it cannot be decided, or it is multiplied by ``parts``, the number of shares that are averaged."""
@@ -37,19 +53,6 @@ def sum_over_batch(loss: Any, parts: int) -> str:
                 known[result.id] = _degrees(operator, result, known, parts)
     found = known.get(loss.id, {})
     return _place_of(found[1]) if 1 in found else ""
-
-
-def said_of_batch_sum(place: str, world_size: int, accumulate_steps: int) -> str:
-    """Rank 0's sentence on a sum over the batch."""
-    of = " x ".join(
-        [f"{world_size} ranks"] * (world_size > 1) + [f"{accumulate_steps} micro-batches"] * (accumulate_steps > 1)
-    )
-    parts = world_size * accumulate_steps
-    return (
-        f"the loss has a sum over the batch ({place}): the gradients of {of} are averaged, so this sum "
-        f"trains with 1/{parts} of the gradient that one process has for the joint batch; use a mean over the batch "
-        f"(paddle.mean), or multiply the sum by {parts}"
-    )
 
 
 def _place_of(operator: Any) -> str:

@@ -45,9 +45,6 @@ def all_inputs_of(operator: Any) -> list[Any]:
     return [source for user in users for source in inputs_of(user)]
 
 
-# A part of the program that runs only in some steps.
-
-
 # Operators that read a scope variable by name: accumulators, the learning rate, gradient merge's buffers.
 _READS_SCOPE = ("builtin.parameter", "pd_op.data")
 

@@ -1,19 +1,30 @@
-"""The passes of one conversion, in the only valid order."""
+"""The passes of one conversion, in the only valid order; gradient merge and loss scaling, which are around the update.
+
+Gradient merge: one update, and one communication, per ``accumulate_steps`` micro-batches. The gradients are summed in
+the main block, each after the operator that makes it, so that launch operators can follow the sums and communication
+still overlaps the last backward pass. Only the update is conditional.
+
+Loss scaling (float16): a larger loss preserves small gradients, and an update with an overflow is skipped. The
+gradients are checked after averaging over the ranks: an overflow on one rank is then an overflow on every rank, so all
+ranks skip the same updates and keep the same scale.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
+from paddle import _C_ops
 
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.gradient_merge import LossScaler, MergedGradients, merge_gradients
-from fleet_train.convert.passes.norm_arithmetic import Composed, Kernels
+from fleet_train.convert.passes.blocks import run_if
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, said_of
 from fleet_train.convert.passes.recompute import recompute_segments, recomputes
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.convert.passes.sync_norm import Composed, Kernels, synchronize_batch_norms
+from fleet_train.convert.planning import in_ready_order
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import CollectiveSpec
@@ -93,3 +104,124 @@ class ProgramPasses:
             )
         self._scaler = LossScaler(self._profile)
         return self._scaler.scaled(loss)
+
+
+@dataclass(frozen=True)
+class MergedGradients:
+    """``pairs``: parameter and mean gradient of the micro-batches since the last update (of fewer, between updates).
+
+    ``boundary``: bool, shape [1]: true in the step that ends with an update; on every rank in the same step. None
+    when every step does.
+    """
+
+    pairs: Pairs
+    boundary: Any
+    buffers: tuple[Any, ...]
+
+    def apply(self, update: Callable[[], Any]) -> Any:
+        """Append ``update`` (which creates the optimizer's operators) to run at the boundary; returns its result."""
+        if self.boundary is None:
+            return update()
+
+        def update_and_empty() -> Any:
+            operators = update()
+            for buffer in self.buffers:
+                paddle.assign(paddle.zeros_like(buffer), buffer)
+            return operators
+
+        return run_if(self.boundary, update_and_empty)
+
+
+def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: int) -> MergedGradients:
+    """Append the sum over micro-batches after each gradient of the current program.
+
+    ``accumulate_steps``: micro-batches per update, their gradients averaged; 1 = an update every step.
+
+    The sums and the count of micro-batches are persistable: a checkpoint in the middle of an update continues it.
+    The pairs keep their order; a parameter without a gradient keeps None.
+    """
+    if accumulate_steps < 1:
+        raise ConversionError(f"accumulate_steps={accumulate_steps}: must be 1 micro-batch or more per update")
+    if accumulate_steps == 1:
+        return MergedGradients(list(params_grads), None, ())
+    ready = in_ready_order(params_grads)
+    paddle.pir.set_insertion_point(ready[0].value.get_defining_op())
+    boundary = _count_micro_batches(accumulate_steps)
+    means: dict[str, Any] = {}
+    buffers = []
+    for item in ready:
+        paddle.pir.set_insertion_point_after(item.value.get_defining_op())
+        buffer = _persistable_zeros(item.value.dtype, item.value.shape, f"{item.parameter.name}@gradient_merge")
+        total = buffer + item.value
+        paddle.assign(total, buffer)
+        means[item.parameter.name] = total.scale(1.0 / accumulate_steps)
+        buffers.append(buffer)
+    paddle.pir.reset_insertion_point_to_end()
+    pairs = [(parameter, means.get(parameter.name)) for parameter, _ in params_grads]
+    return MergedGradients(pairs, boundary, tuple(buffers))
+
+
+def _count_micro_batches(accumulate_steps: int) -> Any:
+    """Count this micro-batch; true for the last one of an update, after which the count starts again."""
+    name = paddle.utils.unique_name.generate("gradient_merge_count")
+    count = _persistable_zeros(paddle.int64, [1], name)
+    with_this_one = count + 1
+    boundary = with_this_one >= accumulate_steps
+    paddle.assign(paddle.where(boundary, paddle.zeros_like(with_this_one), with_this_one), count)
+    return boundary
+
+
+def _persistable_zeros(dtype: Any, shape: Sequence[int], name: str) -> Any:
+    zero = paddle.nn.initializer.Constant(0.0)
+    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
+
+
+class LossScaler:
+    """The scale of one program and its counters: persistable, so that a checkpoint holds them.
+
+    With ``amp_dynamic_loss_scaling`` false the scale stays ``amp_init_loss_scaling``. Otherwise it is multiplied by
+    ``amp_incr_ratio`` after ``amp_incr_every_n_steps`` updates without overflow in a row, and by ``amp_decr_ratio``
+    after ``amp_decr_every_n_nan_or_inf`` overflows in a row (never below 1).
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        """Append the scale to the current program. Make it before the backward pass."""
+        self._profile = profile
+        self.scale = _persistable("loss_scaling", paddle.float32, profile.amp_init_loss_scaling)
+        self._good_steps = _persistable("loss_scaling_good_steps", paddle.int32, 0)
+        self._bad_steps = _persistable("loss_scaling_bad_steps", paddle.int32, 0)
+
+    def scaled(self, loss: Any) -> Any:
+        """The value to derive gradients from; ``loss`` itself is still fetched."""
+        return loss * self.scale.reshape([1] * len(loss.shape))
+
+    def apply(self, pairs: Sequence[tuple[Any, Any]], update: Callable[[Pairs], Any]) -> Any:
+        """Append the part after the exchange of gradients; returns the result of ``update``.
+
+        ``update(unscaled pairs)`` creates the optimizer's operators, which run unless a gradient is infinite or NaN.
+        The optimizer's ``found_inf`` is not used: Paddle's Momentum updates its velocity anyway.
+        """
+        present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], self.scale)
+        profile = self._profile
+        if profile.amp_dynamic_loss_scaling:
+            _C_ops.update_loss_scaling_(
+                values,
+                found,
+                self.scale,
+                self._good_steps,
+                self._bad_steps,
+                profile.amp_incr_every_n_steps,
+                profile.amp_decr_every_n_nan_or_inf,
+                profile.amp_incr_ratio,
+                profile.amp_decr_ratio,
+                False,
+            )
+        unscaled = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
+        return run_if(paddle.logical_not(found), lambda: update(unscaled))
+
+
+def _persistable(name: str, dtype: Any, value: float) -> Any:
+    start = paddle.nn.initializer.Constant(float(value))
+    unique = paddle.utils.unique_name.generate(name)
+    return paddle.pir.core.create_persistable_value(dtype, [1], unique, initializer=start)

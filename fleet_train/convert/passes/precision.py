@@ -139,9 +139,6 @@ def _is_float32(value: Any) -> bool:
     return bool(value.initialized() and value.is_dense_tensor_type() and value.dtype == paddle.float32)
 
 
-# Mixed precision: the valid settings, and which operators compute in low precision.
-
-
 LEVELS, DTYPES = ("O0", "O1", "O2"), ("bfloat16", "float16")
 
 LOW = frozenset(

@@ -5,27 +5,34 @@ by local sums, an exchange, and arithmetic. So no gradient of an exchange must b
 block, and one chain of tokens gives them the same order on every rank. Norms share an exchange where no other operator
 has to move: in the forward pass it waits for the last of its norms, if no operator reads the others' results before; in
 the backward pass it is placed at the first of its norms, if the others' inputs already exist. In a residual network
-these are the norm of a shortcut and the last norm of the parallel branch. The program keeps what ``plain_norm.py``
-needs to write it with plain batch norms: further operands of the exchanges, and marks on results. Paddle's own
-``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each device would
-order it against the gradients' collectives independently.
+these are the norm of a shortcut and the last norm of the parallel branch. The program keeps what
+``one_card.py`` needs to write it with plain batch norms: further operands of the exchanges, and marks on results.
+Paddle's own ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each
+device would order it against the gradients' collectives independently.
+
+On CPUs the local part uses Paddle's batch norm kernels (`Kernels`), which read the values once, while composed
+operators allocate and broadcast at each step: there a broadcast costs five times a pass of the kernel. On GPUs, whose
+kernels differ (an unbiased running variance, a reserved space that a backward pass must be given), it is composed of
+single operators (`Composed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
 
-from fleet_train.collectives.sync_batch_norm import RankStatistics, Statistics
+from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
 from fleet_train.convert.passes.blocks import all_inputs_of, inputs_of, nested_operators
-from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Norm, mark_backward, mark_forward
 from fleet_train.errors import ConversionError
 
 _BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.batch_norm")
 _GRADIENT = "pd_op.batch_norm_grad"
+FORWARD_MARK, BACKWARD_MARK = "fleet_train_norm", "fleet_train_norm_gradient"
+_ATTRIBUTES = ("momentum", "epsilon", "data_format", "use_global_stats", "trainable_statistics")
 
 
 def synchronize_batch_norms(
@@ -153,6 +160,25 @@ def _replace_backward(
     return replaced, chain
 
 
+def mark_forward(normalised: Any, variance: Any, statistics: Any, number: int, attributes: Mapping[str, Any]) -> None:
+    """Note that ``normalised`` is layer ``number`` of the exchange behind ``statistics``, and the layer's attributes.
+
+    Paddle sets ``is_test`` in the copy of a program that is for inference. It is found at the operator of ``variance``,
+    that of this rank: Paddle cannot read attributes of host operators.
+    """
+    noted = {name: attributes[name] for name in _ATTRIBUTES}
+    mark = json.dumps([statistics.count.get_defining_op().name(), number, noted])
+    normalised.get_defining_op().set_str_attr(FORWARD_MARK, mark)
+    if not variance.get_defining_op().has_attr("is_test"):
+        variance.get_defining_op().set_bool_attr("is_test", False)
+
+
+def mark_backward(gradient: Any, mean: Any, number: int) -> None:
+    """Note that ``gradient``, of the values, is layer ``number`` of the exchange behind ``mean``."""
+    mark = json.dumps([mean.get_defining_op().name(), number])
+    gradient.get_defining_op().set_str_attr(BACKWARD_MARK, mark)
+
+
 def _names_of(norms: Sequence[Norm]) -> str:
     return ", ".join(f"'{norm.scale.name if norm.scale.has_name else 'batch norm'}'" for norm in norms)
 
@@ -194,3 +220,130 @@ def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[
 def _alike(operator: Any, other: Any) -> bool:
     """An exchange has one dtype."""
     return bool(operator.operand_source(0).dtype == other.operand_source(0).dtype)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm of the program: ``x`` [...], ``scale`` and ``bias`` [channels], and its attributes."""
+
+    x: Any
+    scale: Any
+    bias: Any
+    epsilon: float
+    data_format: str
+
+    @property
+    def channels(self) -> int:
+        return int(self.scale.shape[0])
+
+    @property
+    def axes(self) -> list[int]:
+        """The axes that are summed over."""
+        return [axis for axis in range(len(self.x.shape)) if axis != self._channel]
+
+    def spread(self, values: Any) -> Any:
+        """``values`` [channels], reshaped to broadcast against ``x``."""
+        shape = [1] * len(self.x.shape)
+        shape[self._channel] = self.channels
+        return values.reshape(shape)
+
+    @property
+    def _channel(self) -> int:
+        return 1 if self.data_format.startswith("NC") else len(self.x.shape) - 1
+
+
+class Composed:
+    """Composed of single operators, in float32. Like `Kernels`, emits them at the current insertion point."""
+
+    def local(self, norm: Norm) -> Local:
+        """The statistics of this rank's ``x``."""
+        values = norm.x.cast("float32")
+        mean = values.mean(norm.axes)
+        variance = (values - norm.spread(mean)).square().mean(norm.axes)
+        return Local(norm.x, mean, variance)
+
+    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
+        """``x`` with the mean and variance ``statistics``, scaled and shifted; its shape and dtype."""
+        centred = norm.x.cast("float32") - norm.spread(statistics.mean)
+        factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
+        return (centred * norm.spread(factor) + norm.spread(norm.bias)).cast(norm.x.dtype)
+
+    def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
+        gradients of bias and scale); and the values that ``x_gradient`` needs."""
+        factor = norm.spread(paddle.rsqrt(statistics.variance + norm.epsilon))
+        normalised = (norm.x.cast("float32") - norm.spread(statistics.mean)) * factor
+        incoming = incoming.cast("float32")
+        begun = (incoming, normalised, factor)
+        return incoming.sum(norm.axes), (incoming * normalised).sum(norm.axes), begun
+
+    def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        """The gradient of ``x``. ``means``: the two sums of all ranks, over the count of all values."""
+        del statistics
+        incoming, normalised, factor = begun
+        mean_gradient, mean_product = (norm.spread(mean) for mean in means)
+        gradient = (incoming - mean_gradient - normalised * mean_product) * factor * norm.spread(norm.scale)
+        return gradient.cast(norm.x.dtype)
+
+
+class Kernels:
+    """With Paddle's CPU kernels, in the dtype of ``x`` (float32 or float64, the only ones they have)."""
+
+    def local(self, norm: Norm) -> Local:
+        """The running statistics of a batch norm with a momentum of 0.
+
+        It overwrites its running statistics inputs (as views, even ``pd_op.batch_norm`` without an underscore), so
+        these are created only for it.
+        """
+        dtype, channels = norm.x.dtype, [norm.channels]
+        old = paddle.zeros(channels, dtype), paddle.zeros(channels, dtype)
+        # trainable_statistics: even in a clone for testing, these are the statistics of the batch.
+        made = paddle._C_ops.batch_norm(
+            norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
+        )
+        # For a single value the kernel computes nothing and leaves zeros, which is correct for the variance.
+        mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
+        return Local(norm.x, mean, made[2])
+
+    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
+        return _normalised(norm, statistics, norm.scale, norm.bias)
+
+    def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
+        """The gradient with given statistics: its sums are the ones needed, and its gradient of ``x`` is
+        ``incoming`` * scale / deviation."""
+        mean, variance = statistics.mean, statistics.variance
+        x_gradient, scale_gradient, bias_gradient = paddle._C_ops.batch_norm_grad(
+            norm.x, norm.scale, norm.bias, mean, variance, mean, variance, None, incoming,
+            0.0, norm.epsilon, norm.data_format, False, True, False,
+        )  # fmt: skip
+        return bias_gradient, scale_gradient, x_gradient
+
+    def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
+        """Minus (mean gradient + normalised * mean product) * scale / deviation, which is also a batch norm."""
+        factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
+        mean_gradient, mean_product = means
+        return begun - _normalised(norm, statistics, factor * mean_product, factor * mean_gradient)
+
+
+def _normalised(norm: Norm, statistics: Statistics, scale: Any, bias: Any) -> Any:
+    return paddle._C_ops.batch_norm(
+        norm.x,
+        statistics.mean,
+        statistics.variance,
+        scale,
+        bias,
+        False,
+        0.0,
+        norm.epsilon,
+        norm.data_format,
+        True,
+        False,
+    )[0]
+
+
+def _may_be_one(norm: Norm) -> bool:
+    """Whether a batch may hold a single value per channel."""
+    return all(norm.x.shape[axis] in (-1, 1) for axis in norm.axes)
+
+
+Arithmetic = Composed | Kernels

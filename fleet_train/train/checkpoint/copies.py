@@ -19,7 +19,7 @@ from typing import Any
 
 from fleet_train import fleet
 from fleet_train.cluster.store.access import Callers, job_secret
-from fleet_train.convert.state import persistables
+from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.files import parse_json, publish, read_regular
 from fleet_train.train.checkpoint import storage

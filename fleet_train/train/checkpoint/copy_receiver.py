@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.store.access import Callers, Strangers, new_nonce
-from fleet_train.convert.state.persistables import FILES
+from fleet_train.convert.persistables import FILES
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copy_sender import Address

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.convert.state.persistables import FILES
+from fleet_train.convert.persistables import FILES
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copy_wire import CHUNK_BYTES, CONNECT_SECONDS, Channel, key_of

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train.cluster.environment import launched_job
-from fleet_train.convert.state import persistables
-from fleet_train.convert.state.safetensors_file import WAY_OUT
+from fleet_train.convert import persistables
+from fleet_train.convert.persistables import WAY_OUT
 from fleet_train.errors import CheckpointError
 
 MARKER = persistables.DESCRIPTION

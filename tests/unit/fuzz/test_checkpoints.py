@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_train.convert.state import persistables
-from fleet_train.convert.state.local_state import refuse_damaged_position
-from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State, fit
-from fleet_train.convert.state.save_load import _describe, mean_of_ranks, to_dgc, to_momentum
+from fleet_train.convert import persistables
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State, fit
+from fleet_train.convert.save_load import _describe, mean_of_ranks, refuse_damaged_position, to_dgc, to_momentum
 from fleet_train.errors import UNPRINTABLE, CheckpointError
 from fleet_train.train.checkpoint import manager, storage
 from tests.support.processes import ROOT

@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle.incubate.optimizer import LarsMomentumOptimizer
 
-from fleet_train.convert import replaced, session
+from fleet_train.convert import process, session
 from fleet_train.convert.passes.blocks import run_if
 
 OPTIMIZERS = {
@@ -64,7 +64,7 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
             exe.run([])
         assert seen == [startup, main]
     finally:
-        replaced.put_back()
+        process.put_back()
     assert paddle.static.Executor.run is before
 
 
@@ -76,7 +76,7 @@ def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.Mon
     monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
     theirs = paddle.static.Executor.run
     paddle.static.Executor().run(paddle.static.Program())
-    replaced.put_back()
+    process.put_back()
     assert paddle.static.Executor.run is theirs
     paddle.static.Executor().run(paddle.static.Program())
     assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]

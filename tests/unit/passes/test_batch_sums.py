@@ -12,7 +12,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes.batch_sums import said_of_batch_sum, sum_over_batch
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -111,10 +111,14 @@ def sequence(x: Any) -> Any:
 
 
 def found_in(make: Loss) -> str:
+    return in_program(make, lambda loss: sum_over_batch(loss, 3))
+
+
+def in_program(make: Loss, ask: Callable[[Any], Any]) -> Any:
     with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
         features, classes = paddle.static.data("features", [None, 4]), paddle.static.data("classes", [None, 1], "int64")
         weight = nn.Linear(4, 4).weight
-        return sum_over_batch(make(F.tanh(paddle.matmul(features, weight)), classes, weight), 3)
+        return ask(make(F.tanh(paddle.matmul(features, weight)), classes, weight))
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -128,7 +132,7 @@ def test_nothing_else_is_accused(name: str) -> None:
 
 
 def test_message_names_the_line_the_share_and_the_ways_out() -> None:
-    text = said_of_batch_sum(found_in(lambda x, y, weight: x.sum()), 2, 3)
+    text = in_program(lambda x, y, weight: x.sum(), lambda loss: remark_on_batch_sum(loss, 2, 3))
     assert "test_batch_sums.py" in text
     assert "of 2 ranks x 3 micro-batches are averaged, so this sum trains with 1/6 of the gradient" in text
     assert "paddle.mean" in text

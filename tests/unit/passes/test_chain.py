@@ -11,8 +11,7 @@ import pytest
 from paddle import nn
 
 from fleet_train.collectives.host_ops import emit_barrier, passes_a_token, token
-from fleet_train.convert.rewrite import chain_in_program_order
-from fleet_train.convert.state.program_state import broadcast_start_state
+from fleet_train.convert.rewrite import broadcast_start_state, chain_in_program_order
 
 
 class Job:

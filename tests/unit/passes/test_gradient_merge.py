@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.convert.passes.gradient_merge import merge_gradients
+from fleet_train.convert.passes.pipeline import merge_gradients
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import Trained, batches, relative_difference
 

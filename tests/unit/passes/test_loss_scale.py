@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.convert.passes.gradient_merge import LossScaler, merge_gradients
+from fleet_train.convert.passes.pipeline import LossScaler, merge_gradients
 from fleet_train.profile import Profile
 from tests.unit.passes.training import Trained, batches, loss_scaling, relative_difference
 

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from fleet_train import compat
-from fleet_train.convert import replaced
+from fleet_train.convert import process
 from tests.support.processes import ROOT, clean_environ
 
 JOB = """
@@ -72,12 +72,12 @@ def test_a_job_of_one_process_puts_everything_back_and_can_begin_again(tmp_path:
 
 def test_what_was_replaced_twice_comes_back_in_the_opposite_order() -> None:
     owner = SimpleNamespace(first="a", second="b")
-    assert replaced.replace(owner, "first", "c") == "a"
-    assert replaced.replace(owner, "first", "d") == "c"
-    assert replaced.replace(owner, "first", "d") == "c"  # not again
-    replaced.replace(owner, "second", "e")
+    assert process.replace(owner, "first", "c") == "a"
+    assert process.replace(owner, "first", "d") == "c"
+    assert process.replace(owner, "first", "d") == "c"  # not again
+    process.replace(owner, "second", "e")
     owner.second = "somebody else's"
-    replaced.put_back()
+    process.put_back()
     assert vars(owner) == {"first": "a", "second": "somebody else's"}
 
 
@@ -97,11 +97,11 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
         total = paddle.static.data("x", [1], "float32") + paddle.static.data("y", [1], "float32")
     try:
         for hook in (feed_more, note, note):
-            replaced.before_each_run(hook)
+            process.before_each_run(hook)
         feed = {"x": np.ones(1, "float32")}
         (value,) = paddle.static.Executor().run(main, feed=feed, fetch_list=[total])
     finally:
-        replaced.put_back()
+        process.put_back()
     assert (value.item(), seen) == (1.0, [["x", "y"]])
     assert paddle.static.Executor.run is before
 
@@ -109,11 +109,11 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
 def test_flags_come_back() -> None:
     flag = "FLAGS_check_nan_inf"
     before = paddle.get_flags(flag)
-    replaced.set_flags({flag: not before[flag]})
-    replaced.set_flags({flag: before[flag]})
-    replaced.set_flags({flag: not before[flag]})
+    process.set_flags({flag: not before[flag]})
+    process.set_flags({flag: before[flag]})
+    process.set_flags({flag: not before[flag]})
     assert paddle.get_flags(flag) != before
-    replaced.put_back()
+    process.put_back()
     assert paddle.get_flags(flag) == before
 
 
@@ -131,5 +131,5 @@ def test_a_loader_that_is_made_after_a_shutdown_feeds_its_program_too(times: int
             (values,) = paddle.static.Executor().run(main, fetch_list=[doubled])
         finally:
             loader.reset()
-            replaced.put_back()
+            process.put_back()
         assert values.tolist() == [2.0, 2.0]

@@ -11,8 +11,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleet_train.collectives.sync_batch_norm import Statistics
-from fleet_train.convert.passes.norm_arithmetic import Arithmetic, Composed, Kernels
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.convert.passes.sync_norm import Arithmetic, Composed, Kernels, synchronize_batch_norms
 from fleet_train.errors import ConversionError
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
 

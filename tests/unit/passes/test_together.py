@@ -10,11 +10,10 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train.convert.passes.gradient_merge import LossScaler, merge_gradients
-from fleet_train.convert.passes.norm_arithmetic import Kernels
+from fleet_train.convert.passes.pipeline import LossScaler, merge_gradients
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
 from fleet_train.convert.passes.recompute import recompute_segments
-from fleet_train.convert.passes.sync_norm import synchronize_batch_norms
+from fleet_train.convert.passes.sync_norm import Kernels, synchronize_batch_norms
 from fleet_train.profile import Profile
 from tests.unit.passes.test_precision import convolutional
 from tests.unit.passes.test_recompute import divided

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet_train.convert.state import persistables
-from fleet_train.convert.state.local_state import refuse_damaged_position
-from fleet_train.convert.state.persistables import DESCRIPTION, RANKS, TENSORS, State
-from fleet_train.convert.state.safetensors_file import WAY_OUT
-from fleet_train.convert.state.save_load import to_dgc, to_momentum
+from fleet_train.convert import persistables
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT, State
+from fleet_train.convert.save_load import refuse_damaged_position, to_dgc, to_momentum
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState

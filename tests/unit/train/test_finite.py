@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleet_train import DistributedStrategy, fleet
-from fleet_train.convert.state import save_load
+from fleet_train.convert import save_load
 from fleet_train.errors import CheckpointError, NotFinite, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint import storage

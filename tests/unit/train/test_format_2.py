@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert.state import persistables
+from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copy_receiver import Receiver

@@ -20,7 +20,7 @@ import paddle
 import pytest
 
 from fleet_train import files, fleet
-from fleet_train.convert.state import persistables, safetensors_file
+from fleet_train.convert import persistables
 from fleet_train.errors import NotSaved
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
@@ -46,7 +46,7 @@ class Disk:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
         monkeypatch.setattr(io, "open", self._opened(io.open))
         torn = self._torn(files.write_all)
-        for module in (files, safetensors_file, persistables):
+        for module in (files, persistables):
             monkeypatch.setattr(module, "write_all", torn)
 
     def _count(self) -> None:
@@ -201,7 +201,7 @@ SAVES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from fleet_train.convert.state import persistables
+from fleet_train.convert import persistables
 from fleet_train.train.checkpoint import storage
 
 checkpoints = Path(sys.argv[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet_train.convert.state import persistables
+from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from tests.support.checkpoints import publish

@@ -1,7 +1,25 @@
-"""How a rank ends: it reports the reason to the other ranks and one line to the user; the exit code gives the kind.
+"""What the package does to the process of a user: everything that it replaces there, and how a rank ends.
 
-There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library (rich,
-sentry) has replaced our hook. ``sys.exit`` is distinguished from a normal end by which code reads the exit code.
+Replaced are:
+
+- ``sys.excepthook``: an error of ours is one line, and has its own exit code.
+- ``sys.exit``: its code is this rank's failure, which the others learn before the process has ended.
+- ``paddle.static.Executor.run`` (`session`, `compat.programs`, trials of `recommend`): scripts, and
+  the libraries that they use, run programs with Paddle's executors.
+- ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
+- Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
+
+All of these go through this module. ``fleet.shutdown`` puts them back, in one process and in several, unless it is
+called while an error of ours may be ending the script, which is still to be printed. With them it unregisters an
+``atexit`` function. Five things cannot be undone: the audit hook that sees an uncaught exception although another
+library has replaced ``sys.excepthook`` (it does nothing without a job); glibc's ``on_exit``, because
+Paddle's threads outlive the job; what forked children do with what they inherit (here, and for the store's connections
+and claims of folders); the allocator's thresholds; and variables of the environment that Paddle's C++ code reads
+(`collectives.join`).
+
+How a rank ends is reported to the other ranks with its reason, and to the user in one line; the exit code gives the
+kind. There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library
+(rich, sentry) has replaced our hook. ``sys.exit`` is distinguished from a normal end by which code reads the exit code.
 Finally, ``atexit`` leaves the job. None of this runs in a process forked from a rank; it only freezes what it inherits.
 """
 
@@ -13,12 +31,12 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fleet_train.cluster.store.reports import exit_status
-from fleet_train.convert import replaced
 from fleet_train.errors import (
     ClusterError,
     FleetTrainError,
@@ -32,6 +50,9 @@ from fleet_train.errors import (
 if TYPE_CHECKING:  # it imports Paddle, which is not checked yet
     from fleet_train.collectives.job import Job
 
+Hook = Callable[[Any, Any, Any], tuple[Any, Any]]
+_OF_RUN = ("program", "feed", "fetch_list")
+"""The first arguments of ``Executor.run``."""
 # Their message is complete; a traceback through Paddle would hide it.
 _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
 
@@ -44,12 +65,25 @@ _installed = False
 _earlier_hook: Callable[..., Any] = sys.__excepthook__
 
 
+@dataclass(frozen=True)
+class _Replaced:
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+_replaced: list[_Replaced] = []
+_hooks: list[Hook] = []
+_flags: dict[str, Any] = {}  # as they were
+
+
 def install() -> None:
     """Hook the uncaught-exception handler, the normal exit and forks, until ``put_back``."""
     global _installed, _earlier_hook
     if not _installed:
         _installed = True
-        _earlier_hook = replaced.replace(sys, "excepthook", _on_uncaught)
+        _earlier_hook = replace(sys, "excepthook", _on_uncaught)
         atexit.register(_on_exit)
         _freeze_in_children()
 
@@ -62,7 +96,7 @@ def watch(job: Job) -> None:
     if job.world_size > 1:
         _skip_teardown_of_libraries()
         _listen_for_uncaught()
-        replaced.replace(sys, "exit", _exit)
+        replace(sys, "exit", _exit)
 
 
 def leave(job: Job) -> None:
@@ -76,7 +110,7 @@ def leave(job: Job) -> None:
     job.leave()
     if not isinstance(sys.exc_info()[1], FleetTrainError):
         atexit.unregister(_on_exit)
-        replaced.put_back()
+        put_back()
         _installed = False
 
 
@@ -115,7 +149,7 @@ def report(error: BaseException) -> None:
         job.report_failure(_root_of(error, job))
 
 
-def tell(error: BaseException) -> BaseException:
+def report_caught(error: BaseException) -> BaseException:
     """Report an exception that ends this rank although it has been caught; returns its cause."""
     return _note(error) or error
 
@@ -231,3 +265,65 @@ def _on_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code)
+
+
+def replace(owner: Any, name: str, replacement: Any) -> Any:
+    """Set ``owner.name`` until ``put_back``; returns the original. Does nothing the second time."""
+    for each in _replaced:
+        if each.owner is owner and each.replacement is replacement:
+            return each.original
+    original = getattr(owner, name)
+    _replaced.append(_Replaced(owner, name, original, replacement))
+    setattr(owner, name, replacement)
+    return original
+
+
+def set_flags(flags: Mapping[str, Any]) -> None:
+    """``paddle.set_flags`` until ``put_back``."""
+    import paddle  # not before the installed one has been checked
+
+    for name, value in paddle.get_flags(list(flags)).items():
+        _flags.setdefault(name, value)
+    paddle.set_flags(dict(flags))
+
+
+def before_each_run(hook: Hook) -> None:
+    """From now on ``hook(program, feed, fetch_list)`` is called before a static program runs in this process, with the
+    arguments of ``Executor.run``; it returns the feed and the fetch list to use."""
+    import paddle
+
+    if not _hooks:
+        run = paddle.static.Executor.run
+
+        @functools.wraps(run)
+        def run_with_hooks(self: Any, *args: Any, **named: Any) -> Any:
+            # Passed on as the caller gave them, by place or by name: what ``run`` is may be another library's wrapper.
+            given = dict(zip(_OF_RUN, args, strict=False)) | named
+            program, feed, fetch_list = (given.get(name) for name in _OF_RUN)
+            for each in tuple(_hooks):
+                feed, fetch_list = each(program, feed, fetch_list)
+            places = list(args)
+            for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=True)):
+                if place < len(places):
+                    places[place] = value
+                elif value is not given.get(name):
+                    named[name] = value
+            return run(self, *places, **named)
+
+        replace(paddle.static.Executor, "run", run_with_hooks)
+    if hook not in _hooks:
+        _hooks.append(hook)
+
+
+def put_back() -> None:
+    """Make everything in this process as it was. What somebody else has replaced since stays."""
+    _hooks.clear()
+    while _replaced:
+        last = _replaced.pop()
+        if getattr(last.owner, last.name) is last.replacement:
+            setattr(last.owner, last.name, last.original)
+    if _flags:
+        import paddle
+
+        paddle.set_flags(dict(_flags))
+        _flags.clear()

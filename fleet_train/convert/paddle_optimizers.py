@@ -1,82 +1,25 @@
-"""Translates a profile into the settings of the passes and of the optimizer."""
+"""What conversion knows of Paddle's optimizers.
+
+`unwrap` takes off the optimizers that Paddle wraps around another one, and turns their settings into knobs: on PIR
+programs most of them fail inside Paddle, even on one card. What the profile also offers is carried out by its own
+pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC the momentum of the optimizer;
+`updates_each_alone` says whether parameters may be updated bucket by bucket.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
+from paddle import nn, optimizer
 
-from fleet_train.collectives.engine import Engine
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.join import glance
-from fleet_train.convert import replaced
-from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import TensorSpec
-from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Choice, Conditions, choose, decline, needs_link
-from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
-from fleet_train.profile import KNOBS, Profile, check_flags
+from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
-from fleet_train.profile.knobs import AUTO, shown
+from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
-
-
-def leaves_one_process_alone(profile: Profile) -> bool:
-    """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
-    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
-
-
-def refuse_on_this_device(profile: Profile, place: Any) -> None:
-    """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
-    if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
-        raise ProfileError(
-            "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
-            "compression: bf16 (the same bytes, float32's range), or NCCL"
-        )
-
-
-def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
-    """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
-    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
-        return profile, []
-    said = (
-        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
-        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
-        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
-    )
-    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [said]
-
-
-_FOR_ONE_OPTIMIZER = (
-    "use_local_sgd",
-    "compression",
-    "accumulate_steps",
-    "amp_level",
-    "sync_batch_norm",
-    "recompute_segments",
-    "recompute_checkpoints",
-    "recompute_every_blocks",
-)
-
-
-def refuse_beside_another_optimizer(profile: Profile, world_size: int) -> None:
-    """Raise ConversionError for settings that a program with two optimizers cannot have. They rewrite the forward
-    program once, or keep one state per program.
-    """
-    if world_size == 1 and leaves_one_process_alone(profile):
-        return
-    for knob in _FOR_ONE_OPTIMIZER:
-        value = getattr(profile, knob)
-        if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
-            raise ConversionError(
-                f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer per "
-                f"program; leave {knob} out, or minimize the second loss in its own program "
-                "(paddle.static.program_guard), which may share parameters by name"
-            )
 
 
 def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
@@ -114,89 +57,6 @@ def _decay_of(momentum: Any) -> Any:
     if momentum._regularization_method == "l2_decay":
         return paddle.regularizer.L2Decay(momentum._regularization_coeff)
     return momentum.regularization
-
-
-# Applies a profile's settings other than communication: its environment section and the mapped knobs.
-
-
-_said: set[str] = set()
-
-
-def say(messages: Iterable[str], rank: int) -> None:
-    """Print each message once, a line each, on rank 0's stderr; the other ranks print nothing."""
-    for message in messages:
-        if rank == 0 and message not in _said:
-            _said.add(message)
-            print(f"fleet_train: {message}", file=sys.stderr, flush=True)
-
-
-def apply_environment(profile: Profile) -> list[str]:
-    """Set what can still be set; returns notes to the user.
-
-    Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
-    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
-    """
-    check_flags(profile, paddle.base.core.globals().keys())
-    wanted = profile.worker_environment()
-    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
-    missing = {name: value for name, value in wanted.items() if name not in os.environ}
-    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
-    late = sorted(missing.keys() - flags.keys())
-    os.environ.update({name: missing[name] for name in late})
-    if flags:
-        replaced.set_flags(flags)
-    notices = []
-    if kept:
-        notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
-    if late:
-        notices.append(
-            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
-            "read at start: start with python -m fleet_train launch --strategy"
-        )
-    return notices
-
-
-def _typed(name: str, text: str) -> Any:
-    """``text`` converted to the type of this flag in Paddle; ``set_flags`` takes no other."""
-    kind = type(paddle.get_flags(name)[name])
-    try:
-        return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
-    except ValueError:
-        raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None
-
-
-# Chooses the settings that a profile leaves open, the same on every rank; measures the link if the choice needs it.
-
-
-def settle(job: Job, profile: Profile, gradients: Sequence[TensorSpec]) -> Profile:
-    """``profile`` with numbers for open settings, and, if it asks for that, without a compression that does not pay;
-    rank 0 reports both. A link is measured only if that decides something.
-
-    All ranks call it with the same arguments.
-    """
-    judged = JUDGED if profile.compression_declines else frozenset[str]()
-    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
-        job.network = _measured(job)
-    source = job.network_source if job.network else "assumed"
-    most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
-    conditions = Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
-    is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
-    kept = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
-    choice = choose(kept.profile, gradients, job.cluster, conditions)
-    say([*kept.sentences, *choice.sentences], job.cluster.rank)
-    return choice.profile
-
-
-def _measured(job: Job) -> Network:
-    """The ranks communicate over the link between nodes, if there are several."""
-    link = glance(job)
-    return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
-
-
-# Unwraps optimizers that Paddle wraps around another one and turns their settings into knobs of the profile.
-#
-# On PIR programs most of them fail inside Paddle, even on one card. The profile's own pass carries out what a profile
-# also offers; the rest is refused with the knob to use.
 
 
 Around = Callable[[Callable[[Any], Any], Any], Any]
@@ -404,6 +264,7 @@ _TAKE_OFF: dict[str, Callable[[Unwrapped], None]] = {
     "LookAhead": _take_off_look_ahead,
 }
 
+
 _REFUSED = {
     "DistributedOptimizer": "it was returned by distributed_optimizer; wrap an optimizer only once",
     "PipelineOptimizer": "it splits the model, and only data parallelism is supported; wrap the inner optimizer, "
@@ -413,3 +274,49 @@ _REFUSED = {
     "DistributedFusedLamb": "it communicates by itself, on GPUs only; wrap paddle.optimizer.Lamb",
     "LBFGS": "it evaluates the loss several times per step, which a static program cannot; wrap another optimizer",
 }
+
+
+def state_values_per_parameter(optimizer: Any) -> int:
+    """How many moments or velocities a Paddle optimizer keeps for each parameter, from its accumulator names."""
+    names = [name for name in dir(type(optimizer)) if name.endswith("_acc_str")]
+    return len([name for name in names if "pow" not in name])
+
+
+# Exactly these classes, not subclasses, which may read all gradients at once.
+_EACH_ALONE = (
+    optimizer.SGD,
+    optimizer.Momentum,
+    optimizer.Adam,
+    optimizer.AdamW,
+    optimizer.Adamax,
+    optimizer.Adagrad,
+    optimizer.Adadelta,
+    optimizer.RMSProp,
+    optimizer.Lamb,
+)
+
+
+_CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)
+
+
+def updates_each_alone(inner: Any) -> bool:
+    """True if ``apply_gradients`` may be called several times, each for a part of the parameters, with equal bits.
+
+    Not with a clip by the global norm, which needs all gradients first, nor with Paddle's multi-tensor updates.
+    """
+    return (
+        type(inner) in _EACH_ALONE
+        and type(inner._grad_clip) in _CLIPS_EACH_ALONE
+        and not getattr(inner, "_use_multi_tensor", False)
+    )
+
+
+def moments_of(optimizer: Any) -> list[Any]:
+    """A Paddle optimizer's moments and velocities, in an order that is the same on every rank.
+
+    Adam's bias-correction powers are left out: they count steps and are equal everywhere.
+    """
+    tables = optimizer._accumulators
+    kinds = sorted(kind for kind in tables if "pow_acc" not in kind)
+    values = [tables[kind][name] for kind in kinds for name in sorted(tables[kind])]
+    return [value for value in values if "float" in str(value.dtype)]
