@@ -22,7 +22,7 @@ from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
 from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
 from fleet_train.train.evaluation import ask_first_worker
-from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalars, Settings
+from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
 
 DEFAULT_HOST = "127.0.0.1"
 _ASK_AGAIN_SECONDS = 1.0
@@ -31,8 +31,11 @@ Gone = Callable[[], Mapping[int, str]]
 """Ranks that have left or are lost, from `fleet.gone_workers`."""
 
 
-class PrometheusSink:
-    """Serves the last written record. For your own loop: `open_prometheus`, or on rank 0 this and `write`."""
+class PrometheusSink(NullSink):
+    """Serves the last written record, of which Prometheus stores neither texts nor images.
+
+    For your own loop: `open_prometheus`, or on rank 0 this and `write`.
+    """
 
     def __init__(self, port: int, host: str = DEFAULT_HOST, gone: Gone | None = None) -> None:
         """`port` 0: any free one; see `address`. Raises ClusterError if it cannot listen, naming the process that
@@ -70,12 +73,6 @@ class PrometheusSink:
         told = {name: str(settings[name]) for name in ("profile", "model") if name in settings}
         with self._lock:
             self._shown = replace(self._shown, info=self._shown.info | told)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Prometheus does not store texts."""
-
-    def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """Nor images."""
 
     def close(self) -> None:
         self._server.close()

@@ -28,14 +28,13 @@ from fleet_train.data import (
 )
 from fleet_train.errors import CheckpointError, ScheduleMismatch
 from fleet_train.files import publish_where_linked
+from fleet_train.train import metrics
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
 from fleet_train.train.checkpoint.saver import versions
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome, ProgramEvaluator, ask_first_worker
-from fleet_train.train.metrics import visualdl
-from fleet_train.train.metrics.sinks import MetricSink, NullSink, TeeSink
-from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.metrics import MetricSink, NullSink, TeeSink, open_sinks
 from fleet_train.train.numerics import seed_process, use_deterministic_kernels
 from fleet_train.train.programs import Programs, build_programs
 from fleet_train.train.progress import Progress, make_progress
@@ -302,7 +301,7 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
     output = config.output_path
     ask_first_worker(lambda: _make_folder(output))
     checkpoints.claim()
-    ask_first_worker(lambda: visualdl.restore_logs(output))
+    ask_first_worker(lambda: metrics.restore_logs(output))
     if config.resume or attempt(os.environ) > 0:
         found = checkpoints.newest()
         if found is None:
@@ -318,8 +317,8 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
             "start again with --overwrite (replaces them), or give another --output_dir"
         )
     if holders:
-        ask_first_worker(lambda: visualdl.keep_logs(output))
-    checkpoints.start_new_run(lambda: visualdl.forget_logs(output))
+        ask_first_worker(lambda: metrics.keep_logs(output))
+    checkpoints.start_new_run(lambda: metrics.forget_logs(output))
     return None
 
 

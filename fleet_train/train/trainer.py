@@ -26,10 +26,10 @@ from fleet_train.train.checkpoint.copies import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
 from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, other_versions, resumed, steps_of, versions
 from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
-from fleet_train.train.metrics.reporter import Reporter, StepMeter
-from fleet_train.train.metrics.sinks import MetricSink, OwnSink, closed_at_the_end, sinks_of
+from fleet_train.train.metrics import MetricSink, UserSink, UserSinks, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
-from fleet_train.train.progress import Progress, SilentProgress
+from fleet_train.train.progress import Progress
+from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
 
 
@@ -84,7 +84,7 @@ class Trainer:
         average: WeightAverage | None = None,
         skipping: numerics.SkipNotFinite | None = None,
         gradient_norm: Any = None,
-        sinks: MetricSink | OwnSink | Sequence[OwnSink] | None = None,
+        sinks: MetricSink | UserSink | Sequence[UserSink] | None = None,
         progress: Progress | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Trainer:
         self._scheduler = scheduler
         self._evaluator = evaluator
         self._average = average
-        self._progress = progress or SilentProgress()
+        self._progress = progress or Progress()
         self._sinks = sinks_of(sinks, fleet.is_first_worker())
         self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
         self._description = dict(description or {})
@@ -122,8 +122,11 @@ class Trainer:
         Raises Preempted after a checkpoint when a stop was requested, NotSaved if the last checkpoint, also that of a
         stop, could not be written, NotFinite for a loss that is NaN or infinite.
         """
-        with closed_at_the_end(self._sinks):
+        try:
             self._fit()
+        finally:
+            if isinstance(self._sinks, UserSinks):
+                self._sinks.close()
         return self.outcome
 
     def _fit(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fleet_train.train.metrics.reporter import StepMeter
+from fleet_train.train.reporter import StepMeter
 
 
 class Clock:

@@ -15,7 +15,7 @@ from fleet_train import fleet
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake
-from fleet_train.train.metrics.sinks import MetricSink
+from fleet_train.train.metrics import MetricSink
 from fleet_train.train.progress import Progress
 
 if TYPE_CHECKING:
