@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_train import errors, fleet
+from fleet_train import errors, fleet, timeouts
 from fleet_train.data import Loader
 
 MOST = 24
@@ -128,10 +128,6 @@ def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: N
 # Lets rank 0 read its disk and share the answer, so that all ranks continue or stop for the same reason.
 
 
-_SYNC_SECONDS = 1.0
-"""Seconds between two synchronization points of all ranks while one of them works."""
-
-
 def ask_first_worker(question: Callable[[], Any]) -> Any:
     """Rank 0's answer (a JSON value) on every rank; if the call raises there, it raises on every rank.
 
@@ -182,7 +178,7 @@ def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[s
         thread.start()
     while True:
         if work is not None:
-            thread.join(_SYNC_SECONDS)
+            thread.join(timeouts.RANKS_SYNC_SECONDS)
         mine = {"done": not thread.is_alive(), "is_late": time.monotonic() > deadline}
         told: list[dict[str, Any]] = fleet.gather(mine | outcome)
         busy = [f"rank {rank} ({fleet.worker_endpoints()[rank]})" for rank, each in enumerate(told) if not each["done"]]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.errors import printable
 
 
@@ -51,7 +52,9 @@ class Progress:
 class LineProgress(Progress):
     """One line per epoch, and one per interval within an epoch that lasts longer. For logs and pipes."""
 
-    def __init__(self, interval_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, interval_seconds: float = timeouts.PROGRESS_LINE_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(clock)
         self._interval_seconds = interval_seconds
 

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from fleet_train import __version__, fleet
+from fleet_train import __version__, fleet, timeouts
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
 from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
@@ -25,7 +25,6 @@ from fleet_train.train.evaluation import ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
 
 DEFAULT_HOST = "127.0.0.1"
-_ASK_AGAIN_SECONDS = 1.0
 
 Gone = Callable[[], Mapping[int, str]]
 """Ranks that have left or are lost, from `fleet.gone_workers`."""
@@ -92,7 +91,7 @@ class PrometheusSink(NullSink):
 
     def _ask_who_is_gone(self) -> Mapping[int, str] | None:
         asked_at, gone = self._last_gone
-        if time.monotonic() - asked_at < _ASK_AGAIN_SECONDS:
+        if time.monotonic() - asked_at < timeouts.METRICS_ASK_AGAIN_SECONDS:
             return gone
         try:
             gone = self._gone() if self._gone is not None else {}
@@ -256,8 +255,6 @@ def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator
 # The HTTP server of one registry of Prometheus metrics; closing it removes everything.
 
 
-_SILENT_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 PATH = "/metrics"
 
 
@@ -278,7 +275,10 @@ class MetricsServer:
         self.port = int(self._server.server_address[1])
         self.address = f"http://{host}:{self.port}{PATH}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="fleet_train metrics", daemon=True
+            target=self._server.serve_forever,
+            args=(timeouts.METRICS_POLL_SECONDS,),
+            name="fleet_train metrics",
+            daemon=True,
         )
         self._thread.start()
 
@@ -329,7 +329,7 @@ class _Server(FewConnections, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _SILENT_SECONDS
+    timeout = timeouts.METRICS_SILENT_SECONDS
 
     def log_message(self, *_: Any) -> None:
         """Prints nothing on the terminal of a training."""

@@ -31,7 +31,7 @@ from fleet_train.files import publish_where_linked
 from fleet_train.train import metrics
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
-from fleet_train.train.checkpoint.saver import versions
+from fleet_train.train.checkpoint.position import versions
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome, ProgramEvaluator, ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, TeeSink, open_sinks

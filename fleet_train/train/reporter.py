@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake
@@ -19,7 +19,7 @@ from fleet_train.train.metrics import MetricSink
 from fleet_train.train.progress import Progress
 
 if TYPE_CHECKING:
-    from fleet_train.train.checkpoint.saver import Position
+    from fleet_train.train.checkpoint.position import Position
 
 
 # More curves are unreadable; the slowest and the median rank are always included.
@@ -194,7 +194,7 @@ class StragglerWatch:
         endpoints: Sequence[str],
         factor: float,
         intervals: int = 3,
-        seconds: float = 5.0,
+        seconds: float = timeouts.STRAGGLER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`endpoints`: host:port by rank. `factor` 0 = never report."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from fleet_train.errors import FleetTrainError
 
-DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 1800.0
-
 
 @dataclass(frozen=True)
 class TrainerSettings:

@@ -16,15 +16,22 @@ from typing import Any
 
 import paddle
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.data import Loader, agree_steps
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
 from fleet_train.plan import CommPlan
 from fleet_train.train import numerics
-from fleet_train.train.checkpoint.copies import STOP_SECONDS
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
-from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, other_versions, resumed, steps_of, versions
+from fleet_train.train.checkpoint.position import (
+    EpochLoss,
+    Position,
+    RunData,
+    other_versions,
+    resumed,
+    steps_of,
+    versions,
+)
 from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
 from fleet_train.train.metrics import MetricSink, UserSink, UserSinks, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
@@ -311,7 +318,7 @@ class Trainer:
             saved, lacking = None, ""
             try:
                 if self._checkpoints is not None:
-                    saved, lacking = self._checkpoints.wait(STOP_SECONDS)
+                    saved, lacking = self._checkpoints.wait(timeouts.COPIES_STOP_SECONDS)
             except NotSaved as error:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._copies_made())
@@ -443,7 +450,6 @@ def agreed_steps(steps: int) -> int:
 
 
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 2.0
 
 
 @contextmanager
@@ -463,7 +469,7 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
         if not asked_at:
             asked_at.append(time.monotonic())
             request_stop(signal.Signals(number).name)
-        elif time.monotonic() - asked_at[0] > SAME_REQUEST_SECONDS:
+        elif time.monotonic() - asked_at[0] > timeouts.SAME_STOP_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

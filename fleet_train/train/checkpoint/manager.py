@@ -15,16 +15,14 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.errors import CheckpointError, NotSaved, printable
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
-from fleet_train.train.checkpoint.copies import FINISH_SECONDS, Copies, latest_run, tell
+from fleet_train.train.checkpoint.copies import Copies
+from fleet_train.train.checkpoint.newest import latest_run, report_of
 from fleet_train.train.evaluation import ask_first_worker
-from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
-
-# How often rank 0 reports that it still waits for its disk; after a longer silence other ranks would consider it lost.
-_ROUND_SECONDS = 1.0
+from fleet_train.train.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class Checkpoints:
         *,
         keep_best: bool = False,
         background: bool = False,
-        timeout_seconds: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
+        timeout_seconds: float = timeouts.CHECKPOINT_SECONDS,
         copies: int = 1,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -241,7 +239,7 @@ class Checkpoints:
 
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
-            self._run = self._run or storage.Run.new(latest_run([tell(self.folder)]))
+            self._run = self._run or storage.Run.new(latest_run([report_of(self.folder)]))
             tensors = captured.write_tensors(draft, f"after step {state.step}")
             return storage.publish(self.folder, state.step, asdict(state), score, self._run, tensors)
 
@@ -252,7 +250,7 @@ class Checkpoints:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = timeouts.COPIES_FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
         Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
@@ -387,7 +385,7 @@ class _Attempt:
 
     def look(self) -> dict[str, Any] | None:
         """How the write ended, after a short wait for it; None if it has not. CheckpointError if it is late."""
-        if self._ends_within(_ROUND_SECONDS):
+        if self._ends_within(timeouts.RANKS_SYNC_SECONDS):
             atexit.unregister(self._finish_at_exit)
             error, self._error = self._error, None
             if isinstance(error, OSError):
