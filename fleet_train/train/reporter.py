@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
@@ -19,6 +19,7 @@ from fleet_train.train.metrics import MetricSink
 from fleet_train.train.progress import Progress
 
 if TYPE_CHECKING:
+    from fleet_train.convert.fleet import Communication
     from fleet_train.train.checkpoint.position import Position
 
 
@@ -30,25 +31,6 @@ _NO_SETTING = {
     *("output_dir", "resume", "resume_uncompared", "overwrite", "accept_changed_data", "stop_after_epochs"),
     *("prometheus_port", "prometheus_host"),
 }
-
-
-class Communication(Protocol):
-    """The result of `fleet.communication()`."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def exposed_ms(self) -> float: ...
-    @property
-    def gate_wait_ms(self) -> float: ...
-    @property
-    def bytes_sent(self) -> float: ...
-    @property
-    def local_sgd_period(self) -> int: ...
-    @property
-    def rank_step_ms(self) -> list[float]: ...
-    @property
-    def rank_wait_ms(self) -> list[float]: ...
 
 
 class Reporter:
@@ -255,7 +237,7 @@ class Speed(NamedTuple):
     """0 = data was always ready, 1 = only waiting."""
 
 
-class StepMeter(Generic[Item]):
+class StepMeter:
     """Counts batches and samples of one rank between two readings; all ranks have the same number of both.
 
     ``batches_per_step``: those that a rank takes for one update; above 1 with gradient merge.

@@ -109,7 +109,7 @@ class Trainer:
         self._description = dict(description or {})
         self._merged = fleet.profile().accumulate_steps
         """Batches of a step."""
-        self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
+        self._meter = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
         self._batches_per_epoch = agreed_steps(len(loader))
         self._data = RunData(loader)
         self._checkpoints = checkpoints
@@ -206,7 +206,7 @@ class Trainer:
         self._first_step = min(at.step, at.epoch * self._batches_per_epoch // self._merged)
         self._last_step = at.step + (at.pending + left) // self._merged
 
-    def _train_batch(self, index: int, batch: Arrays) -> float | None:
+    def _train_batch(self, index: int, batch: Arrays) -> None:
         """One run of the training program: a step, or with gradient merge a micro-batch of one."""
         at, indices = self.position, self._loader.indices(index)
         is_looked_at = at.step + 1 >= self._last_step or self._is_looked_at(at.step)
@@ -223,13 +223,12 @@ class Trainer:
         self._meter.count(len(indices))
         self._of_step.samples += len(indices)
         if not is_looked_at:
-            return None
+            return
         loss = float(fetched[0].item())
         self._watch.look(loss, step, indices, batch)
         self._of_step.losses.append(loss)
         if has_norm:
             self._of_step.gradient_norm = float(fetched[1].item())
-        return loss
 
     def _is_looked_at(self, step: int) -> bool:
         """Whether the loss is fetched in the step after this many others."""
