@@ -1,4 +1,7 @@
-"""VisualDL's server as a child process: on this machine only by default, and without internet access."""
+"""What `monitor` shows of runs: VisualDL's server as a child process, or a table with small curves in the terminal.
+
+The server answers on this machine only by default, and runs without internet access.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,11 @@ from fleet_train.errors import FleetTrainError, printable
 from fleet_train.train import dashboard_server
 
 _EVERY_ADDRESS = ("0.0.0.0", "::")
+_MOST = 1e300
+_LEVELS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+
+Curves = dict[str, list[float]]
 
 
 class DashboardUnusable(FleetTrainError):
@@ -158,16 +166,6 @@ class Dashboard:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-# A run's numbers as a table with small curves, for a terminal without a browser.
-
-
-_MOST = 1e300
-_LEVELS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 32
-
-Curves = dict[str, list[float]]
 
 
 def read_curves(path: Path) -> tuple[int, Curves]:

@@ -20,8 +20,8 @@ from prometheus_client.core import Metric as Family
 from fleet_train import __version__, fleet, timeouts
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
+from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
-from fleet_train.train.evaluation import ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
 
 DEFAULT_HOST = "127.0.0.1"

@@ -1,4 +1,8 @@
-"""Reports a running job: measurements become tags, settings become texts. docs/watching.md has the tags."""
+"""Reports a running job: measurements become tags, settings become texts. docs/watching.md has the tags.
+
+`Reporter` gives sinks what `StepMeter` measures and `fleet.communication()` counts; `StragglerWatch` names the rank
+that the others wait for; evaluations become pictures, drawn with Pillow.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,12 @@ _NO_SETTING = {
     *("output_dir", "resume", "resume_uncompared", "overwrite", "accept_changed_data", "stop_after_epochs"),
     *("prometheus_port", "prometheus_host"),
 }
+_SIDE_PIXELS = 640
+_MARGIN = 56
+_MOST_CLASSES_WITH_NUMBERS = 20
+_TILE, _GAP = 112, 8
+_HIT, _MISS = (36, 105, 189), (201, 68, 44)
+Item = TypeVar("Item")
 
 
 class Reporter:
@@ -84,9 +94,9 @@ class Reporter:
         of_ranks = getattr(self._sinks, "ranks", None)
         if of_ranks is not None:
             of_ranks(communication.rank_step_ms, communication.rank_wait_ms)
-        said = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
-        if said is not None:
-            self._progress.say(said)
+        message = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
+        if message is not None:
+            self._progress.say(message)
 
     def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
         """Report the last checkpoint of this call, if there are metrics of it."""
@@ -160,9 +170,6 @@ def profile_text(profile: Profile, chosen: Mapping[str, Any]) -> str:
     return yaml.safe_dump(profile.shown_settings() | dict(chosen), sort_keys=False, allow_unicode=True).rstrip()
 
 
-# Names the rank that the others wait for, from the times that ranks report at barriers.
-
-
 class StragglerWatch:
     """Checks each interval and reports only changes.
 
@@ -218,12 +225,6 @@ class StragglerWatch:
 
     def _describe(self, rank: int | None) -> str:
         return "no rank" if rank is None else f"rank {rank} ({self._endpoints[rank]})"
-
-
-# Measures steps: speed, duration, and the share of time spent waiting for data.
-
-
-Item = TypeVar("Item")
 
 
 class Speed(NamedTuple):
@@ -283,16 +284,6 @@ class StepMeter:
             1000.0 * seconds * self._batches_per_step / max(1, self.batches),
             min(1.0, self._waited / seconds),
         )
-
-
-# Images of an evaluation, drawn with Pillow.
-
-
-_SIDE_PIXELS = 640
-_MARGIN = 56
-_MOST_CLASSES_WITH_NUMBERS = 20
-_TILE, _GAP = 112, 8
-_HIT, _MISS = (36, 105, 189), (201, 68, 44)
 
 
 def confusion_picture(confusion: NDArray[np.int64]) -> NDArray[np.uint8]:

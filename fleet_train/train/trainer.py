@@ -39,6 +39,8 @@ from fleet_train.train.progress import Progress
 from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
 
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
 
 @dataclass
 class StepSums:
@@ -288,7 +290,7 @@ class Trainer:
     def _state(self) -> TrainState:
         """What a checkpoint holds in addition to the tensors. All ranks call it."""
         at, losses, profile, plan = self.position, self._losses, fleet.profile(), fleet.plan()
-        told = fleet.gather([losses.total, losses.count, self._data.done(at)])
+        of_ranks = fleet.gather([losses.total, losses.count, self._data.done(at)])
         return TrainState(
             epoch=at.epoch,
             step=at.step,
@@ -299,12 +301,12 @@ class Trainer:
             profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
             versions=versions(),
             consumed_samples=at.consumed_samples,
-            epoch_losses=[[total, count] for total, count, _ in told],
+            epoch_losses=[[total, count] for total, count, _ in of_ranks],
             batches=at.batches,
             pending_batches=at.pending,
             accumulate_steps=profile.accumulate_steps,
             updates=at.updates,
-            data=self._data.record(at, [done for _, _, done in told]),
+            data=self._data.record(at, [done for _, _, done in of_ranks]),
             compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
         )
 
@@ -322,13 +324,13 @@ class Trainer:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._copies_made())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
-            told = f"stopped after step {self.position.step}: {why}; {kept}"
-            raise Preempted(f"{told}; note: {lacking}" if lacking else told)
+            message = f"stopped after step {self.position.step}: {why}; {kept}"
+            raise Preempted(f"{message}; note: {lacking}" if lacking else message)
 
     def _say_how(self) -> None:
-        said = describe_statistics(fleet.main_program)
-        if said is not None:
-            self._progress.say(said)
+        note = describe_statistics(fleet.main_program)
+        if note is not None:
+            self._progress.say(note)
         if self._batches_per_epoch % self._merged:
             self._progress.say(
                 f"note: an epoch's {self._batches_per_epoch} batches are not a multiple of "
@@ -440,20 +442,14 @@ def agreed_steps(steps: int) -> int:
     return agree_steps(counts, "truncate") if any(counts) else 0
 
 
-# Turns a signal to this rank into a stop request that all ranks follow at the same step.
-#
-# Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
-# --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
-# Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
-# within 2 seconds of the first count as the same request.
-
-
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
 @contextmanager
 def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
+
+    Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
+    --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
+    Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
+    within SAME_STOP_SECONDS of the first count as the same request.
 
     Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
     handlers, the block does nothing: the caller handles signals.

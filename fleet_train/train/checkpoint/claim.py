@@ -19,8 +19,8 @@ from fleet_train.cluster.environment import attempt
 from fleet_train.errors import CheckpointError
 from fleet_train.files import hold, holder
 from fleet_train.log import logger
+from fleet_train.train.agree import together
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.evaluation import together
 
 _held: dict[tuple[int, int], BinaryIO | None] = {}
 """The locks of this process, by device and inode of the folder."""

@@ -19,6 +19,7 @@ from typing import Any
 from fleet_train import fleet, timeouts
 from fleet_train.cluster.store.access import Callers, job_secret
 from fleet_train.errors import CheckpointError
+from fleet_train.train.agree import ask_first_worker, share, together
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.newest import (
     Held,
@@ -32,7 +33,6 @@ from fleet_train.train.checkpoint.newest import (
 )
 from fleet_train.train.checkpoint.storage import Run
 from fleet_train.train.checkpoint.transfer import Address, Receiver, send
-from fleet_train.train.evaluation import ask_first_worker, share, together
 
 _UNDER_WAY = "the wait for its transfer was over before it ended"
 

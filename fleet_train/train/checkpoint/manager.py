@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import fleet, timeouts
-from fleet_train.errors import CheckpointError, NotSaved, printable
+from fleet_train.errors import CheckpointError, NotSaved
+from fleet_train.log import logger
+from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
 from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.newest import latest_run, report_of
-from fleet_train.train.evaluation import ask_first_worker
 from fleet_train.train.settings import at_least
 
 
@@ -167,7 +167,7 @@ class Checkpoints:
         self._keep_best = keep_best
         self._background = background
         self._timeout_seconds = timeout_seconds
-        self._say = say or (lambda message: print(printable(message), file=sys.stderr, flush=True))
+        self._say = say or logger.warning
         at_least("checkpoint_copies", copies, 1)
         self._copies = Copies(self.folder, copies, keep_best, self._say, timeout_seconds) if copies > 1 else None
         self._run: storage.Run | None = None
@@ -276,8 +276,8 @@ class Checkpoints:
         if self._attempt is None or not self._attempt.problem:
             return
         try:
-            found = storage.published(self.folder)
-            own = [path for path, saved in found.items() if saved is not None and saved.run == self._run]
+            published = storage.published(self.folder)
+            own = [path for path, saved in published.items() if saved is not None and saved.run == self._run]
         except (OSError, CheckpointError):  # the disk that has failed
             own = []
         newest = f"the newest one is {own[-1]}: resume from it" if own else "there is no other one of this run"

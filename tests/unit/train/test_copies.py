@@ -14,7 +14,7 @@ import pytest
 
 from fleet_train import timeouts
 from fleet_train.errors import CheckpointError
-from fleet_train.train import evaluation
+from fleet_train.train import agree
 from fleet_train.train.checkpoint import claim, copies, storage
 from fleet_train.train.checkpoint.copies import Copies, who_keeps
 from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
@@ -94,7 +94,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
     def make(nodes: int, ranks_per_node: int = 1) -> Job:
         job = Job(tmp_path, nodes, ranks_per_node)
         monkeypatch.setattr(copies, "fleet", job)
-        monkeypatch.setattr(evaluation, "fleet", job)
+        monkeypatch.setattr(agree, "fleet", job)
         monkeypatch.setattr(timeouts, "RANKS_SYNC_SECONDS", 0.1)
         return job
 
@@ -446,7 +446,7 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         raise ValueError("not one of ours")
 
     def work(_: Copies) -> list[Any]:
-        return evaluation.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
+        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
 
     job = make_job(3)
     told = job.run(work)
@@ -462,7 +462,7 @@ def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: Make
     go = threading.Event()
 
     def work(_: Copies) -> list[Any]:
-        return evaluation.together({1: go.wait}.get(job.worker_index()), 0.2)
+        return agree.together({1: go.wait}.get(job.worker_index()), 0.2)
 
     job = make_job(3)
     told = [str(each) for each in job.run(work)]
