@@ -1,4 +1,4 @@
-"""What one rank finds on its disk, made known to all, so that all continue or stop for the same reason."""
+"""Agreements of all ranks: they continue or stop for the same reason, and make the same number of steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleet_train import errors, fleet, timeouts
+from fleet_train.data import agree_steps
 
 
 def ask_first_worker(question: Callable[[], Any]) -> Any:
@@ -35,6 +36,12 @@ def ask_first_worker(question: Callable[[], Any]) -> Any:
 def share(value: Any) -> Any:
     """Rank 0's JSON value on every rank."""
     return fleet.gather(value)[0]
+
+
+def agreed_steps(steps: int) -> int:
+    """The number of steps that every rank can make; no rank ever waits for one that has finished."""
+    counts = fleet.gather(steps)
+    return agree_steps(counts, "truncate") if any(counts) else 0
 
 
 def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:

@@ -17,16 +17,17 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet, timeouts
-from fleet_train.data import Loader, agree_steps
+from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
-from fleet_train.plan import CommPlan
 from fleet_train.train import numerics
+from fleet_train.train.agree import agreed_steps
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
 from fleet_train.train.checkpoint.position import (
     EpochLoss,
     Position,
     RunData,
+    other_choice,
     other_versions,
     resumed,
     steps_of,
@@ -386,7 +387,7 @@ class Trainer:
                 f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
                 "schedule that it was saved with"
             ) from error
-        # A function of the step is recomputed: the same for the same run, and correct if its settings have changed. #
+        # A function of the step is recomputed: the same for the same run, and correct if its settings have changed.
         # Other schedules compute a rate from the previous one, which only their state restores bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
         saved = found.state
@@ -399,23 +400,6 @@ def _score(evaluation: Evaluation | None) -> float | None:
     if evaluation is None:
         return None
     return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
-
-
-def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
-    """The note for a run that continues with differently chosen buckets; empty if sums keep the same bits.
-
-    The sum of two ranks' values does not depend on the buckets; the sum of more is computed in an order that does, and
-    so are the scales of quantised values.
-    """
-    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
-        return ""
-    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
-        return ""
-    return (
-        f"note: buckets were set by {saved} and now by {plan.chosen or 'the profile'}, so that sums over "
-        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
-        "continue bit by bit"
-    )
 
 
 def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
@@ -434,12 +418,6 @@ def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) 
 def begins_interval(step: int, reported: int, every: int) -> bool:
     """Whether a step of an epoch is in a later interval of ``every`` steps than the one that was reported last."""
     return step // every != reported // every
-
-
-def agreed_steps(steps: int) -> int:
-    """The number of steps that every rank can make; no rank ever waits for one that has finished."""
-    counts = fleet.gather(steps)
-    return agree_steps(counts, "truncate") if any(counts) else 0
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class TrainState:
     """Updates that led here, which is the `step` of metrics. ``step`` is another number after a resume with other
     batches per epoch (other ranks, another batch size). None: the same."""
     data: dict[str, Any] | None = None
-    """Class names, and the lists of samples (see `same_data`). None = unknown."""
+    """Class names, and the lists of samples (see `position.RunData`). None = unknown."""
     compared: bool | None = None
     """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
     one rank alone. False: not compared. None: not known, as in earlier versions, which compared in some steps only."""

@@ -17,6 +17,7 @@ import numpy as np
 from fleet_train import __version__, fleet
 from fleet_train.data import DataIdentity, OwnDataSampler
 from fleet_train.errors import CheckpointError, DataError, printable
+from fleet_train.plan import CommPlan
 from fleet_train.train.checkpoint.manager import Found, TrainState
 
 _MOST_SHOWN = 3
@@ -274,3 +275,20 @@ def other_versions(saved: Mapping[str, Any]) -> list[str]:
     names = [name for name in ("fleet_train", *_PACKAGES) if saved and saved.get(name) != now.get(name)]
     was = [f"{name} {saved.get(name, 'none')!s:.40}, now {now.get(name, 'none')}" for name in names]
     return [printable(f"note: saved with other versions: {'; '.join(was)}")] if was else []
+
+
+def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
+    """The note for a run that continues with differently chosen buckets; empty if sums keep the same bits.
+
+    The sum of two ranks' values does not depend on the buckets; the sum of more is computed in an order that does, and
+    so are the scales of quantised values.
+    """
+    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
+        return ""
+    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
+        return ""
+    return (
+        f"note: buckets were set by {saved} and now by {plan.chosen or 'the profile'}, so that sums over "
+        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
+        "continue bit by bit"
+    )
