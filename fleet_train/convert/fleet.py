@@ -25,7 +25,7 @@ require_paddle()
 
 import paddle  # noqa: E402
 
-from fleet_train.collectives.step_notes import Communication  # noqa: E402
+from fleet_train.collectives.step_notes import Communication as Communication  # noqa: E402
 from fleet_train.convert import (  # noqa: E402
     metrics,
     planning,

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.data.images import DEFAULT_MAX_CORRUPT
 from fleet_train.data.open import LoaderSettings
 from fleet_train.errors import FleetTrainError
 from fleet_train.train.settings import (
-    DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
     MODELS,
     SCHEDULES,
     Schedule,
@@ -73,7 +73,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     """Also keep the checkpoint with the best evaluation, however old it is."""
     background_checkpoints: bool = False
     """Write checkpoints in a thread during training."""
-    checkpoint_timeout: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
+    checkpoint_timeout: float = timeouts.CHECKPOINT_SECONDS
     """Longest wait in seconds for a checkpoint being written: a hanging disk must not block the job."""
     checkpoint_copies: int = 1
     """Number of nodes that keep each checkpoint in their own output_dir, including the first one. 1 = only the

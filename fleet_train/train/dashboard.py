@@ -1,4 +1,7 @@
-"""VisualDL's server as a child process: on this machine only by default, and without internet access."""
+"""What `monitor` shows of runs: VisualDL's server as a child process, or a table with small curves in the terminal.
+
+The server answers on this machine only by default, and runs without internet access.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
+from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.errors import FleetTrainError, printable
 from fleet_train.train import dashboard_server
 
-_START_TIMEOUT_SECONDS = 30.0
-_STOP_TIMEOUT_SECONDS = 5.0
 _EVERY_ADDRESS = ("0.0.0.0", "::")
+_MOST = 1e300
+_LEVELS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+
+Curves = dict[str, list[float]]
 
 
 class DashboardUnusable(FleetTrainError):
@@ -130,26 +137,26 @@ class Dashboard:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._server.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._server.wait(_STOP_TIMEOUT_SECONDS)
+                    self._server.wait(timeouts.VISUALDL_STOP_SECONDS)
         if self._output is not None:
             self._output.close()
 
     def _wait_until_the_page_answers(self) -> None:
         assert self._server is not None
-        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+        deadline = time.monotonic() + timeouts.VISUALDL_START_SECONDS
         while not self._answers():
             if self._server.poll() is not None:
                 raise DashboardUnusable(f"VisualDL does not start: {self._last_line()}")
             if time.monotonic() > deadline:
-                raise DashboardUnusable(f"VisualDL's page does not answer within {_START_TIMEOUT_SECONDS:g} s")
-            time.sleep(0.1)
+                raise DashboardUnusable(f"VisualDL's page does not answer within {timeouts.VISUALDL_START_SECONDS:g} s")
+            time.sleep(timeouts.VISUALDL_POLL_SECONDS)
 
     def _answers(self) -> bool:
         # It answers 500 to a client that sends no language; every browser sends one.
         request = urllib.request.Request(f"{self.address}/app/index", headers={"Accept-Language": "en"})
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(request, timeout=5) as answer:
+            with direct.open(request, timeout=timeouts.VISUALDL_ANSWER_SECONDS) as answer:
                 return b"VisualDL" in answer.read()
         except (urllib.error.URLError, OSError):
             return False
@@ -159,16 +166,6 @@ class Dashboard:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-# A run's numbers as a table with small curves, for a terminal without a browser.
-
-
-_MOST = 1e300
-_LEVELS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 32
-
-Curves = dict[str, list[float]]
 
 
 def read_curves(path: Path) -> tuple[int, Curves]:

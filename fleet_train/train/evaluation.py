@@ -1,11 +1,9 @@
-"""Evaluation divided over the ranks: exact sums, each sample counted once, for any shard sizes."""
+"""Evaluation divided over the ranks: exact sums, each sample counted once, for any shard sizes; a run's outcome."""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_train import errors, fleet
+from fleet_train import fleet
 from fleet_train.data import Loader
 
 MOST = 24
@@ -118,86 +116,11 @@ def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: N
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         return []
     predicted = probabilities.argmax(axis=1)
-    found = [
+    wrong = [
         Mistake(images[index].copy(), int(labels[index]), int(predicted[index]), float(probabilities[index].max()))
         for index in np.flatnonzero(predicted != labels)
     ]
-    return sorted([*mistakes, *found], key=lambda mistake: -mistake.confidence)[:MOST]
-
-
-# Lets rank 0 read its disk and share the answer, so that all ranks continue or stop for the same reason.
-
-
-_SYNC_SECONDS = 1.0
-"""Seconds between two synchronization points of all ranks while one of them works."""
-
-
-def ask_first_worker(question: Callable[[], Any]) -> Any:
-    """Rank 0's answer (a JSON value) on every rank; if the call raises there, it raises on every rank.
-
-    Otherwise the other ranks would wait in the next collective after an error on rank 0.
-    """
-    answer: dict[str, Any] = {}
-    if fleet.is_first_worker():
-        try:
-            answer = {"value": question()}
-        except errors.FleetTrainError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
-        except OSError as error:
-            way_out = "make that writable, with room left, or give another folder"
-            answer = {"error": "CheckpointError", "message": f"rank 0 cannot use its disk: {error}; {way_out}"}
-    answer = share(answer)
-    if "error" in answer:
-        told: errors.FleetTrainError = getattr(errors, answer["error"])(answer["message"])
-        told.failed_rank = 0
-        raise told
-    return answer["value"]
-
-
-def share(value: Any) -> Any:
-    """Rank 0's JSON value on every rank."""
-    return fleet.gather(value)[0]
-
-
-def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[str, Any]]:
-    """Run ``work`` on the ranks that pass it; its JSON value, or the problem, by rank. All ranks call it.
-
-    It may take long: it runs in a thread, while all ranks synchronize every second, so that no rank times out.
-    CheckpointError on every rank, naming the ranks that have not finished, after ``most_seconds``.
-    """
-    deadline = time.monotonic() + most_seconds
-    outcome: dict[str, Any] = {"value": None, "problem": None}
-
-    def run() -> None:
-        assert work is not None
-        try:
-            outcome["value"] = work()
-        except (errors.FleetTrainError, OSError) as error:
-            outcome["problem"] = str(error)
-        except BaseException as error:
-            outcome["problem"] = repr(error)
-
-    thread = threading.Thread(target=run, name="fleet_train copies", daemon=True)
-    if work is not None:
-        thread.start()
-    while True:
-        if work is not None:
-            thread.join(_SYNC_SECONDS)
-        mine = {"done": not thread.is_alive(), "is_late": time.monotonic() > deadline}
-        told: list[dict[str, Any]] = fleet.gather(mine | outcome)
-        busy = [f"rank {rank} ({fleet.worker_endpoints()[rank]})" for rank, each in enumerate(told) if not each["done"]]
-        if not busy:
-            return told
-        if any(each["is_late"] for each in told):
-            late = errors.CheckpointError(
-                f"{', '.join(busy)} has not read, sent or removed a checkpoint within {most_seconds:g} s: its disk "
-                "does not answer, or is too slow. Give a slow disk longer (--checkpoint_timeout)"
-            )
-            late.failed_rank = [each["done"] for each in told].index(False)
-            raise late
-
-
-# The result of `Trainer.fit`.
+    return sorted([*mistakes, *wrong], key=lambda mistake: -mistake.confidence)[:MOST]
 
 
 @dataclass

@@ -1,10 +1,14 @@
-"""NaN and infinity: skips updates, keeps batch norm's statistics usable, and names the samples of a loss."""
+"""Numbers of a training: what is done about NaN and infinity, a moving average of the weights, random streams.
+
+Random streams depend only on (seed, rank, step): dropout at step N of rank R draws the same mask in an uninterrupted
+and in a resumed run, on any number of machines, so that a checkpoint needs no generator state. The average is kept in
+the program: checkpoints contain it, and a resumed run continues it.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +23,19 @@ from fleet_train.convert import process
 from fleet_train.convert.passes.blocks import run_if
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
+from fleet_train.log import logger
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 
 Pairs = list[tuple[Any, Any]]
 _NAMED_SAMPLES = 64
+# Paddle's switches for kernels whose results depend on timing. A build without a GPU has none of them: its kernels give
+# the same bits in every run anyway.
+_DETERMINISTIC = {
+    "FLAGS_cudnn_deterministic": True,
+    "FLAGS_cudnn_exhaustive_search": False,
+    "FLAGS_embedding_deterministic": 1,
+}
 
 
 class SkipNotFinite:
@@ -41,13 +53,13 @@ class SkipNotFinite:
         """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
         one = paddle.full([1], 1.0, "float32")
-        values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], one)
+        values, is_broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], one)
         zero = paddle.nn.initializer.Constant(0.0)
         skipped = paddle.pir.core.create_persistable_value(paddle.int64, [1], "skipped_updates", initializer=zero)
-        paddle.assign(skipped + found.reshape([1]).astype("int64"), skipped)
+        paddle.assign(skipped + is_broken.reshape([1]).astype("int64"), skipped)
         self._skipped = skipped.name
         checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
-        return run_if(paddle.logical_not(found), lambda: update(checked))
+        return run_if(paddle.logical_not(is_broken), lambda: update(checked))
 
     def count(self) -> int:
         """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
@@ -118,13 +130,13 @@ class LossWatch:
         before, self._looked_at = self._looked_at, step
         if math.isfinite(loss):
             return
-        told = describe_loss(loss, step, indices, batch)
+        text = describe_loss(loss, step, indices, batch)
         if self._skipping is not None:
-            print(f"fleet_train: {told}; this update is skipped on every rank", file=sys.stderr, flush=True)
+            logger.warning("%s; this update is skipped on every rank", text)
             return
         unseen = f" (last checked before: the loss of step {before}, see fetch_frequency)"
         raise NotFinite(
-            f"{told}{unseen if before + 1 < step else ''}; this step is not saved, the last checkpoint is unchanged. "
+            f"{text}{unseen if before + 1 < step else ''}; this step is not saved, the last checkpoint is unchanged. "
             "Look at these samples, try a lower learning rate or a warm-up, or skip such updates (--on_nan skip)"
         )
 
@@ -154,9 +166,6 @@ def _finite_per_sample(values: NDArray[Any]) -> NDArray[np.bool_]:
 def _listed(indices: NDArray[Any]) -> str:
     shown = ", ".join(str(index) for index in indices[:_NAMED_SAMPLES].tolist())
     return shown if len(indices) <= _NAMED_SAMPLES else f"{shown} and {len(indices) - _NAMED_SAMPLES} more"
-
-
-# A moving average of the weights, kept in the program: checkpoints contain it, and a resumed run continues it.
 
 
 class WeightAverage:
@@ -231,21 +240,6 @@ def _read(name: str) -> NDArray[Any]:
 def _write(arrays: dict[str, NDArray[Any]]) -> None:
     for name, array in arrays.items():
         paddle.static.global_scope().find_var(name).get_tensor().set(array, fleet.place())
-
-
-# Random streams that depend only on (seed, rank, step).
-#
-# Dropout at step N of rank R draws the same mask in an uninterrupted and in a resumed run, on any number of machines:
-# a checkpoint needs no generator state, only the seed and the step.
-
-
-# Paddle's switches for kernels whose results depend on timing. A build without a GPU has none of them: its kernels give
-# the same bits in every run anyway.
-_DETERMINISTIC = {
-    "FLAGS_cudnn_deterministic": True,
-    "FLAGS_cudnn_exhaustive_search": False,
-    "FLAGS_embedding_deterministic": 1,
-}
 
 
 def stream_seed(seed: int, rank: int, step: int) -> int:

@@ -1,4 +1,7 @@
-"""Builds the static programs, one for training and one for evaluation, and wraps the optimizer with fleet."""
+"""Builds the static programs, one for training and one for evaluation, and wraps the optimizer with fleet.
+
+Their network has a name: two small ones of our own, and those of paddle.vision.models.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from fleet_train.train.numerics import SkipNotFinite, WeightAverage, keep_statis
 from fleet_train.train.settings import VISION_MODELS, Schedule
 
 _MOST_CLASSES_TO_CONFUSE = 100
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,6 @@ def _confusion(logits: Any, labels: Any) -> Any:
     one_hot = paddle.nn.functional.one_hot
     # float32 counts exactly up to 2**24, far above any batch.
     return paddle.matmul(one_hot(labels, classes), one_hot(paddle.argmax(logits, axis=-1), classes), transpose_x=True)
-
-
-# Networks by name, as paddle.nn layers in static mode: two small ones, and those of paddle.vision.models.
-
-
-Shape = tuple[int, ...]
 
 
 def mlp(sample_shape: Shape, num_classes: int) -> Any:

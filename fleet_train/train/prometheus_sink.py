@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -15,24 +16,27 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
 
-from fleet_train import __version__, fleet
+from fleet_train import __version__, fleet, timeouts
 from fleet_train.cluster.network import is_loopback, port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
+from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
-from fleet_train.train.evaluation import ask_first_worker
-from fleet_train.train.metrics.sinks import MetricSink, NullSink, Pixels, Scalars, Settings
+from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
 
 DEFAULT_HOST = "127.0.0.1"
-_ASK_AGAIN_SECONDS = 1.0
+PATH = "/metrics"
 
 Gone = Callable[[], Mapping[int, str]]
 """Ranks that have left or are lost, from `fleet.gone_workers`."""
 
 
-class PrometheusSink:
-    """Serves the last written record. For your own loop: `open_prometheus`, or on rank 0 this and `write`."""
+class PrometheusSink(NullSink):
+    """Serves the last written record, of which Prometheus stores neither texts nor images.
+
+    For your own loop: `open_prometheus`, or on rank 0 this and `write`. The Prometheus client's own server limits
+    neither connections nor their time, and answers at any path and for any host name.
+    """
 
     def __init__(self, port: int, host: str = DEFAULT_HOST, gone: Gone | None = None) -> None:
         """`port` 0: any free one; see `address`. Raises ClusterError if it cannot listen, naming the process that
@@ -42,8 +46,17 @@ class PrometheusSink:
         self._reported_at: dict[int, float] = {}
         self._gone = gone
         self._last_gone: tuple[float, Mapping[int, str] | None] = (float("-inf"), {})
-        self._server = MetricsServer(host, port, self)
-        self.port, self.address = self._server.port, self._server.address
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
+        except (OSError, OverflowError) as error:
+            raise ClusterError(_why_not(host, port, error)) from None
+        self.port = int(self._server.server_address[1])
+        self.address = f"http://{host}:{self.port}{PATH}"
+        serve = partial(self._server.serve_forever, timeouts.METRICS_POLL_SECONDS)
+        self._thread = threading.Thread(target=serve, name="fleet_train metrics", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, scalars: Scalars) -> None:
         with self._lock:
@@ -54,48 +67,45 @@ class PrometheusSink:
         """0 for a rank without a report since the last record; its earlier value stays."""
         now = time.monotonic()
         with self._lock:
-            told = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
-            self._reported_at |= dict.fromkeys(told, now)
-            self._reported_at = dict.fromkeys(range(len(step_ms)), now) | self._reported_at  # from the first record on
+            reporting = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
+            # From the first record on, every rank has an age.
+            self._reported_at = dict.fromkeys(range(len(step_ms)), now) | self._reported_at
+            self._reported_at |= dict.fromkeys(reporting, now)
             if len(step_ms) > 1:
                 self._shown = replace(
                     self._shown,
-                    rank_step_ms=self._shown.rank_step_ms | {rank: step_ms[rank] for rank in told},
-                    rank_wait_ms=self._shown.rank_wait_ms | {rank: wait_ms[rank] for rank in told},
+                    rank_step_ms=self._shown.rank_step_ms | {rank: step_ms[rank] for rank in reporting},
+                    rank_wait_ms=self._shown.rank_wait_ms | {rank: wait_ms[rank] for rank in reporting},
                 )
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
         """The profile's and the model's name become labels."""
         del metrics
-        told = {name: str(settings[name]) for name in ("profile", "model") if name in settings}
+        labels = {name: str(settings[name]) for name in ("profile", "model") if name in settings}
         with self._lock:
-            self._shown = replace(self._shown, info=self._shown.info | told)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Prometheus does not store texts."""
-
-    def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """Nor images."""
+            self._shown = replace(self._shown, info=self._shown.info | labels)
 
     def close(self) -> None:
-        self._server.close()
+        """Bounded; a second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
 
     def collect(self) -> Iterator[Family]:
         """The metrics of a scrape, as a registry of the Prometheus client asks for them."""
         now = time.monotonic()
         with self._lock:
             shown, reported_at = self._shown, dict(self._reported_at)
-        ages = {rank: now - at for rank, at in reported_at.items()}
-        return families(replace(shown, rank_age_seconds=ages, rank_up=self._up(reported_at)))
-
-    def _up(self, ranks: Iterable[int]) -> dict[int, bool]:
-        """Empty if unknown: the job's store does not answer."""
         gone = self._ask_who_is_gone()
-        return {} if gone is None else {rank: rank not in gone for rank in ranks}
+        ages = {rank: now - at for rank, at in reported_at.items()}
+        is_up = {} if gone is None else {rank: rank not in gone for rank in ages}
+        return families(replace(shown, rank_age_seconds=ages, rank_up=is_up))
 
     def _ask_who_is_gone(self) -> Mapping[int, str] | None:
+        """None if unknown: the job's store does not answer."""
         asked_at, gone = self._last_gone
-        if time.monotonic() - asked_at < _ASK_AGAIN_SECONDS:
+        if time.monotonic() - asked_at < timeouts.METRICS_ASK_AGAIN_SECONDS:
             return gone
         try:
             gone = self._gone() if self._gone is not None else {}
@@ -113,11 +123,8 @@ def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
     return made[0] if made else NullSink()
 
 
-# A run's numbers as metrics of Prometheus: names, units, meanings. docs/watching.md lists them.
-#
-# Names follow Prometheus' rules (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for
-# counters.
-
+# The names, units and meanings of metrics; docs/watching.md lists them. They follow Prometheus' rules
+# (prometheus.io/docs/practices/naming): base units, the unit last, `_total` for counters.
 
 PREFIX = "fleet_train_"
 Labels = Mapping[str, str]
@@ -129,8 +136,11 @@ class Metric:
 
     name: str
     meaning: str
-    kind: str = "gauge"
     divisor: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 _MS = 1000.0
@@ -138,7 +148,7 @@ _MS = 1000.0
 OF_CURVES: dict[str, Metric | None] = {
     "train/loss": Metric("loss", "Loss of rank 0 at the newest record."),
     "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
-    "train/epoch": Metric("epochs_total", "Finished epochs.", "counter"),
+    "train/epoch": Metric("epochs_total", "Finished epochs."),
     "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),
     "train/gradient_norm": Metric("gradient_norm", "Global norm of the averaged gradients, before clipping."),
     "train/loss_scale": Metric("loss_scale", "Loss scale of float16 mixed precision."),
@@ -146,38 +156,36 @@ OF_CURVES: dict[str, Metric | None] = {
     "test/accuracy": Metric("test_accuracy_ratio", "Accuracy of the last evaluation, 0 to 1."),
     "test/top5_accuracy": Metric("test_top5_accuracy_ratio", "Top-5 accuracy of the last evaluation, 0 to 1."),
     "speed/samples_per_second": Metric("samples_per_second", "Samples per second over all ranks."),
-    "speed/step_ms": Metric("step_seconds", "Mean time of a step on rank 0.", divisor=_MS),
-    "speed/data_ms": Metric("step_data_seconds", "Of it, waiting for the batch.", divisor=_MS),
-    "speed/compute_ms": Metric("step_compute_seconds", "Of it, computing.", divisor=_MS),
+    "speed/step_ms": Metric("step_seconds", "Mean time of a step on rank 0.", _MS),
+    "speed/data_ms": Metric("step_data_seconds", "Of it, waiting for the batch.", _MS),
+    "speed/compute_ms": Metric("step_compute_seconds", "Of it, computing.", _MS),
     "speed/exposed_communication_ms": Metric(
-        "step_exposed_communication_seconds", "Of it, waiting for other ranks' gradients.", divisor=_MS
+        "step_exposed_communication_seconds", "Of it, waiting for other ranks' gradients.", _MS
     ),
     "speed/data_wait_share": Metric("step_data_ratio", "Share of a step that waits for the batch, 0 to 1."),
     "speed/compute_share": Metric("step_compute_ratio", "Share of a step that computes, 0 to 1."),
     "speed/exposed_communication_share": Metric(
         "step_exposed_communication_ratio", "Share of a step that waits for other ranks' gradients, 0 to 1."
     ),
-    "communication/sent_bytes": Metric("sent_bytes_total", "Payload that rank 0 has sent in steps.", "counter"),
+    "communication/sent_bytes": Metric("sent_bytes_total", "Payload that rank 0 has sent in steps."),
     "communication/bytes_per_second": None,
     "communication/gate_wait_ms": Metric(
-        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to reach a step, per step.", divisor=_MS
+        "step_barrier_wait_seconds", "Rank 0's wait for the last rank to reach a step, per step.", _MS
     ),
     "communication/local_sgd_period": Metric("local_sgd_period_steps", "Steps between two averagings of LocalSGD."),
-    "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", divisor=_MS),
-    "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", divisor=_MS),
-    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have received.", "counter"),
-    "checkpoint/copies_failed": Metric(
-        "checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed.", "counter"
-    ),
+    "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", _MS),
+    "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", _MS),
+    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have received."),
+    "checkpoint/copies_failed": Metric("checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed."),
 }
 INFO = Metric("info", "Always 1; its labels describe the run.")
-STEPS = Metric("steps_total", "Finished steps, including those before a resume.", "counter")
+STEPS = Metric("steps_total", "Finished steps, including those before a resume.")
 RANKS = Metric("ranks", "Ranks of the job.")
 RECORDED = Metric("last_record_timestamp_seconds", "Unix time of the newest record.")
 RANK_UP = Metric("rank_up", "1: connected to the job's store; 0: has left or is lost.")
 RANK_AGE = Metric("rank_last_report_age_seconds", "Time since rank 0 read a report of this rank's step times.")
-RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step, for which others may wait.", divisor=_MS)
-RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", divisor=_MS)
+RANK_STEP = Metric("rank_step_seconds", "The rank's own time of a step, for which others may wait.", _MS)
+RANK_WAIT = Metric("rank_wait_seconds", "The rank's wait for the others, per step.", _MS)
 OTHERS = (INFO, STEPS, RANKS, RECORDED, RANK_UP, RANK_AGE, RANK_STEP, RANK_WAIT)
 # A counter is `steps_total` in one of Prometheus' formats, and `steps` in the other.
 _TAKEN = {
@@ -251,46 +259,9 @@ def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator
     labels = list(samples[0][0])
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(f"{PREFIX}{metric.name}", metric.meaning, labels=labels)
-    for told, value in samples:
-        family.add_metric([printable(told[name]) for name in labels], value / metric.divisor)
+    for texts, value in samples:
+        family.add_metric([printable(texts[name]) for name in labels], value / metric.divisor)
     yield family
-
-
-# The HTTP server of one registry of Prometheus metrics; closing it removes everything.
-
-
-_SILENT_SECONDS = 5.0
-_POLL_SECONDS = 0.1
-PATH = "/metrics"
-
-
-class MetricsServer:
-    """Serves what `collector` collects at /metrics, from its own thread, until `close`. Raises ClusterError if it
-    cannot listen.
-
-    The client's own server limits neither connections nor their time, and answers at any path and for any host name.
-    """
-
-    def __init__(self, host: str, port: int, collector: Collector) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
-        try:
-            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
-        except (OSError, OverflowError) as error:
-            raise ClusterError(_why_not(host, port, error)) from None
-        self.port = int(self._server.server_address[1])
-        self.address = f"http://{host}:{self.port}{PATH}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="fleet_train metrics", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Bounded; a second call does nothing."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
 
 
 def _application(registry: CollectorRegistry, host: str) -> Application:
@@ -332,7 +303,7 @@ class _Server(FewConnections, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _SILENT_SECONDS
+    timeout = timeouts.METRICS_SILENT_SECONDS
 
     def log_message(self, *_: Any) -> None:
         """Prints nothing on the terminal of a training."""

@@ -1,4 +1,7 @@
-"""The reference trainer: one job from joining the cluster to summary.json, a user of `Trainer` like any other."""
+"""The reference trainer: one job from joining the cluster to summary.json, a user of `Trainer` like any other.
+
+It decides whether a run starts or continues, and prevents two runs in one folder.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import math
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,32 @@ from fleet_train.data import (
 )
 from fleet_train.errors import CheckpointError, ScheduleMismatch
 from fleet_train.files import publish_where_linked
+from fleet_train.train import metrics
+from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, Found
-from fleet_train.train.checkpoint.saver import versions
+from fleet_train.train.checkpoint.position import versions
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.evaluation import Outcome, ProgramEvaluator, ask_first_worker
-from fleet_train.train.metrics import visualdl
-from fleet_train.train.metrics.sinks import MetricSink, NullSink, TeeSink
-from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.evaluation import Outcome, ProgramEvaluator
+from fleet_train.train.metrics import MetricSink, NullSink, TeeSink, open_sinks
 from fleet_train.train.numerics import seed_process, use_deterministic_kernels
 from fleet_train.train.programs import Programs, build_programs
 from fleet_train.train.progress import Progress, make_progress
 from fleet_train.train.trainer import Trainer
+
+# Another value of these means another run: its tensors or its random streams would not fit.
+_FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
+# May differ between machines, or is compared elsewhere (the strategy: by its knobs).
+_EACH_MACHINES_OWN = {
+    "data_dir",
+    "output_dir",
+    "strategy",
+    "loader",
+    "workers",
+    "prefetch_depth",
+    "prometheus_port",
+    "prometheus_host",
+}
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -81,19 +97,19 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
     seed_process(config.seed, fleet.worker_index())
     if config.deterministic:
         progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
-    inputs = open_inputs(config)
-    programs, exe = _make_programs(config, inputs.train.dataset, inputs.batches_per_epoch)
+    train, test, batches_per_epoch = _open_loaders(config)
+    programs, exe = _make_programs(config, train.dataset, batches_per_epoch)
     first_step = 0 if found is None else found.state.recorded_step
     sinks = TeeSink([_open_sinks(config, first_step), prometheus])
     try:
         trainer = Trainer(
             exe,
             programs.loss,
-            inputs.train,
+            train,
             config,
             scheduler=programs.scheduler,
             evaluator=ProgramEvaluator(
-                programs.evaluation, programs.evaluation_sums, inputs.test, programs.confusion, programs.probabilities
+                programs.evaluation, programs.evaluation_sums, test, programs.confusion, programs.probabilities
             ),
             checkpoints=checkpoints,
             average=programs.average,
@@ -103,13 +119,15 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             progress=progress,
             description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},
         )
-        progress.say(headline(config, inputs.batches_per_epoch))
+        progress.say(headline(config, batches_per_epoch))
         if found is not None:
             trainer.resume(found)
         outcome = trainer.fit()
-        corrupt_images = inputs.corrupt_images()
+        corrupt = [loader.corrupt.names for loader in (train, test) if loader.corrupt is not None]
+        corrupt_images = len({name for names in fleet.gather(corrupt) for part in names for name in part})
     finally:
-        inputs.close()
+        train.close()
+        test.close()
         sinks.close()
         checkpoints.close()
     summary = summarize(config, outcome, corrupt_images, time.perf_counter() - began)
@@ -142,40 +160,21 @@ def _make_programs(config: TrainConfig, data: Dataset, batches_per_epoch: int) -
     return programs, exe
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Close it at the end: loaders may have processes."""
-
-    train: Loader
-    test: Loader
-    batches_per_epoch: int
-
-    def corrupt_images(self) -> int:
-        """Files that could not be read, summed over all ranks; every rank calls this."""
-        met = [loader.corrupt.names for loader in (self.train, self.test) if loader.corrupt is not None]
-        return len({name for names in fleet.gather(met) for part in names for name in part})
-
-    def close(self) -> None:
-        self.train.close()
-        self.test.close()
-
-
 def open_data(config: TrainConfig) -> Splits:
     """The configured training and test data."""
     images = ImageSettings(image_size=config.image_size)
     return open_splits(config.data, config.data_dir, images=images, max_corrupt=config.max_corrupt)
 
 
-def open_inputs(config: TrainConfig) -> Inputs:
-    """Loaders of this rank's share. DataError on every rank if the ranks' data is inconsistent."""
+def _open_loaders(config: TrainConfig) -> tuple[Loader, Loader, int]:
+    """Loaders of this rank's share for training and testing, and the batches of an epoch. To be closed: they may have
+    processes. DataError on every rank if the ranks' data is inconsistent.
+    """
     splits = open_data(config)
     participant = Participant.of(fleet.worker_index(), fleet.worker_endpoints())
     train = make_loader(splits.train, config, participant, fleet.place())
     test = make_evaluation_loader(splits.test, config, participant, fleet.place())
-    return Inputs(train, test, settle(train, fleet.gather))
-
-
-# A run's summary: one line before it, one file and two lines after it.
+    return train, test, settle(train, fleet.gather)
 
 
 def headline(config: TrainConfig, batches_per_epoch: int) -> str:
@@ -259,24 +258,6 @@ def _or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-# Decides whether a run starts or continues, and prevents two runs in one folder.
-
-
-# Another value of these means another run: its tensors or its random streams would not fit.
-_FIXED_FOR_A_RUN = ("model", "data", "image_size", "augment", "optimizer", "seed")
-# May differ between machines, or is compared elsewhere (the strategy: by its knobs).
-_EACH_MACHINES_OWN = {
-    "data_dir",
-    "output_dir",
-    "strategy",
-    "loader",
-    "workers",
-    "prefetch_depth",
-    "prometheus_port",
-    "prometheus_host",
-}
-
-
 def agree_on_flags(config: TrainConfig) -> None:
     """Raise ScheduleMismatch on every rank, naming the first flag that differs: a command is typed on each machine."""
     mine = {name: value for name, value in config.as_json().items() if name not in _EACH_MACHINES_OWN}
@@ -302,7 +283,7 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
     output = config.output_path
     ask_first_worker(lambda: _make_folder(output))
     checkpoints.claim()
-    ask_first_worker(lambda: visualdl.restore_logs(output))
+    ask_first_worker(lambda: metrics.restore_logs(output))
     if config.resume or attempt(os.environ) > 0:
         found = checkpoints.newest()
         if found is None:
@@ -318,8 +299,8 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
             "start again with --overwrite (replaces them), or give another --output_dir"
         )
     if holders:
-        ask_first_worker(lambda: visualdl.keep_logs(output))
-    checkpoints.start_new_run(lambda: visualdl.forget_logs(output))
+        ask_first_worker(lambda: metrics.keep_logs(output))
+    checkpoints.start_new_run(lambda: metrics.forget_logs(output))
     return None
 
 

@@ -1,4 +1,8 @@
-"""The settings of a `Trainer`. Imports no Paddle."""
+"""The settings of a `Trainer`, the learning-rate schedules, and the networks of `--model`.
+
+Imports no Paddle: the command line's help lists them. A schedule is a pure function of the step: every rank and every
+resumed run computes the same.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fleet_train.errors import FleetTrainError
-
-DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,6 @@ def at_least(name: str, value: float, minimum: float) -> None:
     """Raise FleetTrainError unless value >= minimum (false for NaN)."""
     if not value >= minimum:
         raise FleetTrainError(f"--{name} {value}: must be at least {minimum}")
-
-
-# Learning-rate schedules as a pure function of the step: every rank and every resumed run computes the same.
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,6 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "step": _step,
 }
 SCHEDULES = tuple(_SHAPES)
-
-
-# Which networks `--model` takes. Imports no Paddle: the command line's help lists them.
 
 
 # Our name -> the function in paddle.vision.models. Only networks with one output that take any image size from 32 on:

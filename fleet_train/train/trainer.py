@@ -16,21 +16,31 @@ from typing import Any
 
 import paddle
 
-from fleet_train import fleet
-from fleet_train.data import Loader, agree_steps
+from fleet_train import fleet, timeouts
+from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
-from fleet_train.plan import CommPlan
 from fleet_train.train import numerics
-from fleet_train.train.checkpoint.copies import STOP_SECONDS
+from fleet_train.train.agree import agreed_steps
 from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
-from fleet_train.train.checkpoint.saver import EpochLoss, Position, RunData, other_versions, resumed, steps_of, versions
+from fleet_train.train.checkpoint.position import (
+    EpochLoss,
+    Position,
+    RunData,
+    other_choice,
+    other_versions,
+    resumed,
+    steps_of,
+    versions,
+)
 from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
-from fleet_train.train.metrics.reporter import Reporter, StepMeter
-from fleet_train.train.metrics.sinks import MetricSink, OwnSink, closed_at_the_end, sinks_of
+from fleet_train.train.metrics import MetricSink, UserSink, UserSinks, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
-from fleet_train.train.progress import Progress, SilentProgress
+from fleet_train.train.progress import Progress
+from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
+
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
@@ -84,7 +94,7 @@ class Trainer:
         average: WeightAverage | None = None,
         skipping: numerics.SkipNotFinite | None = None,
         gradient_norm: Any = None,
-        sinks: MetricSink | OwnSink | Sequence[OwnSink] | None = None,
+        sinks: MetricSink | UserSink | Sequence[UserSink] | None = None,
         progress: Progress | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,13 +106,13 @@ class Trainer:
         self._scheduler = scheduler
         self._evaluator = evaluator
         self._average = average
-        self._progress = progress or SilentProgress()
+        self._progress = progress or Progress()
         self._sinks = sinks_of(sinks, fleet.is_first_worker())
         self._reporter = Reporter(self._sinks, self._progress, settings.straggler_factor)
         self._description = dict(description or {})
         self._merged = fleet.profile().accumulate_steps
         """Batches of a step."""
-        self._meter: StepMeter[Arrays] = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
+        self._meter = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
         self._batches_per_epoch = agreed_steps(len(loader))
         self._data = RunData(loader)
         self._checkpoints = checkpoints
@@ -122,8 +132,11 @@ class Trainer:
         Raises Preempted after a checkpoint when a stop was requested, NotSaved if the last checkpoint, also that of a
         stop, could not be written, NotFinite for a loss that is NaN or infinite.
         """
-        with closed_at_the_end(self._sinks):
+        try:
             self._fit()
+        finally:
+            if isinstance(self._sinks, UserSinks):
+                self._sinks.close()
         return self.outcome
 
     def _fit(self) -> None:
@@ -196,7 +209,7 @@ class Trainer:
         self._first_step = min(at.step, at.epoch * self._batches_per_epoch // self._merged)
         self._last_step = at.step + (at.pending + left) // self._merged
 
-    def _train_batch(self, index: int, batch: Arrays) -> float | None:
+    def _train_batch(self, index: int, batch: Arrays) -> None:
         """One run of the training program: a step, or with gradient merge a micro-batch of one."""
         at, indices = self.position, self._loader.indices(index)
         is_looked_at = at.step + 1 >= self._last_step or self._is_looked_at(at.step)
@@ -213,13 +226,12 @@ class Trainer:
         self._meter.count(len(indices))
         self._of_step.samples += len(indices)
         if not is_looked_at:
-            return None
+            return
         loss = float(fetched[0].item())
         self._watch.look(loss, step, indices, batch)
         self._of_step.losses.append(loss)
         if has_norm:
             self._of_step.gradient_norm = float(fetched[1].item())
-        return loss
 
     def _is_looked_at(self, step: int) -> bool:
         """Whether the loss is fetched in the step after this many others."""
@@ -279,7 +291,7 @@ class Trainer:
     def _state(self) -> TrainState:
         """What a checkpoint holds in addition to the tensors. All ranks call it."""
         at, losses, profile, plan = self.position, self._losses, fleet.profile(), fleet.plan()
-        told = fleet.gather([losses.total, losses.count, self._data.done(at)])
+        of_ranks = fleet.gather([losses.total, losses.count, self._data.done(at)])
         return TrainState(
             epoch=at.epoch,
             step=at.step,
@@ -290,12 +302,12 @@ class Trainer:
             profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
             versions=versions(),
             consumed_samples=at.consumed_samples,
-            epoch_losses=[[total, count] for total, count, _ in told],
+            epoch_losses=[[total, count] for total, count, _ in of_ranks],
             batches=at.batches,
             pending_batches=at.pending,
             accumulate_steps=profile.accumulate_steps,
             updates=at.updates,
-            data=self._data.record(at, [done for _, _, done in told]),
+            data=self._data.record(at, [done for _, _, done in of_ranks]),
             compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
         )
 
@@ -308,18 +320,18 @@ class Trainer:
             saved, lacking = None, ""
             try:
                 if self._checkpoints is not None:
-                    saved, lacking = self._checkpoints.wait(STOP_SECONDS)
+                    saved, lacking = self._checkpoints.wait(timeouts.COPIES_STOP_SECONDS)
             except NotSaved as error:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._copies_made())
             kept = "nothing was saved" if saved is None else f"resume from {saved}"
-            told = f"stopped after step {self.position.step}: {why}; {kept}"
-            raise Preempted(f"{told}; note: {lacking}" if lacking else told)
+            message = f"stopped after step {self.position.step}: {why}; {kept}"
+            raise Preempted(f"{message}; note: {lacking}" if lacking else message)
 
     def _say_how(self) -> None:
-        said = describe_statistics(fleet.main_program)
-        if said is not None:
-            self._progress.say(said)
+        note = describe_statistics(fleet.main_program)
+        if note is not None:
+            self._progress.say(note)
         if self._batches_per_epoch % self._merged:
             self._progress.say(
                 f"note: an epoch's {self._batches_per_epoch} batches are not a multiple of "
@@ -375,7 +387,7 @@ class Trainer:
                 f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
                 "schedule that it was saved with"
             ) from error
-        # A function of the step is recomputed: the same for the same run, and correct if its settings have changed. #
+        # A function of the step is recomputed: the same for the same run, and correct if its settings have changed.
         # Other schedules compute a rate from the previous one, which only their state restores bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
         saved = found.state
@@ -388,23 +400,6 @@ def _score(evaluation: Evaluation | None) -> float | None:
     if evaluation is None:
         return None
     return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
-
-
-def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
-    """The note for a run that continues with differently chosen buckets; empty if sums keep the same bits.
-
-    The sum of two ranks' values does not depend on the buckets; the sum of more is computed in an order that does, and
-    so are the scales of quantised values.
-    """
-    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
-        return ""
-    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
-        return ""
-    return (
-        f"note: buckets were set by {saved} and now by {plan.chosen or 'the profile'}, so that sums over "
-        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
-        "continue bit by bit"
-    )
 
 
 def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
@@ -425,27 +420,14 @@ def begins_interval(step: int, reported: int, every: int) -> bool:
     return step // every != reported // every
 
 
-def agreed_steps(steps: int) -> int:
-    """The number of steps that every rank can make; no rank ever waits for one that has finished."""
-    counts = fleet.gather(steps)
-    return agree_steps(counts, "truncate") if any(counts) else 0
-
-
-# Turns a signal to this rank into a stop request that all ranks follow at the same step.
-#
-# Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
-# --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
-# Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
-# within 2 seconds of the first count as the same request.
-
-
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 2.0
-
-
 @contextmanager
 def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
+
+    Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
+    --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
+    Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
+    within SAME_STOP_SECONDS of the first count as the same request.
 
     Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
     handlers, the block does nothing: the caller handles signals.
@@ -460,7 +442,7 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
         if not asked_at:
             asked_at.append(time.monotonic())
             request_stop(signal.Signals(number).name)
-        elif time.monotonic() - asked_at[0] > SAME_REQUEST_SECONDS:
+        elif time.monotonic() - asked_at[0] > timeouts.SAME_STOP_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

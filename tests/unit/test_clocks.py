@@ -15,10 +15,9 @@ _USES = {
     "doctor/measure_folders.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
     "doctor/responder.py": {"time.time"},  # the clocks of two machines are what is compared
     "selftest/record.py": {"datetime.now"},  # the date of a record
-    "train/metrics/jsonl.py": {"time.time"},  # of each line; lines are ordered by their steps
+    "train/metrics.py": {"time.time"},  # of each record; records are ordered by their steps
     "train/prometheus_sink.py": {"time.time"},  # of the newest record, for people's eyes
     "train/checkpoint/storage.py": {"time.time"},  # a run's begin, made later than that of every run that is seen then
-    "train/metrics/visualdl.py": {"time.time"},
 }
 _OF_THE_WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "getmtime", "create_time"}
 _OF_FILES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime"}

@@ -16,10 +16,9 @@ from fleet_train.files import NotThatFile, read_regular, write_new
 from fleet_train.launch.node import Node
 from fleet_train.launch.ranks import Ranks
 from fleet_train.port.script import Ported, write
-from fleet_train.train.checkpoint.copies import write_record
+from fleet_train.train.checkpoint.newest import write_record
 from fleet_train.train.checkpoint.storage import Run
-from fleet_train.train.metrics.jsonl import JsonLinesSink
-from fleet_train.train.metrics.visualdl import VisualDLSink
+from fleet_train.train.metrics import JsonLinesSink, VisualDLSink
 from fleet_train.train.reference import publish_summary
 
 

@@ -8,24 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.cluster.environment import attempt
-from fleet_train.errors import CheckpointError, printable
+from fleet_train.errors import CheckpointError
 from fleet_train.files import hold, holder
+from fleet_train.log import logger
+from fleet_train.train.agree import together
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.evaluation import together
-
-# A process that is being killed, such as an earlier attempt's, still holds it for a moment; a file server releases the
-# lock of a machine that has lost its power after a minute and a half.
-_HERE_SECONDS, _ELSEWHERE_SECONDS = 10.0, 120.0
-_POLL_SECONDS = 0.2
 
 _held: dict[tuple[int, int], BinaryIO | None] = {}
 """The locks of this process, by device and inode of the folder."""
@@ -48,13 +43,13 @@ def claim(checkpoints: Path, is_mine: bool, seconds: float, *, must_be_writable:
     CheckpointError on every rank names the process that holds the folder, or what is wrong with it. ``seconds``: how
     long a disk may take.
     """
-    work = partial(_take, checkpoints, must_be_writable) if is_mine else None
-    told = together(work, seconds + _ELSEWHERE_SECONDS)
-    for rank, each in enumerate(told):
-        if each["problem"] is not None:
+    work = partial(_lock, checkpoints, must_be_writable) if is_mine else None
+    outcomes = together(work, seconds + timeouts.FOLDER_ELSEWHERE_SECONDS)
+    for rank, outcome in enumerate(outcomes):
+        if outcome["problem"] is not None:
             where = "" if rank == 0 else f"rank {rank} ({fleet.worker_endpoints()[rank]}): "
-            raise CheckpointError(f"{where}{each['problem']}")
-    return all(each["value"] is not False for each in told)
+            raise CheckpointError(f"{where}{outcome['problem']}")
+    return all(outcome["value"] is not False for outcome in outcomes)
 
 
 def release(checkpoints: Path) -> None:
@@ -64,7 +59,7 @@ def release(checkpoints: Path) -> None:
             file.close()
 
 
-def _take(checkpoints: Path, must_be_writable: bool) -> bool:
+def _lock(checkpoints: Path, must_be_writable: bool) -> bool:
     storage.refuse_no_folder(checkpoints)
     until = None
     while True:
@@ -78,16 +73,16 @@ def _take(checkpoints: Path, must_be_writable: bool) -> bool:
             who = holder(checkpoints)
             if until is None:
                 is_here = who.endswith(f" of {socket.gethostname()}")
-                most = _HERE_SECONDS if is_here and attempt(os.environ) == 0 else _ELSEWHERE_SECONDS
+                is_brief = is_here and attempt(os.environ) == 0
+                most = timeouts.FOLDER_HERE_SECONDS if is_brief else timeouts.FOLDER_ELSEWHERE_SECONDS
                 until = time.monotonic() + most
-                told = f"{checkpoints} is in use by {who}; waiting for its end, at most {most:g} s"
-                print(printable(told), file=sys.stderr, flush=True)
+                logger.info("%s is in use by %s; waiting for its end, at most %g s", checkpoints, who, most)
             if time.monotonic() > until:
                 raise CheckpointError(
                     f"{checkpoints} is in use by {who}: two runs in one folder would replace each other's checkpoints; "
                     "end that run, or give another folder (--output_dir)"
                 ) from None
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.FOLDER_POLL_SECONDS)
         except OSError as error:
             if must_be_writable and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise CheckpointError(
@@ -98,5 +93,5 @@ def _take(checkpoints: Path, must_be_writable: bool) -> bool:
 
 
 def _key(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino

@@ -1,39 +1,40 @@
-"""Checkpoints on more than one node: which nodes keep copies, which run and checkpoint is the newest of all nodes.
+"""Checkpoints on more than one node: which nodes keep copies, and where a run continues that has them.
 
 The first rank of each node acts for it. All ranks make the communicating calls in the same order; only transfers run in
-threads, which communicate only with one another (`sending`, `receiving`).
+threads, which communicate only with one another (`transfer`). `newest` decides which run and checkpoint counts.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.cluster.store.access import Callers, job_secret
-from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
-from fleet_train.files import parse_json, publish, read_regular
+from fleet_train.train.agree import ask_first_worker, share, together
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.copy_receiver import Receiver
-from fleet_train.train.checkpoint.copy_sender import Address, Copier, send
-from fleet_train.train.checkpoint.storage import RECORD, Place, Run
-from fleet_train.train.evaluation import ask_first_worker, share, together
-from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS
+from fleet_train.train.checkpoint.newest import (
+    Held,
+    check_whole,
+    folders_apart,
+    held_of,
+    latest_run,
+    report_of,
+    run_to_continue,
+    write_record,
+)
+from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.checkpoint.transfer import Address, Receiver, send
 
-FINISH_SECONDS = 300.0
-"""Wait for copies under way at the end of a training."""
-STOP_SECONDS = 20.0
-"""The same at a graceful shutdown, below the launcher's grace period of 30 s."""
-_POLL_SECONDS = 1.0
+_UNDER_WAY = "the wait for its transfer was over before it ended"
 
 
 class Copies:
@@ -53,15 +54,17 @@ class Copies:
         number: int,
         keep_best: bool,
         say: Callable[[str], None],
-        timeout_seconds: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
+        timeout_seconds: float = timeouts.CHECKPOINT_SECONDS,
     ) -> None:
         self._checkpoints, self._number, self._keep_best, self._say = checkpoints, number, keep_best, say
         self._timeout_seconds = timeout_seconds
         self._has_joined = self._has_looked = False
-        self._rank = 0
         self._members: list[int] = []
+        """The first ranks of the nodes with a folder of their own: those that keep copies come first."""
         self._addresses: dict[int, Address] = {}
         self._receiver: Receiver | None = None
+        self._host = ""
+        """Of this node, as the others reach it."""
         self._secret: bytes | None = None
         self._copier = Copier(checkpoints, {}, "", None, say)
         self._unusable: dict[str, str] = {}
@@ -71,16 +74,15 @@ class Copies:
 
     def holders(self) -> list[str]:
         """Nodes that have published checkpoints, by their first ranks."""
-        self._join()
-        told = fleet.gather(self._is_member and bool(storage.complete(self._checkpoints)))
-        return [_describe(rank) for rank in self._members if told[rank]]
+        holds = fleet.gather(self.is_member() and bool(storage.complete(self._checkpoints)))
+        return [_describe(rank) for rank in self._members if holds[rank]]
 
     def start_new_run(self) -> None:
         """Begin another run. If a node has checkpoints, they stay until `remove_earlier`."""
-        told = self._look_everywhere()
-        self.run = storage.run_from(share(Run.new(latest_run(told)).as_json()))
+        reports = self._reports()
+        self.run = storage.run_from(share(Run.new(latest_run(reports)).as_json()))
         self._has_looked = True
-        if not any(each["held"] for each in told if each is not None):
+        if not any(report["held"] for report in reports if report is not None):
             self.remove_earlier()
 
     def remove_earlier(self) -> None:
@@ -89,7 +91,7 @@ class Copies:
         assert run is not None
         self._on_members(lambda: storage.remove_others(self._checkpoints, run))
         self._on_members(lambda: write_record(self._checkpoints, run))
-        if self._rank == 0:
+        if fleet.is_first_worker():
             self._copier.offer()
 
     def bring_newest(self) -> None:
@@ -101,9 +103,9 @@ class Copies:
         if self._has_looked:
             return
         self._has_looked = True
-        told = self._look_everywhere()
+        reports = self._reports()
         drawn = storage.run_from(share(Run.new().as_json()))
-        self.run = run = run_to_continue(told, drawn.id) or drawn
+        self.run = run = run_to_continue(reports, drawn.id) or drawn
 
         def set_aside() -> str | None:
             folders = storage.set_aside(self._checkpoints, run)
@@ -111,19 +113,18 @@ class Copies:
 
         self._on_members(set_aside)
         self._on_members(lambda: write_record(self._checkpoints, run))
-        held = held_of(told, run)
-        if held:
+        if held := held_of(reports, run):
             self._bring_first_whole(held)
 
     def is_member(self) -> bool:
         """Whether this rank acts for a node with a folder of its own."""
         self._join()
-        return self._is_member
+        return fleet.worker_index() in self._members
 
     def begin_saving(self) -> None:
         """Called before a save: from now on rank 0 sends, and only the nodes that keep copies listen."""
         self._join()
-        if self._rank not in self._receivers:
+        if fleet.worker_index() not in self._receivers():
             self.close()
 
     def offer(self) -> None:
@@ -136,24 +137,23 @@ class Copies:
         Returns, on every rank, which nodes lack the last checkpoint and why; empty if none does. What an earlier try
         has not brought, also one of an earlier job, is tried once more.
         """
-        if not self._receivers and not self._unusable:
+        if not self._receivers() and not self._unusable:
             return ""
         deadline = time.monotonic() + seconds
         if fleet.is_first_worker() and self._copier.behind():
             self._copier.offer()
         while True:
             left = deadline - time.monotonic()
-            is_done = fleet.is_first_worker() and self._copier.wait(max(0.0, min(_POLL_SECONDS, left)))
-            if share([is_done, left <= 0]) != [False, False]:
-                break
-        return str(ask_first_worker(self._missing))
+            is_done = fleet.is_first_worker() and self._copier.wait(min(timeouts.RANKS_SYNC_SECONDS, left))
+            if share(is_done or left <= 0):
+                return str(ask_first_worker(self._missing))
 
     def _missing(self) -> str:
         """On rank 0, as ``finish`` returns it."""
         try:
             published = storage.complete(self._checkpoints)
         except (OSError, CheckpointError):
-            return ""  # rank 0's own disk, which the save has told of
+            return ""  # rank 0's own disk, of which the save has a message
         behind = {**self._copier.behind(), **(self._unusable if len(self._members) < self._number else {})}
         if not published or not behind:
             return ""
@@ -166,7 +166,7 @@ class Copies:
 
     def scalars(self) -> dict[str, float]:
         """For the metrics, on rank 0: counted since this process started; empty if nothing is sent."""
-        if not self._receivers:
+        if not self._receivers():
             return {}
         return {
             "checkpoint/copies": float(self._copier.made),
@@ -179,42 +179,36 @@ class Copies:
             self._receiver.close()
             self._receiver = None
 
-    # which nodes keep copies
-
-    @property
     def _receivers(self) -> list[int]:
         return self._members[1 : self._number]
-
-    @property
-    def _is_member(self) -> bool:
-        return self._rank in self._members
 
     def _join(self) -> None:
         """Find out which nodes have their own folder, and where they listen; once per process."""
         if self._has_joined:
             return
         self._has_joined = True
-        self._rank = fleet.worker_index()
-        self._secret = job_secret(os.environ)
+        self._host, self._secret = _host(fleet.worker_index()), job_secret(os.environ)
         marker = f".fleet_train-{secrets.token_hex(16)}"
         try:
-            told = fleet.gather(self._open(marker) if fleet.local_rank() == 0 else None)
-            if "problem" in told[0]:
-                raise CheckpointError(f"rank 0 cannot use its disk: {told[0]['problem']}")
-            open_ = [rank for rank, each in enumerate(told) if each is not None and "problem" not in each]
-            self._unusable = {
-                _describe(rank): each["problem"] for rank, each in enumerate(told) if each and "problem" in each
-            }
-            seen = [rank for rank in open_ if os.path.exists(self._checkpoints / told[rank]["marker"])]
-            self._members = folders_apart(open_, fleet.gather(seen))
+            nodes: list[Any] = fleet.gather(self._open(marker) if fleet.local_rank() == 0 else None)
+            if "problem" in nodes[0]:
+                raise CheckpointError(f"rank 0 cannot use its disk: {nodes[0]['problem']}")
+            usable = [rank for rank, node in enumerate(nodes) if node and "problem" not in node]
+            unusable = [rank for rank, node in enumerate(nodes) if node and "problem" in node]
+            self._unusable = {_describe(rank): nodes[rank]["problem"] for rank in unusable}
+            seen = [rank for rank in usable if os.path.exists(self._checkpoints / nodes[rank]["marker"])]
+            self._members = folders_apart(usable, fleet.gather(seen))
         finally:
             with suppress(OSError):  # a folder that cannot be used has been reported
                 (self._checkpoints / marker).unlink()
-        self._addresses = {rank: Address(**told[rank]["address"]) for rank in self._members}
-        if self._rank == 0:
-            for line in self._words():
-                self._say(line)
-            receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers}
+        self._addresses = {rank: Address(*nodes[rank]["address"]) for rank in self._members}
+        if fleet.is_first_worker():
+            for node, problem in self._unusable.items():
+                self._say(f"no copies of checkpoints on {node}: {problem}")
+            own = [_describe(rank) for rank in self._members]
+            who = who_keeps(self._number, fleet.node_num() - len(self._unusable), own)
+            self._say(f"--checkpoint_copies {self._number}: {who}")
+            receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers()}
             self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret, self._say)
 
     def _open(self, marker: str) -> dict[str, Any]:
@@ -223,48 +217,39 @@ class Copies:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             (self._checkpoints / marker).touch()
             callers = Callers(map(_host, range(len(fleet.worker_endpoints()))))
-            self._receiver = Receiver(self._checkpoints, _host(self._rank), self._secret, callers)
+            self._receiver = Receiver(self._checkpoints, self._host, self._secret, callers)
         except (OSError, CheckpointError) as error:
             return {"problem": str(error)}
-        return {"marker": marker, "address": self._receiver.address.as_json()}
+        return {"marker": marker, "address": self._receiver.address}
 
-    def _words(self) -> Iterator[str]:
-        for node, problem in self._unusable.items():
-            yield f"no copies of checkpoints on {node}: {problem}"
-        own = [_describe(rank) for rank in self._members]
-        words = words_for(self._number, fleet.node_num() - len(self._unusable), own)
-        yield f"--checkpoint_copies {self._number}: {words}"
-
-    # which run, which checkpoint
-
-    def _look_everywhere(self) -> list[Any]:
-        self._join()
-        return fleet.gather(tell(self._checkpoints) if self._is_member else None)
+    def _reports(self) -> list[Any]:
+        return fleet.gather(report_of(self._checkpoints) if self.is_member() else None)
 
     def _bring_first_whole(self, held: Sequence[Held]) -> None:
         """From the newest to the oldest; damaged ones are moved aside once a whole one is found."""
         damaged: list[tuple[Held, str]] = []
         unsent = ""
-        for one in held:
-            if unsent and one.place < damaged[-1][0].place:
+        for newest in held:
+            if unsent and newest.place < damaged[-1][0].place:
                 break
-            problem = self._at(one.rank, partial(check_whole, self._checkpoints / one.name))
+            folder = self._checkpoints / newest.name
+            problem = self._at(newest.rank, partial(check_whole, folder))
             if problem is None:
                 if damaged:
                     self._move_damaged([each for each, _ in damaged])
-                unsent = self._send_to_first(one) or ""
+                unsent = self._send_to_first(newest) or ""
                 if not unsent:
-                    self._send_best(one.rank)
+                    self._send_best(newest.rank)
                     return
                 problem = unsent
-            damaged.append((one, problem))
+            damaged.append((newest, problem))
         raise CheckpointError(
             f"{_describe(damaged[0][0].rank)}: {damaged[0][1]}"
             + (f"; then {_describe(damaged[-1][0].rank)}: {unsent}" if unsent and len(damaged) > 1 else "")
         )
 
-    def _move_damaged(self, damaged: Iterable[Held]) -> None:
-        mine = [self._checkpoints / one.name for one in damaged if one.rank == self._rank]
+    def _move_damaged(self, damaged: Sequence[Held]) -> None:
+        mine = [self._checkpoints / each.name for each in damaged if each.rank == fleet.worker_index()]
 
         def move() -> str | None:
             folders = [str(storage.move_aside(path, "damaged")) for path in mine]
@@ -272,13 +257,13 @@ class Copies:
 
         self._on_members(move)
 
-    def _send_to_first(self, one: Held) -> str | None:
+    def _send_to_first(self, newest: Held) -> str | None:
         """The problem, or None; rank 0's own checkpoint is not sent."""
-        if one.rank == 0:
+        if newest.rank == 0:
             return None
-        if self._rank == 0:
-            self._say(f"the newest checkpoint, {one.name}, comes from {_describe(one.rank)}")
-        return self._at(one.rank, lambda: self._send(self._checkpoints / one.name))
+        if fleet.is_first_worker():
+            self._say(f"the newest checkpoint, {newest.name}, comes from {_describe(newest.rank)}")
+        return self._at(newest.rank, lambda: self._send(self._checkpoints / newest.name))
 
     def _send_best(self, holder: int) -> None:
         if not self._keep_best or holder == 0:
@@ -291,153 +276,106 @@ class Copies:
                 self._send(best)
 
         problem = self._at(holder, bring)
-        if problem is not None and self._rank == 0:
+        if problem is not None and fleet.is_first_worker():
             self._say(f"the best checkpoint did not come from {_describe(holder)}: {problem}")
 
     def _send(self, folder: Path) -> None:
-        send(self._addresses[0], _host(self._rank), folder, secret=self._secret)
-
-    # collective calls
+        send(self._addresses[0], self._host, folder, secret=self._secret)
 
     def _at(self, rank: int, work: Callable[[], None]) -> str | None:
         """Let one rank do it; its problem, on every rank."""
-        problem = together(work if self._rank == rank else None, self._timeout_seconds)[rank]["problem"]
-        return None if problem is None else str(problem)
+        outcomes = together(work if fleet.worker_index() == rank else None, self._timeout_seconds)
+        problem: str | None = outcomes[rank]["problem"]
+        return problem
 
     def _on_members(self, work: Callable[[], str | None]) -> None:
         """Let each node do it; rank 0 prints their messages and problems."""
-        told = together(work if self._is_member else None, self._timeout_seconds)
-        for rank, each in enumerate(told):
-            if self._rank == 0 and (each["problem"] or each["value"]):
-                self._say(f"{_describe(rank)}: {each['problem'] or each['value']}")
+        outcomes = together(work if self.is_member() else None, self._timeout_seconds)
+        for rank, outcome in enumerate(outcomes):
+            if fleet.is_first_worker() and (message := outcome["problem"] or outcome["value"]):
+                self._say(f"{_describe(rank)}: {message}")
 
 
-def _host(rank: int) -> str:
-    return str(fleet.worker_endpoints()[rank]).rpartition(":")[0]
+class Copier:
+    """Makes the receivers' folders equal to rank 0's: newest first, one transfer at a time, in its own thread.
 
-
-def _describe(rank: int) -> str:
-    return f"rank {rank} ({fleet.worker_endpoints()[rank]})"
-
-
-# Which run and which checkpoint is the newest of all nodes, and which nodes have their own folder.
-
-
-_MOST_RECORD_BYTES = 64 << 10
-
-Told = Sequence["dict[str, Any] | None"]
-"""The results of ``tell``, by rank; None for ranks that do not act for a folder."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A published checkpoint reported by a node. ``place``: how far it has trained, as read by its node."""
-
-    place: Place
-    rank: int
-    run: Run | None
-    """None if its marker cannot be read."""
-    name: str
-
-
-def tell(checkpoints: Path) -> dict[str, Any]:
-    """This node's checkpoints, newest first."""
-    held = [
-        [path.name, None if saved is None else saved.run.as_json(), None if saved is None else saved.place]
-        for path, saved in reversed(storage.published(checkpoints).items())
-    ]
-    return {"record": read_record(checkpoints).as_json(), "held": held}
-
-
-def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> list[int]:
-    """The first of those ranks for each folder; ``seen[rank]``: whose markers are in the folder of ``rank``."""
-    apart: list[int] = []
-    for rank in first_ranks:
-        if not set(seen[rank]) & set(apart):
-            apart.append(rank)
-    return apart
-
-
-def latest_run(told: Told) -> Run | None:
-    """The run that was begun last, of all known to any node; None if no node has a checkpoint."""
-    return max((run for _, run in _known_runs(told)), default=None)
-
-
-def run_to_continue(told: Told, job: str) -> Run | None:
-    """The latest run; ``job``: the id of a run of this launched job, which continues its own.
-
-    Raises CheckpointError if that cannot be told: two runs have one generation, because each began where the other was
-    not known, and so neither is the later one. (Runs of versions without generations have their time.)
+    Args:
+        checkpoints: the folder of published checkpoints.
+        receivers: by name, for messages.
+        source: this node's own address, used for sending.
+        say: gets a message when a copy failed, from the thread.
     """
-    latest = latest_run(told)
-    if latest is None or latest.generation == 0:
-        return latest
-    known = sorted(_known_runs(told), key=lambda one: one[1])
-    rivals = {run.id: (rank, run) for rank, run in known if run.generation == latest.generation}
-    if job in rivals:
-        return rivals[job][1]
-    if len(rivals) > 1:
-        where = " and ".join(f"'{run}' on rank {rank}" for run, (rank, _) in sorted(rivals.items())[:2])
-        raise CheckpointError(
-            f"there are checkpoints of two runs, {where}, each of which began where the other was not known: which one "
-            f"is the later cannot be told ({RECORD} beside the checkpoints has the time of day at which it began). "
-            "Move the folder checkpoints of the run that is not to be continued away from its nodes"
-        )
-    return latest
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        receivers: Mapping[str, Address],
+        source: str,
+        secret: bytes | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._receivers = receivers
+        self._source, self._secret = source, secret
+        self._say = say
+        self._changed = threading.Condition()
+        self._is_wanted = self._is_at_work = False
+        self._behind = dict.fromkeys(receivers, "nothing was sent")
+        self.made = 0
+        """Checkpoints newly stored by receivers, summed over all receivers."""
+        self.failed = 0
+        """Failed attempts."""
+
+    def offer(self) -> None:
+        """Called when the folder has changed. Returns at once; the next round begins after a transfer under way."""
+        with self._changed:
+            self._is_wanted = bool(self._receivers)
+            if self._is_at_work or not self._is_wanted:
+                return
+            self._is_at_work = True
+        threading.Thread(target=self._work, name="fleet_train copies of checkpoints", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether everything offered has been tried; waits at most this long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_at_work, max(0.0, seconds))
+
+    def behind(self) -> dict[str, str]:
+        """The receivers that lack the newest checkpoint as far as is known, and why."""
+        with self._changed:
+            return dict.fromkeys(self._receivers, _UNDER_WAY) if self._is_wanted else dict(self._behind)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_wanted:
+                    self._is_at_work = False
+                    self._changed.notify_all()
+                    return
+                self._is_wanted = False
+                self._behind = dict.fromkeys(self._receivers, _UNDER_WAY)
+            for name, address in self._receivers.items():
+                try:
+                    self._bring(name, address)
+                except Exception as error:  # any error: training goes on
+                    self.failed += 1
+                    if name in self._behind:
+                        self._behind[name] = str(error)
+                    self._say(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
+
+    def _bring(self, name: str, address: Address) -> None:
+        published = storage.complete(self._checkpoints)
+        kept = [storage.name_of(path) for path in published]
+        for folder in reversed(published):
+            try:
+                self.made += send(address, self._source, folder, kept, self._secret)
+                self._behind.pop(name, None)  # the first one is the newest
+            except CheckpointError:
+                if folder.is_dir():  # else the retention rule has removed it meanwhile
+                    raise
 
 
-def _known_runs(told: Told) -> list[tuple[int, Run]]:
-    """(rank, run) of each checkpoint with a marker, and of each record."""
-    found = []
-    for rank, each in enumerate(told):
-        if each is not None:
-            found += [(rank, storage.run_from(run)) for _, run, _ in each["held"]]
-            found += [(rank, run) for run in [storage.run_from(each["record"])] if run != Run()]
-    return found
-
-
-def held_of(told: Told, run: Run | None) -> list[Held]:
-    """The checkpoints of that run, and those whose marker names no run: newest first; of equal ones, the lowest rank's.
-    The newest has trained most.
-    """
-    entries = [(rank, *entry) for rank, each in enumerate(told) if each is not None for entry in each["held"]]
-    known: list[tuple[str, Place]] = [(name, tuple(place)) for _, name, _, place in entries if place is not None]
-    held = [
-        Held(
-            storage.behind(name, known) if place is None else tuple(place),
-            rank,
-            None if of is None else storage.run_from(of),
-            name,
-        )
-        for rank, name, of, place in entries
-    ]
-    return sorted(
-        (one for one in held if one.run in (run, None)), key=lambda one: (*(-part for part in one.place), one.rank)
-    )
-
-
-def check_whole(folder: Path) -> None:
-    """Read all of a checkpoint. CheckpointError names the first file or tensor that has changed since it was
-    written."""
-    storage.read(folder)
-    persistables.read_folder(folder)
-
-
-def read_record(checkpoints: Path) -> Run:
-    """The last run known to this node; ``Run()`` if it knows none."""
-    try:
-        return storage.run_from(parse_json(read_regular(checkpoints / RECORD, _MOST_RECORD_BYTES)))
-    except (OSError, ValueError):
-        return Run()
-
-
-def write_record(checkpoints: Path, run: Run) -> None:
-    """Write it atomically, synced to the disk."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)
-
-
-def words_for(number: int, nodes: int, own: Sequence[str]) -> str:
+def who_keeps(number: int, nodes: int, own: Sequence[str]) -> str:
     """Which nodes keep checkpoints, if ``number`` are requested: ``nodes`` could, ``own`` have their own folder."""
     if len(own) >= number:
         return f"checkpoints are kept on {', '.join(own[:number])}"
@@ -446,3 +384,11 @@ def words_for(number: int, nodes: int, own: Sequence[str]) -> str:
     if nodes > 1:
         return "all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
     return f"there is no second node to keep them; checkpoints are kept on {own[0]} alone"
+
+
+def _host(rank: int) -> str:
+    return str(fleet.worker_endpoints()[rank]).rpartition(":")[0]
+
+
+def _describe(rank: int) -> str:
+    return f"rank {rank} ({fleet.worker_endpoints()[rank]})"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,16 +14,15 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fleet_train import fleet
-from fleet_train.errors import CheckpointError, NotSaved, printable
+from fleet_train import fleet, timeouts
+from fleet_train.errors import CheckpointError, NotSaved
+from fleet_train.log import logger
+from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
-from fleet_train.train.checkpoint.copies import FINISH_SECONDS, Copies, latest_run, tell
-from fleet_train.train.evaluation import ask_first_worker
-from fleet_train.train.settings import DEFAULT_CHECKPOINT_TIMEOUT_SECONDS, at_least
-
-# How often rank 0 reports that it still waits for its disk; after a longer silence other ranks would consider it lost.
-_ROUND_SECONDS = 1.0
+from fleet_train.train.checkpoint.copies import Copies
+from fleet_train.train.checkpoint.newest import latest_run, report_of
+from fleet_train.train.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class TrainState:
     """Updates that led here, which is the `step` of metrics. ``step`` is another number after a resume with other
     batches per epoch (other ranks, another batch size). None: the same."""
     data: dict[str, Any] | None = None
-    """Class names, and the lists of samples (see `same_data`). None = unknown."""
+    """Class names, and the lists of samples (see `position.RunData`). None = unknown."""
     compared: bool | None = None
     """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
     one rank alone. False: not compared. None: not known, as in earlier versions, which compared in some steps only."""
@@ -160,7 +158,7 @@ class Checkpoints:
         *,
         keep_best: bool = False,
         background: bool = False,
-        timeout_seconds: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS,
+        timeout_seconds: float = timeouts.CHECKPOINT_SECONDS,
         copies: int = 1,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -169,7 +167,7 @@ class Checkpoints:
         self._keep_best = keep_best
         self._background = background
         self._timeout_seconds = timeout_seconds
-        self._say = say or (lambda message: print(printable(message), file=sys.stderr, flush=True))
+        self._say = say or logger.warning
         at_least("checkpoint_copies", copies, 1)
         self._copies = Copies(self.folder, copies, keep_best, self._say, timeout_seconds) if copies > 1 else None
         self._run: storage.Run | None = None
@@ -241,7 +239,7 @@ class Checkpoints:
 
         def write() -> Path:
             draft = storage.begin(self.folder, state.step)
-            self._run = self._run or storage.Run.new(latest_run([tell(self.folder)]))
+            self._run = self._run or storage.Run.new(latest_run([report_of(self.folder)]))
             tensors = captured.write_tensors(draft, f"after step {state.step}")
             return storage.publish(self.folder, state.step, asdict(state), score, self._run, tensors)
 
@@ -252,7 +250,7 @@ class Checkpoints:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def finish(self, copy_seconds: float = FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = timeouts.COPIES_FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
         Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
@@ -278,8 +276,8 @@ class Checkpoints:
         if self._attempt is None or not self._attempt.problem:
             return
         try:
-            found = storage.published(self.folder)
-            own = [path for path, saved in found.items() if saved is not None and saved.run == self._run]
+            published = storage.published(self.folder)
+            own = [path for path, saved in published.items() if saved is not None and saved.run == self._run]
         except (OSError, CheckpointError):  # the disk that has failed
             own = []
         newest = f"the newest one is {own[-1]}: resume from it" if own else "there is no other one of this run"
@@ -387,7 +385,7 @@ class _Attempt:
 
     def look(self) -> dict[str, Any] | None:
         """How the write ended, after a short wait for it; None if it has not. CheckpointError if it is late."""
-        if self._ends_within(_ROUND_SECONDS):
+        if self._ends_within(timeouts.RANKS_SYNC_SECONDS):
             atexit.unregister(self._finish_at_exit)
             error, self._error = self._error, None
             if isinstance(error, OSError):

@@ -184,7 +184,7 @@ def published(checkpoints: Path) -> dict[Path, Saved | None]:
         if name is not None and (path / MARKER).is_file():
             by_name[name[1]] = path
     saved = {name: _read_or_none(path) for name, path in by_name.items()}
-    places = {name: None if one is None else one.place for name, one in saved.items()}
+    places = {name: None if each is None else each.place for name, each in saved.items()}
     known = [(name, place) for name, place in places.items() if place is not None]
     in_order = sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
     return {by_name[name]: saved[name] for name in in_order}
@@ -259,13 +259,13 @@ def name_of(folder: Path) -> str:
     return folder.name.removeprefix(_REPLACED)
 
 
-def run_from(told: Any) -> Run:
+def run_from(entry: Any) -> Run:
     """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
-        generation = told.get("generation", 0)
+        generation = entry.get("generation", 0)
         if type(generation) is not int or not 0 <= generation < _MOST_GENERATIONS:
             return Run()
-        return Run(generation, float(told["began"]), str(told["id"]))
+        return Run(generation, float(entry["began"]), str(entry["id"]))
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return Run()
 
@@ -289,8 +289,8 @@ def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
     """Remove all except the newest `keep` checkpoints (and the best), and the remains of killed runs. Those of an
     earlier run are older than all of a later one.
     """
-    found = published(checkpoints)
-    by_run = sorted(found, key=lambda path: saved.run if (saved := found[path]) else Run())
+    present = published(checkpoints)
+    by_run = sorted(present, key=lambda path: saved.run if (saved := present[path]) else Run())
     kept = {*by_run[-keep:], *([best(checkpoints)] if keep_best else [])}
     keep_only(checkpoints, {path.name for path in kept if path is not None})
 

@@ -21,7 +21,7 @@ import paddle
 from fleet_train import fleet
 from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.profile import Profile
-from fleet_train.train.evaluation import ask_first_worker
+from fleet_train.train.agree import ask_first_worker
 
 
 class BadData(paddle.io.Dataset):  # type: ignore[misc]

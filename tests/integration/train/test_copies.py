@@ -31,7 +31,7 @@ COPIES = "--checkpoint_copies=2"
 _TELLING_TRAINER = """
 from pathlib import Path
 from fleet_train.cli.train import command
-from fleet_train.train.checkpoint import copy_receiver as receiving
+from fleet_train.train.checkpoint import transfer as receiving
 
 begin, write = receiving.Receiver.__init__, receiving._write_file
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.metrics import open_sinks
 from tests.support.processes import ROOT, Job, Started, clean_environ, python
 
 # Notes every connection that the server would make, and makes none but to this machine.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import CheckpointError
-from fleet_train.train import evaluation
+from fleet_train.train import agree
 
 
 class Ranks:
@@ -50,18 +50,18 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     ranks = Ranks()
-    monkeypatch.setattr(evaluation, "fleet", ranks)
+    monkeypatch.setattr(agree, "fleet", ranks)
     return ranks
 
 
 def test_every_rank_gets_the_first_ones_answer(ranks: Ranks) -> None:
     answer = {"folder": "läuft", "steps": [1, 2], "none": None}
-    assert ranks.run(lambda: evaluation.ask_first_worker(lambda: answer)) == [answer, answer]
+    assert ranks.run(lambda: agree.ask_first_worker(lambda: answer)) == [answer, answer]
 
 
 def test_question_is_asked_once(ranks: Ranks) -> None:
     asked: list[int] = []
-    ranks.run(lambda: evaluation.ask_first_worker(lambda: asked.append(1)))
+    ranks.run(lambda: agree.ask_first_worker(lambda: asked.append(1)))
     assert asked == [1]
 
 
@@ -69,7 +69,7 @@ def test_error_of_the_first_rank_is_raised_on_all(ranks: Ranks) -> None:
     def fail() -> None:
         raise CheckpointError("tensor 'w' is missing")
 
-    assert ranks.run(lambda: evaluation.ask_first_worker(fail)) == ["tensor 'w' is missing"] * 2
+    assert ranks.run(lambda: agree.ask_first_worker(fail)) == ["tensor 'w' is missing"] * 2
 
 
 def test_disk_error_of_the_first_rank_is_raised_on_all(ranks: Ranks) -> None:
@@ -80,4 +80,4 @@ def test_disk_error_of_the_first_rank_is_raised_on_all(ranks: Ranks) -> None:
         "rank 0 cannot use its disk: [Errno 28] No space left on device; make that writable, with room left, or give "
         "another folder"
     )
-    assert ranks.run(lambda: evaluation.ask_first_worker(fail)) == [expected] * 2
+    assert ranks.run(lambda: agree.ask_first_worker(fail)) == [expected] * 2

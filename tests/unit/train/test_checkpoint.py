@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train.checkpoint import claim, storage
 from fleet_train.train.checkpoint.copies import Copies
@@ -123,7 +123,7 @@ def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytes
         return published(*arguments)
 
     monkeypatch.setattr(storage, "publish", slow)
-    monkeypatch.setattr("fleet_train.train.checkpoint.manager._ROUND_SECONDS", 0.05)
+    monkeypatch.setattr("fleet_train.timeouts.RANKS_SYNC_SECONDS", 0.05)
     checkpoints = Checkpoints(tmp_path, timeout_seconds=60.0)
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"
 
@@ -155,7 +155,7 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_folder_that_another_process_uses_is_refused_by_name(
     tmp_path: Path, other_run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_HERE_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.5)
     who = f"is in use by process {other_run.pid} of {socket.gethostname()}: two runs in one folder would"
     for refused in (lambda made: made.claim(), lambda made: made.save(None, state(10))):
         with pytest.raises(CheckpointError, match=who):

@@ -12,19 +12,12 @@ from typing import Any
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.errors import CheckpointError
-from fleet_train.train import evaluation
+from fleet_train.train import agree
 from fleet_train.train.checkpoint import claim, copies, storage
-from fleet_train.train.checkpoint.copies import (
-    Copies,
-    Held,
-    folders_apart,
-    held_of,
-    latest_run,
-    read_record,
-    words_for,
-    write_record,
-)
+from fleet_train.train.checkpoint.copies import Copies, who_keeps
+from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
 from fleet_train.train.checkpoint.storage import Run
 from tests.support.checkpoints import publish as published
 from tests.support.processes import clean_environ, python
@@ -101,8 +94,8 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
     def make(nodes: int, ranks_per_node: int = 1) -> Job:
         job = Job(tmp_path, nodes, ranks_per_node)
         monkeypatch.setattr(copies, "fleet", job)
-        monkeypatch.setattr(evaluation, "fleet", job)
-        monkeypatch.setattr(evaluation, "_SYNC_SECONDS", 0.1)
+        monkeypatch.setattr(agree, "fleet", job)
+        monkeypatch.setattr(timeouts, "RANKS_SYNC_SECONDS", 0.1)
         return job
 
     return make
@@ -234,7 +227,7 @@ def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
 ) -> None:
     job = make_job(2)
     monkeypatch.setattr(claim, "fleet", job)
-    monkeypatch.setattr(claim, "_HERE_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.2)
     job.checkpoints(1).mkdir(parents=True)
     command, pipe = python("-c", HOLDS, str(job.checkpoints(1))), subprocess.PIPE
     with subprocess.Popen(command, env=clean_environ(), stdin=pipe, stdout=pipe) as other:
@@ -379,7 +372,7 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
         return made.finish(0.3)
 
     job = make_job(2)
-    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", hangs)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", hangs)
     told, same = job.run(save)
     go.set()
     assert told == same
@@ -406,7 +399,7 @@ def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
                 time.sleep(0.01)
         return made.finish(10.0)
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", fails)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", fails)
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(0), 20)
@@ -428,7 +421,7 @@ def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypa
             raise CheckpointError("the disk is full")
         return True
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", fails)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", fails)
     job = make_job(2)
     assert job.run(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
     publish(job.checkpoints(0), 10)
@@ -453,7 +446,7 @@ def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
         raise ValueError("not one of ours")
 
     def work(_: Copies) -> list[Any]:
-        return evaluation.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
+        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
 
     job = make_job(3)
     told = job.run(work)
@@ -469,7 +462,7 @@ def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: Make
     go = threading.Event()
 
     def work(_: Copies) -> list[Any]:
-        return evaluation.together({1: go.wait}.get(job.worker_index()), 0.2)
+        return agree.together({1: go.wait}.get(job.worker_index()), 0.2)
 
     job = make_job(3)
     told = [str(each) for each in job.run(work)]
@@ -531,10 +524,10 @@ def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest
 
 
 def test_who_keeps_them_is_said_in_one_line() -> None:
-    assert words_for(2, 3, ["a", "b", "c"]) == "checkpoints are kept on a, b"
-    assert words_for(3, 2, ["a", "b"]) == "checkpoints are kept on a, b, as many as there are"
-    assert words_for(2, 2, ["a"]) == "all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
-    assert words_for(2, 1, ["a"]).startswith("there is no second node to keep them")
+    assert who_keeps(2, 3, ["a", "b", "c"]) == "checkpoints are kept on a, b"
+    assert who_keeps(3, 2, ["a", "b"]) == "checkpoints are kept on a, b, as many as there are"
+    assert who_keeps(2, 2, ["a"]) == "all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
+    assert who_keeps(2, 1, ["a"]).startswith("there is no second node to keep them")
 
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.access import Callers
 from fleet_train.errors import CheckpointError
-from fleet_train.train.checkpoint import copy_receiver, copy_wire, storage
-from fleet_train.train.checkpoint.copy_receiver import Receiver, sizes_of
-from fleet_train.train.checkpoint.copy_sender import Address, Copier, send
-from fleet_train.train.checkpoint.copy_wire import Channel, Lost, key_of
+from fleet_train.train.checkpoint import storage, transfer
+from fleet_train.train.checkpoint.copies import Copier
 from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.checkpoint.transfer import Address, Channel, Lost, Receiver, key_of, send, sizes_of
 from tests.support.checkpoints import publish as published
 
 HERE, THERE = "127.0.0.2", "127.0.0.3"
@@ -142,7 +142,7 @@ def answered_by(answer: Callable[[socket.socket], Any]) -> Iterator[int]:
 
 
 def test_a_receiver_that_says_nothing_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_wire, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(timeouts, "COPY_CONNECT_SECONDS", 0.3)
     given_up = threading.Event()
     waited: list[bool] = []
     with answered_by(lambda _: waited.append(given_up.wait(60.0))) as port:
@@ -160,7 +160,7 @@ def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPat
         peer.send({"answer": "send"})
         time.sleep(1.0)
 
-    monkeypatch.setattr(copy_wire, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(timeouts, "COPY_STALL_SECONDS", 0.3)
     with answered_by(takes_nothing) as port, pytest.raises(CheckpointError, match="nothing got through within 0 s"):
         send(Address(THERE, port, "token"), HERE, publish(two.ours, 10, bytes(32 << 20)))
 
@@ -168,7 +168,7 @@ def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPat
 def test_strangers_that_say_nothing_keep_nobody_away(two: Two) -> None:
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
-        for _ in range(copy_receiver._MOST_STRANGERS):
+        for _ in range(transfer._MOST_STRANGERS):
             stack.enter_context(socket.create_connection((THERE, two.receiver.address.port), 5.0))
         assert two.send(publish(two.ours, 10)) is True
         first.settimeout(2.0)  # less than a stranger may take: the oldest one has made room
@@ -176,7 +176,7 @@ def test_strangers_that_say_nothing_keep_nobody_away(two: Two) -> None:
 
 
 def test_a_stranger_has_seconds_to_prove_itself_also_byte_by_byte(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_wire, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "COPY_HANDSHAKE_SECONDS", 0.5)
     began = time.monotonic()
     stranger = socket.create_connection((THERE, two.receiver.address.port), 5.0)
     with stranger, contextlib.suppress(OSError):
@@ -322,21 +322,21 @@ def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Tw
     with channel(two.receiver.address) as sender:
         with pytest.raises(CheckpointError, match="is too large; 4194304 are the limit"):
             sender.send({"files": "a" * (4 << 20)})
-        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
+        sender.send_bytes(transfer._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
         assert "more than 4194304 bytes" in sender.receive()["problem"]
 
 
 def test_a_message_that_was_altered_is_refused(two: Two) -> None:
     with channel(two.receiver.address) as sender:
         body = b'{"name": "step-00000010"}'
-        sender.send_bytes(copy_wire._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
+        sender.send_bytes(transfer._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
         assert sender.receive() == {"problem": "a message was altered on its way (its HMAC differs)"}
     assert names(two.theirs) == []
 
 
 def test_a_disk_without_room_is_asked_first(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = publish(two.ours, 10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, copy_receiver.SPARE_BYTES + 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, transfer.SPARE_BYTES + 1))  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"has 1048577 bytes free, and the checkpoint has \d+; make room there"):
         two.send(folder)
     assert names(two.theirs) == []
@@ -350,7 +350,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(two: Two, monkeypatch: pytes
         raise OSError(28, "No space left on device", str(path))
 
     two.send(publish(two.ours, 10))
-    monkeypatch.setattr(copy_receiver, "_write_file", fails)
+    monkeypatch.setattr(transfer, "_write_file", fails)
     with pytest.raises(CheckpointError, match="No space left on device"):
         two.send(publish(two.ours, 20, bytes(5 << 20)))
     assert names(two.theirs) == ["step-00000010"]
@@ -407,7 +407,7 @@ def test_training_does_not_wait_and_one_transfer_is_under_way(two: Two, monkeypa
         assert go.wait(60.0)
         return send(*arguments)
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", waits)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", waits)
     made = copier(two.ours, two.receiver, said=[])
     for step in (10, 20, 30):
         publish(two.ours, step)
@@ -426,7 +426,7 @@ def test_what_is_removed_while_it_is_sent_is_no_failure(two: Two, monkeypatch: p
             shutil.rmtree(arguments[2])
         return send(*arguments)
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copy_sender.send", removed)
+    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", removed)
     said: list[str] = []
     made = copier(two.ours, two.receiver, said=said)
     publish(two.ours, 10)

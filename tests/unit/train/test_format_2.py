@@ -17,9 +17,8 @@ from fleet_train import fleet
 from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.copy_receiver import Receiver
-from fleet_train.train.checkpoint.copy_sender import send
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+from fleet_train.train.checkpoint.transfer import Receiver, send
 
 STORED = Path(__file__).parent / "format_2"
 

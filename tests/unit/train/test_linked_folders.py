@@ -16,8 +16,7 @@ from fleet_train.train import reference
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.metrics.jsonl import AppendOnlyFile
-from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.metrics import AppendOnlyFile, open_sinks
 from fleet_train.train.reference import publish_summary
 from tests.support.checkpoints import publish
 

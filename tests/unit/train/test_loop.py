@@ -19,7 +19,8 @@ from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.trainer import begins_interval, last_reported, other_choice
+from fleet_train.train.checkpoint.position import other_choice
+from fleet_train.train.trainer import begins_interval, last_reported
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

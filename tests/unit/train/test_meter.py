@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fleet_train.train.metrics.reporter import StepMeter
+from fleet_train.train.reporter import StepMeter
 
 
 class Clock:
@@ -23,7 +23,7 @@ def test_speed_counts_all_ranks_and_the_share_of_waiting() -> None:
             clock.now += 1.0  # one second of reading
             yield batch
 
-    meter: StepMeter[int] = StepMeter(world_size=3, clock=clock)
+    meter = StepMeter(world_size=3, clock=clock)
     for _ in meter.timed(slow_source()):
         clock.now += 3.0  # three seconds of computing
         meter.count(samples=8)
@@ -32,7 +32,7 @@ def test_speed_counts_all_ranks_and_the_share_of_waiting() -> None:
 
 def test_a_step_of_two_micro_batches_takes_the_time_of_both() -> None:
     clock = Clock()
-    meter: StepMeter[int] = StepMeter(3, clock, batches_per_step=2)
+    meter = StepMeter(3, clock, batches_per_step=2)
     for _ in range(4):
         clock.now += 0.5
         meter.count(samples=8)
@@ -43,7 +43,7 @@ def test_a_step_of_two_micro_batches_takes_the_time_of_both() -> None:
 
 def test_restart_forgets() -> None:
     clock = Clock()
-    meter: StepMeter[int] = StepMeter(1, clock)
+    meter = StepMeter(1, clock)
     clock.now = 5.0
     meter.count(10)
     meter.restart()
@@ -53,4 +53,4 @@ def test_restart_forgets() -> None:
 
 
 def test_reading_before_the_first_step_is_zero() -> None:
-    assert StepMeter[int](2, Clock()).read().samples_per_second == 0.0
+    assert StepMeter(2, Clock()).read().samples_per_second == 0.0

@@ -13,9 +13,7 @@ import pytest
 from PIL import Image
 from visualdl import LogReader
 
-from fleet_train.train.metrics.jsonl import JsonLinesSink
-from fleet_train.train.metrics.sinks import NullSink
-from fleet_train.train.metrics.visualdl import VisualDLSink, open_sinks
+from fleet_train.train.metrics import JsonLinesSink, NullSink, VisualDLSink, open_sinks
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

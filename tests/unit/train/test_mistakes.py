@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleet_train.train.evaluation import MOST, Mistake, worst
-from fleet_train.train.metrics.reporter import mistakes_picture
+from fleet_train.train.reporter import mistakes_picture
 
 
 def batch(labels: list[int]) -> dict[str, np.ndarray]:

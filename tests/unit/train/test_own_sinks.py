@@ -14,8 +14,7 @@ from fleet_train import fleet
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.errors import FleetTrainError, NotFinite
 from fleet_train.train import Trainer, TrainerSettings
-from fleet_train.train.metrics.sinks import GuardedSink, NullSink, sinks_of
-from fleet_train.train.metrics.visualdl import open_sinks
+from fleet_train.train.metrics import NullSink, UserSinks, open_sinks, sinks_of
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT
 
@@ -152,7 +151,7 @@ def test_optional_methods_are_called_where_they_are() -> None:
             self.records.append((step, {tag: float(len(text))}))
 
     sink = WithText()
-    guarded = GuardedSink(sink)
+    guarded = UserSinks([sink])
     guarded.text(2, "plan/table", "abc")
     guarded.image(2, "test/confusion", np.zeros((1, 1, 3), np.uint8))
     assert sink.records == [(2, {"plan/table": 3.0})]

@@ -10,7 +10,7 @@ from fleet_train import fleet
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint.manager import TrainState
-from fleet_train.train.checkpoint.saver import Position, resumed
+from fleet_train.train.checkpoint.position import Position, resumed
 
 MERGE_3 = Profile(accumulate_steps=3)
 

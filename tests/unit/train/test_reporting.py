@@ -9,7 +9,8 @@ import numpy as np
 import yaml
 
 from fleet_train.profile import Profile, load_profile
-from fleet_train.train.metrics.reporter import (
+from fleet_train.train.metrics import check_tags
+from fleet_train.train.reporter import (
     Speed,
     chosen_settings,
     confusion_picture,
@@ -18,7 +19,6 @@ from fleet_train.train.metrics.reporter import (
     rank_scalars,
     speed_scalars,
 )
-from fleet_train.train.metrics.sinks import check_tags
 
 SPEED = Speed(samples_per_second=640.0, step_ms=200.0, data_wait_share=0.1)
 

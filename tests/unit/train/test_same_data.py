@@ -16,9 +16,9 @@ import pytest
 from fleet_train import __version__
 from fleet_train.data import ArrayDataset, BatchLoader, DataIdentity, ImageFolder, OwnDataSampler, ShardedBatchSampler
 from fleet_train.errors import DataError, FleetTrainError
-from fleet_train.train.checkpoint import saver
+from fleet_train.train.checkpoint import position
 from fleet_train.train.checkpoint.manager import Found, TrainState
-from fleet_train.train.checkpoint.saver import Position, RunData, other_versions, versions
+from fleet_train.train.checkpoint.position import Position, RunData, other_versions, versions
 
 
 class Ranks:
@@ -56,7 +56,7 @@ class Ranks:
 def on_ranks(monkeypatch: pytest.MonkeyPatch, world_size: int, work: Callable[[int], Any]) -> list[Any]:
     """The result of each rank, or its error."""
     ranks = Ranks(world_size)
-    monkeypatch.setattr(saver, "fleet", ranks)
+    monkeypatch.setattr(position, "fleet", ranks)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda rank: ranks.run(rank, work), range(world_size)))
 
@@ -259,7 +259,7 @@ class Machines:
             sampler = OwnDataSampler(
                 data.num_samples, self.BATCH, here.index(rank), len(here), total_ranks=world, policy=self._policy
             )
-            sampler.agree(saver.fleet.gather(sampler.proposed_steps))
+            sampler.agree(position.fleet.gather(sampler.proposed_steps))
             run_data, at = RunData(BatchLoader(data, sampler)), Position()
             if self.saved is not None:
                 at.consumed_samples = self.saved.state.consumed_samples
@@ -269,7 +269,7 @@ class Machines:
             for step in range(min(steps, left)):
                 self.taken[name] += sampler.batch(step).tolist()
             at.consumed_samples = sampler.consumed_after(min(steps, left))
-            record = run_data.record(at, saver.fleet.gather(run_data.done(at)))
+            record = run_data.record(at, position.fleet.gather(run_data.done(at)))
             if rank == 0:
                 self._next = found(record, world, at.consumed_samples)
             return left

@@ -34,7 +34,8 @@ def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
 
 def test_a_later_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal\nfrom fleet_train.train import trainer as signals\nsignals.SAME_REQUEST_SECONDS = 0.0\n"
+        "import os, signal\nfrom fleet_train import timeouts\nfrom fleet_train.train import trainer as signals\n"
+        "timeouts.SAME_STOP_SECONDS = 0.0\n"
         "with signals.listening(print):\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n    print('still here', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    print('not reached')"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet_train.train.metrics.reporter import StragglerWatch
+from fleet_train.train.reporter import StragglerWatch
 
 ENDPOINTS = ("10.0.0.1:6170", "10.0.0.1:6171", "10.0.0.2:6170", "10.0.0.2:6171")
 SLOW = [100.0, 104.0, 98.0, 180.0]

@@ -1,25 +1,30 @@
-"""Reports a running job: measurements become tags, settings become texts. docs/watching.md has the tags."""
+"""Reports a running job: measurements become tags, settings become texts. docs/watching.md has the tags.
+
+`Reporter` gives sinks what `StepMeter` measures and `fleet.communication()` counts; `StragglerWatch` names the rank
+that the others wait for; evaluations become pictures, drawn with Pillow.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake
-from fleet_train.train.metrics.sinks import MetricSink
+from fleet_train.train.metrics import MetricSink
 from fleet_train.train.progress import Progress
 
 if TYPE_CHECKING:
-    from fleet_train.train.checkpoint.saver import Position
+    from fleet_train.convert.fleet import Communication
+    from fleet_train.train.checkpoint.position import Position
 
 
 # More curves are unreadable; the slowest and the median rank are always included.
@@ -30,25 +35,12 @@ _NO_SETTING = {
     *("output_dir", "resume", "resume_uncompared", "overwrite", "accept_changed_data", "stop_after_epochs"),
     *("prometheus_port", "prometheus_host"),
 }
-
-
-class Communication(Protocol):
-    """The result of `fleet.communication()`."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def exposed_ms(self) -> float: ...
-    @property
-    def gate_wait_ms(self) -> float: ...
-    @property
-    def bytes_sent(self) -> float: ...
-    @property
-    def local_sgd_period(self) -> int: ...
-    @property
-    def rank_step_ms(self) -> list[float]: ...
-    @property
-    def rank_wait_ms(self) -> list[float]: ...
+_SIDE_PIXELS = 640
+_MARGIN = 56
+_MOST_CLASSES_WITH_NUMBERS = 20
+_TILE, _GAP = 112, 8
+_HIT, _MISS = (36, 105, 189), (201, 68, 44)
+Item = TypeVar("Item")
 
 
 class Reporter:
@@ -102,9 +94,9 @@ class Reporter:
         of_ranks = getattr(self._sinks, "ranks", None)
         if of_ranks is not None:
             of_ranks(communication.rank_step_ms, communication.rank_wait_ms)
-        said = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
-        if said is not None:
-            self._progress.say(said)
+        message = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
+        if message is not None:
+            self._progress.say(message)
 
     def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
         """Report the last checkpoint of this call, if there are metrics of it."""
@@ -178,9 +170,6 @@ def profile_text(profile: Profile, chosen: Mapping[str, Any]) -> str:
     return yaml.safe_dump(profile.shown_settings() | dict(chosen), sort_keys=False, allow_unicode=True).rstrip()
 
 
-# Names the rank that the others wait for, from the times that ranks report at barriers.
-
-
 class StragglerWatch:
     """Checks each interval and reports only changes.
 
@@ -194,7 +183,7 @@ class StragglerWatch:
         endpoints: Sequence[str],
         factor: float,
         intervals: int = 3,
-        seconds: float = 5.0,
+        seconds: float = timeouts.STRAGGLER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`endpoints`: host:port by rank. `factor` 0 = never report."""
@@ -238,12 +227,6 @@ class StragglerWatch:
         return "no rank" if rank is None else f"rank {rank} ({self._endpoints[rank]})"
 
 
-# Measures steps: speed, duration, and the share of time spent waiting for data.
-
-
-Item = TypeVar("Item")
-
-
 class Speed(NamedTuple):
     """Of the steps since the last reading."""
 
@@ -255,7 +238,7 @@ class Speed(NamedTuple):
     """0 = data was always ready, 1 = only waiting."""
 
 
-class StepMeter(Generic[Item]):
+class StepMeter:
     """Counts batches and samples of one rank between two readings; all ranks have the same number of both.
 
     ``batches_per_step``: those that a rank takes for one update; above 1 with gradient merge.
@@ -301,16 +284,6 @@ class StepMeter(Generic[Item]):
             1000.0 * seconds * self._batches_per_step / max(1, self.batches),
             min(1.0, self._waited / seconds),
         )
-
-
-# Images of an evaluation, drawn with Pillow.
-
-
-_SIDE_PIXELS = 640
-_MARGIN = 56
-_MOST_CLASSES_WITH_NUMBERS = 20
-_TILE, _GAP = 112, 8
-_HIT, _MISS = (36, 105, 189), (201, 68, 44)
 
 
 def confusion_picture(confusion: NDArray[np.int64]) -> NDArray[np.uint8]:

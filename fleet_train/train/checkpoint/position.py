@@ -1,4 +1,7 @@
-"""The position of a run, and the state of the current epoch."""
+"""Where a run is: its position, the losses of the epoch, its place in the training data, and the versions that made it.
+
+A resume continues there, with any number of ranks. Data that is not the checkpoint's is refused, or accepted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ import numpy as np
 from fleet_train import __version__, fleet
 from fleet_train.data import DataIdentity, OwnDataSampler
 from fleet_train.errors import CheckpointError, DataError, printable
+from fleet_train.plan import CommPlan
 from fleet_train.train.checkpoint.manager import Found, TrainState
+
+_MOST_SHOWN = 3
+_PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
 
 
 @dataclass
@@ -98,12 +105,6 @@ def _batches(state: TrainState) -> tuple[int, int]:
     return state.batches, state.pending_batches
 
 
-# The training data of all ranks, as checkpoints remember it: a resume on other data is refused, or accepted.
-
-
-_MOST_SHOWN = 3
-
-
 class RunData:
     """What the ranks of one `Trainer` read. All ranks make it, and call `resume`.
 
@@ -119,8 +120,8 @@ class RunData:
         self._classes = [] if mine is None else [printable(name) for name in mine.classes]
         sampler = getattr(loader, "sampler", None)
         self._own = sampler if isinstance(sampler, OwnDataSampler) else None
-        told = fleet.gather(None if mine is None else [mine.digest or f"{mine.samples} samples", mine.samples])
-        self._lists: list[tuple[str, int]] | None = None if None in told else [(each[0], each[1]) for each in told]
+        lists = fleet.gather(None if mine is None else [mine.digest or f"{mine.samples} samples", mine.samples])
+        self._lists: list[tuple[str, int]] | None = None if None in lists else [(each[0], each[1]) for each in lists]
         """Each rank's list: key, number of samples."""
         self._absent: tuple[int, dict[str, Any]] = (0, {})
         """An epoch, and the lists of machines that were lost in it."""
@@ -165,13 +166,13 @@ class RunData:
         return notes
 
     def _compare(self, found: Found, saved: dict[str, Any], at: Position, accepts_changes: bool) -> list[str]:
-        told = fleet.gather(self._difference(found.state.world_size, saved))
-        different = [rank for rank, text in enumerate(told) if text]
+        differences = fleet.gather(self._difference(found.state.world_size, saved))
+        different = [rank for rank, text in enumerate(differences) if text]
         if not different:
             return self._other_machines(saved["lists"])
         first = different[0]
-        where = "" if len(different) == len(told) else f" on rank {first} ({fleet.worker_endpoints()[first]})"
-        text = f"the training data{where} is not that of the checkpoint: {told[first]}"
+        where = "" if len(different) == len(differences) else f" on rank {first} ({fleet.worker_endpoints()[first]})"
+        text = f"the training data{where} is not that of the checkpoint: {differences[first]}"
         then = "training goes on with the new data"
         if at.consumed_samples and self._own is not None:
             then = f"machines with other data begin it anew in epoch {at.epoch + 1}, the others continue theirs"
@@ -220,9 +221,9 @@ class RunData:
         present = dict(self._lists)
         gone = [entry["samples"] for key, entry in lists.items() if key not in present and entry["ranks"]]
         new = [samples for key, samples in present.items() if key not in lists]
-        said = [f"lists of {_some(gone)} samples, of the checkpoint's data, are not read now"] if gone else []
-        said += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
-        return [f"note: {'; '.join(said)}"] if said else []
+        changes = [f"lists of {_some(gone)} samples, of the checkpoint's data, are not read now"] if gone else []
+        changes += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
+        return [f"note: {'; '.join(changes)}"] if changes else []
 
     def _continue(self, found: Found, lists: dict[str, Any], at: Position) -> None:
         """In the middle of an epoch, each machine continues at its own place of its own list."""
@@ -257,21 +258,15 @@ def _some(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"
 
 
-# Which versions a checkpoint or a result was made with.
-
-
-_PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
-
-
 def versions() -> dict[str, str]:
     """Name -> version of this package, Python, and those of the packages above that are installed."""
-    found = {"fleet_train": __version__, "python": platform.python_version()}
+    known = {"fleet_train": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def other_versions(saved: Mapping[str, Any]) -> list[str]:
@@ -280,3 +275,20 @@ def other_versions(saved: Mapping[str, Any]) -> list[str]:
     names = [name for name in ("fleet_train", *_PACKAGES) if saved and saved.get(name) != now.get(name)]
     was = [f"{name} {saved.get(name, 'none')!s:.40}, now {now.get(name, 'none')}" for name in names]
     return [printable(f"note: saved with other versions: {'; '.join(was)}")] if was else []
+
+
+def other_choice(saved: str, plan: CommPlan | None, ranks: int) -> str:
+    """The note for a run that continues with differently chosen buckets; empty if sums keep the same bits.
+
+    The sum of two ranks' values does not depend on the buckets; the sum of more is computed in an order that does, and
+    so are the scales of quantised values.
+    """
+    if plan is None or plan.world_size != ranks or not saved or saved == plan.chosen:
+        return ""
+    if ranks < 3 and not any(bucket.compression in ("int8", "int4") for bucket in plan.buckets):
+        return ""
+    return (
+        f"note: buckets were set by {saved} and now by {plan.chosen or 'the profile'}, so that sums over "
+        f"{ranks} ranks may differ in their last bit from an uninterrupted run; write the former into the profile to "
+        "continue bit by bit"
+    )
