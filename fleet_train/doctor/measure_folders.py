@@ -8,18 +8,16 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fleet_train import timeouts
 from fleet_train.doctor.facts import UNLIMITED, Folder
 from fleet_train.files import open_new
 
 _BYTES = 32 << 20
 _PIECE = 1 << 20
-_WRITING_SECONDS = 3.0
-_HANGS_SECONDS = 6.0
 MARK = ".fleet_train-doctor-"
-# A doctor ends within minutes: older files are from a killed one.
-_LEFT_BEHIND_SECONDS = 3600.0
 
 
 def nearest(folder: Path) -> Path:
@@ -28,20 +26,29 @@ def nearest(folder: Path) -> Path:
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
+def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...]:
+    """Both, at the same time; one if they are, or will be, in the same place."""
+    wanted = {"logs": log_dir, "output": output_dir}
+    if nearest(log_dir) == nearest(output_dir):
+        wanted = {"logs and output": log_dir}
+    with ThreadPoolExecutor(len(wanted), "doctor folders") as pool:
+        return tuple(pool.map(lambda purpose: examine(purpose, wanted[purpose], mark), wanted))
+
+
 def examine(purpose: str, folder: Path, mark: str) -> Folder:
     """Write into it, in a separate process: a hanging disk must not block the doctor. The file ``mark`` stays."""
     command = [sys.executable, "-m", "fleet_train.doctor.measure_folders", str(folder.absolute()), mark]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        told, _ = child.communicate(timeout=_HANGS_SECONDS)
-        found = json.loads(told)
+        output, _ = child.communicate(timeout=timeouts.DOCTOR_DISK_SECONDS)
+        content = json.loads(output)
     except subprocess.TimeoutExpired:
         child.kill()  # without waiting: it may be in a call that does not end
-        return Folder(purpose, str(folder), error=f"did not answer within {_HANGS_SECONDS:g} s")
+        return Folder(purpose, str(folder), error=f"did not answer within {timeouts.DOCTOR_DISK_SECONDS:g} s")
     except ValueError:
         return Folder(purpose, str(folder), error="could not be examined")
-    return Folder(purpose, **found)
+    return Folder(purpose, **content)
 
 
 def write_into(folder: Path, mark: str) -> dict[str, object]:
@@ -68,7 +75,7 @@ def write_into(folder: Path, mark: str) -> dict[str, object]:
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{MARK}*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_SECONDS:
+            if time.time() - path.lstat().st_mtime > timeouts.DOCTOR_LEFT_BEHIND_SECONDS:
                 path.unlink()
 
 
@@ -76,7 +83,7 @@ def _speed(path: Path) -> float:
     piece, written = os.urandom(_PIECE), 0
     began = time.perf_counter()
     with open_new(path) as file:
-        while written < _BYTES and time.perf_counter() - began < _WRITING_SECONDS:
+        while written < _BYTES and time.perf_counter() - began < timeouts.DOCTOR_WRITING_SECONDS:
             written += file.write(piece)
         os.fsync(file.fileno())
     return written / (time.perf_counter() - began)

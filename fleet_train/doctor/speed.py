@@ -10,11 +10,12 @@ import time
 
 import numpy as np
 
+from fleet_train import timeouts
+
 _SIZE = 256
-_SECONDS = 0.8
 
 
-def measure(seconds: float = _SECONDS) -> tuple[float, float]:
+def measure(seconds: float = timeouts.DOCTOR_SPEED_SECONDS) -> tuple[float, float]:
     """(gigaflops, share of a processor from 0 to 1)."""
     left = np.full((_SIZE, _SIZE), 0.5, np.float32)
     right, out = left.copy(), np.empty_like(left)
