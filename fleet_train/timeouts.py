@@ -65,7 +65,26 @@ DOCTOR_IP_SECONDS, DOCTOR_NVIDIA_SMI_SECONDS = 2.0, 10.0
 
 # selftest
 
+SUBJECT_TICK_SECONDS, SUPERVISOR_LOOK_SECONDS = 0.05, 0.5
+"""How often a supervisor looks at its subject, and at the other supervisors."""
+SELFTEST_SECONDS, SELFTEST_SECONDS_PER_RANK = 900.0, 10.0
+"""How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
+takes longer with more ranks."""
+SELFTEST_FAULT_COMES_SECONDS = 180.0
+"""For the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
+SELFTEST_FAULT_GRACE_SECONDS = 10.0
+"""In addition to the profile's collective_timeout_seconds: the time for detection, diagnosis and exit."""
+SELFTEST_KILLED_LATER_SECONDS = 5.0
+"""Subjects that have not ended this long after the bound will not."""
+
 # recommend
+
+RECOMMEND_START_SECONDS = 60.0
+"""Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
+RECOMMEND_MEASURE_SECONDS, RECOMMEND_CALIBRATE_SECONDS = 4.0, 10.0
+"""For measuring the links; about how long the calibration takes."""
+RECOMMEND_COMPUTE_SECONDS, RECOMMEND_TRIAL_SECONDS = 4.0, 4.0
+"""For the script's steps alone, and for those of a trial."""
 
 # profile, plan and command line
 

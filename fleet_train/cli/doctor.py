@@ -69,7 +69,7 @@ def command(
     are listened on meanwhile, on this machine's own address, for the listed machines only.
     """
     from fleet_train.doctor.examine import start
-    from fleet_train.selftest.supervisor import Where
+    from fleet_train.selftest.ranks import Where
 
     options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
     sys.exit(start(options, Where(**machines), as_json))

@@ -14,7 +14,7 @@ import click
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
 from fleet_train.cluster.network import interface_addresses, interface_of
-from fleet_train.doctor import measure_folders, measure_machine, measure_network, report
+from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
     Examination,
@@ -38,7 +38,7 @@ from fleet_train.log import logger
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.options import FAIL, TOGETHER, Result
 from fleet_train.selftest.options import Options as SelftestOptions
-from fleet_train.selftest.supervisor import Where
+from fleet_train.selftest.ranks import Where
 
 _DEFAULT_MTU = 1500
 
@@ -70,7 +70,7 @@ class Examiner:
     def __init__(self, participants: Participants, options: Options) -> None:
         self.participants = participants
         self.options = options
-        self.mark = f"{measure_folders.MARK}{secrets.token_hex(8)}"
+        self.mark = f"{measure_apart.MARK}{secrets.token_hex(8)}"
         self._deadline = time.monotonic() + options.whole_seconds
         self._folders: tuple[Folder, ...] = ()
 
@@ -79,7 +79,7 @@ class Examiner:
         try:
             return self._alone() if self.participants.is_alone else self._among_others()
         finally:
-            measure_folders.clean(self._folders, self.mark)
+            measure_apart.clean(self._folders, self.mark)
 
     def _left(self, most: float) -> float:
         return max(0.5, min(most, self._deadline - time.monotonic()))
@@ -117,7 +117,7 @@ class Examiner:
         groups, participants, options = self.options.groups, self.participants, self.options
         facts = NodeFacts(participants.index, participants.processes)
         if "machine" in groups:
-            self._folders = measure_folders.examine_all(options.log_dir, options.output_dir, self.mark)
+            self._folders = measure_apart.examine_all(options.log_dir, options.output_dir, self.mark)
             memory, processors = measure_machine.memory(), measure_machine.processors()
             limits = measure_machine.limits()
             facts = replace(facts, memory=memory, processors=processors, limits=limits, folders=self._folders)
@@ -138,7 +138,7 @@ class Examiner:
         marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here") - {index}}
         folders = []
         for folder in facts.folders:
-            others = (n for n, mark in marks.items() if _is_mark(mark) and measure_folders.seen(folder, mark))
+            others = (n for n, mark in marks.items() if _is_mark(mark) and measure_apart.seen(folder, mark))
             folders.append(replace(folder, shared_with=tuple(sorted(others))))
         report = NodeReport(replace(facts, folders=tuple(folders)), present)
         if facts.network is None or len(present) < 2:
@@ -209,7 +209,7 @@ class Examiner:
 
 def _is_mark(text: str) -> bool:
     """It becomes part of a path, and comes from another machine."""
-    return text.startswith(measure_folders.MARK) and text.removeprefix(measure_folders.MARK).isalnum()
+    return text.startswith(measure_apart.MARK) and text.removeprefix(measure_apart.MARK).isalnum()
 
 
 def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:

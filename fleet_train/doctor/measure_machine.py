@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
-import json
 import os
 import platform
 import re
 import resource
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,13 +19,13 @@ import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
+from fleet_train.doctor.measure_apart import run_apart
 from fleet_train.errors import FleetTrainError
 from fleet_train.launch.installed import processor
 from fleet_train.launch.node import installed_paddle
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def memory() -> Memory:
@@ -76,17 +75,10 @@ def _or_unlimited(number: int) -> int:
 
 
 def processors() -> Processors:
-    """With the speed of one of them, measured by a separate process: numpy reads the number of threads at import."""
+    """With the speed of one of them."""
     gflops, share = 0.0, 1.0
-    command = [sys.executable, "-m", "fleet_train.doctor.speed"]
-    environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        asked = subprocess.run(
-            command, env=environ, capture_output=True, timeout=timeouts.DOCTOR_SPEED_PROCESS_SECONDS, check=True
-        )
-        gflops, share = json.loads(asked.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        pass  # the finding says that it could not be measured
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired, ValueError):  # a finding says that it is not known
+        gflops, share = run_apart(timeouts.DOCTOR_SPEED_PROCESS_SECONDS, "speed")
     return Processors(processor(), usable_processors(), processor_quota(), gflops, share)
 
 

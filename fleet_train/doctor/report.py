@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
-from fleet_train.doctor import judge, measure_folders, measure_machine
+from fleet_train.doctor import judge, measure_apart, measure_machine
 from fleet_train.doctor.channel import outcome_of
 from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
@@ -121,7 +121,7 @@ class AfterFailure:
         if kills > 0:
             seen = judge.memory(host, replace(memory, oom_kills=kills), self._node.processes)
             yield replace(seen, level=FAIL)
-        folder = measure_folders.nearest(self._log_dir)
+        folder = measure_apart.nearest(self._log_dir)
         yield judge.space(host, Folder("logs", str(folder), measure_machine.space_of(folder)[1]))
         if memory.shm_free < _SHM_FULL * memory.shm_total:
             yield judge.shared_memory(host, memory, self._node.processes)

@@ -1,4 +1,8 @@
-"""The folders that a job writes to: space, speed, and whether other nodes see the same one."""
+"""What a process of its own measures, so that a hanging disk or numpy's threads cannot harm the doctor.
+
+Of the folders that a job writes to: space, speed, and whether other nodes see the same one. Of the processors: the
+speed of one of them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.doctor.facts import UNLIMITED, Folder
 from fleet_train.files import open_new
 
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _BYTES = 32 << 20
 _PIECE = 1 << 20
 MARK = ".fleet_train-doctor-"
@@ -36,19 +42,27 @@ def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...
 
 
 def examine(purpose: str, folder: Path, mark: str) -> Folder:
-    """Write into it, in a separate process: a hanging disk must not block the doctor. The file ``mark`` stays."""
-    command = [sys.executable, "-m", "fleet_train.doctor.measure_folders", str(folder.absolute()), mark]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    """Write into it; the file ``mark`` stays."""
     try:
-        output, _ = child.communicate(timeout=timeouts.DOCTOR_DISK_SECONDS)
-        content = json.loads(output)
+        return Folder(purpose, **run_apart(timeouts.DOCTOR_DISK_SECONDS, "folder", str(folder.absolute()), mark))
     except subprocess.TimeoutExpired:
-        child.kill()  # without waiting: it may be in a call that does not end
         return Folder(purpose, str(folder), error=f"did not answer within {timeouts.DOCTOR_DISK_SECONDS:g} s")
     except ValueError:
         return Folder(purpose, str(folder), error="could not be examined")
-    return Folder(purpose, **content)
+
+
+def run_apart(seconds: float, *arguments: str) -> Any:
+    """What this module prints with these arguments, as JSON, with one thread of numpy. Raises TimeoutExpired, and
+    ValueError if it prints none."""
+    command = [sys.executable, "-m", "fleet_train.doctor.measure_apart", *arguments]
+    environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        output, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()  # without waiting: it may be in a call that does not end
+        raise
+    return json.loads(output)
 
 
 def write_into(folder: Path, mark: str) -> dict[str, object]:
@@ -100,5 +114,25 @@ def clean(folders: tuple[Folder, ...], mark: str) -> None:
             (Path(folder.path) / mark).unlink(missing_ok=True)
 
 
+_MATRIX_SIDE = 256
+
+
+def measure_speed() -> tuple[float, float]:
+    """Gigaflops of one processor, from the best of many short products, which other programs do not affect; and the
+    share of it that a busy thread gets, from 0 to 1, which they reduce."""
+    import numpy as np  # only in the process of its own: numpy reads the number of threads at import
+
+    left = np.full((_MATRIX_SIDE, _MATRIX_SIDE), 0.5, np.float32)
+    right, out = left.copy(), np.empty_like(left)
+    np.matmul(left, right, out=out)
+    best, began, used = float("inf"), time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < timeouts.DOCTOR_SPEED_SECONDS:
+        start = time.perf_counter()
+        np.matmul(left, right, out=out)
+        best = min(best, time.perf_counter() - start)
+    wall = time.perf_counter() - began
+    return 2 * _MATRIX_SIDE**3 / best / 1e9, min(1.0, (time.process_time() - used) / wall)
+
+
 if __name__ == "__main__":
-    print(json.dumps(write_into(Path(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(measure_speed() if sys.argv[1] == "speed" else write_into(Path(sys.argv[2]), sys.argv[3])))
