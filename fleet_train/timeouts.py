@@ -77,6 +77,19 @@ SELFTEST_FAULT_GRACE_SECONDS = 10.0
 SELFTEST_KILLED_LATER_SECONDS = 5.0
 """Subjects that have not ended this long after the bound will not."""
 
+SELFTEST_COLLECTIVE_SECONDS = 30.0
+"""For one collective of a few kilobytes."""
+SELFTEST_TRAINING_SECONDS = 60
+"""collective_timeout_seconds of the trainings that are not to fail: a busy machine must not end them."""
+SELFTEST_SIMULATION_SECONDS = 600.0
+"""How long rank 0 may simulate all ranks; the others wait for it."""
+SELFTEST_DELAY_SECONDS = 0.004
+"""The longest random delay of a rank's step: several times what a small step takes."""
+SELFTEST_COMPUTE_ON_SECONDS = 120.0
+"""How long a rank that skips collectives computes alone: far beyond the bound for the others' end."""
+SELFTEST_NVIDIA_SMI_SECONDS = 30.0
+"""For an answer of ``nvidia-smi``, which all ranks of a machine ask at the same time."""
+
 # recommend
 
 RECOMMEND_START_SECONDS = 60.0
@@ -85,6 +98,10 @@ RECOMMEND_MEASURE_SECONDS, RECOMMEND_CALIBRATE_SECONDS = 4.0, 10.0
 """For measuring the links; about how long the calibration takes."""
 RECOMMEND_COMPUTE_SECONDS, RECOMMEND_TRIAL_SECONDS = 4.0, 4.0
 """For the script's steps alone, and for those of a trial."""
+RECOMMEND_METHOD_SECONDS, RECOMMEND_ALONE_SECONDS = 0.8, 0.5
+"""About how long each method is repeated concurrently with computing; at most for the steps alone before it."""
+RECOMMEND_EXCHANGE_SECONDS = 0.25
+"""The limit of one exchange on the link: of more gradients than that, the first ones represent all."""
 
 # profile, plan and command line
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.errors import ClusterError, JoinTimeout
+from fleet_train.errors import JoinTimeout
+from fleet_train.selftest.options import chosen_groups
 
 T = TypeVar("T")
 UNLIMITED = -1
@@ -328,7 +329,4 @@ class Options:
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
     """The groups selected by the flags. Raises ClusterError if none is left."""
-    left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
-    if not left:
-        raise ClusterError(f"--only and --skip leave nothing to examine; the groups are {', '.join(GROUPS)}")
-    return left
+    return chosen_groups(GROUPS, only, skip, "examine; the groups")
