@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from fleet_train import timeouts
 from fleet_train.cli.options import HELP, NumberRange, where
-from fleet_train.doctor.facts import GROUPS, JOIN_SECONDS, MOST_JOIN_SECONDS, Options, chosen
+from fleet_train.doctor.facts import GROUPS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
 _EPILOG = f"""\b
@@ -51,8 +52,8 @@ Exit codes:
 @click.option("--output", type=Path, default=Path("runs"), show_default=True, metavar="DIR", help="The job's output.")
 @click.option(
     "--join_timeout",
-    type=NumberRange(1, MOST_JOIN_SECONDS),
-    default=JOIN_SECONDS,
+    type=NumberRange(1, timeouts.DOCTOR_MOST_JOIN_SECONDS),
+    default=timeouts.DOCTOR_JOIN_SECONDS,
     show_default=True,
     metavar="SECONDS",
     help="How long to wait for the other machines; the examination then takes at most 40 s.",
@@ -68,7 +69,7 @@ def command(
     are listened on meanwhile, on this machine's own address, for the listed machines only.
     """
     from fleet_train.doctor.examine import start
-    from fleet_train.selftest.supervisor import Where
+    from fleet_train.selftest.ranks import Where
 
     options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
     sys.exit(start(options, Where(**machines), as_json))

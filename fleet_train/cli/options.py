@@ -155,7 +155,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 
 def where(ranks: str) -> Callable[[Command], Command]:
-    """The fields of `fleet_train.selftest.supervisor.Where`. ``ranks``: the ranks of a machine without --nproc."""
+    """The fields of `fleet_train.selftest.ranks.Where`. ``ranks``: the ranks of a machine without --nproc."""
     options = (
         click.option(
             "--nproc",

@@ -87,7 +87,7 @@ def command(
     with the reason, and so is the bandwidth at which another profile is better. A trial that fails or hangs is stopped.
     """
     from fleet_train.recommend.report import start
-    from fleet_train.selftest.supervisor import Where
+    from fleet_train.selftest.ranks import Where
 
     options = Options(script, arguments, allow, seconds, trials, settings=settings)
     sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

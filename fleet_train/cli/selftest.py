@@ -69,6 +69,7 @@ def command(
     Each rank is a supervisor that starts the processes under test, so that one of them can be stopped or killed.
     Rank 0 prints. The record contains no addresses, names or paths, so it can be attached to a report.
     """
-    from fleet_train.selftest.supervisor import Where, start
+    from fleet_train.selftest.ranks import Where
+    from fleet_train.selftest.supervisor import start
 
     sys.exit(start(chosen(only, skip, quick), Where(**machines), record, as_json, outcome))

@@ -1,4 +1,7 @@
-"""A connection between two doctors: the store's frames and handshake, with a timeout for every message."""
+"""A connection between two doctors: the store's frames and handshake, with a timeout for every message.
+
+Transfers over it measure the bandwidth, and packets next to it the sizes that arrive unfragmented.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
+from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
 from fleet_train.cluster.store.wire import STRANGERS_BYTES, Decoder, Header, ProtocolError, encode, parse
 
 MOST_BYTES = 8 << 20
-WORD_SECONDS = 4.0
-DIAL_SECONDS = 2.5
-"""A lost first packet is retransmitted after 1 s."""
 
 
 class Channel:
@@ -30,47 +30,77 @@ class Channel:
         self.sock = sock
         self._decoder = Decoder(STRANGERS_BYTES)
         self._frames: list[tuple[Header, Any]] = []
-        sock.settimeout(WORD_SECONDS)
+        sock.settimeout(timeouts.DOCTOR_ANSWER_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def trust(self) -> None:
         """The other side is a doctor of this job: larger messages are allowed."""
         self._decoder.most_bytes = MOST_BYTES
 
-    def say(self, header: Header, value: Any = None) -> None:
+    def send(self, header: Header, value: Any = None) -> None:
         self.sock.sendall(encode(header, b"" if value is None else json.dumps(value).encode()))
 
-    def hear(self) -> tuple[Header, Any]:
+    def receive(self) -> tuple[Header, Any]:
         while not self._frames:
             data = self.sock.recv(1 << 16)
             if not data:
                 raise OSError("the connection was closed")
-            for header, body in self._decoder.feed(data):
-                self._frames.append((parse(header), body))
-        heard, told = self._frames.pop(0)
+            self._frames += [(parse(head), body) for head, body in self._decoder.feed(data)]
+        header, body = self._frames.pop(0)
         try:
-            return heard, json.loads(bytes(told)) if told else None
+            return header, json.loads(bytes(body)) if body else None
         except (ValueError, RecursionError):
             raise ProtocolError("a body is not JSON") from None
 
     def ask(self, header: Header, value: Any = None) -> tuple[Header, Any]:
-        self.say(header, value)
-        return self.hear()
+        self.send(header, value)
+        return self.receive()
+
+    def transfer(self, sends: bool, seconds: float) -> Transferred:
+        """Bytes at full speed, in one direction; both ends call it, and get the same. Raises also TimeoutError."""
+        own: tuple[float, float]
+        if sends:
+            self.receive()  # unframed bytes follow: the other side is ready for them
+            own = send_stream(self.sock, seconds)
+        else:
+            self.send({"do": "go"})
+            own = receive_stream(self.sock, seconds)
+        self.sock.settimeout(timeouts.DOCTOR_ANSWER_SECONDS)
+        self.send({"measured": own})
+        other = self.receive()[0].get("measured")
+        if not isinstance(other, list) or len(other) != 2 or not all(map(is_number, other)):
+            raise ProtocolError("no numbers")
+        (segments, retransmits), (mean, best) = (own, other) if sends else (other, own)
+        return Transferred(mean, best, int(segments), int(retransmits))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.sock.close()
 
 
+class Transferred(NamedTuple):
+    """What the receiver has measured: bytes per second of everything after the first fifth, and of the best window;
+    what the sender's kernel has counted."""
+
+    bytes_per_second: float
+    best: float
+    segments: int
+    retransmits: int
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and 0 <= value < 1e15
+
+
 @contextlib.contextmanager
 def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Channel]:
     """Authenticated connection to a doctor. Raises OSError (no listener), ProtocolError and Refused (another job)."""
-    channel = Channel(connect_from(access.source, address, port, DIAL_SECONDS))
+    channel = Channel(connect_from(access.source, address, port, timeouts.DOCTOR_CONNECT_SECONDS))
     try:
         caller = Caller(access, {"round": "", "group": "doctor", "member": node})
         try:
-            while (word := caller.heard(channel.hear()[0])) is not None:
-                channel.say(word)
+            while (word := caller.heard(channel.receive()[0])) is not None:
+                channel.send(word)
         except (ConnectionError, TimeoutError) as error:
             raise ProtocolError(f"it does not use the doctor's protocol: {error}") from None
         except OSError as error:
@@ -93,13 +123,9 @@ def outcome_of(error: Exception) -> str:
     return f"no route ({reason})"
 
 
-# Bytes over one connection, at full speed: blocks of one size, the last one marked.
-
-
 _BLOCK_BYTES = 1 << 17
+"""A transfer is blocks of one size; the first byte marks the last one."""
 _MORE, _LAST = b"\0", b"\1"
-STALLED_SECONDS = 2.5
-"""A connection that accepts no byte for this long has stalled."""
 # struct tcp_info of linux/tcp.h: total_retrans and segs_out.
 _RETRANSMITS_AT, _SEGMENTS_AT = 100, 136
 _TCP_NOTSENT_LOWAT, _UNSENT_BYTES = 25, 1 << 18
@@ -109,37 +135,24 @@ _WARM_UP = 0.2
 """Share of the time that is not counted: a connection starts slowly."""
 
 
-@dataclass(frozen=True)
-class Sent:
-    segments: int
-    retransmits: int
-
-
-def send_stream(sock: socket.socket, seconds: float) -> Sent:
-    """Raises OSError, TimeoutError if the path stalls."""
+def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
+    """(segments, retransmitted ones). Raises OSError, TimeoutError if the path stalls."""
     block = memoryview(_MORE + bytes(_BLOCK_BYTES - 1))
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     before = _counters(sock)
-    sock.settimeout(STALLED_SECONDS)
+    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         sock.sendall(block)
     sock.sendall(_LAST + bytes(_BLOCK_BYTES - 1))
     after = _counters(sock)
-    return Sent(after.segments - before.segments, after.retransmits - before.retransmits)
+    return after[0] - before[0], after[1] - before[1]
 
 
-@dataclass(frozen=True)
-class Received:
-    """Bytes per second: of everything after the first fifth, and of the best window."""
-
-    mean: float
-    best: float
-
-
-def receive_stream(sock: socket.socket, seconds: float) -> Received:
-    """Receives from `send`. Raises OSError, TimeoutError if no more bytes arrive."""
-    sock.settimeout(STALLED_SECONDS)
+def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
+    """(bytes per second, those of the best window), from `send_stream`. Raises OSError, TimeoutError if no more bytes
+    arrive."""
+    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
     counted, since, best = 0, 0.0, 0.0
@@ -162,23 +175,20 @@ def receive_stream(sock: socket.socket, seconds: float) -> Received:
         if buffer[:1] == _LAST:
             passed = now - since if since and counted else now - began
             mean = (counted or _BLOCK_BYTES) / max(passed, 1e-6)
-            return Received(mean, max(mean, best))
-        if now - began > seconds + 2 * STALLED_SECONDS:
+            return mean, max(mean, best)
+        if now - began > seconds + 2 * timeouts.DOCTOR_STALLED_SECONDS:
             raise TimeoutError("the other side does not end")
 
 
-def _counters(sock: socket.socket) -> Sent:
-    """Of the connection so far; zeros if the kernel does not report them."""
+def _counters(sock: socket.socket) -> tuple[int, int]:
+    """(segments, retransmitted ones) of the connection so far; zeros if the kernel does not report them."""
     try:
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     except (OSError, AttributeError):
-        return Sent(0, 0)
-    if len(told) < _SEGMENTS_AT + 4:
-        return Sent(0, 0)
-    return Sent(struct.unpack_from("I", told, _SEGMENTS_AT)[0], struct.unpack_from("I", told, _RETRANSMITS_AT)[0])
-
-
-# The packet sizes that reach a node unfragmented: UDP with Don't Fragment set, each answered with its size.
+        return 0, 0
+    if len(info) < _SEGMENTS_AT + 4:
+        return 0, 0
+    return struct.unpack_from("I", info, _SEGMENTS_AT)[0], struct.unpack_from("I", info, _RETRANSMITS_AT)[0]
 
 
 HEADERS_BYTES = 28
@@ -187,7 +197,7 @@ SIZES = (
     576, 1000, 1280, 1380, 1400, 1420, 1440, 1450, 1472, 1480, 1492,
     1500, 2000, 4000, 8000, 8500, 8900, 8950, 9000,
 )  # fmt: skip
-_TRIES, _WAIT_SECONDS = 3, 0.35
+_TRIES = 3
 # linux/in.h; Python has no names for them before 3.14.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_PMTUDISC_PROBE, _IP_MTU = 10, 2, 3, 14
 _HEAD = struct.Struct(">8sI")
@@ -199,7 +209,10 @@ def sizes_up_to(mtu: int) -> list[int]:
 
 
 def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: int) -> tuple[int, int]:
-    """(largest packet that was answered, the path's MTU according to the kernel); 0: none, unknown."""
+    """(largest packet that was answered, the path's MTU according to the kernel); 0: none, unknown.
+
+    UDP with Don't Fragment set: each packet that arrives is answered with its size.
+    """
     wanted = set(sizes_up_to(min(mtu, 65535)))
     answered: set[int] = set()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -211,7 +224,9 @@ def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: 
             return 0, 0
         for _ in range(_TRIES):
             for size in sorted(wanted - answered):
-                _send(sock, nonce, size)
+                head = _HEAD.pack(nonce, size)
+                with contextlib.suppress(OSError):  # larger than the interface or a known path MTU: no answer follows
+                    sock.send(head + bytes(max(0, size - HEADERS_BYTES - len(head))))
             answered |= _answers(sock, nonce, wanted - answered)
             if answered == wanted:
                 break
@@ -219,16 +234,10 @@ def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: 
     return max(answered, default=0), known
 
 
-def _send(sock: socket.socket, nonce: bytes, size: int) -> None:
-    head = _HEAD.pack(nonce, size)
-    with contextlib.suppress(OSError):  # larger than the interface or a known path MTU allows: no answer will arrive
-        sock.send(head + bytes(max(0, size - HEADERS_BYTES - len(head))))
-
-
 def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
-    found: set[int] = set()
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while found != missing and (left := deadline - time.monotonic()) > 0:
+    sizes: set[int] = set()
+    deadline = time.monotonic() + timeouts.DOCTOR_PACKET_SECONDS
+    while sizes != missing and (left := deadline - time.monotonic()) > 0:
         if not select.select([sock], [], [], left)[0]:
             break
         try:
@@ -236,8 +245,8 @@ def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
         except OSError:
             continue  # an ICMP error for an earlier packet
         if len(answer) == _HEAD.size and answer[:8] == nonce:
-            found.add(_HEAD.unpack(answer)[1])
-    return found & missing
+            sizes.add(_HEAD.unpack(answer)[1])
+    return sizes & missing
 
 
 def _path_mtu(address: str, port: int, source: str) -> int:

@@ -6,20 +6,16 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import click
 
-from fleet_train.doctor import measure_folders, measure_machine, measure_network, report
-from fleet_train.doctor import measure_machine as machine
-from fleet_train.doctor import measure_machine as software
+from fleet_train import timeouts
+from fleet_train.cluster.cluster import Cluster, Rank
+from fleet_train.cluster.network import interface_addresses, interface_of
+from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
-    GROUP_NEEDS_SECONDS,
-    GROUP_SECONDS,
     PASS,
     Examination,
     Finding,
@@ -35,192 +31,16 @@ from fleet_train.doctor.facts import (
 from fleet_train.doctor.judge import judge
 from fleet_train.doctor.participants import Participants, find
 from fleet_train.doctor.peer_group import PeerGroup
-from fleet_train.doctor.responder import ReplicatedState, Responder
+from fleet_train.doctor.responder import ReplicatedState, Responder, held_ports
 from fleet_train.errors import printable
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
-from fleet_train.selftest.child import free_port
-from fleet_train.selftest.supervisor import Where
+from fleet_train.log import logger
+from fleet_train.selftest.child import Child, environ_of, free_port
+from fleet_train.selftest.options import FAIL, TOGETHER, Result
+from fleet_train.selftest.options import Options as SelftestOptions
+from fleet_train.selftest.ranks import Where
 
-Say = Callable[[str], None]
-_PAIRS_SECONDS = 14.0
-_RESERVE_SECONDS = 14.0
-"""Reserved for a pair that hangs, and for the exchange."""
-_EXCHANGE_SECONDS, _LEAVE_SECONDS = 12.0, 4.0
 _DEFAULT_MTU = 1500
-
-
-class Examiner:
-    """``say`` gets progress messages. Every part has a bound, and all together ``options.whole_seconds``."""
-
-    def __init__(self, participants: Participants, options: Options, say: Say) -> None:
-        self.participants = participants
-        self.options = options
-        self.mark = f"{measure_folders.MARK}{secrets.token_hex(8)}"
-        self._say = say
-        self._deadline = time.monotonic() + options.whole_seconds
-        self._folders: tuple[Folder, ...] = ()
-
-    def run(self) -> Examination:
-        """The results of all nodes; all present nodes return the same, unless one is lost meanwhile."""
-        try:
-            return self._alone() if self.participants.is_alone else self._among_others()
-        finally:
-            measure_folders.clean(self._folders, self.mark)
-
-    def _left(self, most: float) -> float:
-        return max(0.5, min(most, self._deadline - time.monotonic()))
-
-    # this node
-
-    def _alone(self) -> Examination:
-        state = ReplicatedState()
-        responder = Responder(
-            self.participants.address, self.participants.ports[0], self.participants.access, ["127.0.0.1"], state
-        )
-        responder.close()
-        facts = self._facts(responder.held)
-        return Examination(self.participants.addresses, {0: NodeReport(facts, (0,))}, {}, self.participants.ports[0][0])
-
-    def _facts(self, held: dict[int, str]) -> NodeFacts:
-        asked, participants = self.options.groups, self.participants
-        facts = NodeFacts(participants.index, participants.processes)
-        if "machine" in asked:
-            self._folders = self._examine_folders()
-            facts = replace(
-                facts,
-                memory=machine.memory(),
-                processors=machine.processors(),
-                limits=machine.limits(),
-                folders=self._folders,
-            )
-        if "software" in asked:
-            facts = replace(facts, software=software.software(self.options.strategy, self.options.script))
-        if "network" in asked:
-            here = measure_network.network(
-                participants.addresses, participants.index, held, participants.is_named, os.environ
-            )
-            facts = replace(facts, network=here)
-        if "gpus" in asked:
-            facts = replace(facts, gpus=measure_machine.gpus())
-        return facts
-
-    def _examine_folders(self) -> tuple[Folder, ...]:
-        wanted = {"logs": self.options.log_dir, "output": self.options.output_dir}
-        if measure_folders.nearest(self.options.log_dir) == measure_folders.nearest(self.options.output_dir):
-            wanted = {"logs and output": self.options.log_dir}
-        with ThreadPoolExecutor(len(wanted), "doctor folders") as beside:
-            found = [
-                beside.submit(measure_folders.examine, purpose, path, self.mark) for purpose, path in wanted.items()
-            ]
-            return tuple(one.result() for one in found)
-
-    # among others
-
-    def _among_others(self) -> Examination:
-        state, participants = ReplicatedState(), self.participants
-        responder = Responder(
-            participants.address,
-            participants.ports[participants.index],
-            participants.access,
-            participants.addresses,
-            state,
-        ).start()
-        peer_group = PeerGroup(participants, state, responder)
-        try:
-            facts = self._facts(responder.held)
-            state.put(f"here/{participants.index}", self._here(responder, facts))
-            present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds), self._say)
-            self._network(peer_group, facts, present)
-            missing = peer_group.collect(["report"], present, self._left(_PAIRS_SECONDS + _EXCHANGE_SECONDS))
-            if "group" in self.options.groups:
-                self._group(peer_group, [node for node in present if node not in missing])
-                peer_group.collect(["group"], set(present) - missing, self._left(GROUP_SECONDS))
-            peer_group.leave(set(present) - missing, self._left(_LEAVE_SECONDS))
-            return self._examination(state)
-        finally:
-            responder.close()
-
-    def _here(self, responder: Responder, facts: NodeFacts) -> dict[str, Any]:
-        return {
-            "open": responder.ports,
-            "extra": responder.extra_port,
-            "udp": responder.udp_port,
-            "subject": free_port(self.participants.address),
-            "mark": self.mark,
-            "folders": [folder.purpose for folder in facts.folders],
-        }
-
-    def _network(self, peer_group: PeerGroup, facts: NodeFacts, present: tuple[int, ...]) -> None:
-        report = NodeReport(self._with_shared_folders(peer_group.state, facts), present)
-        if "network" in self.options.groups and len(present) > 1:
-            assert facts.network is not None
-            mtus = {one.name: one.mtu for one in facts.network.interfaces}
-            towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
-            with ThreadPoolExecutor(1, "doctor sweep") as beside:
-                swept = beside.submit(peer_group.sweep, present, towards)
-                tries = peer_group.try_ports(present)
-                report = replace(report, tries=(*tries, *peer_group.refusals.values()), datagrams=swept.result())
-            seconds = min(_PAIRS_SECONDS, self._deadline - time.monotonic() - _RESERVE_SECONDS)
-            echoes, streams = peer_group.measure_pairs(present, seconds)
-            report = replace(report, echoes=tuple(echoes), streams=tuple(streams))
-        peer_group.state.put(f"report/{self.participants.index}", asdict(report))
-
-    def _with_shared_folders(self, state: ReplicatedState, facts: NodeFacts) -> NodeFacts:
-        marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here")}
-        others = {node: mark for node, mark in marks.items() if node != self.participants.index and _is_mark(mark)}
-        shared = tuple(
-            replace(
-                folder, shared_with=tuple(sorted(n for n, mark in others.items() if measure_folders.seen(folder, mark)))
-            )
-            for folder in facts.folders
-        )
-        return replace(facts, folders=shared)
-
-    def _group(self, peer_group: PeerGroup, present: list[int]) -> None:
-        peer_group.state.put(f"group/{self.participants.index}", asdict(self._form(peer_group.state, sorted(present))))
-
-    def _form(self, state: ReplicatedState, present: list[int]) -> GroupResult:
-        from fleet_train.doctor.peer_group import form
-
-        agreed = all(_present(state, node) == present for node in present)
-        if len(present) < 2 or not agreed:
-            return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
-        if self._deadline - time.monotonic() < GROUP_NEEDS_SECONDS:
-            return GroupResult(True, "", skipped="no time was left for it; --only group has more")
-        if not all(isinstance((state.get(f"here/{node}") or {}).get("subject"), int) for node in present):
-            return GroupResult(True, "", skipped="a node reported no port for it")
-        ports = [int(state.get(f"here/{node}")["subject"]) for node in present]
-        log = self.options.log_dir / f"doctor.{self.participants.index}.log"
-        addresses = [self.participants.addresses[node] for node in present]
-        seconds = self._left(GROUP_SECONDS) - _LEAVE_SECONDS
-        return form(addresses, ports, present.index(self.participants.index), Path(log), seconds)
-
-    def _examination(self, state: ReplicatedState) -> Examination:
-        reports, groups = {}, {}
-        for node in sorted(state.nodes("report")):
-            try:
-                reports[node] = from_json(NodeReport, state.get(f"report/{node}"))
-                told = state.get(f"group/{node}")
-                if told is not None:
-                    groups[node] = from_json(GroupResult, told)
-            except ValueError:
-                continue  # listed as a node whose report did not arrive
-        return Examination(
-            self.participants.addresses, reports, groups, self.participants.ports[self.participants.index][0]
-        )
-
-
-def _present(state: ReplicatedState, node: int) -> list[int]:
-    report = state.get(f"report/{node}")
-    return sorted(report.get("present", [])) if isinstance(report, dict) else []
-
-
-def _is_mark(text: str) -> bool:
-    """It becomes part of a path, and comes from another machine."""
-    return text.startswith(measure_folders.MARK) and text.removeprefix(measure_folders.MARK).isalnum()
-
-
-# From the command to the verdict.
 
 
 def start(options: Options, where: Where, as_json: bool) -> int:
@@ -229,25 +49,167 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     participants = find(where, options.join_timeout_seconds)
     if participants is None:
         return 0  # the first process of this node does it
-    examiner = Examiner(participants, options, lambda text: _echo(f"fleet_train: {text}", err=True))
     try:
         with stopping_signals():  # so that files are also deleted on SIGTERM
-            examined = examiner.run()
+            examined = Examiner(participants, options).run()
     except StopRequested as stop:
-        click.echo(f"fleet_train: stopped by {request_name(stop.number)}; there is no result", err=True)
+        logger.error(f"stopped by {request_name(stop.number)}; there is no result")
         return 128 + stop.number
     findings = judge(examined, options.groups)
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
     for line in _shown(participants, examined, findings, seconds):
-        _echo(line, err=as_json)
+        click.echo(printable(line), err=as_json)  # names come from other machines: they cannot control this terminal
     return exit_code(findings)
 
 
-def _echo(line: str, err: bool) -> None:
-    """Facts and names come from other machines: they cannot control this terminal."""
-    click.echo(printable(line), err=err)
+class Examiner:
+    """Every part has a bound, and all together ``options.whole_seconds``."""
+
+    def __init__(self, participants: Participants, options: Options) -> None:
+        self.participants = participants
+        self.options = options
+        self.mark = f"{measure_apart.MARK}{secrets.token_hex(8)}"
+        self._deadline = time.monotonic() + options.whole_seconds
+        self._folders: tuple[Folder, ...] = ()
+
+    def run(self) -> Examination:
+        """The results of all nodes; all present nodes return the same, unless one is lost meanwhile."""
+        try:
+            return self._alone() if self.participants.is_alone else self._among_others()
+        finally:
+            measure_apart.clean(self._folders, self.mark)
+
+    def _left(self, most: float) -> float:
+        return max(0.5, min(most, self._deadline - time.monotonic()))
+
+    def _alone(self) -> Examination:
+        addresses, (ports,) = self.participants.addresses, self.participants.ports
+        facts = self._facts(held_ports(self.participants.address, ports))
+        return Examination(addresses, {0: NodeReport(facts, (0,))}, {}, ports[0])
+
+    def _among_others(self) -> Examination:
+        state, participants, index = ReplicatedState(), self.participants, self.participants.index
+        responder = Responder(
+            participants.address, participants.ports[index], participants.access, participants.addresses, state
+        ).start()
+        peer_group = PeerGroup(participants, state, responder)
+        try:
+            facts = self._facts(responder.held)
+            here = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
+            state.put(f"here/{index}", here | {"subject": free_port(participants.address), "mark": self.mark})
+            present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds))
+            state.put(f"report/{index}", asdict(self._report(peer_group, facts, present)))
+            exchange_seconds = timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS
+            missing = peer_group.collect(["report"], present, self._left(exchange_seconds))
+            reached = sorted(set(present) - missing)
+            if "group" in self.options.groups:
+                state.put(f"group/{index}", asdict(self._form_group(state, reached)))
+                peer_group.collect(["group"], reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
+            peer_group.leave(reached, self._left(timeouts.DOCTOR_LEAVE_SECONDS))
+            return self._examination(state)
+        finally:
+            responder.close()
+
+    def _facts(self, held: dict[int, str]) -> NodeFacts:
+        """Of this node, as far as they are requested."""
+        groups, participants, options = self.options.groups, self.participants, self.options
+        facts = NodeFacts(participants.index, participants.processes)
+        if "machine" in groups:
+            self._folders = measure_apart.examine_all(options.log_dir, options.output_dir, self.mark)
+            memory, processors = measure_machine.memory(), measure_machine.processors()
+            limits = measure_machine.limits()
+            facts = replace(facts, memory=memory, processors=processors, limits=limits, folders=self._folders)
+        if "software" in groups:
+            facts = replace(facts, software=measure_machine.software(options.strategy, options.script))
+        if "network" in groups:
+            here = measure_network.network(
+                participants.addresses, participants.index, held, participants.is_named, os.environ
+            )
+            facts = replace(facts, network=here)
+        if "gpus" in groups:
+            facts = replace(facts, gpus=measure_machine.gpus())
+        return facts
+
+    def _report(self, peer_group: PeerGroup, facts: NodeFacts, present: tuple[int, ...]) -> NodeReport:
+        """The facts, with the folders that other nodes see, and what is measured between this node and others."""
+        state, index = peer_group.state, self.participants.index
+        marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here") - {index}}
+        folders = []
+        for folder in facts.folders:
+            others = (n for n, mark in marks.items() if _is_mark(mark) and measure_apart.seen(folder, mark))
+            folders.append(replace(folder, shared_with=tuple(sorted(others))))
+        report = NodeReport(replace(facts, folders=tuple(folders)), present)
+        if facts.network is None or len(present) < 2:
+            return report
+        mtus = {one.name: one.mtu for one in facts.network.interfaces}
+        towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
+        with ThreadPoolExecutor(1, "doctor sweep") as pool:
+            swept = pool.submit(peer_group.sweep, present, towards)
+            tries = (*peer_group.try_ports(present), *peer_group.refusals.values())
+            datagrams = swept.result()
+        seconds = self._deadline - time.monotonic() - timeouts.DOCTOR_RESERVE_SECONDS
+        echoes, streams = peer_group.measure_pairs(present, min(timeouts.DOCTOR_PAIRS_SECONDS, seconds))
+        return replace(report, tries=tries, datagrams=datagrams, echoes=tuple(echoes), streams=tuple(streams))
+
+    def _form_group(self, state: ReplicatedState, present: list[int]) -> GroupResult:
+        """One process per node forms a process group and adds exact integers: the selftest's subject."""
+        reports = [state.get(f"report/{node}") for node in present]
+        agreed = all(isinstance(one, dict) and sorted(one.get("present", [])) == present for one in reports)
+        if len(present) < 2 or not agreed:
+            return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
+        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
+            return GroupResult(True, "", skipped="no time was left for it; --only group has more")
+        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
+        ports = [port for port in subjects if isinstance(port, int)]
+        if len(ports) < len(present):
+            return GroupResult(True, "", skipped="a node reported no port for it")
+        addresses = [self.participants.addresses[node] for node in present]
+        ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
+        cluster = Cluster(ranks, present.index(self.participants.index), formed_by="the doctor")
+        seconds = self._left(timeouts.DOCTOR_GROUP_SECONDS) - timeouts.DOCTOR_LEAVE_SECONDS
+        options = SelftestOptions(groups=("collectives",), join_timeout_seconds=seconds)
+        environ = environ_of(cluster, seconds, os.environ)
+        interface = interface_of(cluster.this.host, interface_addresses())
+        if interface is not None:  # as in the launcher: the host name might stand for another interface
+            environ = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | environ
+        began = time.monotonic()
+        log = self.options.log_dir / f"doctor.{self.participants.index}.log"
+        child = Child(TOGETHER, options.to_json(), environ, log)
+        try:
+            has_ended = child.wait(seconds) is not None
+            results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
+        finally:
+            child.kill()
+        took = time.monotonic() - began
+        if not has_ended:
+            return GroupResult(False, f"did not finish within {seconds:.0f} s", took)
+        wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
+        if wrong:
+            return GroupResult(False, wrong[0][:300], took)
+        if child.status:
+            last = (child.last_lines() or ("no message",))[-1]
+            return GroupResult(False, f"ended with exit code {child.status}: {last[:300]}", took)
+        return GroupResult(True, f"{len(ranks)} processes added exact integers", took)
+
+    def _examination(self, state: ReplicatedState) -> Examination:
+        reports, groups = {}, {}
+        for node in sorted(state.nodes("report")):
+            try:
+                reports[node] = from_json(NodeReport, state.get(f"report/{node}"))
+                group = state.get(f"group/{node}")
+                if group is not None:
+                    groups[node] = from_json(GroupResult, group)
+            except ValueError:
+                continue  # listed as a node whose report did not arrive
+        addresses, index = self.participants.addresses, self.participants.index
+        return Examination(addresses, reports, groups, self.participants.ports[index][0])
+
+
+def _is_mark(text: str) -> bool:
+    """It becomes part of a path, and comes from another machine."""
+    return text.startswith(measure_apart.MARK) and text.removeprefix(measure_apart.MARK).isalnum()
 
 
 def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
@@ -256,6 +218,6 @@ def _shown(participants: Participants, examined: Examination, findings: list[Fin
     if participants.index == min(examined.reports, default=participants.index):
         table = report.matrix(examined)
         return [*report.lines(findings), *([""] if table else []), *table, "", verdict(findings, seconds)]
-    mine = [one.line for one in findings if one.level != PASS and own in one.hosts]
+    mine = [finding.line for finding in findings if finding.level != PASS and own in finding.hosts]
     where = f"the whole report is on {examined.host(min(examined.reports))}"
     return [*mine, f"{verdict(findings, seconds)}; {where}"]

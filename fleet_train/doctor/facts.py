@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fleet_train.errors import ClusterError, JoinTimeout
+from fleet_train import timeouts
+from fleet_train.errors import JoinTimeout
+from fleet_train.selftest.options import chosen_groups
 
 T = TypeVar("T")
 UNLIMITED = -1
@@ -241,9 +243,6 @@ def _reader(kind: type[Any]) -> Any:
     return _readers[kind]
 
 
-# One finding: a check of one host or of a pair, the measured value, the threshold, and the command that fixes it.
-
-
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 ABSENT = "absent"
 """The id of the finding that names a node that did not connect."""
@@ -251,6 +250,8 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Finding:
+    """A check of one host or of a pair, the measured value, the threshold, and the command that fixes it."""
+
     group: str
     id: str
     level: str
@@ -300,9 +301,6 @@ def rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.1f} Gb/s" if bits >= 10e9 else f"{bits / 1e6:.{0 if bits >= 10e6 else 2}f} Mb/s"
 
 
-# The requested examination, and how long each part may take.
-
-
 GROUPS = {
     "machine": "memory, processors, limits, /dev/shm, folders, a slow node",
     "software": "versions, package, profile and script, compared between hosts",
@@ -311,12 +309,6 @@ GROUPS = {
     "group": "one process per host forms a process group and adds exact integers",
 }
 """The values of ``--only`` and ``--skip``, in the order in which findings are printed."""
-JOIN_SECONDS = 20.0
-MOST_JOIN_SECONDS = 600.0
-WHOLE_SECONDS = 56.0
-"""From the start to the verdict, with the default ``--join_timeout``; the remaining time bounds each part."""
-GROUP_SECONDS, GROUP_NEEDS_SECONDS = 25.0, 12.0
-"""A group is abandoned after the first; with less than the second left it is not started."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +316,7 @@ class Options:
     """``groups``: what is examined. Times in seconds."""
 
     groups: tuple[str, ...] = tuple(GROUPS)
-    join_timeout_seconds: float = JOIN_SECONDS
+    join_timeout_seconds: float = timeouts.DOCTOR_JOIN_SECONDS
     strategy: str | None = None
     script: str | None = None
     log_dir: Path = Path("log")
@@ -332,12 +324,9 @@ class Options:
 
     @property
     def whole_seconds(self) -> float:
-        return WHOLE_SECONDS + max(0.0, self.join_timeout_seconds - JOIN_SECONDS)
+        return timeouts.DOCTOR_WHOLE_SECONDS + max(0.0, self.join_timeout_seconds - timeouts.DOCTOR_JOIN_SECONDS)
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
     """The groups selected by the flags. Raises ClusterError if none is left."""
-    left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
-    if not left:
-        raise ClusterError(f"--only and --skip leave nothing to examine; the groups are {', '.join(GROUPS)}")
-    return left
+    return chosen_groups(GROUPS, only, skip, "examine; the groups")

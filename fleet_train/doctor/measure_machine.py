@@ -1,32 +1,31 @@
-"""Memory, processors and limits of this machine."""
+"""This machine: memory, processors and limits, what control groups leave of them, NVIDIA GPUs, the software."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
-import json
 import os
 import platform
 import re
 import resource
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
+from fleet_train.doctor.measure_apart import run_apart
 from fleet_train.errors import FleetTrainError
 from fleet_train.launch.installed import processor
 from fleet_train.launch.node import installed_paddle
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
-_SPEED_SECONDS = 8.0
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def memory() -> Memory:
@@ -76,19 +75,11 @@ def _or_unlimited(number: int) -> int:
 
 
 def processors() -> Processors:
-    """With the speed of one of them, measured by a separate process: numpy reads the number of threads at import."""
+    """With the speed of one of them."""
     gflops, share = 0.0, 1.0
-    command = [sys.executable, "-m", "fleet_train.doctor.speed"]
-    environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        asked = subprocess.run(command, env=environ, capture_output=True, timeout=_SPEED_SECONDS, check=True)
-        gflops, share = json.loads(asked.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        pass  # the finding says that it could not be measured
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired, ValueError):  # a finding says that it is not known
+        gflops, share = run_apart(timeouts.DOCTOR_SPEED_PROCESS_SECONDS, "speed")
     return Processors(processor(), usable_processors(), processor_quota(), gflops, share)
-
-
-# Memory and processors that control groups (v1 and v2) leave to this process.
 
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -175,10 +166,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# NVIDIA GPUs, from nvidia-smi with a timeout. Never run on a GPU so far: the formats are those of its manual.
-
-
-_SECONDS = 10.0
+# Never run on a GPU so far: the formats are those of nvidia-smi's manual.
 _FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total,memory.used"
 _QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 _LINKS = ("nvidia-smi", "nvlink", "--status")
@@ -196,11 +184,13 @@ def gpus(devices: Path = Path("/dev")) -> Gpus | None:
 def _ask(command: Iterable[str]) -> tuple[str, str]:
     """(its output, why there is none)."""
     try:
-        done = subprocess.run([*command], capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            [*command], capture_output=True, text=True, timeout=timeouts.DOCTOR_NVIDIA_SMI_SECONDS, check=False
+        )
     except FileNotFoundError:
         return "", "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError):
-        return "", f"nvidia-smi did not answer within {_SECONDS:g} s"
+        return "", f"nvidia-smi did not answer within {timeouts.DOCTOR_NVIDIA_SMI_SECONDS:g} s"
     if done.returncode:
         return "", f"nvidia-smi: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[:200]}"
     return done.stdout, ""
@@ -244,9 +234,6 @@ def nccl_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return ""
-
-
-# The software that this machine would run: versions, the package's files, the profile, the script.
 
 
 _DIGITS = 16

@@ -9,10 +9,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fleet_train import timeouts
 from fleet_train.cluster import network as addresses_here
 from fleet_train.doctor.facts import Interface, Network, Route
 
-_IP_SECONDS = 2.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CARDS = Path("/sys/class/net")
@@ -63,7 +63,9 @@ def _interface_by_route(address: str) -> str:
     """From ``ip``, because a packet may leave by another interface than the one that has its source address."""
     command = ["ip", "-o", "-4", "route", "get", address]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_IP_SECONDS, check=True).stdout
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeouts.DOCTOR_IP_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     found = re.search(r"\bdev (\S+)", told)
@@ -116,11 +118,6 @@ def outgoing_ports(path: Path = _PORT_RANGE) -> tuple[int, int]:
         return int(first), int(last)
     except (OSError, ValueError):
         return 32768, 60999
-
-
-def holder(address: str, port: int) -> str:
-    """The process that listens on a port that could not be opened."""
-    return str(addresses_here.port_owner(port, address))
 
 
 def _number(path: Path) -> int:

@@ -19,7 +19,7 @@ from fleet_train.errors import ClusterError
 from fleet_train.launch.node import check_addresses, check_port_range, choose_node, choose_processes, look_around
 from fleet_train.launch.rendezvous.round import with_nodes_of_engine
 from fleet_train.launch.request import LaunchRequest
-from fleet_train.selftest.supervisor import Where, is_rank
+from fleet_train.selftest.ranks import Where, is_rank
 
 LOOPBACK = "127.0.0.1"
 

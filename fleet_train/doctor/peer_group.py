@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from fleet_train.cluster.cluster import Cluster, Rank
-from fleet_train.cluster.network import interface_addresses, interface_of
+from fleet_train import timeouts
 from fleet_train.cluster.store.access import Refused
 from fleet_train.cluster.store.wire import ProtocolError
-from fleet_train.doctor import channel as datagrams
-from fleet_train.doctor import channel as streams
-from fleet_train.doctor.channel import WORD_SECONDS, Channel, dialled, outcome_of
-from fleet_train.doctor.facts import Datagrams, Echo, GroupResult, PortTry, Stream
+from fleet_train.doctor.channel import Channel, dialled, outcome_of, sweep_packet_sizes
+from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
 from fleet_train.doctor.participants import Participants
 from fleet_train.doctor.responder import ReplicatedState, Responder
-from fleet_train.selftest.child import Child, environ_of
-from fleet_train.selftest.options import FAIL, TOGETHER, Result
-from fleet_train.selftest.options import Options as SelftestOptions
+from fleet_train.log import logger
 
 T = TypeVar("T")
-_PAUSE_SECONDS = 0.25
-_SETTLE_SECONDS = 1.0
-"""How long after the first node ends the rendezvous other nodes may still report their presence."""
 ERRORS = (OSError, ProtocolError, Refused)
 
 
@@ -43,11 +32,10 @@ class PeerGroup:
         self._ports: dict[int, int] = {}
         self._complete: set[int] = set()
 
-    # rendezvous
-
-    def wait_for_nodes(self, seconds: float, say: Callable[[str], None]) -> tuple[int, ...]:
+    def wait_for_nodes(self, seconds: float) -> tuple[int, ...]:
         """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
-        deadline, word_at = time.monotonic() + seconds, time.monotonic() + 3.0
+        deadline = time.monotonic() + seconds
+        word_at = time.monotonic() + timeouts.DOCTOR_FIRST_WORD_SECONDS
         everybody = set(range(len(self.participants.addresses)))
         while True:
             self._sync_with(everybody - {self.participants.index})
@@ -57,9 +45,9 @@ class PeerGroup:
                 break
             if time.monotonic() > word_at:
                 named = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
-                say(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
-                word_at = time.monotonic() + 5.0
-            self.state.wait(_PAUSE_SECONDS)
+                logger.info(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
+                word_at = time.monotonic() + timeouts.DOCTOR_NEXT_WORD_SECONDS
+            self.state.wait(timeouts.DOCTOR_PAUSE_SECONDS)
         present = tuple(sorted(self.state.nodes("here")))
         self.state.put(f"over/{self.participants.index}", list(present))
         self._sync_with(set(present) - {self.participants.index})
@@ -73,7 +61,7 @@ class PeerGroup:
             if not missing or time.monotonic() > deadline:
                 return missing
             self._sync_with(wanted - {self.participants.index})
-            self.state.wait(_PAUSE_SECONDS)
+            self.state.wait(timeouts.DOCTOR_PAUSE_SECONDS)
 
     def leave(self, present: Iterable[int], seconds: float) -> None:
         """Wait until all others have this node's values, at most this long."""
@@ -85,7 +73,7 @@ class PeerGroup:
             if gone >= waiting:
                 return
             if waiting - self._complete:
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
 
     def _sync_with(self, nodes: Iterable[int]) -> set[int]:
         """Returns those that cannot be reached from here."""
@@ -99,7 +87,7 @@ class PeerGroup:
                     _, answer = channel.ask({"do": "sync"}, self.state.keys())
                     if not isinstance(answer, dict):
                         raise ProtocolError("the answer is empty")
-                    self.state.take(dict(answer["values"]))
+                    self.state.add(dict(answer["values"]))
                     channel.ask({"do": "tell"}, self.state.beyond(map(str, answer["keys"])))
                     if set(answer["keys"]) | set(answer["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
@@ -129,8 +117,6 @@ class PeerGroup:
         with ThreadPoolExecutor(len(nodes), "doctor dials") as pool:
             return dict(zip(nodes, pool.map(task, nodes), strict=True))
 
-    # measuring
-
     def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
         """Every port of every other node on which a doctor listens."""
         wanted = []
@@ -159,7 +145,7 @@ class PeerGroup:
         def sweep_to(node: int) -> Datagrams:
             port, mtu = int(self._reported(node)["udp"]), mtus.get(node) or 1500
             address, source = self.participants.addresses[node], self.participants.access.source
-            return Datagrams(node, *datagrams.sweep_packet_sizes(address, port, source, self.responder.nonce, mtu), mtu)
+            return Datagrams(node, *sweep_packet_sizes(address, port, source, self.responder.nonce, mtu), mtu)
 
         return tuple(self._each(sorted(set(present) - {self.participants.index}), sweep_to).values())
 
@@ -187,23 +173,20 @@ class PeerGroup:
     def _measure(self, other: int, seconds: float) -> tuple[Echo | None, list[Stream]]:
         own, port = self.participants.index, self._ports[other]
         echo: Echo | None = None
-        try:
-            with self._dialled(other, port) as channel:
-                echo = _echo(channel, other, self.responder.clock)
-        except ERRORS:
-            pass
-        both = []
-        for outgoing in (True, False):
-            source, target = (own, other) if outgoing else (other, own)
+        with contextlib.suppress(*ERRORS), self._dialled(other, port) as channel:
+            echo = _echo(channel, other, self.responder.clock)
+        streams = []
+        for sends, source, target in ((True, own, other), (False, other, own)):
             try:
                 with self.responder.my_turn() as alone, self._dialled(other, port) as channel:
-                    transfer = _stream(channel, source, target, outgoing, seconds)
-                    both.append(transfer if alone else replace(transfer, alone=False))
+                    answer, _ = channel.ask({"do": "transfer", "sends": sends, "seconds": seconds})
+                    measured = channel.transfer(sends, seconds)
+                    streams.append(Stream(source, target, *measured, alone=alone and answer.get("ready") is True))
             except TimeoutError:
-                both.append(Stream(source, target, 0.0, error="stalled"))
+                streams.append(Stream(source, target, 0.0, error="stalled"))
             except ERRORS as error:
-                both.append(Stream(source, target, 0.0, error=str(error)[:120] or type(error).__name__))
-        return echo, both
+                streams.append(Stream(source, target, 0.0, error=str(error)[:120] or type(error).__name__))
+        return echo, streams
 
     def _reported(self, node: int) -> dict[str, Any]:
         answer = self.state.get(f"here/{node}")
@@ -212,7 +195,6 @@ class PeerGroup:
 
 
 _PINGS = 40
-_PINGS_SECONDS = 0.4
 
 
 def _echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
@@ -220,7 +202,7 @@ def _echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
     times: list[float] = []
     best = (float("inf"), 0.0)
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < _PINGS_SECONDS):
+    while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < timeouts.DOCTOR_PINGS_SECONDS):
         before, start = clock(), time.perf_counter()
         answer = channel.ask({"do": "ping"})[0].get("clock")
         took = time.perf_counter() - start
@@ -229,30 +211,6 @@ def _echo(channel: Channel, target: int, clock: Callable[[], float]) -> Echo:
         times.append(took)
         best = min(best, (took, before + took / 2 - answer))
     return Echo(target, statistics.median(times), best[1], best[0] / 2)
-
-
-def _stream(channel: Channel, source: int, target: int, outgoing: bool, seconds: float) -> Stream:
-    """Raises TimeoutError if bytes do not arrive, OSError, ProtocolError."""
-    do = "stream to you" if outgoing else "stream to me"
-    alone = channel.ask({"do": do, "seconds": seconds})[0].get("ready") is True
-    if outgoing:
-        sent = streams.send_stream(channel.sock, seconds)
-        channel.sock.settimeout(WORD_SECONDS)
-        answer = channel.hear()[0]
-        speed, best = _number(answer.get("speed")), _number(answer.get("best"))
-        return Stream(source, target, speed, best, sent.segments, sent.retransmits, alone=alone)
-    channel.say({"do": "go"})
-    received = streams.receive_stream(channel.sock, seconds)
-    channel.sock.settimeout(WORD_SECONDS)
-    answer = channel.hear()[0]
-    segments, retransmits = int(_number(answer.get("segments"))), int(_number(answer.get("retransmits")))
-    return Stream(source, target, received.mean, received.best, segments, retransmits, alone=alone)
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise ProtocolError("no number")
-    return float(value)
 
 
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -275,44 +233,3 @@ def stream_seconds(nodes: int, left_seconds: float) -> float:
         return 0.0
     number = len(rounds(range(nodes)))
     return max(0.15, min(1.0, left_seconds / number / 2 - 0.1))
-
-
-# One process per node forms a process group and adds exact integers: the selftest's subject, on separate ports.
-
-
-def form(addresses: Sequence[str], ports: Sequence[int], rank: int, log: Path, seconds: float) -> GroupResult:
-    """Of these nodes, in this order; ``ports``: a free one on each."""
-    ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
-    cluster = Cluster(ranks, rank, formed_by="the doctor")
-    options = replace(SelftestOptions(groups=("collectives",)), join_timeout_seconds=seconds)
-    environ = _on_our_interface(environ_of(cluster, seconds, os.environ), addresses[rank])
-    began = time.monotonic()
-    child = Child(TOGETHER, options.to_json(), environ, log)
-    results: list[Result] = []
-    try:
-        has_ended = child.wait(seconds) is not None
-        results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
-    finally:
-        child.kill()
-    return _result(child, has_ended, results, time.monotonic() - began, len(ranks))
-
-
-def _result(child: Child, has_ended: bool, results: Sequence[Result], seconds: float, ranks: int) -> GroupResult:
-    if not has_ended:
-        return GroupResult(False, f"did not finish within {seconds:.0f} s", seconds)
-    wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
-    if wrong:
-        return GroupResult(False, wrong[0][:300], seconds)
-    if child.status:
-        last = (child.last_lines() or ("no message",))[-1]
-        return GroupResult(False, f"ended with exit code {child.status}: {last[:300]}", seconds)
-    return GroupResult(True, f"{ranks} processes added exact integers", seconds)
-
-
-def _on_our_interface(environ: dict[str, str], address: str) -> dict[str, str]:
-    """As in the launcher: otherwise Gloo and NCCL might use another interface, or the address of the host name."""
-    interface = interface_of(address, interface_addresses())
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if interface is not None:
-            environ.setdefault(name, interface)
-    return environ

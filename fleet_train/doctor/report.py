@@ -1,4 +1,4 @@
-"""The examination as text: a line per check, a matrix of the network, a verdict. Text in, text out."""
+"""The examination as text: a line per check, a matrix of the network; and the line after a failed job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
-from fleet_train.doctor import judge, measure_folders, measure_machine
+from fleet_train.doctor import judge, measure_apart, measure_machine
 from fleet_train.doctor.channel import outcome_of
 from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
@@ -82,13 +83,6 @@ def as_json(examined: Examination, findings: Sequence[Finding], seconds: float) 
     }
 
 
-# The line that a launcher adds to the report of a failed job: the finding on its node that is most likely the cause.
-#
-# Cheap: files of /proc, two file systems, one connection to each other node. Clocks are left to the doctor itself:
-# comparing them needs a doctor on the other node.
-
-
-_DIAL_SECONDS = 1.5
 _MOST_DIALLED = 64
 _SHM_FULL = 0.05
 """Share of /dev/shm that is free: a small but empty one is not the cause."""
@@ -96,7 +90,11 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 class AfterFailure:
-    """Created before the job starts, so that conditions from before are not attributed to it."""
+    """The line that a launcher adds to the report of a failed job: the finding that is most likely the cause.
+
+    Created before the job starts, so that conditions from before are not attributed to it. Cheap: files of /proc, two
+    file systems, one connection to each other node.
+    """
 
     def __init__(self, node: Node, log_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._node = node
@@ -123,7 +121,7 @@ class AfterFailure:
         if kills > 0:
             seen = judge.memory(host, replace(memory, oom_kills=kills), self._node.processes)
             yield replace(seen, level=FAIL)
-        folder = measure_folders.nearest(self._log_dir)
+        folder = measure_apart.nearest(self._log_dir)
         yield judge.space(host, Folder("logs", str(folder), measure_machine.space_of(folder)[1]))
         if memory.shm_free < _SHM_FULL * memory.shm_total:
             yield judge.shared_memory(host, memory, self._node.processes)
@@ -152,7 +150,7 @@ class AfterFailure:
     def _dial(self, index: int) -> str:
         try:
             address, port = self._node.addresses[index], self._node.store_port
-            connect_from(self._node.address, address, port, _DIAL_SECONDS).close()
+            connect_from(self._node.address, address, port, timeouts.DOCTOR_AFTER_FAILURE_SECONDS).close()
         except ConnectionRefusedError:
             return ""
         except OSError as error:

@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from typing import Any
 
-from fleet_train.cluster.network import port_is_free
+from fleet_train import timeouts
+from fleet_train.cluster.network import port_is_free, port_owner
 from fleet_train.cluster.store.access import Access, Callers, Refused, accept, challenge
 from fleet_train.cluster.store.wire import Header, ProtocolError
-from fleet_train.doctor import channel as datagrams
-from fleet_train.doctor import channel as streams
-from fleet_train.doctor.channel import Channel
-from fleet_train.doctor.measure_network import holder
+from fleet_train.doctor.channel import Channel, answer_datagrams, is_number
 
 _MOST_CONNECTIONS = 128
-_TURN_SECONDS = 3.0
-"""How long a stream waits for the running one."""
-_MOST_STREAM_SECONDS = 5.0
+MOST_KEYS = 4096
 
 
 class Responder:
@@ -33,30 +29,31 @@ class Responder:
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.state = state
-        self.held: dict[int, str] = {}
+        self.clock = clock
+        self.nonce = sha256(access.job.encode()).digest()[:8]  # the prefix of this job's datagrams
         self.callers: set[int] = set()
         self._turn = threading.Lock()
-        self.clock = clock
-        self.nonce = nonce_of(access)
         self._access = access
         self._callers = None if access.secret else Callers(hosts)
-        self._selector = selectors.DefaultSelector()
         self._connections = 0
         self._is_closing = False
+        ports = list(ports)
+        self.held = held_ports(address, ports)
         self._listeners: dict[int, socket.socket] = {}
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._thread = threading.Thread(target=self._serve, name="doctor responder", daemon=True)
         try:
-            for port in ports:
-                self._listen_or_note(address, port)
-            self.extra_port = self._listen(address, 0)
-            self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            for port in (*(port for port in ports if port not in self.held), 0):
+                listener = socket.create_server((address, port), backlog=64)
+                self._listeners[int(listener.getsockname()[1])] = listener
             self._udp.bind((address, 0))
-            self._udp.setblocking(False)
+            for sock in (*self._listeners.values(), self._udp):
+                sock.setblocking(False)
         except BaseException:
             self.close()
             raise
+        self.extra_port = list(self._listeners)[-1]
         self.udp_port = int(self._udp.getsockname()[1])
-        self._selector.register(self._udp, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="doctor responder", daemon=True)
 
     @property
     def ports(self) -> list[int]:
@@ -69,42 +66,21 @@ class Responder:
 
     def close(self) -> None:
         self._is_closing = True
-        if hasattr(self, "_thread") and self._thread.is_alive():
-            self._thread.join(1.0)
-        for sock in [*self._listeners.values(), *([self._udp] if hasattr(self, "_udp") else [])]:
+        if self._thread.is_alive():
+            self._thread.join(timeouts.DOCTOR_CLOSE_SECONDS)
+        for sock in (*self._listeners.values(), self._udp):
             sock.close()
-        self._selector.close()
-
-    def _listen_or_note(self, address: str, port: int) -> None:
-        try:
-            if not port_is_free(address, port):  # also a port that would refuse only a second listener
-                raise OSError
-            self._listen(address, port)
-        except OSError:
-            self.held[port] = holder(address, port)
-
-    def _listen(self, address: str, port: int) -> int:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address, port))
-            sock.listen(64)
-            sock.setblocking(False)
-        except BaseException:
-            sock.close()
-            raise
-        number = int(sock.getsockname()[1])
-        self._listeners[number] = sock
-        self._selector.register(sock, selectors.EVENT_READ)
-        return number
 
     def _serve(self) -> None:
-        while not self._is_closing:
-            for key, _ in self._selector.select(0.2):
-                if key.fileobj is self._udp:
-                    datagrams.answer_datagrams(self._udp, self.nonce)
-                else:
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
+        with selectors.DefaultSelector() as selector:
+            for sock in (*self._listeners.values(), self._udp):
+                selector.register(sock, selectors.EVENT_READ)
+            while not self._is_closing:
+                for key, _ in selector.select(timeouts.DOCTOR_SELECT_SECONDS):
+                    if key.fileobj is self._udp:
+                        answer_datagrams(self._udp, self.nonce)
+                    else:
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -124,7 +100,7 @@ class Responder:
             self.callers.add(node)
             channel.trust()
             while True:
-                self._answer(channel, *channel.hear(), address)
+                self._answer(channel, *channel.receive(), address)
         except Exception:
             pass  # the caller has gone, or does not belong to this job, whatever it has sent
         finally:
@@ -134,35 +110,32 @@ class Responder:
     def _greet(self, channel: Channel, address: str) -> int:
         asked = challenge(self._access)
         try:
-            channel.say(asked)
-            hello, _ = channel.hear()
+            channel.send(asked)
+            hello, _ = channel.receive()
             proof = accept(self._access, asked, hello)
             if self._callers is not None and not self._callers.hears(address):
                 raise Refused("another address", kind="address")
         except Refused as refusal:
-            channel.say({"error": refusal.kind, "address": address, "job": self._access.job})
+            channel.send({"error": refusal.kind, "address": address, "job": self._access.job})
             raise
-        channel.say({"ok": True, "proof": proof})
+        channel.send({"ok": True, "proof": proof})
         return int(hello.get("member", -1))
 
     def _answer(self, channel: Channel, header: Header, body: object, address: str) -> None:
         match header.get("do"):
             case "who":
-                channel.say({"seen_as": address})
+                channel.send({"seen_as": address})
             case "ping":
-                channel.say({"clock": self.clock()})
+                channel.send({"clock": self.clock()})
             case "sync":
                 self._sync(channel, body)
-            case "stream to you":
+            case "transfer":
+                seconds = header.get("seconds")
+                if not is_number(seconds) or not 0 < seconds <= timeouts.DOCTOR_MOST_TRANSFER_SECONDS:
+                    raise ProtocolError("no number of seconds")
                 with self.my_turn() as alone:
-                    channel.say({"ready": alone})
-                    received = streams.receive_stream(channel.sock, _seconds(header))
-                channel.say({"speed": received.mean, "best": received.best})
-            case "stream to me":
-                with self.my_turn() as alone:
-                    channel.ask({"ready": alone})  # unframed bytes follow: the caller must be ready for them
-                    sent = streams.send_stream(channel.sock, _seconds(header))
-                channel.say({"segments": sent.segments, "retransmits": sent.retransmits})
+                    channel.send({"ready": alone})
+                    channel.transfer(header.get("sends") is not True, seconds)
             case other:
                 raise ProtocolError(f"{other!r} is unknown")
 
@@ -170,17 +143,17 @@ class Responder:
         """Send the values that the caller lacks, and receive those that we lack."""
         if not isinstance(body, list):
             raise ProtocolError("no list of keys")
-        channel.say({"do": "told"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
-        _, told = channel.hear()
-        if not isinstance(told, dict):
+        channel.send({"do": "told"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
+        _, values = channel.receive()
+        if not isinstance(values, dict):
             raise ProtocolError("no values")
-        self.state.take(told)
-        channel.say({"ok": True})
+        self.state.add(values)
+        channel.send({"ok": True})
 
     @contextlib.contextmanager
     def my_turn(self) -> Iterator[bool]:
         """Held during a transfer, so that one stream does not slow another down. False: the wait was too long."""
-        alone = self._turn.acquire(timeout=_TURN_SECONDS)
+        alone = self._turn.acquire(timeout=timeouts.DOCTOR_TURN_SECONDS)
         try:
             yield alone
         finally:
@@ -188,38 +161,26 @@ class Responder:
                 self._turn.release()
 
 
-def _seconds(header: Header) -> float:
-    value = header.get("seconds")
-    if not isinstance(value, (int, float)) or not 0 < value <= _MOST_STREAM_SECONDS:
-        raise ProtocolError("no number of seconds")
-    return float(value)
-
-
-def nonce_of(access: Access) -> bytes:
-    """The prefix of this job's datagrams."""
-    return sha256(access.job.encode()).digest()[:8]
-
-
-# State replicated to all nodes: values that never change, under keys such as ``report/2``.
-
-
-MOST_KEYS = 4096
+def held_ports(address: str, ports: Iterable[int]) -> dict[int, str]:
+    """Those that cannot be opened, or would refuse only a second listener, and their processes."""
+    return {port: str(port_owner(port, address)) for port in ports if not port_is_free(address, port)}
 
 
 class ReplicatedState:
-    """This node's copy. Two connected nodes send each other the values that the other one lacks."""
+    """State of all nodes: values that never change, under keys such as ``report/2``. Two connected nodes send each
+    other the values that the other one lacks."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._values: dict[str, Any] = {}
 
     def put(self, key: str, value: Any) -> None:
-        self.take({key: value})
+        self.add({key: value})
 
-    def take(self, told: dict[str, Any]) -> None:
+    def add(self, values: dict[str, Any]) -> None:
         """Values from another node; the first value of a key counts."""
         with self._lock:
-            for key, value in told.items():
+            for key, value in values.items():
                 if len(self._values) < MOST_KEYS:
                     self._values.setdefault(str(key)[:100], value)
             self._lock.notify_all()

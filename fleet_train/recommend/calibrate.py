@@ -11,6 +11,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train import timeouts
 from fleet_train.collectives.engine import CallContext, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import make_allreduces
@@ -30,13 +31,10 @@ _FULL_STRENGTH: dict[str, dict[str, Any]] = {
     "powersgd": {"powersgd_start_step": 0},
     "dgc": {"dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
 }
-_SECONDS, _FEWEST, _MOST = 0.8, 3, 100
-"""About how long each method is repeated concurrently with computing, and how often at least and at most."""
-_ALONE_STEPS, _ALONE_SECONDS = 10, 0.5
-"""How many steps before each method are timed alone, and how long at most."""
-_ALONE_ROUNDS = 6
-_EXCHANGE_SECONDS = 0.25
-"""The limit of one exchange on the link: of more gradients than that, the first ones represent all."""
+_FEWEST, _MOST = 3, 100
+"""How often each method is repeated concurrently with computing, at least and at most."""
+_ALONE_STEPS, _ALONE_ROUNDS = 10, 6
+"""How many steps before each method are timed alone, and how many exchanges."""
 
 Step = Callable[[], object]
 
@@ -91,7 +89,7 @@ def _plan(
     some = list(gradients)
     while True:
         plan = build_settled(some, job.cluster, profile)
-        if len(some) == 1 or _on_the_link(plan, paths) <= _EXCHANGE_SECONDS:
+        if len(some) == 1 or _on_the_link(plan, paths) <= timeouts.RECOMMEND_EXCHANGE_SECONDS:
             return plan, profile
         some = some[: len(some) // 2]
 
@@ -117,7 +115,7 @@ def _alone(job: Job, step: Step) -> list[float]:
     """Seconds of steps with nothing concurrent, on all ranks at the same time."""
     _meet(job)
     times: list[float] = []
-    while len(times) < _ALONE_STEPS and sum(times) < _ALONE_SECONDS:
+    while len(times) < _ALONE_STEPS and sum(times) < timeouts.RECOMMEND_ALONE_SECONDS:
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
@@ -137,7 +135,7 @@ def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list
     handing = _slowest(job, statistics.median(exchange.handing[1:]))
     own = _alone(job, step)
     steps += own
-    number = max(_FEWEST, min(_MOST, int(_SECONDS / alone)))
+    number = max(_FEWEST, min(_MOST, int(timeouts.RECOMMEND_METHOD_SECONDS / alone)))
     seconds, taken = _beside(job, exchange.times(number), place, step, statistics.median(own))
     return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, taken / number))
 

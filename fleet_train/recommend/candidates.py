@@ -102,9 +102,9 @@ def consider(
             profile = with_assignments(shipped, settings)
             reason = _unfit(shipped, profile, found, cluster)
             if not reason:
-                pricing = _Pricing(found, cluster, most_communicators)
-                turned = [changes for changes in variants(profile) if not fixed & changes.keys()]
-                candidates += _with_variant(pricing, name, profile, turned)
+                allowed = [{}, *(changes for changes in variants(profile) if not fixed & changes.keys())]
+                priced = [_price(name, profile, each, found, cluster, most_communicators) for each in allowed]
+                candidates += _worth_trying(priced[0], priced[1:])
                 continue
         except FleetTrainError as error:
             reason = str(error)
@@ -137,33 +137,24 @@ def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) 
     return changes
 
 
-@dataclass(frozen=True)
-class _Pricing:
-    found: Found
-    cluster: Cluster
-    most_communicators: int
-
-    def price(self, name: str, profile: Profile, changes: Mapping[str, Any]) -> Candidate:
-        found, cluster = self.found, self.cluster
-        compute = Compute.of(found.compute_seconds)
-        conditions = Conditions(found.network, found.costs, compute, self.most_communicators, "measured")
-        changed = profile.with_settings("the recommendation", **changes) if changes else profile
-        settled = choose(changed, found.gradients, cluster, conditions).profile
-        plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
-        prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
-        codec = found.costs.of(profile.compression).codec * plan.gradient_bytes
-        counted: Any = traffic(plan, cluster)
-        leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
-        called = f"{name} {in_words(changes)}".rstrip()
-        return Candidate(called, name, changes, risk_of(profile), settled, plan, prediction, codec, leaving)
+def _price(
+    name: str, profile: Profile, changes: Mapping[str, Any], found: Found, cluster: Cluster, most_communicators: int
+) -> Candidate:
+    compute = Compute.of(found.compute_seconds)
+    conditions = Conditions(found.network, found.costs, compute, most_communicators, "measured")
+    changed = profile.with_settings("the recommendation", **changes) if changes else profile
+    settled = choose(changed, found.gradients, cluster, conditions).profile
+    plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
+    prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
+    codec = found.costs.of(profile.compression).codec * plan.gradient_bytes
+    counted: Any = traffic(plan, cluster)
+    leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
+    called = f"{name} {in_words(changes)}".rstrip()
+    return Candidate(called, name, changes, risk_of(profile), settled, plan, prediction, codec, leaving)
 
 
-def _with_variant(
-    pricing: _Pricing, name: str, profile: Profile, changed: Sequence[Mapping[str, Any]]
-) -> list[Candidate]:
+def _worth_trying(shipped: Candidate, turned: Sequence[Candidate]) -> list[Candidate]:
     """The shipped profile and, if changing its knobs pays, the mildest change that is about as good as any."""
-    shipped = pricing.price(name, profile, {})
-    turned = [pricing.price(name, profile, changes) for changes in changed]
     best = min((one.step for one in turned), default=shipped.step)
     if best > _PAYS * shipped.step:
         return [shipped]
@@ -197,9 +188,6 @@ def _distinct(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Ru
         else:
             found[plan.digest] = one
     return list(found.values()), same
-
-
-# Variants of a profile: the few knobs that trade accuracy for bytes, with other values than in the shipped profile.
 
 
 _LONGER = (1, 2, 4)

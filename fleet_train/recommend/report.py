@@ -1,4 +1,4 @@
-"""A recommendation as text, as JSON, and as a profile: pure text."""
+"""A recommendation from the command to its result: as text, as JSON, and as a profile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import asked_settings
-from fleet_train.errors import ClusterError, ConversionError, printable
+from fleet_train.errors import ClusterError, ConversionError
 from fleet_train.files import publish_where_linked
 from fleet_train.plan.price import Costs, Link
 from fleet_train.profile import load_profile
@@ -24,13 +23,10 @@ from fleet_train.profile.profile import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate, thresholds
 from fleet_train.recommend.options import RISKS, Options
 from fleet_train.recommend.supervisor import Results, Supervisor
-from fleet_train.selftest.child import Peers
-from fleet_train.selftest.supervisor import Where, hand_over, outcome_in, request_for, run_ranks, starts_ranks
+from fleet_train.selftest.ranks import Command, Peers, Where, start_on_ranks
 
 MEGABYTE = 2**20
 _WIDTH = 118
-
-
 _CLOSE = 1.04
 """Relative to the shortest measured step: what counts as equal. Single trials differ by as much."""
 
@@ -219,54 +215,38 @@ def _rate(link: Link) -> str:
     return f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s"
 
 
-# From the command to ranks: started through our launcher, or this process is one, started by any launcher.
-
-
 def start(options: Options, where: Where, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
     """Run the recommendation; returns the exit code. ``outcome``: given to ranks that were started from here."""
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
     check_assignments(options.settings)
-    if starts_ranks(where):
-        written = outcome_in(folder)
-        command = command_of(options, folder, output, written)
-        return run_ranks(request_for(command, where, folder, options.join_timeout_seconds), written, as_json)
-    options = replace(options, settings=(*asked_settings(os.environ), *options.settings))
-    return supervise(options, folder, output, as_json, outcome)
+    command = Command(
+        "recommend", arguments_of(options, folder, output), folder, options.join_timeout_seconds, as_json, outcome
+    )
+    return start_on_ranks(command, where, lambda peers: _supervise(peers, options, folder, output))
 
 
-def command_of(options: Options, folder: Path, output: Path, outcome: Path | None = None) -> list[str]:
-    """A rank's arguments after ``-m``; without ``outcome`` also the command that a user would repeat."""
-    words = ["fleet_train", "recommend"]
-    words += ["--outcome", str(outcome)] if outcome else []
-    words += ["--record", str(folder.absolute()), "--output", str(output.absolute())]
+def arguments_of(options: Options, folder: Path, output: Path) -> list[str]:
+    """A rank's arguments, which a user would repeat, too."""
+    words = ["--record", str(folder.absolute()), "--output", str(output.absolute())]
     words += ["--seconds", f"{options.seconds:g}", "--trials", str(options.trials)]
     words += [f"--set={text}" for text in options.settings]
     words += [word for risk in options.allow for word in ("--allow", risk)]
     return [*words, "--script", str(Path(options.script).absolute()), *options.arguments]
 
 
-def supervise(options: Options, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
+def _supervise(peers: Peers, options: Options, folder: Path, output: Path) -> dict[str, Any]:
     """As one rank: the whole recommendation; rank 0 prints, and writes the profile."""
-    peers = Peers.join(options.join_timeout_seconds, "recommend")
     cluster = peers.cluster
     if cluster.world_size == 1:
-        peers.close_host()
         raise ClusterError(
             "recommend found one rank, which communicates nothing: give --nproc, or --ips of all machines"
         )
-
-    def say(text: str) -> None:
-        if cluster.rank == 0:
-            click.echo(printable(text), err=as_json)  # of other machines, too
-
-    supervisor = Supervisor(peers, options, folder, say)
-    with supervisor.peers.leaving_together():
-        results = supervisor.run()
-        made = to_json(results, options, cluster)
-        say(f"\n{describe(results, options, cluster)}")
-        if cluster.rank == 0 and pick(results, options) is not None:
-            command = shlex.join(["python", "-m", *command_of(options, folder, output)])
-            publish_where_linked(output, profile_text(results, options, cluster, command).encode())
-            say(f"written: {output}; train with: python -m fleet_train launch --strategy {output} ...")
-    return hand_over(made, cluster, as_json, outcome)
+    options = replace(options, settings=(*asked_settings(os.environ), *options.settings))
+    results = Supervisor(peers, options).run()
+    peers.show(f"\n{describe(results, options, cluster)}")
+    if cluster.rank == 0 and pick(results, options) is not None:
+        command = shlex.join(["python", "-m", "fleet_train", "recommend", *arguments_of(options, folder, output)])
+        publish_where_linked(output, profile_text(results, options, cluster, command).encode())
+        peers.show(f"written: {output}; train with: python -m fleet_train launch --strategy {output} ...")
+    return to_json(results, options, cluster)

@@ -22,18 +22,17 @@ from fleet_train.convert.session import current
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
 from fleet_train.recommend.candidates import network_of
-from fleet_train.selftest.subject import Reports
+from fleet_train.selftest.subject import write_report
 
 COMPUTING = "computing"
 
 
 def main(job: str, reports_path: str, task_text: str) -> None:
     task: dict[str, Any] = json.loads(task_text)
-    reports = Reports(Path(reports_path))
+    reports = Path(reports_path)
 
     def tried(steps: list[float], _: Again) -> None:
-        told = fleet.communication()
-        reports.write(steps=steps, exposed_ms=told.exposed_ms, bytes_sent=told.bytes_sent, memory=memory_bytes())
+        write_report(reports, steps=steps, exposed_ms=fleet.communication().exposed_ms, memory=memory_bytes())
 
     def computed(steps: list[float], again: Again) -> None:
         plan = fleet.plan()
@@ -43,7 +42,8 @@ def main(job: str, reports_path: str, task_text: str) -> None:
         network = network_of(links)
         gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         costs, further_steps = calibrate(current().job, gradients, network, again)
-        reports.write(
+        write_report(
+            reports,
             steps=steps + further_steps,
             plan=plan.to_json(),
             links=links,
@@ -55,11 +55,8 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     steps = Steps(
         int(task["steps"]), float(task["longest_seconds"]), job != COMPUTING, computed if job == COMPUTING else tried
     )
-    reports.write(begins=job)
+    write_report(reports, begins=job)
     run_script(Path(task["script"]), tuple(task["arguments"]), Profile(**task["profile"]), steps)
-
-
-# Runs a user's script for some steps with a given profile: each step's time, then the end of the process.
 
 
 Again = Callable[[], object]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.errors import FleetTrainError, WorkerFailed
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import MOST_COMMUNICATORS
@@ -19,14 +19,10 @@ from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
-from fleet_train.selftest.child import LOOK_SECONDS, Peers, Subjects
-from fleet_train.selftest.supervisor import describe_code, last_words
+from fleet_train.selftest.child import describe_code
+from fleet_train.selftest.ranks import Peers
 
-_MODULE = "fleet_train.recommend.subject"
 _COMPUTING = "computing"
-_START_SECONDS = 60.0
-"""Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
-_MEASURE_SECONDS, _CALIBRATE_SECONDS, _COMPUTE_SECONDS, _TRIAL_SECONDS = 4.0, 10.0, 4.0, 4.0
 _COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS, _MOST_LOCAL_STEPS = 40, 8, 40, 100
 _UNTIMED_STEPS = 3
 _SHORT_PERIOD = 4
@@ -37,8 +33,6 @@ _OF_COMPUTING = ("amp_", "accumulate_", "recompute_")
 """Beginnings of the names of knobs that change what a rank computes."""
 _OF_OTHER_SCHEDULES = ("local_sgd_max_steps",)
 """Knobs without meaning for a constant period."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,32 +66,33 @@ class TrialFailed(Exception):
 
 
 class Supervisor:
-    """Runs a recommendation for one rank; ``say`` is called with progress messages, on rank 0."""
+    """Runs a recommendation for one rank; rank 0 shows its progress."""
 
-    def __init__(self, peers: Peers, options: Options, folder: Path, say: Say) -> None:
+    def __init__(self, peers: Peers, options: Options) -> None:
         self.cluster = peers.cluster
         self._options = options
-        self._say = say
         self.peers = peers
-        self._subjects = Subjects(peers, folder, options.join_timeout_seconds, _MODULE)
         self._began = time.monotonic()
 
     def run(self) -> Results:
         """Measure, predict, try; the same on every rank. Raises FleetTrainError if the script cannot be measured."""
-        self._say(f"measuring the computing of {self._options.script} and the links")
-        task = self._task(_local_only(self._options.settings), _COMPUTE_STEPS, _COMPUTE_SECONDS) | {
-            "measure_seconds": _MEASURE_SECONDS
+        self.peers.show(f"measuring the computing of {self._options.script} and the links")
+        task = self._task(_local_only(self._options.settings), _COMPUTE_STEPS, timeouts.RECOMMEND_COMPUTE_SECONDS) | {
+            "measure_seconds": timeouts.RECOMMEND_MEASURE_SECONDS
         }
         try:
-            reports = self._trial(
-                _COMPUTING, task, _START_SECONDS + 2 * (_MEASURE_SECONDS + _CALIBRATE_SECONDS + _COMPUTE_SECONDS)
+            work = (
+                timeouts.RECOMMEND_MEASURE_SECONDS
+                + timeouts.RECOMMEND_CALIBRATE_SECONDS
+                + timeouts.RECOMMEND_COMPUTE_SECONDS
             )
+            reports = self._trial(_COMPUTING, task, timeouts.RECOMMEND_START_SECONDS + 2 * work)
         except TrialFailed as failed:
             raise FleetTrainError(f"{self._options.script} did not run long enough to be measured: {failed}") from None
         found, spread, error = read_computing(reports)
         most = MOST_COMMUNICATORS if found.is_gloo else 1
         candidates, ruled_out = consider(found, self.cluster, most, self._options.settings)
-        self._say(
+        self.peers.show(
             f"computing {found.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
             f"{len(ruled_out)} ruled out; trying the best of those that --allow permits"
         )
@@ -114,10 +109,10 @@ class Supervisor:
             taken = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
             expected = taken / (number + 1)
             if number > 1 and taken + expected > self._options.seconds:
-                self._say(f"{candidate.name}: not tried, the time is over")
+                self.peers.show(f"{candidate.name}: not tried, the time is over")
                 return
             tried = self._try(f"trial {number}", candidate, steps)
-            self._say(
+            self.peers.show(
                 f"{candidate.name}: "
                 + (tried.failure or f"{tried.step_ms:.1f} ms, {candidate.step * 1e3:.1f} predicted")
             )
@@ -125,7 +120,7 @@ class Supervisor:
 
     def _try(self, job: str, candidate: Candidate, steps: int) -> Tried:
         profile = short(candidate.profile, steps)
-        limit = _START_SECONDS + 5 * steps * max(candidate.step, 0.01)
+        limit = timeouts.RECOMMEND_START_SECONDS + 5 * steps * max(candidate.step, 0.01)
         try:
             reports = self._trial(job, self._task(profile, steps + _UNTIMED_STEPS, limit), limit)
         except TrialFailed as failed:
@@ -150,21 +145,23 @@ class Supervisor:
 
         def others_have_failed() -> str:
             failed_at = self.peers.noted(f"failure of {job}")
-            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * LOOK_SECONDS
+            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * timeouts.SUPERVISOR_LOOK_SECONDS
             return _LOST if is_over else ""
 
-        ended, _ = self._subjects.run(job, task, limit_seconds, reports.append, others_have_failed)
+        ended, _ = self.peers.run(job, task, limit_seconds, reports.append, others_have_failed)
         report = next((one for one in reversed(reports) if "steps" in one), None)
         failure = ""
         if ended.why_killed:
             failure = f"{ended.why_killed} and was stopped"
         elif ended.exit_code:
-            failure = f"ended with {describe_code(ended.exit_code)}: {last_words(ended.last_lines)}"
+            failure = f"ended with {ended.how}: {ended.last_words}"
         elif report is None:
             failure = "ended without a step of a converted program"
         if failure and ended.why_killed != _LOST:
             self.peers.note(f"failure of {job}")
-        everybody = self.peers.gather(f"end of {job}", [report, failure], limit_seconds + _START_SECONDS)
+        everybody = self.peers.gather(
+            f"end of {job}", [report, failure], limit_seconds + timeouts.RECOMMEND_START_SECONDS
+        )
         failures = {rank: words for rank, (_, words) in everybody.items() if words}
         if failures:
             # A rank that lost another one is not the cause.
@@ -218,7 +215,7 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
 def steps_for(candidate: Candidate) -> int:
     """How many steps a trial times: more if most of them send nothing."""
     most = _MOST_LOCAL_STEPS if candidate.profile.use_local_sgd else _MOST_STEPS
-    return max(_FEWEST_STEPS, min(most, int(_TRIAL_SECONDS / candidate.step)))
+    return max(_FEWEST_STEPS, min(most, int(timeouts.RECOMMEND_TRIAL_SECONDS / candidate.step)))
 
 
 def short(profile: Profile, steps: int) -> Profile:

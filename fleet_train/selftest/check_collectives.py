@@ -1,4 +1,5 @@
-"""Check 1: every kind of collective that fleet_train uses, and every dtype, against exact integers."""
+"""Check 1: the device of each rank, the backend, the versions; every kind of collective that fleet_train uses, and
+every dtype, against exact integers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import numpy as np
 import paddle
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version
@@ -39,13 +41,11 @@ UNSUPPORTED: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """(backend, kind) -> dtypes that the backend adds wrongly: Gloo's float16 sums are inf on Paddle 3.3.1. fleet_train
 sends none of these through it."""
-_TIMEOUT_SECONDS = 30.0
 
 Array = np.ndarray[Any, Any]
 
 
-def check_collectives(job: Job, options: Options) -> Iterator[Result]:
-    del options
+def check_collectives(job: Job, _: Options) -> Iterator[Result]:
     if job.world_size == 1:
         yield Result("collectives", "collectives", SKIP, "one rank has no peer to communicate with")
         return
@@ -96,7 +96,7 @@ def expected_of(name: str, rank: int, world_size: int) -> Array | None:
 
 def _try(job: Job, name: str, dtype: str) -> str:
     """Run one collective through the job's engine; returns the error in its result, or nothing."""
-    place = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", _TIMEOUT_SECONDS)
+    place = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", timeouts.SELFTEST_COLLECTIVE_SECONDS)
     group = job.communicators(1)[0]
     found = job.engine.start(_stages(job, group, name, dtype), place).result()
     expected = expected_of(name, job.cluster.rank, job.world_size)
@@ -145,11 +145,7 @@ def _tensor(values: Array, dtype: str, place: Any) -> Any:
     return paddle.to_tensor(values.astype("int64"), place=place).cast(dtype)
 
 
-# Check 1: the device of each rank, the backend, and the versions.
-
-
-def check_devices(job: Job, options: Options) -> Iterator[Result]:
-    del options
+def check_devices(job: Job, _: Options) -> Iterator[Result]:
     began = time.perf_counter()
     versions = _versions()
     yield Result("devices", "backend", OK, _backend_words(job, versions), time.perf_counter() - began, versions)
@@ -195,7 +191,9 @@ def _device(index: int) -> dict[str, Any]:
 def _ask_nvidia_smi() -> str:
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=timeouts.SELFTEST_NVIDIA_SMI_SECONDS
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -14,7 +14,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.collectives.engine import CallContext
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
@@ -31,7 +31,6 @@ CONTROL_WITHIN = 0.15
 """Deviation from 0, on an idle machine: training with one bucket, waited for where it starts, hides nothing."""
 _ONE_BUCKET_MEGABYTES = 4096.0
 EXPECTED_ON_GPUS = 0.3
-_TIMEOUT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
             "nccl_comm_num": 1,
             "fuse_grad_size_in_MB": size.bucket_megabytes,
             "last_comm_group_size_MB": 1.0,
-            "collective_timeout_seconds": _TIMEOUT_SECONDS,
+            "collective_timeout_seconds": timeouts.SELFTEST_TRAINING_SECONDS,
         }
         return fleet.distributed_optimizer(inner, Profile(**{**bounds, **settings}))
 
@@ -129,7 +128,9 @@ def _communication(job: Job, trained: Trained) -> Turn:
 
     def communicate() -> None:
         for (bucket, method), own in zip(exchange.methods, gradients, strict=True):
-            place = CallContext("selftest overlap", f"selftest: {bucket.describe()}", _TIMEOUT_SECONDS)
+            place = CallContext(
+                "selftest overlap", f"selftest: {bucket.describe()}", timeouts.SELFTEST_TRAINING_SECONDS
+            )
             job.engine.start(method.average(own), place, bucket.communicator).result()
         _await_device()
 

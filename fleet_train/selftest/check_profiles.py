@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import nn
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, refuse_unusable
@@ -24,13 +23,14 @@ from fleet_train.profile.profile import COMMUNICATORS, EDGE, SIZE, open_knobs
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
 from fleet_train.selftest.training import (
     BATCH_NORM,
-    FEATURES,
     SAMPLES_PER_RANK,
     SEVERAL_BUCKETS,
     SPARSE,
     Array,
     Network,
+    SmallProgram,
     Trained,
+    advance_rate,
     batches,
     computes_on_gpu,
     digest,
@@ -46,14 +46,10 @@ APPROXIMATED = 5e-3
 decides to which side a value is rounded; such an element is then off by a whole level, and counts with its share of
 the movement. Measured: up to 6e-4; averages that are 1 % too large give 1e-2 and more."""
 _COMPARED_EVERY = 10
-_LONGEST_SLEEP_SECONDS = 0.004
 _MOST_KERNELS = 20
 _KERNEL_SIDE = 2048
-_TIMEOUT_SECONDS = 60
 _NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
 """The choice for a fast link is one bucket; these settings make several, to test their order and communicators."""
-_SIMULATION_SECONDS = 600.0
-"""How long rank 0 may simulate all ranks; the others wait for it."""
 _STEPS_PER_PERIOD = 4
 """A period of LocalSGD is at most the steps divided by this, so that several occur."""
 
@@ -108,7 +104,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
         os.environ.clear()
         os.environ.update(before)  # a profile's variables are not the next one's
     found = {"end": digest(run.end), "moved": run.moved, "difference": difference}
-    everybody = job.all_gather(f"selftest {label}", found, _SIMULATION_SECONDS)
+    everybody = job.all_gather(f"selftest {label}", found, timeouts.SELFTEST_SIMULATION_SECONDS)
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
 
 
@@ -123,7 +119,7 @@ def fit(profile: Profile, steps: int) -> Fitted:
         **changed,
         **several,
         "environment": environment,
-        "collective_timeout_seconds": _TIMEOUT_SECONDS,
+        "collective_timeout_seconds": timeouts.SELFTEST_TRAINING_SECONDS,
     }
     settings["divergence_check_steps"] = 0  # replicas are compared here, and a difference does not end other checks
     return Fitted(profile.with_settings("the selftest", **settings), changed, network)
@@ -162,7 +158,7 @@ def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
 
 def _stumble(random: np.random.Generator) -> None:
     """Delay the others: the host for some milliseconds, the device by products of matrices."""
-    time.sleep(random.uniform(0.0, _LONGEST_SLEEP_SECONDS))
+    time.sleep(random.uniform(0.0, timeouts.SELFTEST_DELAY_SECONDS))
     if computes_on_gpu():
         with dynamic_mode(), paddle.no_grad():
             square = paddle.ones([_KERNEL_SIDE, _KERNEL_SIDE], "float32")
@@ -247,67 +243,51 @@ def _words(fitted: Fitted, steps: int, difference: float, tolerance: float) -> s
     return words
 
 
-# The project's simulator with Paddle's gradients: the reference for real ranks, in each rank's own process.
-
-
 SimulatedValues = Mapping[str, Array]
 
 
-class Gradients:
+class Gradients(SmallProgram):
     """One program without optimizer and without communication, run for every simulated rank in turn."""
 
     def __init__(self, network: Network, precision: MixedPrecision | None = None) -> None:
-        self.main, self.scope = paddle.static.Program(), paddle.static.Scope()
-        self._exe, startup = paddle.static.Executor(fleet.place()), paddle.static.Program()
-        with paddle.static.program_guard(self.main, startup), paddle.utils.unique_name.guard():
-            features = paddle.static.data("features", [None, FEATURES], "float32")
-            labels = paddle.static.data("labels", [None, 1], "int64")
-            self._loss = nn.functional.cross_entropy(network.build(features), labels)
+        self._pairs: list[Any] = []
+
+        def backward(loss: Any, _: Any) -> None:
             if precision is not None:
-                lower_precision(self._loss, precision, on_gpu=computes_on_gpu())
-            self._pairs = [pair for pair in paddle.static.append_backward(self._loss) if pair[1] is not None]
-        with paddle.static.scope_guard(self.scope):
-            self._exe.run(startup)
-        self._held = self.main.state_dict("all", self.scope)
+                lower_precision(loss, precision, on_gpu=computes_on_gpu())
+            self._pairs += [pair for pair in paddle.static.append_backward(loss) if pair[1] is not None]
+
+        super().__init__(network, backward)
 
     def __call__(self, values: SimulatedValues, features: Array, labels: Array) -> Local:
-        for name, held in self._state().items():
-            held.set(values[name], fleet.place())
-        with paddle.static.scope_guard(self.scope):
-            feed = {"features": features, "labels": labels}
-            loss, *found = self._exe.run(
-                self.main, feed=feed, fetch_list=[self._loss, *(gradient for _, gradient in self._pairs)]
-            )
-        gradients = {parameter.name: value for (parameter, _), value in zip(self._pairs, found, strict=True)}
+        self.start_from(values)
+        loss, *results = self.run(features, labels, *(gradient for _, gradient in self._pairs))
+        gradients = {parameter.name: value for (parameter, _), value in zip(self._pairs, results, strict=True)}
         # Values without gradient: running statistics, which the forward pass updates, and frozen values.
-        others = {name: np.array(value) for name, value in self._state().items() if name not in gradients}
+        others = {name: value for name, value in self.state().items() if name not in gradients}
         return Local(gradients, float(loss.item()), others)
 
     def start(self, state: SimulatedValues) -> dict[str, Array]:
         """The part of a real program's state that this one has."""
-        return {name: state[name] for name in self._state()}
-
-    def _state(self) -> dict[str, Any]:
-        held: dict[str, Any] = self.main.state_dict("all", self.scope)
-        return held
+        return {name: state[name] for name in self.state()}
 
 
 def numpy_reference(optimizer: Any) -> NumpyOptimizer:
     """The numpy equivalent of this Paddle optimizer."""
-    kind, decay = type(optimizer).__name__, 0.0
+    kind = type(optimizer).__name__
     if kind == "Momentum":
         decay = optimizer._default_dict["regularization_coeff"]
-    if kind == "Momentum":
         return Momentum(optimizer._momentum, optimizer._use_nesterov, decay)
     if kind in ("Adam", "AdamW"):
         decay = optimizer._weight_decay if kind == "AdamW" else 0.0
         return Adam(optimizer._beta1, optimizer._beta2, optimizer._epsilon, decay)
     assert kind == "SGD", f"no reference for {kind}"
-    return Sgd(decay)
+    return Sgd(0.0)
 
 
 class Reference:
-    """A simulated job parallel to the real one that was converted last, with the same data."""
+    """The project's simulator with Paddle's gradients: a job parallel to the real one that was converted last, with the
+    same data."""
 
     def __init__(
         self, network: Network, make: Callable[[], Any], start: SimulatedValues, precision: MixedPrecision | None = None
@@ -324,6 +304,5 @@ class Reference:
         """One step on the joint batch, of which each rank uses its share."""
         self.job.rate = float(self.optimizer.get_lr())
         done = self.job.step(lambda rank, values: self.gradients(values, features[share(rank)], labels[share(rank)]))
-        if isinstance(self.optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):
-            self.optimizer._learning_rate.step()
+        advance_rate(self.optimizer)
         return done

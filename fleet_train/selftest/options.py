@@ -1,4 +1,4 @@
-"""The options of a selftest; the same on every rank."""
+"""The options of a selftest, the same on every rank; the results of its checks, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ _QUICK = {"steps": 20, "rounds": 3}
 
 def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False) -> Options:
     """The options of the flags. Raises ClusterError if nothing is left to do."""
-    left = tuple(group for group in GROUPS if (not only or group in only) and group not in skip)
+    return Options(chosen_groups(GROUPS, only, skip, "check; the checks"), **(_QUICK if quick else {}))
+
+
+def chosen_groups(groups: Iterable[str], only: Sequence[str], skip: Sequence[str], what: str) -> tuple[str, ...]:
+    """Those that ``--only`` and ``--skip`` select. Raises ClusterError if none is left."""
+    left = tuple(group for group in groups if (not only or group in only) and group not in skip)
     if not left:
-        raise ClusterError(f"--only and --skip leave nothing to check; the checks are {', '.join(GROUPS)}")
-    return Options(left, **(_QUICK if quick else {}))
-
-
-# The results of checks, as text and as JSON. Pure.
+        raise ClusterError(f"--only and --skip leave nothing to {what} are {', '.join(groups)}")
+    return left
 
 
 OK, WARN, SKIP, FAIL = "ok", "warn", "skip", "FAIL"

@@ -1,4 +1,4 @@
-"""A network trained through the facade, or on one process, in separate programs and scope."""
+"""Small networks and their batches, trained through the facade or on one process; and a rank that fails on purpose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleet_train import fleet
+from fleet_train import fleet, timeouts
 from fleet_train.collectives.engine import Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.profile import Profile
@@ -29,28 +29,27 @@ def computes_on_gpu() -> bool:
     return not isinstance(fleet.place(), paddle.CPUPlace)
 
 
-class Trained:
-    """``wrap`` is applied to the optimizer: ``fleet.distributed_optimizer``, or the identity."""
+class SmallProgram:
+    """A network with its loss on this rank's device, in separate programs and scope. ``finish(loss, startup)`` adds
+    what comes after the loss."""
 
-    def __init__(self, network: Network, wrap: Callable[[Any], Any], make_optimizer: Callable[[], Any]) -> None:
+    def __init__(self, network: Network, finish: Callable[[Any, Any], object]) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
         self.exe = paddle.static.Executor(fleet.place())
-        self.optimizer = wrap(make_optimizer())
         with paddle.static.program_guard(self.main, self.startup), paddle.utils.unique_name.guard():
             features = paddle.static.data("features", [None, FEATURES], "float32")
             labels = paddle.static.data("labels", [None, 1], "int64")
             self.loss = nn.functional.cross_entropy(network.build(features), labels)
-            self.optimizer.minimize(self.loss, self.startup)
+            finish(self.loss, self.startup)
         with paddle.static.scope_guard(self.scope):
             self.exe.run(self.startup)
 
-    def step(self, features: Array, labels: Array) -> float:
+    def run(self, features: Array, labels: Array, *more: Any) -> list[Any]:
+        """The loss, and the values of ``more``."""
         with paddle.static.scope_guard(self.scope):
-            (loss,) = self.exe.run(self.main, feed={"features": features, "labels": labels}, fetch_list=[self.loss])
-        rate = self.optimizer._learning_rate
-        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
-            rate.step()
-        return float(loss.item())
+            feed = {"features": features, "labels": labels}
+            values: list[Any] = self.exe.run(self.main, feed=feed, fetch_list=[self.loss, *more])
+        return values
 
     def state(self) -> dict[str, Array]:
         return {name: np.array(value) for name, value in self.main.state_dict("all", self.scope).items()}
@@ -59,12 +58,27 @@ class Trained:
         for name, value in self.main.state_dict("all", self.scope).items():
             value.set(state[name], fleet.place())
 
+
+class Trained(SmallProgram):
+    """``wrap`` is applied to the optimizer: ``fleet.distributed_optimizer``, or the identity."""
+
+    def __init__(self, network: Network, wrap: Callable[[Any], Any], make_optimizer: Callable[[], Any]) -> None:
+        self.optimizer = wrap(make_optimizer())
+        super().__init__(network, self.optimizer.minimize)
+
+    def step(self, features: Array, labels: Array) -> float:
+        (loss,) = self.run(features, labels)
+        advance_rate(self.optimizer)
+        return float(loss.item())
+
     def parameters(self) -> dict[str, Array]:
         names = [parameter.name for parameter in self.main.global_block().all_parameters()]
         return {name: value for name, value in self.state().items() if name in names}
 
 
-# Small networks and their training batches, the same on every rank.
+def advance_rate(optimizer: Any) -> None:
+    if isinstance(optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):
+        optimizer._learning_rate.step()
 
 
 FEATURES = 16
@@ -126,9 +140,6 @@ def share(rank: int) -> slice:
     return slice(rank * SAMPLES_PER_RANK, (rank + 1) * SAMPLES_PER_RANK)
 
 
-# Comparison of named arrays. No Paddle.
-
-
 def relative_difference(ours: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
     """The largest difference of a value, relative to the largest value of its array."""
     assert ours.keys() == expected.keys()
@@ -144,18 +155,15 @@ def digest(arrays: Mapping[str, Any]) -> str:
     return sha.hexdigest()
 
 
-# Check 4, in the subjects: all ranks train, and the last one fails on purpose.
-
-
 FAULT_STEP = 4
 _DIFFERENT_BATCHES = 8
-_LONGEST_SECONDS = 120.0
 
 T = TypeVar("T")
 
 
 def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], None]) -> None:
-    """Train until the others end, or this rank does. ``note`` is called right before the fault."""
+    """Check 4, in the subjects: train until the others end, or this rank, the last one, fails on purpose. ``note`` is
+    called right before the fault."""
     profile = Profile(collective_timeout_seconds=options.fault_timeout_seconds, nccl_comm_num=2)
     trained = Trained(
         SEVERAL_BUCKETS, lambda inner: fleet.distributed_optimizer(inner, profile), lambda: paddle.optimizer.SGD(0.01)
@@ -166,19 +174,12 @@ def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], Non
     for step in itertools.count(1):
         if step == FAULT_STEP and job.cluster.rank == job.world_size - 1:
             note()
-            {"skips a collective": skip, "is stopped": stop, "is killed": die}[kind](job)
+            if kind == "skips a collective":
+                skip(job)
+            else:
+                os.kill(os.getpid(), {"is stopped": signal.SIGSTOP, "is killed": signal.SIGKILL}[kind])
         features, labels = data[step % _DIFFERENT_BATCHES]
         trained.step(features[mine], labels[mine])
-
-
-def die(job: Job) -> None:
-    del job
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(job: Job) -> None:
-    del job
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def skip(job: Job) -> None:
@@ -198,10 +199,10 @@ def skip(job: Job) -> None:
 
 
 def compute_on() -> None:
-    """Until the supervisor ends this process, or for ``_LONGEST_SECONDS``."""
+    """Until the supervisor ends this process, or for some minutes."""
     alone = Trained(SEVERAL_BUCKETS, lambda inner: inner, lambda: paddle.optimizer.SGD(0.01))
     (batch,) = batches(1, SAMPLES_PER_RANK, seed=0)
-    until = time.monotonic() + _LONGEST_SECONDS
+    until = time.monotonic() + timeouts.SELFTEST_COMPUTE_ON_SECONDS
     while time.monotonic() < until:
         alone.step(*batch)
         time.sleep(0.01)

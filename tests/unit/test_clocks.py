@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.processes import ROOT
 
 _USES = {
-    "doctor/measure_folders.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
+    "doctor/measure_apart.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
     "doctor/responder.py": {"time.time"},  # the clocks of two machines are what is compared
     "selftest/record.py": {"datetime.now"},  # the date of a record
     "train/metrics.py": {"time.time"},  # of each record; records are ordered by their steps

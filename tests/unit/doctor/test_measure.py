@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.doctor import measure_folders, measure_machine
-from fleet_train.doctor import measure_machine as quota
+from fleet_train.doctor import measure_apart, measure_machine
 from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu
 from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
@@ -39,8 +38,8 @@ def test_limits_of_version_2_the_tightest_of_all_levels(tmp_path: Path) -> None:
     )
     cgroups = tmp_path / "self"
     cgroups.write_text("0::/job/step\n")
-    assert quota.memory_quota(root, cgroups) == (1000000, 700000, 2)
-    assert quota.processor_quota(root, cgroups) == 1.5
+    assert measure_machine.memory_quota(root, cgroups) == (1000000, 700000, 2)
+    assert measure_machine.processor_quota(root, cgroups) == 1.5
 
 
 def test_limits_of_version_1(tmp_path: Path) -> None:
@@ -57,13 +56,13 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     )
     cgroups = tmp_path / "self"
     cgroups.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/job\n")
-    assert quota.memory_quota(root, cgroups) == (1000000, 600000, 0)
-    assert quota.processor_quota(root, cgroups) == 0.5
+    assert measure_machine.memory_quota(root, cgroups) == (1000000, 600000, 0)
+    assert measure_machine.processor_quota(root, cgroups) == 0.5
 
 
 def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
-    assert quota.memory_quota(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
-    assert quota.processor_quota(tmp_path, tmp_path / "none") == UNLIMITED
+    assert measure_machine.memory_quota(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
+    assert measure_machine.processor_quota(tmp_path, tmp_path / "none") == UNLIMITED
 
 
 @pytest.mark.parametrize(
@@ -114,22 +113,22 @@ def test_a_package_is_known_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> None:
-    found = Folder("logs", **measure_folders.write_into(tmp_path / "not" / "there", f"{measure_folders.MARK}ab"))  # type: ignore[arg-type]
+    found = Folder("logs", **measure_apart.write_into(tmp_path / "not" / "there", f"{measure_apart.MARK}ab"))  # type: ignore[arg-type]
     assert (found.path, found.error) == (str(tmp_path), "")
     assert found.bytes_per_second > 0
-    assert measure_folders.seen(found, f"{measure_folders.MARK}ab")
-    measure_folders.clean((found,), f"{measure_folders.MARK}ab")
+    assert measure_apart.seen(found, f"{measure_apart.MARK}ab")
+    measure_apart.clean((found,), f"{measure_apart.MARK}ab")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_doctor_has_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
     now = time.time()
     for name, age in (("long_ago", 4000), ("long_ago.trial", 4000), ("at_work", 60)):
-        path = tmp_path / f"{measure_folders.MARK}{name}"
+        path = tmp_path / f"{measure_apart.MARK}{name}"
         path.touch()
         os.utime(path, (now - age, now - age))
-    measure_folders.write_into(tmp_path, f"{measure_folders.MARK}mine")
-    assert sorted(path.name.removeprefix(measure_folders.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
+    measure_apart.write_into(tmp_path, f"{measure_apart.MARK}mine")
+    assert sorted(path.name.removeprefix(measure_apart.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
 
 
 # As the manual of nvidia-smi shows them; no GPU was asked.

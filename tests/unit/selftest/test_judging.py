@@ -15,7 +15,6 @@ from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, supervisor
-from fleet_train.selftest import check_collectives as devices
 from fleet_train.selftest.child import End
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
 from fleet_train.selftest.supervisor import judge_ends, not_done
@@ -167,15 +166,15 @@ class TestDevices:
     )
     def test_uuid_of_what_a_process_sees(self, visible: str | None, index: int, uuid: str) -> None:
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        assert devices.uuid_of(index, environ, self.TABLE) == uuid
+        assert check_collectives.uuid_of(index, environ, self.TABLE) == uuid
 
     def test_without_nvidia_smi(self) -> None:
-        assert devices.uuid_of(0, {}, "") == ""
+        assert check_collectives.uuid_of(0, {}, "") == ""
 
     def judged(self, *uuids: str) -> Result:
         found = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
         job: Any = SimpleNamespace(cluster=CLUSTER)
-        return devices.judge_devices(job, found, 0.0)
+        return check_collectives.judge_devices(job, found, 0.0)
 
     def test_distinct_on_each_node(self) -> None:
         assert self.judged("a", "b", "a", "b").words == "4 distinct: A100"  # virtual machines may number alike

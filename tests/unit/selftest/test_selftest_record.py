@@ -11,7 +11,8 @@ import pytest
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.selftest import record
 from fleet_train.selftest.options import FAIL, OK, Options, Result, chosen
-from fleet_train.selftest.supervisor import Where, is_rank, request_of
+from fleet_train.selftest.ranks import Where, is_rank, request_of
+from fleet_train.selftest.supervisor import command_of
 
 CLUSTER = Cluster(assign(["10.0.0.1", "gpu-a.example.org"], 2, 6170), 0)
 
@@ -85,11 +86,12 @@ def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected:
 
 def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     options = chosen([], ["overlap", "profiles"], quick=True)
-    request = request_of(options, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "out", tmp_path / "outcome")
+    command = command_of(options, tmp_path / "out")
+    request = request_of(command, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "outcome")
     assert request.is_module
     assert request.hosts == ("10.0.0.1", "10.0.0.2")
     assert request.processes_per_node == 3
     words = list(request.command)
     skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
     assert chosen([], skipped, "--quick" in words) == options
-    assert request_of(options, Where(), tmp_path, tmp_path).processes_per_node == 2
+    assert request_of(command, Where(), tmp_path).processes_per_node == 2
