@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from fleet_train import timeouts
 from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 from fleet_train.launch.prepare import Launch
 from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
@@ -13,10 +14,9 @@ from fleet_train.launch.rendezvous.coordinator import Attempt, Coordinator, JobE
 from fleet_train.launch.rendezvous.membership import Membership
 from fleet_train.launch.rendezvous.round import Rendezvous
 from fleet_train.launch.report import failure_report, headline
-from fleet_train.launch.terminal import finish, say, tell
+from fleet_train.launch.terminal import messages_in_order, tell
 from fleet_train.launch.worker_group import run_worker_group
-
-_EXIT_BARRIER_SECONDS = 12.0
+from fleet_train.log import logger
 
 
 def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] = str) -> int:
@@ -26,24 +26,23 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
     """
     node, request = launch.node, launch.request
     membership: Membership | None = None
-    with stopping_signals() as stopping:
+    with messages_in_order(), stopping_signals() as stopping:
         try:
             membership = Membership(
-                node, request.faults, request.join_timeout_seconds, launch.access, say, request.direct_ranks
+                node, request.faults, request.join_timeout_seconds, launch.access, request.direct_ranks
             )
-            coordinator = Coordinator(membership, request.faults, launch.facts, say, request.run)
+            coordinator = Coordinator(membership, request.faults, launch.facts, request.run)
             return _run_attempts(launch, coordinator, environ, stopping, diagnose)
         except (JoinTimeout, WorkerFailed):
             _tell_cause(diagnose)
             raise
         except StopRequested as stop:
-            say(f"{_stop_message(launch, stop)}; no rank was running")
+            logger.info(f"{_stop_message(launch, stop)}; no rank was running")
             return stop.exit_code
         finally:
             if membership is not None:
-                membership.exit_barrier(_EXIT_BARRIER_SECONDS)
+                membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
                 membership.close()
-            finish()
 
 
 def _run_attempts(
@@ -63,7 +62,7 @@ def _run_attempts(
                 return _tell(result, diagnose)
             attempt = following
     except JobEnded as end:
-        say(f"the job ended before this node could join: {end}")
+        logger.info(f"the job ended before this node could join: {end}")
         return end.exit_code
     except StopRequested as stop:
         coordinator.stop(stop.exit_code, _stop_message(launch, stop))
@@ -87,7 +86,7 @@ def _run_one(
         rendezvous = Rendezvous.open(
             launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
         )
-        number = rendezvous.join(launch.facts, attempt.number, timeout, say, coordinator.launched)
+        number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched)
         coordinator.launched = rendezvous.launched
         membership.learn(attempt.nodes, rendezvous.addresses)
         launch = launch.at(membership.place_of(attempt.nodes))
@@ -97,7 +96,7 @@ def _run_one(
         store = membership.open_tree(launch.node, round_name, timeout)
         environ = launch.environ_of(store, number, coordinator.launched, environ)
         waiting_nodes = partial(coordinator.waiting_nodes, attempt)
-        return attempt, run_worker_group(launch, rendezvous, environ, number, stopping, waiting_nodes, say)
+        return attempt, run_worker_group(launch, rendezvous, environ, number, stopping, waiting_nodes)
     except (ClusterError, WorkerFailed) as error:
         if must_meet:
             raise
@@ -119,11 +118,11 @@ def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
     if result.kind is Kind.DONE:
         return 0
     if result.kind is not Kind.FAILED or result.without_root_cause:
-        say(result.message)
+        logger.info(result.message)
     elif result.root_cause is None:
-        say(f"the job has failed: {result.message}")
+        logger.info(f"the job has failed: {result.message}")
     else:
-        say(f"the job has failed: {headline(result.root_cause)}")
+        logger.info(f"the job has failed: {headline(result.root_cause)}")
         tell(failure_report(result.ends, result.silent))
     if result.kind is Kind.FAILED:
         _tell_cause(diagnose)
@@ -133,4 +132,4 @@ def _tell(result: RunResult, diagnose: Callable[[], str]) -> int:
 def _tell_cause(diagnose: Callable[[], str]) -> None:
     line = diagnose()
     if line:
-        say(line)
+        logger.info(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.launch.node import installed_paddle
 
@@ -58,7 +59,9 @@ def _checkout() -> Path | None:
 def git(root: Path, *arguments: str) -> str:
     """The output of git in a checkout; empty if there is none."""
     try:
-        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+        found = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=timeouts.TOOL_SECONDS
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return found.stdout.strip()

@@ -8,28 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train import timeouts
+from fleet_train.cluster.network import connections_at
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import NotSaved, WorkerFailed
+from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping, request_name
 from fleet_train.launch.ranks import Ranks
 from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
-from fleet_train.launch.watching import Follower
-
-_TICK_SECONDS = 0.1
-_STORE_EVERY_SECONDS = 0.5
-# A connection that ends is listed for another minute.
-_CONNECTIONS_EVERY_SECONDS = 10.0
-# How long a failure that may be secondary (another rank was lost) waits for its root cause.
-_ECHO_SECONDS = 2.0
-# A rank whose failure the store knows is about to exit: wait this long for its exit code and last lines. It may take
-# longer (exit handlers, threads); then the launcher stops it.
-_EXIT_SECONDS = 5.0
-# A rank that others report as missing (frozen, in a loop) will not exit by itself: the time for those that report it.
-_MISSED_SECONDS = 2.0
-_NOTICED_SECONDS = 1.0
-# How much longer the launcher of another node may need to report how such a rank ended.
-_NEWS_SECONDS = 3.0
+from fleet_train.launch.terminal import Follower
 
 
 class Cause(Enum):
@@ -80,7 +68,7 @@ class Monitor:
             if verdict is not None:
                 self._show_output()
                 return verdict
-            time.sleep(_TICK_SECONDS)
+            time.sleep(timeouts.WATCH_TICK_SECONDS)
 
     def look(self) -> Verdict | None:
         self._show_output()
@@ -91,12 +79,12 @@ class Monitor:
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._reports or self._clock() >= self._next_look_at_store:
-            self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, _STORE_EVERY_SECONDS)
+            self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, timeouts.ASK_STORE_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
         if self._clock() >= self._next_look_at_connections:
-            self._next_look_at_connections = self._clock() + _CONNECTIONS_EVERY_SECONDS
+            self._next_look_at_connections = self._clock() + timeouts.LIST_CONNECTIONS_SECONDS
             self._look_at_connections()
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
@@ -130,7 +118,7 @@ class Monitor:
         self._failed_at = self._failed_at or self._clock()
         if root_cause is None or (of_no_rank is not None and root_cause.secondary):
             assert of_no_rank is not None
-            if self.stop.is_announced or self._clock() < self._failed_at + _ECHO_SECONDS:
+            if self.stop.is_announced or self._clock() < self._failed_at + timeouts.ROOT_CAUSE_SECONDS:
                 return None
             # A restart may overcome it.
             report = {"message": of_no_rank.message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
@@ -160,20 +148,29 @@ def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
     """How long after the first sign of a failure to decide, given the root cause so far."""
     report = root_cause.report
     if report is None:
-        return _ECHO_SECONDS if root_cause.secondary else 0.0
+        return timeouts.ROOT_CAUSE_SECONDS if root_cause.secondary else 0.0
     if is_here and root_cause.has_ended:
-        return 0.0 if report.is_own else _NOTICED_SECONDS
-    own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
-    return own if is_here else own + _NEWS_SECONDS
+        return 0.0 if report.is_own else timeouts.OTHERS_LAST_LINE_SECONDS
+    own = timeouts.MISSED_RANK_SECONDS if report.kind == "missing" else timeouts.FAILED_RANK_EXIT_SECONDS
+    return own if is_here else own + timeouts.FAILURE_NEWS_SECONDS
+
+
+class Connections:
+    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
+    ``init_parallel_env`` forms a process group, is at rank 0's."""
+
+    def __init__(self, node: Node) -> None:
+        ports = range(node.started_port, node.started_port + node.processes)
+        self._endpoints = [(address, port) for address in node.addresses for port in ports]
+        self._before = connections_at(self._endpoints)
+        self.seen = False
+
+    def look(self) -> None:
+        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)
 
 
 # The graceful stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
 
-
-# In addition to another node's grace: how long the notice of its end may take.
-_GRACEFUL_STOP_NEWS_SECONDS = 5.0
-# Before that, ranks may still be starting and have no handler for SIGTERM.
-_SETTLED_SECONDS = 20.0
 
 WaitingNodes = Callable[[], str | None]
 
@@ -233,9 +230,9 @@ class GracefulStop:
             return
         notice: dict[str, Any] | None = self._rendezvous.stop_announced()
         if notice is not None:
-            self._until = self._clock() + float(notice["grace_seconds"]) + _GRACEFUL_STOP_NEWS_SECONDS
+            self._until = self._clock() + float(notice["grace_seconds"]) + timeouts.STOP_NEWS_SECONDS
             self.is_announced = True
-        elif self._clock() > self._rendezvous.start + _SETTLED_SECONDS and (why := self._waiting_nodes()):
+        elif self._clock() > self._rendezvous.start + timeouts.RANKS_START_SECONDS and (why := self._waiting_nodes()):
             self.for_waiting_nodes = why
             self._ask(why)
 

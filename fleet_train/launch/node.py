@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from fleet_train import __version__
+from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
@@ -278,7 +278,7 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
 def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.TOOL_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))

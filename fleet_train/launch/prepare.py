@@ -35,7 +35,7 @@ from fleet_train.launch.node import (
 from fleet_train.launch.rendezvous.round import Facts, check_told, with_nodes_of_engine
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
-from fleet_train.launch.terminal import say
+from fleet_train.log import logger
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
@@ -117,7 +117,7 @@ class Launch:
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
-    request = with_nodes_of_engine(request, environ, say)
+    request = with_nodes_of_engine(request, environ)
     machine = look_around(environ)
     check_program(request)
     strategy, profile = load_strategy(request.strategy, request.settings)
@@ -162,7 +162,7 @@ def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, 
     name = Path(request.command[0]).name
     name = re.sub(r"[^A-Za-z0-9._:@-]", "_", name)[:60]
     default = f"{name}-{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:10]}"
-    access = Access.of(environ, node.address, default, say)
+    access = Access.of(environ, node.address, default, logger.warning)
     return replace(access, job=request.job_id or read_job_id(access.job, JOB_ID))
 
 

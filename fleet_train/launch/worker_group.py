@@ -10,21 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
-from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict, WaitingNodes
+from fleet_train.launch.monitor import Cause, Connections, GracefulStop, Monitor, Verdict, WaitingNodes
 from fleet_train.launch.prepare import Launch
 from fleet_train.launch.processes import Stopping, StopRequested, adopt_orphans, request_name
 from fleet_train.launch.ranks import Ranks, take_log_dir
 from fleet_train.launch.rendezvous.coordinator import Kind, RunResult
-from fleet_train.launch.rendezvous.round import Rendezvous, Say
+from fleet_train.launch.rendezvous.round import Rendezvous
 from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
-from fleet_train.launch.terminal import StartupLines
-from fleet_train.launch.watching import Connections, Follower
-
-_OTHERS_END_WITHIN_SECONDS = 20.0
-_EXIT_BARRIER_AFTER_STOP_SECONDS = 30.0
-# A process that misses a rank can print its message before the launchers stop it.
-_LAST_LINE_SECONDS = 1.0
+from fleet_train.launch.terminal import Follower, StartupLines
+from fleet_train.log import logger
 
 
 @dataclass
@@ -37,7 +33,6 @@ class _WorkerGroup:
     follower: Follower | None
     stop: GracefulStop
     connections: Connections
-    say: Say
 
     def end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines."""
@@ -61,21 +56,20 @@ def run_worker_group(
     number: int,
     stopping: Stopping,
     waiting_nodes: WaitingNodes,
-    say: Say,
 ) -> RunResult:
     """Start this node's ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
     node = launch.node
     adopt_orphans()
-    with _unwritable_logs_refused(launch, rendezvous, number, say):
-        launch = _with_own_log_dir(launch, rendezvous, say)
-        Ranks(node, launch.log_dir, say, number).prepare()
-    ranks = Ranks(node, launch.log_dir, say, number, launch.request.verbose)
+    with _unwritable_logs_refused(launch, rendezvous, number):
+        launch = _with_own_log_dir(launch, rendezvous)
+        Ranks(node, launch.log_dir, number).prepare()
+    ranks = Ranks(node, launch.log_dir, number, launch.request.verbose)
     passing = None if launch.request.verbose else StartupLines()
     follower = Follower(ranks.log_file(0), passing=passing) if node.index == 0 else None
-    say(launch.summary() + (f"; attempt {number}" if number else ""))
+    logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
     connections = Connections(node)
     stop = GracefulStop(ranks, rendezvous, stopping, launch.request.faults.grace_seconds, waiting_nodes, time.monotonic)
-    group = _WorkerGroup(launch, rendezvous, ranks, follower, stop, connections, say)
+    group = _WorkerGroup(launch, rendezvous, ranks, follower, stop, connections)
     try:
         ranks.start(launch.command(), [environ | launch.variables_of(local) for local in range(node.processes)])
         with stopping.gracefully():
@@ -92,7 +86,7 @@ def run_worker_group(
 
 
 @contextmanager
-def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int, say: Say) -> Iterator[None]:
+def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int) -> Iterator[None]:
     """The first attempt must be able to write logs: raises ClusterError, on all nodes. Later attempts continue."""
     try:
         yield
@@ -102,19 +96,17 @@ def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int
             message += "; make room, or choose another folder"
             rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)
             raise ClusterError(message) from None
-        say(f"{message}; the job continues, logs are incomplete")
+        logger.warning(f"{message}; the job continues, logs are incomplete")
 
 
-def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous, say: Say) -> Launch:
+def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous) -> Launch:
     """Nodes that share a folder: the first one keeps it, and each other node gets a folder of its own below it.
 
     A folder that another job uses is not shared: both would write into the same files.
     """
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
-    return replace(
-        launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir, say)
-    )
+    return replace(launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir))
 
 
 def _succeed(group: _WorkerGroup, _: Verdict) -> RunResult:
@@ -132,7 +124,7 @@ def _succeed(group: _WorkerGroup, _: Verdict) -> RunResult:
             final=True,
         )
     if group.launch.node.index == 0:
-        group.say(apart)
+        logger.warning(apart)
     return result
 
 
@@ -156,7 +148,7 @@ def _ranks_apart(group: _WorkerGroup) -> str:
 def _preempted(group: _WorkerGroup, _: Verdict) -> RunResult:
     notice = _stop_notice(group)
     if notice.get("again"):
-        group.say(f"{notice['why']}: the ranks have saved their state")
+        logger.warning(f"{notice['why']}: the ranks have saved their state")
         return _end_well(group, RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
     message = f"{notice['why']}; the job has saved its state and stopped: start it again to continue"
     return _end_well(group, RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
@@ -168,12 +160,12 @@ def _stop_notice(group: _WorkerGroup) -> dict[str, Any]:
 
 def _end_well(group: _WorkerGroup, result: RunResult) -> RunResult:
     ends = group.tell()
-    patience = max(_EXIT_BARRIER_AFTER_STOP_SECONDS, group.launch.request.faults.grace_seconds)
+    patience = max(timeouts.OTHERS_STOP_SECONDS, group.launch.request.faults.grace_seconds)
     if result.kind is Kind.DONE:
         # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank is a
         # failure. A lost launcher ends the wait.
         patience = math.inf
-    failure = group.rendezvous.exit_barrier(patience, group.say)
+    failure = group.rendezvous.exit_barrier(patience)
     if failure is None:
         return replace(result, ends=tuple(ends))
     # If the job has failed elsewhere in the meantime, it has failed although this node's ranks succeeded.
@@ -186,7 +178,7 @@ def _own_up(group: _WorkerGroup, ends: list[WorkerResult]) -> None:
     node = group.launch.node
     root_cause = choose_root_cause(with_reports(ends, group.rendezvous.reports(), node))
     if root_cause is not None and root_cause.rank in node.ranks:
-        time.sleep(_LAST_LINE_SECONDS)
+        time.sleep(timeouts.OTHERS_LAST_LINE_SECONDS)
         group.rendezvous.fail(headline(root_cause), root_cause.shell_code)
 
 
@@ -221,7 +213,7 @@ def _abandon(group: _WorkerGroup, verdict: Verdict) -> RunResult:
 
 
 def _over_all_nodes(group: _WorkerGroup, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
-    others, silent = group.rendezvous.results_of_others(_OTHERS_END_WITHIN_SECONDS)
+    others, silent = group.rendezvous.results_of_others(timeouts.OTHER_RESULTS_SECONDS)
     every = tuple(with_reports((*ends, *others), group.rendezvous.reports(), group.launch.node))
     root_cause = choose_root_cause(every)
     code = root_cause.shell_code if root_cause is not None else WorkerFailed.exit_code

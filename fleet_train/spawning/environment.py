@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 
+from fleet_train import timeouts
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
@@ -65,7 +66,6 @@ def _caller() -> tuple[str, str]:
 
 HOST = "127.0.0.1"
 _ROUND = "0"
-_ANSWER_SECONDS = 5.0
 
 
 class SpawnStore:
@@ -79,7 +79,12 @@ class SpawnStore:
         try:
             self._server.open_root(_ROUND)
             self._client = StoreClient.connect(
-                self.endpoint, 0, group="spawn", timeout_seconds=_ANSWER_SECONDS, watched=False, access=access
+                self.endpoint,
+                0,
+                group="spawn",
+                timeout_seconds=timeouts.SPAWN_ANSWER_SECONDS,
+                watched=False,
+                access=access,
             )
             self._zero = self._client.clock()
         except BaseException:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.node import Node
@@ -19,15 +20,6 @@ from fleet_train.launch.processes import stop
 from fleet_train.launch.report import WorkerResult, choose_root_cause, last_lines, with_reports
 from fleet_train.spawning.environment import SpawnStore
 from fleet_train.spawning.rank_process import RankProcess
-
-_TICK_SECONDS = 0.05
-_STORE_EVERY_SECONDS = 0.5
-# After a rank has failed by itself: time for the others to print their last line, and for it to exit.
-_FOLLOWERS_SECONDS = 2.0
-# After a failure that may be secondary (another rank was lost): time for the root cause to arrive.
-_ECHO_SECONDS = 4.0
-# A rank whose call has returned may wait for its threads, but not forever.
-_EXIT_SECONDS = 20.0
 
 
 class Ranks:
@@ -58,16 +50,20 @@ class Ranks:
         if all(rank.is_over for rank in self._ranks):
             return True
         if self._failing_since is not None:
-            return now > self._failing_since + (_FOLLOWERS_SECONDS if self._knows_root_cause() else _ECHO_SECONDS)
-        return all(rank.result is not None and now > rank.heard_at + _EXIT_SECONDS for rank in self._ranks)
+            return now > self._failing_since + (
+                timeouts.SPAWN_FOLLOWERS_SECONDS if self._knows_root_cause() else timeouts.SPAWN_ROOT_CAUSE_SECONDS
+            )
+        return all(
+            rank.result is not None and now > rank.heard_at + timeouts.SPAWN_EXIT_SECONDS for rank in self._ranks
+        )
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(_TICK_SECONDS):
+        for key, _ in self._selector.select(timeouts.WATCH_TICK_SECONDS):
             self._read_output(key.data)
         for rank in self._ranks:
             self._look(rank)
         if time.monotonic() > self._look_at_store:
-            self._look_at_store = time.monotonic() + _STORE_EVERY_SECONDS
+            self._look_at_store = time.monotonic() + timeouts.ASK_STORE_SECONDS
             self._reports = self._store.reports()
         if self._failing_since is None and (self._reports or any(map(_has_failed, self._ranks))):
             self._failing_since = time.monotonic()

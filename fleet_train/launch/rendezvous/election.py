@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Refused
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -20,7 +21,6 @@ from fleet_train.launch.node import Node
 
 STATUS_ROUND = "status"
 STATUS_KEY = "status"
-ASK_SECONDS = 1.0
 _ASKED_AT_ONCE = 64
 
 
@@ -134,8 +134,8 @@ class Neighbours:
                 group="node",
                 timeout_seconds=0.0,
                 watched=False,
-                answer_seconds=ASK_SECONDS,
-                dial_seconds=ASK_SECONDS,
+                answer_seconds=timeouts.ASK_LAUNCHER_SECONDS,
+                dial_seconds=timeouts.ASK_LAUNCHER_SECONDS,
                 access=self._access,
             )
         except JoinTimeout as error:

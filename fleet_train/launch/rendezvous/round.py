@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.partial import PartialCluster, complete
@@ -25,21 +26,18 @@ from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, Sched
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import LaunchRequest
+from fleet_train.log import logger
 
 GROUP = "node"
 _STOP = "launch/stop"
 _ZERO = "launch/zero"
 _ENDS = "launch/ends/"
-_POLL_SECONDS = 0.2
 # How many requests of all launchers together the leader gets per second.
 _NODES_PER_SECOND = 250
 # Up to this many nodes, the results of all ranks are read.
 _MOST_READ = 32
-_SAY_EVERY_SECONDS = 10.0
-_FOLDER_SECONDS = 60.0
 
 Facts = dict[str, Any]
-Say = Callable[[str], None]
 
 
 class Rendezvous:
@@ -79,7 +77,7 @@ class Rendezvous:
 
     # before the first rank
 
-    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say, launched: str = "") -> int:
+    def join(self, facts: Facts, attempt: int, timeout_seconds: float, launched: str = "") -> int:
         """The attempt's number (the highest that a node proposed), once every node has joined with the same facts.
 
         Raises JoinTimeout with the missing nodes, ScheduleMismatch with the differences.
@@ -87,7 +85,7 @@ class Rendezvous:
         deadline = time.monotonic() + timeout_seconds
         count = len(self.node.addresses)
         try:
-            brought = self._compare(facts, deadline, timeout_seconds, say)
+            brought = self._compare(facts, deadline, timeout_seconds)
             refuse_variants(self.node, facts, brought)
             left = max(1.0, deadline - time.monotonic())
             told = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
@@ -101,7 +99,7 @@ class Rendezvous:
         self.addresses = tuple(str(told[index][1]) for index in range(count))
         return int(max(number for number, _ in told.values()))
 
-    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
+    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float) -> Variants:
         """The facts of each node, once all have joined; reports periodically which nodes it waits for."""
         count, patience = len(self.node.addresses), 1.0
         while True:
@@ -117,8 +115,8 @@ class Rendezvous:
                         f"{awaited} did not connect within {timeout_seconds:g} s (--join_timeout); start the launcher "
                         "there with the same node list in the same order"
                     ) from None
-                say(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
-                patience = _SAY_EVERY_SECONDS
+                logger.info(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
+                patience = timeouts.REPORT_WAITING_SECONDS
             except WorkerFailed:
                 self._refuse_failure()
                 raise
@@ -135,9 +133,11 @@ class Rendezvous:
         with suppress(OSError):  # the disk may be full by now: the others still wait for our result
             (folder / marker).touch()
         try:
-            told = self._client.all_gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
+            told = self._client.all_gather(
+                "folders", marker, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS
+            )
             shared = any((folder / told[index]).exists() for index in range(self.node.index))
-            self._client.barrier("folders compared", None, len(self.node.addresses), _FOLDER_SECONDS)
+            self._client.barrier("folders compared", None, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS)
             return shared
         finally:
             (folder / marker).unlink(missing_ok=True)
@@ -257,16 +257,16 @@ class Rendezvous:
 
     @property
     def _poll_seconds(self) -> float:
-        return polling_seconds(self.node, _POLL_SECONDS)
+        return polling_seconds(self.node, timeouts.LAUNCHERS_POLL_SECONDS)
 
-    def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
+    def exit_barrier(self, seconds: float) -> dict[str, Any] | None:
         """After this node's ranks succeeded: wait until those of the others have ended, at most this long.
 
         A failure elsewhere ends the wait and is returned, even one from before it. A launcher that has left reports
         nothing more.
         """
         deadline = time.monotonic() + seconds
-        word_at = time.monotonic() + 2.0
+        word_at = time.monotonic() + timeouts.FIRST_WAITING_SECONDS
         missing = set(range(len(self.node.addresses))) - {self.node.index}
         while True:
             try:
@@ -281,7 +281,7 @@ class Rendezvous:
             if time.monotonic() > word_at:
                 awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
                 bound = f", {seconds:g} s at most" if math.isfinite(seconds) else ""
-                say(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
+                logger.info(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
                 word_at = deadline
             time.sleep(self._poll_seconds)
 
@@ -331,10 +331,7 @@ def check_told(facts: Facts) -> Facts:
 # A launch whose node list comes from the engine that started the launchers: Slurm, an operator, mpirun.
 
 
-_NAMES_PAUSE_SECONDS = 1.0
-
-
-def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say: Say) -> LaunchRequest:
+def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> LaunchRequest:
     """The request completed by what its flags left open: nodes, this one, first port, job id, processes per node.
 
     Nothing changes if nodes were given, if no engine is found, or if it started one process. Raises ClusterError if
@@ -346,11 +343,11 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say
     if started is None:
         return request
     _refuse_several_here(started)
-    say(started.in_words())
+    logger.info(started.in_words())
     if started.count == 1:
         return _alone(request, started)
     if started.hosts and not started.engine.startswith("Slurm"):
-        _await_names(started, request.join_timeout_seconds, say)
+        _await_names(started, request.join_timeout_seconds)
         hosts, port, by_name = started.hosts, started.port, True
     else:
         (hosts, port), by_name = _addresses(started, environ, request.join_timeout_seconds), False
@@ -405,9 +402,9 @@ def _addresses(
     return tuple(rank.host for rank in cluster.ranks), cluster.ranks[0].port + 1
 
 
-def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:
+def _await_names(started: Started, timeout_seconds: float) -> None:
     """A pod's name resolves once the pod runs: wait for those of all nodes. Raises ClusterError."""
-    deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+    deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + timeouts.FIRST_WAITING_SECONDS
     unknown = list(started.hosts)
     while True:
         unknown = [host for host in unknown if not network.is_known(host)]
@@ -421,9 +418,9 @@ def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:
                 "publishNotReadyAddresses, and have to be running"
             )
         if time.monotonic() > word_at:
-            say(f"waiting for the names of {len(unknown)} nodes, such as {unknown[0]} ({left:.0f} s more)")
-            word_at = time.monotonic() + _SAY_EVERY_SECONDS
-        time.sleep(_NAMES_PAUSE_SECONDS)
+            logger.info(f"waiting for the names of {len(unknown)} nodes, such as {unknown[0]} ({left:.0f} s more)")
+            word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
+        time.sleep(timeouts.RESOLVE_NAMES_SECONDS)
 
 
 def _without_alias(addresses: tuple[str, ...], own: int) -> tuple[str, ...]:
