@@ -217,7 +217,7 @@ def command(**flags: Any) -> None:
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
     the processes through paddle.distributed.launch, and monitors them.
     """
-    from fleet_train.launch.agent import run
+    from fleet_train.launch.launcher import run
     from fleet_train.launch.prepare import prepare
     from fleet_train.log import logger
 

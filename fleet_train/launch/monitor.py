@@ -15,7 +15,7 @@ from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping, request_name
 from fleet_train.launch.ranks import Ranks
-from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
+from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
 from fleet_train.launch.terminal import Follower
 
@@ -25,7 +25,7 @@ class Cause(Enum):
     PREEMPTED = "all ranks of this node ended, and some stopped gracefully because they were asked to"
     STOPPED = "the job was asked to stop, and the ranks of this node did not stop gracefully"
     RANK_FAILED = "a rank of this node failed"
-    TOLD = "another process reported a failure"
+    REPORTED = "another process reported a failure"
     STORE_LOST = "the leader's launcher was lost"
 
 
@@ -73,7 +73,7 @@ class Monitor:
     def look(self) -> Verdict | None:
         self._show_output()
         ends = [end for _, end in sorted(self.ranks.ends(self.rendezvous.start).items())]
-        self._tell_finished(ends)
+        self._report_finished(ends)
         all_ended = len(ends) == self.ranks.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
@@ -95,11 +95,11 @@ class Monitor:
         if self.follower is not None:
             self.follower.pump()
 
-    def _tell_finished(self, ends: list[WorkerResult]) -> None:
+    def _report_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
             if end.succeeded and end.rank not in self._finished:
                 self._finished.add(end.rank)
-                self.rendezvous.tell_finished(end.rank)
+                self.rendezvous.report_finished(end.rank)
 
     def _unsaved(self, ends: list[WorkerResult]) -> Verdict | None:
         """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
@@ -122,7 +122,7 @@ class Monitor:
                 return None
             # A restart may overcome it.
             report = {"message": of_no_rank.message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
-            return Verdict(Cause.TOLD, report)
+            return Verdict(Cause.REPORTED, report)
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
@@ -131,15 +131,15 @@ class Monitor:
         if root_cause.rank in node.ranks:
             return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
         assert root_cause.report is not None
-        return Verdict(Cause.TOLD, root_cause.report.to_json())
+        return Verdict(Cause.REPORTED, root_cause.report.to_json())
 
     def _ask_store(self) -> Verdict | None:
         try:
-            word, self._reports = self.rendezvous.failures()
+            notice, self._reports = self.rendezvous.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
-        if word is not None:
-            return Verdict(Cause.TOLD, word)
+        if notice is not None:
+            return Verdict(Cause.REPORTED, notice)
         self.stop.ask_store()
         return None
 

@@ -186,7 +186,7 @@ def show(text: bytes) -> None:
     out.put(text, after=_err)
 
 
-def tell(text: str) -> None:
+def show_lines(text: str) -> None:
     """The lines of a report. Names and lines of logs come from other machines: they cannot control this terminal."""
     _err.put(f"{printable(text)}\n".encode(errors="replace"), after=out)
 

@@ -16,7 +16,7 @@ import click
 
 from fleet_train.cluster.cluster import Cluster, parse_hosts
 from fleet_train.errors import ClusterError, WorkerFailed, printable
-from fleet_train.launch.agent import run
+from fleet_train.launch.launcher import run
 from fleet_train.launch.node import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest

@@ -101,14 +101,14 @@ class SpawnStore:
 
     def reports(self) -> list[FailureReport]:
         """The ranks' reports so far, in seconds since the store was created; anything else is skipped."""
-        found = []
+        reports = []
         with contextlib.suppress(FleetTrainError):
-            for told, at in self._client.failures():
+            for data, at in self._client.failures():
                 with contextlib.suppress(TypeError, KeyError):
-                    found.append(FailureReport.from_json(told).at(at - self._zero))
-        return found
+                    reports.append(FailureReport.from_json(data).at(at - self._zero))
+        return reports
 
-    def tell_ended(self, rank: int) -> None:
+    def report_ended(self, rank: int) -> None:
         """Report that the others need not wait for this rank: its call has returned."""
         with contextlib.suppress(FleetTrainError):
             self._client.ended("rank", rank)

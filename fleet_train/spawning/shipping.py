@@ -59,18 +59,18 @@ def unship(body: bytes) -> Any:
 
 def sources() -> dict[str, list[str]]:
     """Source lines that are in no file (a notebook's cells, a prompt), for tracebacks in other processes."""
-    found: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     left = _MOST_SOURCE_LINES
     for name, entry in reversed(linecache.cache.items()):
         if len(entry) == 4 and not os.path.exists(name) and len(entry[2]) <= left:
-            found[name] = list(entry[2])
+            lines_of[name] = list(entry[2])
             left -= len(entry[2])
-    return found
+    return lines_of
 
 
-def take_sources(found: dict[str, list[str]]) -> None:
+def take_sources(lines_of: dict[str, list[str]]) -> None:
     """Register the lines of `sources` in this process."""
-    for name, lines in found.items():
+    for name, lines in lines_of.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
@@ -133,8 +133,8 @@ def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(function))
     variables = inspect.getclosurevars(function)
     name = name_of(function)
-    for kind, found in (("captures", variables.nonlocals), ("uses as a global", variables.globals)):
-        for variable, value in found.items():
+    for kind, captured in (("captures", variables.nonlocals), ("uses as a global", variables.globals)):
+        for variable, value in captured.items():
             yield from _captured(value, seen)
             yield f"{variable!r}, which {name} {kind},"[: 2 * _LONGEST_SHOWN], value
     for index, value in enumerate(function.__defaults__ or ()):

@@ -13,9 +13,9 @@ import pytest
 
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, ScheduleMismatch
+from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
+from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
-from fleet_train.launch.rendezvous.membership import Membership
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
 

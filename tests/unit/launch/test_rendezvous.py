@@ -17,7 +17,7 @@ from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.round import Rendezvous, refuse_other_launcher
+from fleet_train.launch.rendezvous import Rendezvous, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult
 
 FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
@@ -115,7 +115,7 @@ def test_a_shared_folder_is_noticed_by_the_later_node(pair: list[Rendezvous], tm
 
 
 def test_exits_are_reported_and_a_silent_node_is_named(pair: list[Rendezvous]) -> None:
-    pair[0].tell_results([END])
+    pair[0].report_results([END])
     assert pair[1].results_of_others(2.0) == ([END], [])
     assert pair[0].results_of_others(0.3) == ([], ["node 1 (127.0.0.2)"])
 
@@ -195,7 +195,7 @@ def test_a_node_that_succeeded_waits_for_the_others_within_a_timeout(
     assert pair[0].exit_barrier(2.2) is None
     assert 2.2 <= time.monotonic() - began < 30.0
     assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 2.2 s at most"]
-    pair[1].tell_results([])
+    pair[1].report_results([])
     began = time.monotonic()
     assert pair[0].exit_barrier(60.0) is None
     assert time.monotonic() - began < 30.0
@@ -238,7 +238,7 @@ def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node],
 
 def test_a_waiting_node_learns_of_a_failure_even_if_no_rank_is_left(pair: list[Rendezvous]) -> None:
     pair[1].fail("rank 1 failed", 7)
-    pair[1].tell_results([])
+    pair[1].report_results([])
     pair[1].close()
     failure = pair[0].exit_barrier(5.0)
     assert failure is not None

@@ -17,7 +17,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.ray.workers import Attempt, InWorker, endpoints_of, settle_in
+from fleet_train.spawning.ray_workers import Attempt, InWorker, become_rank, endpoints_of
 from fleet_train.spawning.spawn import profile_of
 
 
@@ -102,7 +102,7 @@ class FleetBackend(Backend):  # type: ignore[misc]
         environment = {} if profile is None else profile.worker_environment()
         ray.get(
             [
-                worker_group.execute_single_async(rank, settle_in, endpoints, rank, attempt, environment)
+                worker_group.execute_single_async(rank, become_rank, endpoints, rank, attempt, environment)
                 for rank in range(len(worker_group))
             ]
         )

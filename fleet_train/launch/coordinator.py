@@ -26,8 +26,8 @@ from fleet_train.errors import (
     ScheduleMismatch,
     WorkerFailed,
 )
-from fleet_train.launch.rendezvous.membership import Membership
-from fleet_train.launch.rendezvous.round import Facts, refuse_other_launcher
+from fleet_train.launch.membership import Membership
+from fleet_train.launch.rendezvous import Facts, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult, counted, headline
 from fleet_train.launch.request import FaultPolicy
 from fleet_train.log import logger
@@ -373,9 +373,9 @@ def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int
     return None
 
 
-def _same_failure(one: RunResult, other: RunResult) -> bool:
-    mine, before = _signature(one), _signature(other)
-    return mine is not None and mine == before and one.seconds < timeouts.ATTEMPT_PROGRESS_SECONDS
+def _same_failure(last: RunResult, earlier: RunResult) -> bool:
+    mine, before = _signature(last), _signature(earlier)
+    return mine is not None and mine == before and last.seconds < timeouts.ATTEMPT_PROGRESS_SECONDS
 
 
 def _signature(result: RunResult) -> tuple[Any, ...] | None:

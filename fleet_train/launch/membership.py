@@ -20,8 +20,7 @@ from fleet_train.cluster.store.members import FAN_IN, below, parent_of
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
-from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.election import (
+from fleet_train.launch.election import (
     STATUS_KEY,
     STATUS_ROUND,
     Heard,
@@ -36,7 +35,8 @@ from fleet_train.launch.rendezvous.election import (
     silent,
     someone_is_deaf,
 )
-from fleet_train.launch.rendezvous.round import Facts
+from fleet_train.launch.node import Node
+from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.request import FaultPolicy
 from fleet_train.log import logger
 
@@ -186,10 +186,10 @@ class Membership:
         leader = leader_among(heard, self.term)
         if leader is None:
             return False
-        said = heard[leader]
-        assert isinstance(said, Status)
+        status = heard[leader]
+        assert isinstance(status, Status)
         with suppress(JoinTimeout):
-            self._follow(leader, said.term, deadline)
+            self._follow(leader, status.term, deadline)
             return True
         return False
 
