@@ -18,6 +18,12 @@ from __future__ import annotations
 
 # launch
 
+REJOIN_SECONDS = 300.0
+"""``--rejoin_timeout``: for a lost node, or the launcher of node 0, to come back: a machine starts in that time."""
+LOST_NODE_SECONDS = 20.0
+"""``--lost_node_timeout``: longer than a launcher on a busy machine is silent."""
+GRACEFUL_STOP_SECONDS = 30.0
+"""``--grace_seconds``: for ranks to save their state after SIGTERM; Kubernetes waits as long by default."""
 WATCH_TICK_SECONDS = 0.05
 """How often a launcher, and ``spawn``, looks at its ranks."""
 ASK_STORE_SECONDS = 0.5

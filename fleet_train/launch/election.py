@@ -96,11 +96,6 @@ def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
     return {index for index in nodes if heard.get(index, Unheard.SILENT) in (Unheard.SILENT, Unheard.DEAF)}
 
 
-def someone_is_deaf(heard: Heard) -> bool:
-    """Whether a launcher is alive that will answer once it has resolved our name again."""
-    return Unheard.DEAF in heard.values()
-
-
 def may_go_on(here: set[int], silent: set[int]) -> bool:
     """Whether these nodes may continue without those that are silent: the larger side, or of two halves the one with
     the first node. Nodes that are known to be dead do not count."""

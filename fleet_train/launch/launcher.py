@@ -94,18 +94,18 @@ def _run_one(
 ) -> tuple[Attempt, RunResult]:
     """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
     membership, round_name = coordinator.membership, str(attempt.round)
-    launch = launch.at(membership.place_of(attempt.nodes))
+    launch = replace(launch, node=membership.place_of(attempt.nodes))
     timeout = launch.request.join_timeout_seconds
     rendezvous: Rendezvous | None = None
     must_meet = attempt.number == 0
     try:
-        rendezvous = Rendezvous.open(
+        rendezvous = Rendezvous(
             launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
         )
         number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched)
         coordinator.launched = rendezvous.launched
         membership.learn(attempt.nodes, rendezvous.addresses)
-        launch = launch.at(membership.place_of(attempt.nodes))
+        launch = replace(launch, node=membership.place_of(attempt.nodes))
         must_meet = False
         attempt = replace(attempt, number=number)
         coordinator.begun(attempt)

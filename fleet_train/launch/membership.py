@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fleet_train import timeouts
@@ -33,7 +34,6 @@ from fleet_train.launch.election import (
     leader_among,
     may_go_on,
     silent,
-    someone_is_deaf,
 )
 from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous import Facts
@@ -108,7 +108,7 @@ class Membership:
     def _ask_at_start(self, timeout_seconds: float) -> Heard:
         """The others' states, once all living nodes know our address. Raises JoinTimeout."""
         deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + timeouts.FIRST_WAITING_SECONDS
-        while someone_is_deaf(heard := self._neighbours.ask(self._every)):
+        while Unheard.DEAF in (heard := self._neighbours.ask(self._every)).values():
             deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
             if time.monotonic() > deadline:
                 raise JoinTimeout(
@@ -279,11 +279,12 @@ class Membership:
     def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
         """The current addresses of these nodes."""
         now = dict(zip(nodes, addresses, strict=True))
-        self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
+        addresses = tuple(now.get(index, old) for index, old in enumerate(self.node.addresses))
+        self.node = replace(self.node, addresses=addresses)
 
     def place_of(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes, whose rendezvous is the leader's."""
-        return self.node.led_by(self.leader).among(nodes)
+        return replace(self.node, leader=self.leader).among(nodes)
 
     def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
         """The server for this node's ranks in that round: the leader's if they are few, else their own node's, which

@@ -52,10 +52,6 @@ class Node:
     def every_host(self) -> tuple[str, ...]:
         return self.hosts or self.addresses
 
-    def with_addresses(self, addresses: tuple[str, ...]) -> Node:
-        """The same nodes at their current addresses."""
-        return replace(self, addresses=addresses)
-
     @property
     def is_leader(self) -> bool:
         return self.index == self.leader
@@ -90,9 +86,6 @@ class Node:
         return replace(
             self, addresses=addresses, hosts=hosts, index=nodes.index(self.index), leader=leader, numbers=nodes
         )
-
-    def led_by(self, leader: int) -> Node:
-        return replace(self, leader=leader)
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index

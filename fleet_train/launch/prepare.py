@@ -37,7 +37,7 @@ from fleet_train.launch.node import (
     place,
     variables_of_rank,
 )
-from fleet_train.launch.rendezvous import Facts, checked_facts
+from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.log import logger
@@ -62,10 +62,6 @@ class Launch:
     settings: str = ""
     """Those of ``--set``, for messages."""
     visible_gpus: tuple[str, ...] | None = None
-
-    def at(self, node: Node) -> Launch:
-        """The same launch for this subset of the nodes: ranks are renumbered."""
-        return replace(self, node=node)
 
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
         """What the environments of one attempt's ranks have in common: their rendezvous (``host:port/round``), and
@@ -277,25 +273,26 @@ def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, 
 
 def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
     """What must be equal on every node, by the names used to report a difference."""
-    return checked_facts(
-        {
-            "the node list": ",".join(node.every_host),
-            "the number of processes per node": node.processes,
-            "--started_port": node.started_port,
-            "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
-            if profile and request.strategy
-            else "none",
-            "--set": shown_settings(request.settings) or "none",
-            "--max_restarts": request.faults.max_restarts,
-            "--min_nodes": request.faults.min_nodes or len(node.addresses),
-            "--direct_ranks": request.direct_ranks,
-            "--strict": request.strict,
-            "the kind of device": "GPU" if node.devices else "CPU",
-            "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
-            "the fleet_train version": machine.versions["fleet_train"],
-            "the Paddle version": machine.versions["paddle"],
-        }
-    )
+    facts: Facts = {
+        "the node list": ",".join(node.every_host),
+        "the number of processes per node": node.processes,
+        "--started_port": node.started_port,
+        "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
+        if profile and request.strategy
+        else "none",
+        "--set": shown_settings(request.settings) or "none",
+        "--max_restarts": request.faults.max_restarts,
+        "--min_nodes": request.faults.min_nodes or len(node.addresses),
+        "--direct_ranks": request.direct_ranks,
+        "--strict": request.strict,
+        "the kind of device": "GPU" if node.devices else "CPU",
+        "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
+        "the fleet_train version": machine.versions["fleet_train"],
+        "the Paddle version": machine.versions["paddle"],
+    }
+    # They are sent as JSON: a tuple would come back as a list and differ from itself.
+    assert all(isinstance(value, (str, int)) for value in facts.values()), facts
+    return facts
 
 
 def check_faults(faults: FaultPolicy, node: Node) -> None:

@@ -37,27 +37,23 @@ Facts = dict[str, Any]
 class Rendezvous:
     """This launcher in one attempt. ``start`` is the monotonic time at which all nodes had joined."""
 
-    def __init__(self, node: Node, client: StoreClient) -> None:
-        self.node = node
-        self.start = time.monotonic()
-        self._client = client
-        self.launched = ""
-        """A unique identifier of this launch of the job; known once all have joined."""
-        self.addresses = node.addresses
-        """The nodes' addresses in this attempt; known once all have joined."""
-        self._host_left = False
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         node: Node,
         round_number: int,
         timeout_seconds: float,
         answer_seconds: float = 10.0,
         access: Access | None = None,
-    ) -> Rendezvous:
-        """Join. Raises JoinTimeout if the leader, which hosts the store, does not connect."""
-        client = StoreClient.connect(
+    ) -> None:
+        """Connect. Raises JoinTimeout if the leader, which hosts the store, does not answer."""
+        self.node = node
+        self.start = time.monotonic()
+        self.launched = ""
+        """A unique identifier of this launch of the job; known once all have joined."""
+        self.addresses = node.addresses
+        """The nodes' addresses in this attempt; known once all have joined."""
+        self._host_left = False
+        self._client = StoreClient.connect(
             f"{node.store_endpoint}/{round_number}",
             node.index,
             group=GROUP,
@@ -67,7 +63,6 @@ class Rendezvous:
             answer_seconds=answer_seconds,
             access=access,
         )
-        return cls(node, client)
 
     # before the first rank
 
@@ -314,9 +309,3 @@ def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, their
             f"{node.describe(index)} and {node.describe()} were started differently: {'; '.join(parts)}; start every "
             "node with the same flags (except --node_ip) and the same installation"
         )
-
-
-def checked_facts(facts: Facts) -> Facts:
-    """Facts are sent as JSON: a tuple would come back as a list and differ from itself."""
-    assert all(isinstance(value, (str, int)) for value in facts.values()), facts
-    return facts

@@ -63,7 +63,7 @@ class FleetConfig(BackendConfig):  # type: ignore[misc]
     """A run's configuration. ``profile``: the default of the workers' ``fleet``; None: that of the script."""
 
     profile: Any = None
-    join_timeout_seconds: float = 300.0
+    join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     launched: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property

@@ -41,7 +41,7 @@ def server(nodes: list[Node]) -> Iterator[StoreServer]:
 @pytest.fixture
 def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
     assert server.port == nodes[0].store_port
-    opened = [Rendezvous.open(node, 0, 5.0) for node in nodes]
+    opened = [Rendezvous(node, 0, 5.0) for node in nodes]
     yield opened
     for rendezvous in reversed(opened):
         rendezvous.close()
@@ -97,7 +97,7 @@ def test_a_fact_that_only_one_side_has_differs(nodes: list[Node]) -> None:
 
 @pytest.mark.usefixtures("server")
 def test_a_missing_node_is_named(nodes: list[Node], messages: list[str]) -> None:
-    rendezvous = Rendezvous.open(nodes[0], 0, 1.0)
+    rendezvous = Rendezvous(nodes[0], 0, 1.0)
     with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not connect within 1.5 s"):
         rendezvous.join(FACTS, 0, 1.5)
     assert messages[0].startswith("waiting for node 1 (127.0.0.2)")
@@ -217,9 +217,9 @@ def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(pair: list[Ren
 
 @pytest.mark.parametrize("how", ["left", "lost"])
 def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node], how: str) -> None:
-    led = [node.led_by(1) for node in nodes]
+    led = [replace(node, leader=1) for node in nodes]
     server = StoreServer(led[1].address, led[1].store_port).start()
-    waiting, leader = (Rendezvous.open(node, 0, 5.0) for node in led)
+    waiting, leader = (Rendezvous(node, 0, 5.0) for node in led)
 
     def go() -> None:
         time.sleep(0.5)
