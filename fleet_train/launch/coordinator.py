@@ -1,4 +1,7 @@
-"""Between two attempts: the leader decides whether there is another one, and with which nodes; the others wait."""
+"""Between two attempts: the leader decides whether there is another one, and with which nodes; the others wait.
+
+How one attempt ended (`RunResult`), and whether another one makes sense (`why_not_again`), is data and pure functions.
+"""
 
 from __future__ import annotations
 
@@ -289,9 +292,6 @@ def what_failed(attempt: Attempt, result: RunResult) -> str:
     if result.kind is Kind.FAILED and result.root_cause is not None and not result.without_root_cause:
         return f"attempt {attempt.number}: {headline(result.root_cause)}"
     return f"attempt {attempt.number}: {result.message}"
-
-
-# How one attempt of a job ended, and whether another one makes sense. Pure data and decisions.
 
 
 _USAGE = 2  # the exit code of argparse and click

@@ -1,4 +1,8 @@
-"""What is installed here: this package and its commit, Python, Paddle and its build. Nothing here imports Paddle."""
+"""What is installed here, and this machine's hardware and limits; for ``--version``, records and the doctor.
+
+This package and its commit, Python, Paddle and its build; system, processor, memory, limits of the control group and
+GPUs from files of Linux, where ``root`` stands for ``/``, so that tests can give another one. No import of Paddle.
+"""
 
 from __future__ import annotations
 
@@ -109,11 +113,6 @@ def one_line() -> str:
     of = f" (commit {own['commit'][:10]})" if "commit" in own else ""
     paddle = f"{distribution} {version}" if distribution else "no Paddle"
     return f"fleet_train {own['version']}{of}, Python {platform.python_version()}, {paddle}"
-
-
-# This machine's hardware and limits: system, processor, memory, limits of its control group, GPUs.
-#
-# Read from files of Linux only. ``root`` stands for ``/``, so that tests can give another one.
 
 
 _ROOT = Path("/")

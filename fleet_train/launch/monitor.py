@@ -1,4 +1,7 @@
-"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop."""
+"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop.
+
+`GracefulStop` is the stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
+"""
 
 from __future__ import annotations
 
@@ -167,9 +170,6 @@ class Connections:
 
     def look(self) -> None:
         self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)
-
-
-# The graceful stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
 
 
 WaitingNodes = Callable[[], str | None]

@@ -1,4 +1,9 @@
-"""Combines the request and this machine into one checked description of this node in the job."""
+"""One node of a job, from the request and this machine; and the environment of its ranks.
+
+`place` combines the request with what this machine has (`look_around`: addresses, processors, Paddle's build and its
+devices) into a checked `Node`. `build_environment` is what its ranks get: without leftovers of other jobs, and without
+overriding the user's values. Nothing here imports Paddle.
+"""
 
 from __future__ import annotations
 
@@ -216,9 +221,6 @@ def check_ports(node: Node) -> None:
             )
 
 
-# What this machine has: addresses, processors, Paddle's build and its devices. Nothing here imports Paddle.
-
-
 @dataclass(frozen=True)
 class Machine:
     """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""
@@ -275,9 +277,6 @@ def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
-
-
-# The environment of the ranks: without leftovers of other jobs, and without overriding the user's values.
 
 
 # Variables of an outer job (ours, PaddleCloud's, an older launcher's), and those that override flags of Paddle's own

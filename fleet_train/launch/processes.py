@@ -1,6 +1,7 @@
 """The processes that this package starts and ends: ranks, subjects of a selftest; with features of the Linux kernel.
 
 A `Process` runs in a session of its own, so that Ctrl-C reaches only its parent; the kernel ends it with its parent.
+`stopping_signals` is how a launcher gets signals: a graceful stop while ranks run, an immediate end otherwise.
 """
 
 from __future__ import annotations
@@ -251,9 +252,6 @@ def _too_much(command: Sequence[str], environ: Mapping[str, str]) -> str:
         f"quarter of the stack's limit, ulimit -s) and {_LONGEST_WORD_BYTES} in one word; make the environment "
         "smaller, or write the arguments into a file that the script reads"
     )
-
-
-# Signals to a launcher: a graceful stop while ranks run, an immediate end otherwise.
 
 
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""How ranks ended, and which of them was the root cause. Pure data and decisions.
+"""How ranks ended, which of them was the root cause, and the failure report, a failed job's last output. Pure.
 
 The ranks' reports to the store (``FailureReport``) say more than the order in which processes end: a rank that has
 raised may take long to exit, and one that others report as missing may never exit by itself, or has ended with 0.
@@ -157,9 +157,6 @@ def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     shown = [line for line in lines if line]
     return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in shown[-count:])
-
-
-# The failure report: the last output of a failed job. Text in, text out.
 
 
 _ROWS_FOR_FOLLOWERS = 8

@@ -2,6 +2,10 @@
 
 A terminal under Ctrl-S, a pipe whose reader hangs or has closed (``| head``), and a full disk behind ``> file`` must
 not delay the detection of a failure or a signal. The job continues, and its exit code is unaffected.
+
+Of rank 0's output, which a `Follower` shows, Paddle's own start-up lines are hidden; the rank's log has them all. They
+are known word for word, or by Paddle's source file and level: lines of the script, of this package, of other
+libraries, and errors pass. docs/launching.md lists the hidden ones.
 """
 
 from __future__ import annotations
@@ -247,12 +251,6 @@ class Follower:
         if self._file is not None:
             self._outlet.leave_out(sum(chunk.count(b"\n") for chunk in iter(partial(self._file.read, 1 << 20), b"")))
             self._file.close()
-
-
-# Paddle's own start-up lines in a rank's output, which the terminal does not show; the rank's log has them all.
-#
-# Lines are hidden if they are known word for word, or by Paddle's source file and level: lines of the script, of this
-# package, of other libraries, and errors pass. docs/launching.md lists the hidden ones.
 
 
 # INFO of Paddle's C++ code about its executor, its stores and its devices, and the two warnings that every run has.

@@ -1,4 +1,8 @@
-"""Whether this process is a rank, and its state: spawning from a rank is an error, of two kinds."""
+"""What a spawn needs before its ranks start: not to be a rank itself, and a store where they meet.
+
+The store is on this machine's loopback address, on a port chosen by the kernel, with a separate secret, so that two
+concurrent spawns cannot interfere. Spawning from a rank is an error, of two kinds.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +62,6 @@ def _caller() -> tuple[str, str]:
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("fleet_train."):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "?")), f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-# The rendezvous store of one spawn: on this machine's loopback address, on a port chosen by the kernel, with a
-# separate secret, so that two concurrent spawns cannot interfere.
 
 
 HOST = "127.0.0.1"

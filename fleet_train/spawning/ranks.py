@@ -1,4 +1,7 @@
-"""All ranks of one spawn: started together, monitored until they have ended, and always stopped."""
+"""All ranks of one spawn: started together, monitored until they have ended, and always stopped.
+
+`results` converts how they ended to their results, or to one error that names the rank that failed first.
+"""
 
 from __future__ import annotations
 
@@ -263,9 +266,6 @@ class RankProcess(Process):
 
     def close(self) -> None:
         self._open.close()
-
-
-# Converts how the ranks ended to their results, or to one error that names the rank that failed first.
 
 
 _MOST_FOLLOWERS = 8

@@ -55,9 +55,6 @@ class FleetTrainer(DataParallelTrainer):  # type: ignore[misc]
         )
 
 
-# The backend that Ray Train calls when its workers have started: each of them becomes a rank.
-
-
 @dataclass
 class FleetConfig(BackendConfig):  # type: ignore[misc]
     """A run's configuration. ``profile``: the default of the workers' ``fleet``; None: that of the script."""

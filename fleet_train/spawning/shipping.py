@@ -1,4 +1,7 @@
-"""Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled."""
+"""Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled.
+
+A parent and a rank's process write to each other once, a JSON header and a body, in a file in memory (`create`).
+"""
 
 from __future__ import annotations
 
@@ -156,9 +159,6 @@ def _broken_parts(result: Any) -> Iterator[tuple[str, Any]]:
     else:
         members = []
     yield from ((f"{what} is {shown(value)}", value) for what, value in members if _why_not(value) is not None)
-
-
-# What a parent and a rank's process tell each other, once each: a JSON header and a body, in a file in memory.
 
 
 _SIZES = struct.Struct("!QQ")  # bytes of the header, bytes of the body; written last

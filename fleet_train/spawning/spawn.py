@@ -144,9 +144,6 @@ def _say_kept(base: LaunchEnvironment) -> None:
         show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
 
 
-# Mistakes in a call of ``spawn`` that can be found before a process starts.
-
-
 _MOST_RANKS = 1024
 
 
@@ -213,9 +210,6 @@ def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1_000_000:
         raise ClusterError(f"{name}={value!r} is not a number of seconds above 0, up to 1000000")
     return float(value)
-
-
-# Converts a user's strategy, in any of its forms, to its profile.
 
 
 def profile_of(strategy: Any) -> Any:
