@@ -217,9 +217,9 @@ def command(**flags: Any) -> None:
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
     the processes through paddle.distributed.launch, and monitors them.
     """
-    from fleet_train.launch.agent import run
+    from fleet_train.launch.launcher import run
     from fleet_train.launch.prepare import prepare
-    from fleet_train.launch.terminal import finish, say
+    from fleet_train.log import logger
 
     dry_run = flags.pop("dry_run")
     request = read_request(**flags)
@@ -228,9 +228,8 @@ def command(**flags: Any) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     for name in launch.environment.kept:
-        say(f"{name} is set in your environment, which overrides the profile's value")
+        logger.warning(f"{name} is set in your environment, which overrides the profile's value")
     if dry_run:
-        finish()
         click.echo(launch.dry_run())
         return
     from fleet_train.doctor.report import AfterFailure

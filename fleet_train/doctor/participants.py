@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 
-import click
-
 from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, parse_hosts
 from fleet_train.cluster.correction import launch_environment, parent_command
@@ -17,7 +15,7 @@ from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError
 from fleet_train.launch.node import check_addresses, check_port_range, choose_node, choose_processes, look_around
-from fleet_train.launch.rendezvous.round import with_nodes_of_engine
+from fleet_train.launch.prepare import with_nodes_of_engine
 from fleet_train.launch.request import LaunchRequest
 from fleet_train.selftest.ranks import Where, is_rank
 
@@ -89,7 +87,7 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
         processes_per_node=where.nproc,
         join_timeout_seconds=join_timeout_seconds,
     )
-    request = with_nodes_of_engine(request, os.environ, lambda text: click.echo(text, err=True))
+    request = with_nodes_of_engine(request, os.environ)
     machine = look_around(os.environ)
     hosts = request.hosts or (LOOPBACK,)
     addresses, named = without_loopback_name(hosts, tuple(map(network.resolve, hosts)), where.node_ip)

@@ -1,4 +1,4 @@
 """One command per machine: from flags to ranks that are monitored, restarted and stopped.
 
-`agent.agent.run` is the entry point; nothing here imports Paddle.
+`launcher.run` is the entry point; nothing here imports Paddle.
 """

@@ -1,4 +1,8 @@
-"""What is installed here: this package and its commit, Python, Paddle and its build. Nothing here imports Paddle."""
+"""What is installed here, and this machine's hardware and limits; for ``--version``, records and the doctor.
+
+This package and its commit, Python, Paddle and its build; system, processor, memory, limits of the control group and
+GPUs from files of Linux, where ``root`` stands for ``/``, so that tests can give another one. No import of Paddle.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fleet_train
+from fleet_train import timeouts
 from fleet_train.cluster.advice import usable_processors
 from fleet_train.launch.node import installed_paddle
 
@@ -23,8 +28,8 @@ _DALI = ("nvidia-dali-cuda120", "nvidia-dali-cuda110")
 
 def package_versions() -> dict[str, str]:
     """Package -> version, ``absent`` if it is not installed; DALI only if it is installed."""
-    found = {name: version_of(name) or "absent" for name in _PACKAGES}
-    return found | {name: version for name in _DALI if (version := version_of(name))}
+    versions = {name: version_of(name) or "absent" for name in _PACKAGES}
+    return versions | {name: version for name in _DALI if (version := version_of(name))}
 
 
 def version_of(package: str) -> str:
@@ -43,11 +48,11 @@ def own_version() -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     """Of the checkout that contains this package; nothing if it is installed, or without git."""
     root = _checkout()
-    found = "" if root is None else git(root, "rev-parse", "HEAD")
-    if root is None or not found:
+    digest = "" if root is None else git(root, "rev-parse", "HEAD")
+    if root is None or not digest:
         return {}
     changes = git(root, "status", "--porcelain", "--", "fleet_train", "strategies")
-    return {"commit": found, "uncommitted_changes": bool(changes)}
+    return {"commit": digest, "uncommitted_changes": bool(changes)}
 
 
 def _checkout() -> Path | None:
@@ -58,10 +63,12 @@ def _checkout() -> Path | None:
 def git(root: Path, *arguments: str) -> str:
     """The output of git in a checkout; empty if there is none."""
     try:
-        found = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=timeouts.TOOL_SECONDS
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.strip()
+    return answer.stdout.strip()
 
 
 def paddle_build() -> dict[str, str]:
@@ -108,11 +115,6 @@ def one_line() -> str:
     return f"fleet_train {own['version']}{of}, Python {platform.python_version()}, {paddle}"
 
 
-# This machine's hardware and limits: system, processor, memory, limits of its control group, GPUs.
-#
-# Read from files of Linux only. ``root`` stands for ``/``, so that tests can give another one.
-
-
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
 """Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
@@ -141,9 +143,9 @@ def cores() -> dict[str, int]:
 
 def memory(root: Path = _ROOT) -> dict[str, int]:
     """Bytes of the machine, and those available to a new program; empty if the system does not report them."""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
+    sizes = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
     names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
-    return {names[name]: 1024 * int(found[name]) for name in names if name in found}
+    return {names[name]: 1024 * int(sizes[name]) for name in names if name in sizes}
 
 
 def limits(root: Path = _ROOT) -> dict[str, float]:
@@ -151,17 +153,17 @@ def limits(root: Path = _ROOT) -> dict[str, float]:
 
     A group's limit is the smallest of its own and those above it.
     """
-    found: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
+    values_of: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
     for folder in _groups(root):
         quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
         if not quota:
             quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period):
-            found["cores"].append(int(quota) / int(period))
+            values_of["cores"].append(int(quota) / int(period))
         most = (_text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")).strip()
         if most.isdigit() and int(most) < _UNLIMITED:
-            found["memory_bytes"].append(int(most))
-    return {name: min(values) for name, values in found.items() if values}
+            values_of["memory_bytes"].append(int(most))
+    return {name: min(values) for name, values in values_of.items() if values}
 
 
 def _groups(root: Path) -> Iterator[Path]:
@@ -185,9 +187,9 @@ def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
         return "Podman"
     if (root / ".dockerenv").exists():
         return "Docker"
-    told = re.search(r"(?:^|\0)container=([\w-]+)", _text(root / "proc/1/environ"))
-    found = _CONTAINERS.search(_text(root / "proc/1/cgroup"))
-    return told[1] if told else found[0].lower() if found else ""
+    named = re.search(r"(?:^|\0)container=([\w-]+)", _text(root / "proc/1/environ"))
+    group = _CONTAINERS.search(_text(root / "proc/1/cgroup"))
+    return named[1] if named else group[0].lower() if group else ""
 
 
 def gpus(root: Path = _ROOT) -> dict[str, object]:
@@ -199,8 +201,8 @@ def gpus(root: Path = _ROOT) -> dict[str, object]:
         if (model := re.search(r"^Model:(.*)$", _text(each), re.MULTILINE))
     ]
     driver = re.search(r"Kernel Module.*?  (\d+[\d.]+)", _text(folder / "version"))
-    found: dict[str, object] = {"models": models} if models else {}
-    return found | ({"driver": driver[1]} if driver else {})
+    facts: dict[str, object] = {"models": models} if models else {}
+    return facts | ({"driver": driver[1]} if driver else {})
 
 
 def _text(path: Path) -> str:

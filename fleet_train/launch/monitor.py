@@ -1,4 +1,7 @@
-"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop."""
+"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop.
+
+`GracefulStop` is the stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train import timeouts
+from fleet_train.cluster.network import connections_at
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import NotSaved, WorkerFailed
+from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping, request_name
 from fleet_train.launch.ranks import Ranks
-from fleet_train.launch.rendezvous.round import Rendezvous, polling_seconds
+from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
-from fleet_train.launch.watching import Follower
-
-_TICK_SECONDS = 0.1
-_STORE_EVERY_SECONDS = 0.5
-# A connection that ends is listed for another minute.
-_CONNECTIONS_EVERY_SECONDS = 10.0
-# How long a failure that may be secondary (another rank was lost) waits for its root cause.
-_ECHO_SECONDS = 2.0
-# A rank whose failure the store knows is about to exit: wait this long for its exit code and last lines. It may take
-# longer (exit handlers, threads); then the launcher stops it.
-_EXIT_SECONDS = 5.0
-# A rank that others report as missing (frozen, in a loop) will not exit by itself: the time for those that report it.
-_MISSED_SECONDS = 2.0
-_NOTICED_SECONDS = 1.0
-# How much longer the launcher of another node may need to report how such a rank ended.
-_NEWS_SECONDS = 3.0
+from fleet_train.launch.terminal import Follower
 
 
 class Cause(Enum):
@@ -37,7 +28,7 @@ class Cause(Enum):
     PREEMPTED = "all ranks of this node ended, and some stopped gracefully because they were asked to"
     STOPPED = "the job was asked to stop, and the ranks of this node did not stop gracefully"
     RANK_FAILED = "a rank of this node failed"
-    TOLD = "another process reported a failure"
+    REPORTED = "another process reported a failure"
     STORE_LOST = "the leader's launcher was lost"
 
 
@@ -80,23 +71,23 @@ class Monitor:
             if verdict is not None:
                 self._show_output()
                 return verdict
-            time.sleep(_TICK_SECONDS)
+            time.sleep(timeouts.WATCH_TICK_SECONDS)
 
     def look(self) -> Verdict | None:
         self._show_output()
         ends = [end for _, end in sorted(self.ranks.ends(self.rendezvous.start).items())]
-        self._tell_finished(ends)
+        self._report_finished(ends)
         all_ended = len(ends) == self.ranks.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._reports or self._clock() >= self._next_look_at_store:
-            self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, _STORE_EVERY_SECONDS)
+            self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, timeouts.ASK_STORE_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
                 return verdict
         if self._clock() >= self._next_look_at_connections:
-            self._next_look_at_connections = self._clock() + _CONNECTIONS_EVERY_SECONDS
+            self._next_look_at_connections = self._clock() + timeouts.LIST_CONNECTIONS_SECONDS
             self._look_at_connections()
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
@@ -107,11 +98,11 @@ class Monitor:
         if self.follower is not None:
             self.follower.pump()
 
-    def _tell_finished(self, ends: list[WorkerResult]) -> None:
+    def _report_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
             if end.succeeded and end.rank not in self._finished:
                 self._finished.add(end.rank)
-                self.rendezvous.tell_finished(end.rank)
+                self.rendezvous.report_finished(end.rank)
 
     def _unsaved(self, ends: list[WorkerResult]) -> Verdict | None:
         """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
@@ -130,11 +121,11 @@ class Monitor:
         self._failed_at = self._failed_at or self._clock()
         if root_cause is None or (of_no_rank is not None and root_cause.secondary):
             assert of_no_rank is not None
-            if self.stop.is_announced or self._clock() < self._failed_at + _ECHO_SECONDS:
+            if self.stop.is_announced or self._clock() < self._failed_at + timeouts.ROOT_CAUSE_SECONDS:
                 return None
             # A restart may overcome it.
             report = {"message": of_no_rank.message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
-            return Verdict(Cause.TOLD, report)
+            return Verdict(Cause.REPORTED, report)
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
@@ -143,15 +134,15 @@ class Monitor:
         if root_cause.rank in node.ranks:
             return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
         assert root_cause.report is not None
-        return Verdict(Cause.TOLD, root_cause.report.to_json())
+        return Verdict(Cause.REPORTED, root_cause.report.to_json())
 
     def _ask_store(self) -> Verdict | None:
         try:
-            word, self._reports = self.rendezvous.failures()
+            notice, self._reports = self.rendezvous.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
-        if word is not None:
-            return Verdict(Cause.TOLD, word)
+        if notice is not None:
+            return Verdict(Cause.REPORTED, notice)
         self.stop.ask_store()
         return None
 
@@ -160,20 +151,26 @@ def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
     """How long after the first sign of a failure to decide, given the root cause so far."""
     report = root_cause.report
     if report is None:
-        return _ECHO_SECONDS if root_cause.secondary else 0.0
+        return timeouts.ROOT_CAUSE_SECONDS if root_cause.secondary else 0.0
     if is_here and root_cause.has_ended:
-        return 0.0 if report.is_own else _NOTICED_SECONDS
-    own = _MISSED_SECONDS if report.kind == "missing" else _EXIT_SECONDS
-    return own if is_here else own + _NEWS_SECONDS
+        return 0.0 if report.is_own else timeouts.OTHERS_LAST_LINE_SECONDS
+    own = timeouts.MISSED_RANK_SECONDS if report.kind == "missing" else timeouts.FAILED_RANK_EXIT_SECONDS
+    return own if is_here else own + timeouts.FAILURE_NEWS_SECONDS
 
 
-# The graceful stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
+class Connections:
+    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
+    ``init_parallel_env`` forms a process group, is at rank 0's."""
 
+    def __init__(self, node: Node) -> None:
+        ports = range(node.started_port, node.started_port + node.processes)
+        self._endpoints = [(address, port) for address in node.addresses for port in ports]
+        self._before = connections_at(self._endpoints)
+        self.seen = False
 
-# In addition to another node's grace: how long the notice of its end may take.
-_GRACEFUL_STOP_NEWS_SECONDS = 5.0
-# Before that, ranks may still be starting and have no handler for SIGTERM.
-_SETTLED_SECONDS = 20.0
+    def look(self) -> None:
+        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)
+
 
 WaitingNodes = Callable[[], str | None]
 
@@ -233,9 +230,9 @@ class GracefulStop:
             return
         notice: dict[str, Any] | None = self._rendezvous.stop_announced()
         if notice is not None:
-            self._until = self._clock() + float(notice["grace_seconds"]) + _GRACEFUL_STOP_NEWS_SECONDS
+            self._until = self._clock() + float(notice["grace_seconds"]) + timeouts.STOP_NEWS_SECONDS
             self.is_announced = True
-        elif self._clock() > self._rendezvous.start + _SETTLED_SECONDS and (why := self._waiting_nodes()):
+        elif self._clock() > self._rendezvous.start + timeouts.RANKS_START_SECONDS and (why := self._waiting_nodes()):
             self.for_waiting_nodes = why
             self._ask(why)
 

@@ -1,16 +1,21 @@
-"""Combines the request and this machine into one checked description of this node in the job."""
+"""One node of a job, from the request and this machine; and the environment of its ranks.
+
+`place` combines the request with what this machine has (`look_around`: addresses, processors, Paddle's build and its
+devices) into a checked `Node`. `build_environment` is what its ranks get: without leftovers of other jobs, and without
+overriding the user's values. Nothing here imports Paddle.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from fleet_train import __version__
+from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
@@ -52,10 +57,6 @@ class Node:
     def every_host(self) -> tuple[str, ...]:
         return self.hosts or self.addresses
 
-    def with_addresses(self, addresses: tuple[str, ...]) -> Node:
-        """The same nodes at their current addresses."""
-        return replace(self, addresses=addresses)
-
     @property
     def is_leader(self) -> bool:
         return self.index == self.leader
@@ -90,9 +91,6 @@ class Node:
         return replace(
             self, addresses=addresses, hosts=hosts, index=nodes.index(self.index), leader=leader, numbers=nodes
         )
-
-    def led_by(self, leader: int) -> Node:
-        return replace(self, leader=leader)
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index
@@ -143,9 +141,9 @@ def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str |
         matching = [i for i, address in enumerate(addresses) if network.is_local(address, local)]
         if len(matching) == 1:
             return matching[0]
-        found = "none" if not matching else ", ".join(addresses[i] for i in matching)
+        matches = "none" if not matching else ", ".join(addresses[i] for i in matching)
         raise ClusterError(
-            f"cannot tell which of the nodes {','.join(hosts)} this machine is: {found} of them "
+            f"cannot tell which of the nodes {','.join(hosts)} this machine is: {matches} of them "
             f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<this machine's address>"
         )
     address = asked if asked in addresses else network.resolve(asked)
@@ -223,9 +221,6 @@ def check_ports(node: Node) -> None:
             )
 
 
-# What this machine has: addresses, processors, Paddle's build and its devices. Nothing here imports Paddle.
-
-
 @dataclass(frozen=True)
 class Machine:
     """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""
@@ -278,13 +273,10 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
 def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.TOOL_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
-
-
-# The environment of the ranks: without leftovers of other jobs, and without overriding the user's values.
 
 
 # Variables of an outer job (ours, PaddleCloud's, an older launcher's), and those that override flags of Paddle's own
@@ -330,55 +322,48 @@ class LaunchEnvironment:
         return self.ours | dict.fromkeys(self.hidden & self.ours.keys(), "(set)") | added
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The variables that the profile and the flags request for every rank."""
+def build_environment(
+    node: Node,
+    machine: Machine,
+    environ: Mapping[str, str],
+    *,
+    profile: Mapping[str, str],
+    join_timeout_seconds: float,
+    strategy: str | None = None,
+    import_path: Path | None = None,
+    job_id: str = "",
+    secret_file: Path | None = None,
+    hidden: frozenset[str] = frozenset(),
+    strict: bool = False,
+    settings: Sequence[str] = (),
+) -> LaunchEnvironment:
+    """What to set and what to remove. The user's own variables override the profile's and our advice.
 
-    profile_environment: Mapping[str, str]
-    """Those of its environment section and its knobs."""
-    strategy: str | None  # name or absolute path
-    join_timeout_seconds: float
-    import_path: Path | None  # the package's folder if it is not installed
-    job_id: str = ""
-    secret_file: Path | None = None
-    hidden: frozenset[str] = frozenset()
-    """Names of the environment section."""
-    strict: bool = False
-    settings: tuple[str, ...] = ()
-    """The texts of ``--set``."""
-
-
-def build_environment(node: Node, machine: Machine, wanted: Wanted, environ: Mapping[str, str]) -> LaunchEnvironment:
-    """What to set and what to remove. The user's own variables override the profile's and our advice."""
-    refused = sorted(SCRUBBED & wanted.profile_environment.keys())
+    ``profile``: the variables of its environment section, whose names are ``hidden``, and of its knobs. ``strategy``:
+    its name or absolute path. ``import_path``: the package's folder if it is not installed. ``settings``: the texts of
+    ``--set``.
+    """
+    refused = sorted(SCRUBBED & profile.keys())
     if refused:
         raise ProfileError(
             f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
         )
     users = {name: value for name, value in environ.items() if name not in SCRUBBED}
-    advice = {**_advice(node, machine), **wanted.profile_environment}
-    kept = tuple(
-        name for name, value in wanted.profile_environment.items() if name in users and users[name] != str(value)
-    )
+    kept = tuple(name for name, value in profile.items() if name in users and users[name] != str(value))
+    advice = {**_advice(node, machine), **profile}
     ours = {name: str(value) for name, value in advice.items() if name not in users}
-    ours |= _told_to_ranks(node, wanted)
-    return LaunchEnvironment(ours, SCRUBBED & environ.keys(), kept, wanted.import_path, wanted.hidden)
-
-
-def _told_to_ranks(node: Node, wanted: Wanted) -> dict[str, str]:
-    told = {
-        "FLEET_TRAIN_STORE": node.store_endpoint,
-        "FLEET_TRAIN_JOIN_TIMEOUT": f"{wanted.join_timeout_seconds:g}",
-    }
-    if wanted.strict:
-        told["FLEET_TRAIN_STRICT"] = "1"
-    if wanted.job_id:
-        told[JOB_ID] = wanted.job_id
-    if wanted.secret_file is not None:
-        told[SECRET_FILE] = str(wanted.secret_file)
-    if wanted.settings:
-        told[SETTINGS] = json.dumps(wanted.settings)
-    return told | ({"FLEET_TRAIN_STRATEGY": wanted.strategy} if wanted.strategy else {})
+    ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}"}
+    if strict:
+        ours["FLEET_TRAIN_STRICT"] = "1"
+    if job_id:
+        ours[JOB_ID] = job_id
+    if secret_file is not None:
+        ours[SECRET_FILE] = str(secret_file)
+    if settings:
+        ours[SETTINGS] = json.dumps(settings)
+    if strategy:
+        ours["FLEET_TRAIN_STRATEGY"] = strategy
+    return LaunchEnvironment(ours, SCRUBBED & environ.keys(), kept, import_path, hidden)
 
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:

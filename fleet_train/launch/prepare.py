@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
@@ -17,25 +18,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fleet_train
+from fleet_train import timeouts
+from fleet_train.cluster import network
 from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.environment import SETTINGS, is_strict
+from fleet_train.cluster.partial import PartialCluster, complete
+from fleet_train.cluster.started import Started
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
 from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.node import (
     LaunchEnvironment,
     Machine,
     Node,
-    Wanted,
     build_environment,
     check_ports,
     look_around,
     place,
     variables_of_rank,
 )
-from fleet_train.launch.rendezvous.round import Facts, check_told, with_nodes_of_engine
+from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
-from fleet_train.launch.terminal import say
+from fleet_train.log import logger
 
 if TYPE_CHECKING:
     from fleet_train.profile import Profile
@@ -58,16 +63,12 @@ class Launch:
     """Those of ``--set``, for messages."""
     visible_gpus: tuple[str, ...] | None = None
 
-    def at(self, node: Node) -> Launch:
-        """The same launch for this subset of the nodes: ranks are renumbered."""
-        return replace(self, node=node)
-
     def environ_of(self, store: str, number: int, launched: str, environ: Mapping[str, str]) -> dict[str, str]:
         """What the environments of one attempt's ranks have in common: their rendezvous (``host:port/round``), and
         which attempt of which job it is."""
         attempt = str(self.request.restarts + number)
-        told = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
-        return self.environment.over(environ) | told
+        variables = {"FLEET_TRAIN_STORE": store, "FLEET_TRAIN_ATTEMPT": attempt, "FLEET_TRAIN_LAUNCHED": launched}
+        return self.environment.over(environ) | variables
 
     def variables_of(self, local: int) -> dict[str, str]:
         """Those of one rank of this node."""
@@ -117,7 +118,7 @@ class Launch:
 
 def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
-    request = with_nodes_of_engine(request, environ, say)
+    request = with_nodes_of_engine(request, environ)
     machine = look_around(environ)
     check_program(request)
     strategy, profile = load_strategy(request.strategy, request.settings)
@@ -127,16 +128,19 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     check_log_dir(request.log_dir)
     check_paddle(machine, profile)
     strict = request.strict or is_strict(environ)
-    wanted = Wanted(
-        profile.worker_environment() if profile and strategy else profile.environment if profile else {},
-        strategy,
-        request.join_timeout_seconds,
-        import_path_for_ranks(),
-        access.job,
-        request.secret_file,
-        frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
-        strict,
-        request.settings,
+    environment = build_environment(
+        node,
+        machine,
+        environ,
+        profile=profile.worker_environment() if profile and strategy else profile.environment if profile else {},
+        join_timeout_seconds=request.join_timeout_seconds,
+        strategy=strategy,
+        import_path=import_path_for_ranks(),
+        job_id=access.job,
+        secret_file=request.secret_file,
+        hidden=frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
+        strict=strict,
+        settings=request.settings,
     )
     check_faults(request.faults, node)
     return Launch(
@@ -144,7 +148,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         node=node,
         log_dir=request.log_dir.absolute(),
         strategy=strategy,
-        environment=build_environment(node, machine, wanted, environ),
+        environment=environment,
         facts=facts_of(node, machine, profile, request),
         access=access,
         strict=strict,
@@ -153,40 +157,142 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     )
 
 
+def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> LaunchRequest:
+    """The request completed by what its flags left open: nodes, this one, first port, job id, processes per node.
+
+    Nothing changes if nodes were given, if no engine is found, or if it started one process. Raises ClusterError if
+    an engine started several launchers on this node, or gives no usable information.
+    """
+    if request.hosts is not None or request.engine == "none":
+        return request
+    started = detect(environ, request.engine)
+    if started is None:
+        return request
+    _refuse_several_here(started)
+    logger.info(started.in_words())
+    if started.count == 1:
+        return _alone(request, started)
+    if started.hosts and not started.engine.startswith("Slurm"):
+        _await_names(started, request.join_timeout_seconds)
+        hosts, port, by_name = started.hosts, started.port, True
+    else:
+        (hosts, port), by_name = _addresses(started, environ, request.join_timeout_seconds), False
+    return replace(
+        request,
+        hosts=hosts,
+        node_host=request.node_host or hosts[started.index],
+        by_name=by_name,
+        started_port=request.started_port if request.started_port is not None else port,
+        processes_per_node=_processes(request, started),
+        restarts=started.restarts,
+        run=started.run,
+        job_id=request.job_id or environ.get(JOB_ID) or started.job,
+    )
+
+
+def _alone(request: LaunchRequest, started: Started) -> LaunchRequest:
+    """The only node: no other has to find it."""
+    return replace(
+        request,
+        started_port=request.started_port if request.started_port is not None else started.port,
+        processes_per_node=_processes(request, started),
+        restarts=started.restarts,
+        run=started.run,
+    )
+
+
+def _processes(request: LaunchRequest, started: Started) -> int | None:
+    given = request.processes_per_node is not None or request.selected_gpus is not None
+    return request.processes_per_node if given else started.processes
+
+
+def _refuse_several_here(started: Started) -> None:
+    if (started.local_count or 1) > 1 or started.local_index > 0:
+        raise ClusterError(
+            f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
+            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
+            "--nproc_per_node=N, or start the ranks without it: srun python train.py"
+        )
+
+
+def _addresses(
+    started: Started, environ: Mapping[str, str], timeout_seconds: float
+) -> tuple[tuple[str, ...], int | None]:
+    """(address of every node, first port): from Slurm; otherwise the launchers exchange them."""
+    if started.hosts:
+        point = locate(started, environ, timeout_seconds)
+        return _without_alias(point.hosts, started.index), point.port
+    cluster, host = complete(PartialCluster(started), timeout_seconds)
+    if host is not None:
+        host.release()
+    return tuple(rank.host for rank in cluster.ranks), cluster.ranks[0].port + 1
+
+
+def _await_names(started: Started, timeout_seconds: float) -> None:
+    """A pod's name resolves once the pod runs: wait for those of all nodes. Raises ClusterError."""
+    deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + timeouts.FIRST_WAITING_SECONDS
+    unknown = list(started.hosts)
+    while True:
+        unknown = [host for host in unknown if not network.is_known(host)]
+        if not unknown:
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ClusterError(
+                f"the names {', '.join(unknown[:5])} of {started.engine} are not known here after "
+                f"{timeout_seconds:g} s (--join_timeout); its pods need a headless service, with "
+                "publishNotReadyAddresses, and have to be running"
+            )
+        if time.monotonic() > word_at:
+            logger.info(f"waiting for the names of {len(unknown)} nodes, such as {unknown[0]} ({left:.0f} s more)")
+            word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
+        time.sleep(timeouts.RESOLVE_NAMES_SECONDS)
+
+
+def _without_alias(addresses: tuple[str, ...], own: int) -> tuple[str, ...]:
+    """Debian's /etc/hosts maps a machine's own name to 127.0.1.1: take the address that routes to the others."""
+    others = [address for index, address in enumerate(addresses) if index != own and address not in OWN_ALIASES]
+    if addresses[own] not in OWN_ALIASES or not others:
+        return addresses
+    address = network.address_towards(others[0]) or addresses[own]
+    return (*addresses[:own], address, *addresses[own + 1 :])
+
+
 def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, str]) -> Access:
     """How this job's connections are authenticated. The default job id follows from script, node list and port:
     arguments may differ between nodes."""
     if request.secret_file is not None:
         environ = {**environ, SECRET_FILE: str(request.secret_file)}
-    told = "\0".join([*node.addresses, str(node.started_port)])
+    identity = "\0".join([*node.addresses, str(node.started_port)])
     name = Path(request.command[0]).name
     name = re.sub(r"[^A-Za-z0-9._:@-]", "_", name)[:60]
-    default = f"{name}-{hashlib.sha256(told.encode(errors='replace')).hexdigest()[:10]}"
-    access = Access.of(environ, node.address, default, say)
+    default = f"{name}-{hashlib.sha256(identity.encode(errors='replace')).hexdigest()[:10]}"
+    access = Access.of(environ, node.address, default, logger.warning)
     return replace(access, job=request.job_id or read_job_id(access.job, JOB_ID))
 
 
 def facts_of(node: Node, machine: Machine, profile: Profile | None, request: LaunchRequest) -> Facts:
     """What must be equal on every node, by the names used to report a difference."""
-    return check_told(
-        {
-            "the node list": ",".join(node.every_host),
-            "the number of processes per node": node.processes,
-            "--started_port": node.started_port,
-            "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
-            if profile and request.strategy
-            else "none",
-            "--set": shown_settings(request.settings) or "none",
-            "--max_restarts": request.faults.max_restarts,
-            "--min_nodes": request.faults.min_nodes or len(node.addresses),
-            "--direct_ranks": request.direct_ranks,
-            "--strict": request.strict,
-            "the kind of device": "GPU" if node.devices else "CPU",
-            "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
-            "the fleet_train version": machine.versions["fleet_train"],
-            "the Paddle version": machine.versions["paddle"],
-        }
-    )
+    facts: Facts = {
+        "the node list": ",".join(node.every_host),
+        "the number of processes per node": node.processes,
+        "--started_port": node.started_port,
+        "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
+        if profile and request.strategy
+        else "none",
+        "--set": shown_settings(request.settings) or "none",
+        "--max_restarts": request.faults.max_restarts,
+        "--min_nodes": request.faults.min_nodes or len(node.addresses),
+        "--direct_ranks": request.direct_ranks,
+        "--strict": request.strict,
+        "the kind of device": "GPU" if node.devices else "CPU",
+        "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
+        "the fleet_train version": machine.versions["fleet_train"],
+        "the Paddle version": machine.versions["paddle"],
+    }
+    # They are sent as JSON: a tuple would come back as a list and differ from itself.
+    assert all(isinstance(value, (str, int)) for value in facts.values()), facts
+    return facts
 
 
 def check_faults(faults: FaultPolicy, node: Node) -> None:

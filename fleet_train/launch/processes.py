@@ -1,6 +1,7 @@
 """The processes that this package starts and ends: ranks, subjects of a selftest; with features of the Linux kernel.
 
 A `Process` runs in a session of its own, so that Ctrl-C reaches only its parent; the kernel ends it with its parent.
+`stopping_signals` is how a launcher gets signals: a graceful stop while ranks run, an immediate end otherwise.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.errors import ClusterError, Preempted
 from fleet_train.launch.report import signal_name
-
-GRACE_SECONDS = 3.0
-"""After SIGTERM, for a process that has to end; then SIGKILL. A graceful stop has another bound, its sender's."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_WORD_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")  # Linux: MAX_ARG_STRLEN, with the zero byte at its end
-_POLL_SECONDS = 0.02
-_KILL_SECONDS = 3.0
+_TAIL_BYTES = 64 * 1024
 _GUARD = """
 import os, signal, sys
 groups = []
@@ -162,11 +161,11 @@ def stop(processes: Iterable[Process], goes_on: Callable[[], bool] | None = None
     running = [each for each in processes if not each.has_ended]
     for each in running:
         each.ask_to_stop()
-    _await(running, GRACE_SECONDS, goes_on)
+    _await(running, timeouts.STOP_GRACE_SECONDS, goes_on)
     for each in running:
         if not each.has_ended:
             each.kill_group()
-    _await(running, _KILL_SECONDS)
+    _await(running, timeouts.KILL_SECONDS)
     for each in running:
         each.give_up()
 
@@ -175,14 +174,14 @@ def _await(processes: Sequence[Process], seconds: float, goes_on: Callable[[], b
     deadline = time.monotonic() + seconds
     while not all(each.has_ended for each in processes) and time.monotonic() < deadline:
         if goes_on is None:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.PROCESS_POLL_SECONDS)
         elif not goes_on():
             return
 
 
 def kill_descendants() -> None:
     """SIGKILL for every descendant of ours, until there is none. Ours are reaped: their status is lost."""
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + timeouts.KILL_SECONDS
     while (descendants := _descendants()) and time.monotonic() < deadline:
         for pid in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -190,13 +189,24 @@ def kill_descendants() -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        time.sleep(_POLL_SECONDS)
+        time.sleep(timeouts.PROCESS_POLL_SECONDS)
 
 
 def _descendants() -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def end_of(log: Path) -> str:
+    """The end of a process's output; empty if there is nothing to read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 class Guard:
@@ -242,9 +252,6 @@ def _too_much(command: Sequence[str], environ: Mapping[str, str]) -> str:
         f"quarter of the stack's limit, ulimit -s) and {_LONGEST_WORD_BYTES} in one word; make the environment "
         "smaller, or write the arguments into a file that the script reads"
     )
-
-
-# Signals to a launcher: a graceful stop while ranks run, an immediate end otherwise.
 
 
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)

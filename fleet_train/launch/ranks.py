@@ -11,23 +11,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fleet_train import timeouts
 from fleet_train.files import hold, holder, open_new, publish
 from fleet_train.launch.node import Node
-from fleet_train.launch.processes import Guard, Process, kill_descendants, stop, why_not_started
-from fleet_train.launch.rendezvous.round import Say
+from fleet_train.launch.processes import Guard, Process, end_of, kill_descendants, stop, why_not_started
 from fleet_train.launch.report import WorkerResult, last_lines
 from fleet_train.launch.terminal import without_startup_lines
-from fleet_train.launch.watching import end_of
+from fleet_train.log import logger
 
-# A signal to all processes of a job reaches a rank and its launcher in any order.
-_SIGNAL_RACE_SECONDS = 0.05
-# At the end, for records that are being written; the disk may not answer.
-_RECORD_SECONDS = 2.0
 # Of this process: requested folder -> assigned folder, and its lock.
 _taken: dict[Path, tuple[Path, BinaryIO | None]] = {}
 
 
-def take_log_dir(wanted: Path, say: Say) -> Path:
+def take_log_dir(wanted: Path) -> Path:
     """The folder for this launcher's logs, in all attempts: ``wanted``, or one next to it if another job uses it.
 
     Creates it. Raises OSError if it is not writable.
@@ -42,7 +38,7 @@ def take_log_dir(wanted: Path, say: Say) -> Path:
         except BlockingIOError:
             continue
         if number > 1:
-            say(
+            logger.warning(
                 f"{wanted} is in use by another job ({holder(wanted)}); the logs of this one go to {folder} (--log_dir)"
             )
         _taken[wanted] = folder, held
@@ -84,7 +80,7 @@ class RankProcess(Process):
         """No process of a failed rank stays; those of a rank that succeeded may (a server, on purpose)."""
         status, at = self._waited()
         if status and not self.asked_to_stop:
-            time.sleep(_SIGNAL_RACE_SECONDS)
+            time.sleep(timeouts.SIGNAL_RACE_SECONDS)
         if status or self.asked_to_stop:
             self.kill_group()
         self._set_ended(status, at)
@@ -102,20 +98,19 @@ class RankProcess(Process):
 
 
 class Ranks:
-    """The logs and end records are in ``log_dir``; ``say`` gets the first problem with writing them.
+    """The logs and end records are in ``log_dir``; the first problem with writing them is reported.
 
     ``verbose``: last lines include Paddle's start-up lines.
     """
 
-    def __init__(self, node: Node, log_dir: Path, say: Say, attempt: int = 0, verbose: bool = False) -> None:
+    def __init__(self, node: Node, log_dir: Path, attempt: int = 0, verbose: bool = False) -> None:
         self.node = node
         self.log_dir = log_dir
-        self._say = say
         self._attempt = attempt
         self._verbose = verbose
         self._started: list[RankProcess] = []
         self._guard: Guard | None = None
-        self._said = threading.Lock()
+        self._reported = threading.Lock()
 
     def prepare(self) -> None:
         """Create the folder; remove an earlier job's files, keep the logs of this job's earlier attempts."""
@@ -150,7 +145,7 @@ class Ranks:
             log: BinaryIO = open_new(self.log_file(local))
             return log
         except OSError as error:
-            self._say_once(f"{self.log_file(local)} cannot be written: {error.strerror}")
+            self._report_once(f"{self.log_file(local)} cannot be written: {error.strerror}")
             return open(os.devnull, "wb")
 
     def _writer(self, local: int) -> Callable[[dict[str, Any]], None]:
@@ -161,13 +156,13 @@ class Ranks:
             try:
                 publish(path, json.dumps(of_rank | record).encode(), f"{path.name}.tmp")
             except OSError as error:
-                self._say_once(f"{path} cannot be written: {error.strerror}")
+                self._report_once(f"{path} cannot be written: {error.strerror}")
 
         return write
 
-    def _say_once(self, trouble: str) -> None:
-        if self._said.acquire(blocking=False):
-            self._say(f"{trouble}; the job continues, logs are incomplete")
+    def _report_once(self, trouble: str) -> None:
+        if self._reported.acquire(blocking=False):
+            logger.warning(f"{trouble}; the job continues, logs are incomplete")
 
     def running(self) -> int:
         return sum(not rank.has_ended for rank in self._started)
@@ -212,7 +207,7 @@ class Ranks:
         """No rank runs afterwards. Processes that a rank left running, and which succeeded, continue."""
         if self.running():
             self.stop()
-        deadline = time.monotonic() + _RECORD_SECONDS
+        deadline = time.monotonic() + timeouts.END_RECORD_SECONDS
         for rank in self._started:
             rank.await_record(max(0.0, deadline - time.monotonic()))
             rank.wait(0.0)

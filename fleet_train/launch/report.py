@@ -1,4 +1,4 @@
-"""How ranks ended, and which of them was the root cause. Pure data and decisions.
+"""How ranks ended, which of them was the root cause, and the failure report, a failed job's last output. Pure.
 
 The ranks' reports to the store (``FailureReport``) say more than the order in which processes end: a rank that has
 raised may take long to exit, and one that others report as missing may never exit by itself, or has ended with 0.
@@ -134,16 +134,16 @@ def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
 
 def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
     """The results with the report about each rank, its own one first; and reported ranks that have no result."""
-    found = {end.rank: end for end in ends}
-    told: dict[int, FailureReport] = {}
+    results = {end.rank: end for end in ends}
+    report_of: dict[int, FailureReport] = {}
     for report in reports:
-        earlier = told.setdefault(report.rank, report)
+        earlier = report_of.setdefault(report.rank, report)
         if report.is_own and not earlier.is_own:
-            told[report.rank] = report.at(min(earlier.seconds, report.seconds))
-    for rank, report in told.items():
+            report_of[report.rank] = report.at(min(earlier.seconds, report.seconds))
+    for rank, report in report_of.items():
         if 0 <= rank < node.world_size:
-            found[rank] = replace(found.get(rank) or _not_ended(rank, report, node), report=report)
-    return [found[rank] for rank in sorted(found)]
+            results[rank] = replace(results.get(rank) or _not_ended(rank, report, node), report=report)
+    return [results[rank] for rank in sorted(results)]
 
 
 def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
@@ -155,11 +155,8 @@ def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
 def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
     """The last non-empty lines; of a progress bar only its last state, of a very long line its beginning."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    told = [line for line in lines if line]
-    return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in told[-count:])
-
-
-# The failure report: the last output of a failed job. Text in, text out.
+    shown = [line for line in lines if line]
+    return tuple(line if len(line) <= width else line[: width - 3] + "..." for line in shown[-count:])
 
 
 _ROWS_FOR_FOLLOWERS = 8
@@ -188,9 +185,9 @@ def headline(root_cause: WorkerResult) -> str:
 
 def _last_lines(root_cause: WorkerResult) -> str:
     host = root_cause.endpoint.rpartition(":")[0]
-    told = root_cause.report.traceback if root_cause.report else ()
-    if told and told[-1] not in root_cause.last_lines:  # much was printed since, or the log is unavailable
-        lines = "\n".join(f"  | {line}" for line in told)
+    traceback = root_cause.report.traceback if root_cause.report else ()
+    if traceback and traceback[-1] not in root_cause.last_lines:  # much was printed since, or the log is unavailable
+        lines = "\n".join(f"  | {line}" for line in traceback)
         return f"rank {root_cause.rank} reported ({host}:{root_cause.log_file}):\n{lines}"
     if not root_cause.last_lines:
         return f"rank {root_cause.rank} wrote nothing to its log ({host}:{root_cause.log_file})"
@@ -226,10 +223,10 @@ def counted(number: int, noun: str) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, span)) for span in found)
+            runs.append([number])
+    return ", ".join("-".join(map(str, span)) for span in runs)

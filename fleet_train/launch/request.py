@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleet_train import timeouts
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, is_number, refuse_repeated
 from fleet_train.cluster.store.members import FAN_IN
 from fleet_train.errors import ClusterError
@@ -20,11 +21,11 @@ class FaultPolicy:
     max_restarts: int = 0
     min_nodes: int | None = None
     """Continue with at least this many nodes if others do not come back. None: all nodes are needed."""
-    rejoin_timeout_seconds: float = 300.0
+    rejoin_timeout_seconds: float = timeouts.REJOIN_SECONDS
     """How long to wait for a lost node, or for the launcher of node 0, before continuing or giving up."""
-    lost_node_timeout_seconds: float = 20.0
+    lost_node_timeout_seconds: float = timeouts.LOST_NODE_SECONDS
     """A node whose launcher has sent no heartbeat for this long is lost."""
-    grace_seconds: float = 30.0
+    grace_seconds: float = timeouts.GRACEFUL_STOP_SECONDS
     """How long ranks may take to save their state after SIGTERM."""
 
     def in_words(self, node_num: int) -> str:

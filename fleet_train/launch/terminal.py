@@ -2,6 +2,10 @@
 
 A terminal under Ctrl-S, a pipe whose reader hangs or has closed (``| head``), and a full disk behind ``> file`` must
 not delay the detection of a failure or a signal. The job continues, and its exit code is unaffected.
+
+Of rank 0's output, which a `Follower` shows, Paddle's own start-up lines are hidden; the rank's log has them all. They
+are known word for word, or by Paddle's source file and level: lines of the script, of this package, of other
+libraries, and errors pass. docs/launching.md lists the hidden ones.
 """
 
 from __future__ import annotations
@@ -14,18 +18,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TextIO
 
+from fleet_train import timeouts
 from fleet_train.errors import printable
+from fleet_train.log import StderrHandler, logger
 
 _MOST_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 12
-# One screen shows both streams: later lines of one wait for earlier lines of the other, unless that is stuck.
-_ORDER_SECONDS = 0.5
-# At the end: how long to wait for a reader that does not read, and for one that reads slowly.
-_STUCK_SECONDS = 2.0
-_SLOW_SECONDS = 10.0
 
 
 class Outlet:
@@ -72,7 +75,7 @@ class Outlet:
 
     def drain(self) -> bool:
         """Wait until everything is written; False if the reader does not read, or is too slow."""
-        deadline = time.monotonic() + _SLOW_SECONDS
+        deadline = time.monotonic() + timeouts.TERMINAL_SLOW_SECONDS
         with self._moved:
             while self._waiting and time.monotonic() < deadline:
                 if not self._goes_on():
@@ -81,7 +84,9 @@ class Outlet:
 
     def _goes_on(self) -> bool:
         before = self._written_bytes
-        return self._moved.wait_for(lambda: self._written_bytes > before or not self._waiting, _STUCK_SECONDS)
+        return self._moved.wait_for(
+            lambda: self._written_bytes > before or not self._waiting, timeouts.TERMINAL_STUCK_SECONDS
+        )
 
     def _start(self) -> None:
         if self._thread is None:
@@ -118,7 +123,7 @@ class Outlet:
     def _await(self, position: int) -> None:
         """For the other stream's thread: wait until earlier output of this one is written, unless this is stuck."""
         if not self._is_stuck:
-            self._is_stuck = not self._moved.wait_for(lambda: self._done >= position, _ORDER_SECONDS)
+            self._is_stuck = not self._moved.wait_for(lambda: self._done >= position, timeouts.TERMINAL_ORDER_SECONDS)
 
     def _write(self, text: bytes) -> bool:
         """Whether all of it was written; waits as long as it takes."""
@@ -149,6 +154,26 @@ out = Outlet(sys.__stdout__, _moved)
 _err = Outlet(sys.__stderr__, _moved)
 
 
+class _Messages(StderrHandler):
+    """The package's messages, on this terminal."""
+
+    def write(self, line: str) -> None:
+        _err.put(f"{line}\n".encode(errors="replace"), after=out)
+
+
+@contextlib.contextmanager
+def messages_in_order() -> Iterator[None]:
+    """The package's messages appear in order with the ranks' output; everything is written at the block's end."""
+    before = logger.handlers
+    logger.handlers = [_Messages() if isinstance(handler, StderrHandler) else handler for handler in before]
+    try:
+        yield
+    finally:
+        logger.handlers = before
+        for outlet in (out, _err):
+            outlet.drain()
+
+
 @contextlib.contextmanager
 def beside_stdout() -> Iterator[None]:
     """Ranks' output goes to stderr meanwhile: stdout is for the caller's output."""
@@ -156,7 +181,7 @@ def beside_stdout() -> Iterator[None]:
     try:
         yield
     finally:
-        finish()
+        out.drain()
         out.write_to(sys.__stdout__)
 
 
@@ -165,26 +190,67 @@ def show(text: bytes) -> None:
     out.put(text, after=_err)
 
 
-def say(text: str) -> None:
-    """A line of the launcher's own."""
-    tell(f"fleet_train: {text}")
-
-
-def tell(text: str) -> None:
+def show_lines(text: str) -> None:
     """The lines of a report. Names and lines of logs come from other machines: they cannot control this terminal."""
     _err.put(f"{printable(text)}\n".encode(errors="replace"), after=out)
 
 
-def finish() -> None:
-    """At the end: wait a few seconds until the output is written."""
-    for outlet in (out, _err):
-        outlet.drain()
+class Follower:
+    """Shows a growing file on the terminal, byte for byte, so that progress bars work; except what ``passing`` holds
+    back (None: nothing).
 
+    The file is the buffer for a slow reader: what does not fit now is read later.
+    """
 
-# Paddle's own start-up lines in a rank's output, which the terminal does not show; the rank's log has them all.
-#
-# Lines are hidden if they are known word for word, or by Paddle's source file and level: lines of the script, of this
-# package, of other libraries, and errors pass. docs/launching.md lists the hidden ones.
+    def __init__(
+        self,
+        path: Path,
+        outlet: Outlet = out,
+        write: Callable[[bytes], None] = show,
+        passing: StartupLines | None = None,
+    ) -> None:
+        self._path = path
+        self._outlet = outlet
+        self._write = write
+        self._passing = passing
+        self._file: BinaryIO | None = None
+        self._last = b"\n"
+
+    def pump(self) -> None:
+        if self._file is None:
+            try:
+                self._file = self._path.open("rb")
+            except OSError:
+                return
+        came = False
+        while self._outlet.has_room() and (chunk := self._file.read(1 << 16)):
+            self._show(chunk if self._passing is None else self._passing.feed(chunk))
+            came = True
+        if not came and self._outlet.has_room():
+            self._show_rest()
+
+    def _show_rest(self) -> None:
+        if self._passing is not None:
+            self._show(self._passing.rest())
+
+    def _show(self, text: bytes) -> None:
+        if text:
+            self._write(text)
+            self._last = text
+
+    def close(self) -> None:
+        """Show the rest and end the line, so that later output does not continue a progress bar.
+
+        Bounded: output that is not read within seconds is counted and dropped.
+        """
+        self.pump()
+        while not self._outlet.has_room() and self._outlet.drain():
+            self.pump()
+        self._show_rest()
+        self._show(b"" if self._last.endswith(b"\n") else b"\n")
+        if self._file is not None:
+            self._outlet.leave_out(sum(chunk.count(b"\n") for chunk in iter(partial(self._file.read, 1 << 20), b"")))
+            self._file.close()
 
 
 # INFO of Paddle's C++ code about its executor, its stores and its devices, and the two warnings that every run has.

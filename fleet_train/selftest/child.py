@@ -15,9 +15,8 @@ from fleet_train.cluster.environment import rank_variables
 from fleet_train.files import open_new, write_new
 from fleet_train.launch.node import appended
 from fleet_train.launch.prepare import import_path_for_ranks
-from fleet_train.launch.processes import Process
+from fleet_train.launch.processes import Process, end_of
 from fleet_train.launch.report import last_lines
-from fleet_train.launch.watching import end_of
 
 SUBJECT = "fleet_train.selftest.subject"
 _LAST_LINES = 8

@@ -27,7 +27,7 @@ from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
 from fleet_train.errors import ClusterError, WorkerFailed, printable
-from fleet_train.launch.agent import run
+from fleet_train.launch.launcher import run
 from fleet_train.launch.node import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest

@@ -1,4 +1,8 @@
-"""Whether this process is a rank, and its state: spawning from a rank is an error, of two kinds."""
+"""What a spawn needs before its ranks start: not to be a rank itself, and a store where they meet.
+
+The store is on this machine's loopback address, on a port chosen by the kernel, with a separate secret, so that two
+concurrent spawns cannot interfere. Spawning from a rank is an error, of two kinds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 
+from fleet_train import timeouts
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient
@@ -59,13 +64,8 @@ def _caller() -> tuple[str, str]:
     return str(frame.f_globals.get("__name__", "?")), f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-# The rendezvous store of one spawn: on this machine's loopback address, on a port chosen by the kernel, with a
-# separate secret, so that two concurrent spawns cannot interfere.
-
-
 HOST = "127.0.0.1"
 _ROUND = "0"
-_ANSWER_SECONDS = 5.0
 
 
 class SpawnStore:
@@ -79,7 +79,12 @@ class SpawnStore:
         try:
             self._server.open_root(_ROUND)
             self._client = StoreClient.connect(
-                self.endpoint, 0, group="spawn", timeout_seconds=_ANSWER_SECONDS, watched=False, access=access
+                self.endpoint,
+                0,
+                group="spawn",
+                timeout_seconds=timeouts.SPAWN_ANSWER_SECONDS,
+                watched=False,
+                access=access,
             )
             self._zero = self._client.clock()
         except BaseException:
@@ -96,14 +101,14 @@ class SpawnStore:
 
     def reports(self) -> list[FailureReport]:
         """The ranks' reports so far, in seconds since the store was created; anything else is skipped."""
-        found = []
+        reports = []
         with contextlib.suppress(FleetTrainError):
-            for told, at in self._client.failures():
+            for data, at in self._client.failures():
                 with contextlib.suppress(TypeError, KeyError):
-                    found.append(FailureReport.from_json(told).at(at - self._zero))
-        return found
+                    reports.append(FailureReport.from_json(data).at(at - self._zero))
+        return reports
 
-    def tell_ended(self, rank: int) -> None:
+    def report_ended(self, rank: int) -> None:
         """Report that the others need not wait for this rank: its call has returned."""
         with contextlib.suppress(FleetTrainError):
             self._client.ended("rank", rank)

@@ -2,7 +2,7 @@
 
     python -m fleet_train.spawning.rank_main GREETING ANSWER PARENT_PID
 
-The first two are descriptors of files of `channel`.
+The first two are descriptors of files of `shipping`.
 
 Of the parent's script only what the function itself needs is imported or run here.
 """
@@ -13,9 +13,14 @@ import os
 import signal
 import sys
 import traceback
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fleet_train.launch.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from fleet_train.cluster.cluster import Rank
+    from fleet_train.cluster.store.reports import FailureReport
 
 
 def main(greeting: int, answer: int, parent: int) -> int:
@@ -24,12 +29,12 @@ def main(greeting: int, answer: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     os.set_inheritable(answer, False)
-    from fleet_train.spawning import shipping as channel
+    from fleet_train.spawning import shipping
 
-    told = channel.read(greeting)
+    message = shipping.read(greeting)
     os.close(greeting)
-    assert told is not None
-    header, body = told
+    assert message is not None
+    header, body = message
     return _Rank(answer, header).run(body)
 
 
@@ -59,9 +64,9 @@ class _Rank:
         return 0
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        from fleet_train.spawning import shipping as channel
+        from fleet_train.spawning import shipping
 
-        channel.write(self._answer, header, body)
+        shipping.write(self._answer, header, body)
 
     def _unpacked(self, body: bytes) -> Any:
         from fleet_train.spawning import environment, shipping
@@ -76,55 +81,47 @@ class _Rank:
             environment.finding("")
 
     def _exited(self, end: SystemExit) -> int:
-        from fleet_train.cluster.store.reports import exit_status
+        from fleet_train.cluster.store.reports import exit_status, report_of_exit
         from fleet_train.spawning import shipping
 
         if exit_status(end.code) == 0:
             self._send({"kind": "result"}, shipping.ship_result(None, self._train))
             return 0
-        from fleet_train.cluster.cluster import Rank
-        from fleet_train.cluster.store.reports import report_of_exit
-
-        report = report_of_exit(end.code, Rank(self._index, "", 0, 0, self._index), f"rank {self._index}")
+        report = report_of_exit(end.code, self._rank(), f"rank {self._index}")
         assert report is not None
-        how = f"sys.exit({end.code!r})"
-        self._send(
-            {
-                "kind": "failed",
-                "message": how,
-                "exit_code": report.exit_code,
-                "reports": [report.to_json()],
-                "traceback": _told(end, end),
-            }
-        )
-        return report.exit_code
+        traceback_text = _traceback_text(end, end)
+        return self._send_failure("failed", f"sys.exit({end.code!r})", report.exit_code, [report], traceback_text)
 
     def _failed(self, error: BaseException) -> int:
-        from fleet_train.cluster.cluster import Rank
         from fleet_train.cluster.store.reports import reports_of
         from fleet_train.errors import FleetTrainError, Preempted
         from fleet_train.spawning.environment import CalledWhileImported
 
-        cause = _cause_told_to_the_others(error)
+        cause = _cause_reported(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
-        this = Rank(self._index, "", 0, 0, self._index)
-        is_preempted = isinstance(cause, Preempted)
-        reports = [] if is_preempted else reports_of(cause, this, f"rank {self._index}", "stopped with {kind}")
         sys.stdout.flush()
-        is_unguarded = isinstance(cause, CalledWhileImported)
-        self._send(
-            {
-                "kind": "unguarded" if is_unguarded else "preempted" if is_preempted else "failed",
-                "message": str(cause) if is_unguarded or is_preempted else f"{type(cause).__name__}: {cause}",
-                "exit_code": code,
-                "reports": [report.to_json() for report in reports],
-                "traceback": _told(error, cause),
-            }
-        )
-        return code
+        if isinstance(cause, Preempted):
+            return self._send_failure("preempted", str(cause), code, [], _traceback_text(error, cause))
+        kind, message = "failed", f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, CalledWhileImported):
+            kind, message = "unguarded", str(cause)
+        reports = reports_of(cause, self._rank(), f"rank {self._index}", "stopped with {kind}")
+        return self._send_failure(kind, message, code, reports, _traceback_text(error, cause))
+
+    def _rank(self) -> Rank:
+        from fleet_train.cluster.cluster import Rank
+
+        return Rank(self._index, "", 0, 0, self._index)
+
+    def _send_failure(
+        self, kind: str, message: str, exit_code: int, reports: Sequence[FailureReport], traceback_text: str
+    ) -> int:
+        header = {"kind": kind, "message": message, "exit_code": exit_code, "traceback": traceback_text}
+        self._send({**header, "reports": [report.to_json() for report in reports]})
+        return exit_code
 
 
-def _cause_told_to_the_others(error: BaseException) -> BaseException:
+def _cause_reported(error: BaseException) -> BaseException:
     """The actual cause of this rank's end; reported to the others now, not when the process ends."""
     if "fleet_train.convert.process" not in sys.modules:  # it has never joined a job
         return error
@@ -140,7 +137,7 @@ def _offer(profile: Any) -> None:
     session.offer(profile)
 
 
-def _told(error: BaseException, cause: BaseException) -> str:
+def _traceback_text(error: BaseException, cause: BaseException) -> str:
     """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line.
 
     Empty if it would only show our own code.

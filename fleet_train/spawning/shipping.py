@@ -1,4 +1,7 @@
-"""Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled."""
+"""Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled.
+
+A parent and a rank's process write to each other once, a JSON header and a body, in a file in memory (`create`).
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,18 @@ def unship(body: bytes) -> Any:
 
 def sources() -> dict[str, list[str]]:
     """Source lines that are in no file (a notebook's cells, a prompt), for tracebacks in other processes."""
-    found: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     left = _MOST_SOURCE_LINES
     for name, entry in reversed(linecache.cache.items()):
         if len(entry) == 4 and not os.path.exists(name) and len(entry[2]) <= left:
-            found[name] = list(entry[2])
+            lines_of[name] = list(entry[2])
             left -= len(entry[2])
-    return found
+    return lines_of
 
 
-def take_sources(found: dict[str, list[str]]) -> None:
+def take_sources(lines_of: dict[str, list[str]]) -> None:
     """Register the lines of `sources` in this process."""
-    for name, lines in found.items():
+    for name, lines in lines_of.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
@@ -133,8 +136,8 @@ def _captured(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(function))
     variables = inspect.getclosurevars(function)
     name = name_of(function)
-    for kind, found in (("captures", variables.nonlocals), ("uses as a global", variables.globals)):
-        for variable, value in found.items():
+    for kind, captured in (("captures", variables.nonlocals), ("uses as a global", variables.globals)):
+        for variable, value in captured.items():
             yield from _captured(value, seen)
             yield f"{variable!r}, which {name} {kind},"[: 2 * _LONGEST_SHOWN], value
     for index, value in enumerate(function.__defaults__ or ()):
@@ -156,9 +159,6 @@ def _broken_parts(result: Any) -> Iterator[tuple[str, Any]]:
     else:
         members = []
     yield from ((f"{what} is {shown(value)}", value) for what, value in members if _why_not(value) is not None)
-
-
-# What a parent and a rank's process tell each other, once each: a JSON header and a body, in a file in memory.
 
 
 _SIZES = struct.Struct("!QQ")  # bytes of the header, bytes of the body; written last

@@ -18,7 +18,6 @@ from fleet_train.launch.node import (
     LaunchEnvironment,
     Machine,
     Node,
-    Wanted,
     build_environment,
     look_around,
     variables_of_rank,
@@ -26,10 +25,8 @@ from fleet_train.launch.node import (
 from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
 from fleet_train.launch.ranks import log_name
 from fleet_train.spawning import environment, shipping
-from fleet_train.spawning import shipping as channel
 from fleet_train.spawning.environment import HOST, SpawnStore
-from fleet_train.spawning.rank_process import RankProcess
-from fleet_train.spawning.ranks import Ranks, interrupts_held, results, show
+from fleet_train.spawning.ranks import RankProcess, Ranks, interrupts_held, results, show
 from fleet_train.spawning.shipping import name_of, shown
 
 
@@ -60,26 +57,33 @@ def spawn(
     timeout_seconds = check_seconds("join_timeout_seconds", join_timeout_seconds)
     logs = _log_dir(log_dir)
     profile = profile_of(strategy)
-    wanted = _wanted(profile, machine, timeout_seconds)
+    check_paddle(machine, profile)
     body = shipping.ship(train, arguments, profile)
     with ExitStack() as stack:
         store = SpawnStore(nprocs)
         stack.callback(store.close)
         # The ranks' own ports are only names: the store alone listens, on the one after them.
         node = Node((HOST,), 0, store.port - nprocs, nprocs, devices, "lo")
-        base = build_environment(node, machine, wanted, os.environ)
+        base = build_environment(
+            node,
+            machine,
+            os.environ,
+            profile=profile.worker_environment() if profile else {},
+            join_timeout_seconds=timeout_seconds,
+            import_path=import_path_for_ranks(),
+        )
         _say_kept(base)
-        greeting = channel.create()
+        greeting = shipping.create()
         stack.callback(os.close, greeting)
-        channel.write(greeting, _greeting(train), body)
+        shipping.write(greeting, _greeting(train), body)
         ranks = Ranks(store, show)
         try:
             _start(ranks, environs(base, node, store, os.environ), greeting, logs)
             ranks.wait()
         finally:
             outcomes = ranks.end()
-        found = results(outcomes, ranks.reports, node, "" if logs is None else str(logs))
-    return [shipping.unship(result) for result in found]
+        returned = results(outcomes, ranks.reports, node, "" if logs is None else str(logs))
+    return [shipping.unship(result) for result in returned]
 
 
 def environs(
@@ -125,18 +129,6 @@ def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _wanted(profile: Any, machine: Machine, timeout_seconds: float) -> Wanted:
-    """The settings of the ranks' environment."""
-    check_paddle(machine, profile)
-    return Wanted(
-        profile.worker_environment() if profile else {},
-        None,
-        timeout_seconds,
-        import_path_for_ranks(),
-        hidden=frozenset(profile.environment) if profile else frozenset(),
-    )
-
-
 def _log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     if log_dir is None:
         return None
@@ -150,9 +142,6 @@ def _say_kept(base: LaunchEnvironment) -> None:
     if base.kept:
         names = ", ".join(base.kept)
         show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
-
-
-# Mistakes in a call of ``spawn`` that can be found before a process starts.
 
 
 _MOST_RANKS = 1024
@@ -221,9 +210,6 @@ def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1_000_000:
         raise ClusterError(f"{name}={value!r} is not a number of seconds above 0, up to 1000000")
     return float(value)
-
-
-# Converts a user's strategy, in any of its forms, to its profile.
 
 
 def profile_of(strategy: Any) -> Any:

@@ -102,7 +102,7 @@ def knobs() -> tuple[str, int, str]:
 
 
 def test_a_rank_whose_call_has_returned_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.spawning.ranks._EXIT_SECONDS", 0.2)
+    monkeypatch.setattr("fleet_train.timeouts.SPAWN_EXIT_SECONDS", 0.2)
 
     def lingers() -> int:
         threading.Thread(target=time.sleep, args=(120,)).start()

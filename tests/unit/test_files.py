@@ -54,7 +54,7 @@ def _ported(folder: Path) -> None:
 
 
 def _end_of_a_rank(folder: Path) -> None:
-    ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder, print)
+    ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder)
     ranks.start([sys.executable, "-c", ""], [{}])
     ranks.close()
 

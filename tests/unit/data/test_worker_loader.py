@@ -29,7 +29,7 @@ from fleet_train.data import (
 )
 from fleet_train.data.workers import SlotPool, batches_ahead
 from fleet_train.errors import DataError, DataWorkersLost
-from fleet_train.launch.rendezvous.coordinator import FAILS_AGAIN
+from fleet_train.launch.coordinator import FAILS_AGAIN
 from tests.support.images import write_image_folder
 from tests.support.processes import clean_environ
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.launch.rendezvous.election import (
+from fleet_train.launch.election import (
     Heard,
     State,
     Status,

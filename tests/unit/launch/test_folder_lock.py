@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ _OTHER_JOB = """
 import os, sys
 from pathlib import Path
 from fleet_train.launch.ranks import take_log_dir
-print(take_log_dir(Path(sys.argv[1]), print), os.getpid(), flush=True)
+print(take_log_dir(Path(sys.argv[1])), os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -30,8 +29,7 @@ def as_a_new_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             held.close()  # type: ignore[attr-defined]
 
 
-def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: Path, messages: list[str]) -> None:
     other = subprocess.Popen(
         python("-c", _OTHER_JOB, str(tmp_path / "log")),
         env=clean_environ(),
@@ -44,17 +42,17 @@ def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: 
     try:
         assert folder == str(tmp_path / "log")
         for _ in range(2):  # as every attempt asks
-            assert ranks.take_log_dir(tmp_path / "log", said.append) == tmp_path / "log.2"
-        assert len(said) == 1
-        assert said[0].startswith(f"{tmp_path}/log is in use by another job (process {pid} of ")
-        assert said[0].endswith(f"); the logs of this one go to {tmp_path}/log.2 (--log_dir)")
+            assert ranks.take_log_dir(tmp_path / "log") == tmp_path / "log.2"
+        assert len(messages) == 1
+        assert messages[0].startswith(f"{tmp_path}/log is in use by another job (process {pid} of ")
+        assert messages[0].endswith(f"); the logs of this one go to {tmp_path}/log.2 (--log_dir)")
         assert (tmp_path / "log.2").is_dir()
     finally:
         other.kill()
         other.communicate()
     ranks._taken.clear()
-    assert ranks.take_log_dir(tmp_path / "log", said.append) == tmp_path / "log"
-    assert len(said) == 1
+    assert ranks.take_log_dir(tmp_path / "log") == tmp_path / "log"
+    assert len(messages) == 1
 
 
 def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +60,7 @@ def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatc
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fleet_train.files.fcntl, "flock", has_none)
-    assert ranks.take_log_dir(tmp_path / "log", sys.exit) == tmp_path / "log"
+    assert ranks.take_log_dir(tmp_path / "log") == tmp_path / "log"
     assert (tmp_path / "log").is_dir()
 
 
@@ -71,5 +69,5 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match=r"symbolic links: .*\.lock"):
-        ranks.take_log_dir(tmp_path / "log", sys.exit)
+        ranks.take_log_dir(tmp_path / "log")
     assert (tmp_path / "precious").read_text() == "mine"

@@ -56,7 +56,7 @@ class World:
             raise WorkerFailed("vanished")
         return self.word, self.reports
 
-    def tell_finished(self, rank: int) -> None:
+    def report_finished(self, rank: int) -> None:
         self.finished.append(rank)
 
 
@@ -109,7 +109,7 @@ def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
     monitor = monitored(world)
     assert look_at(world, monitor, 1.0) is None
     world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
-    assert look_at(world, monitor, 1.4) == Verdict(Cause.TOLD, world.word)
+    assert look_at(world, monitor, 1.4) == Verdict(Cause.REPORTED, world.word)
     world.word = None
     assert look_at(world, monitor, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
 
@@ -178,7 +178,7 @@ def test_ranks_that_live_and_cannot_communicate_are_no_root_cause() -> None:
     world.ended[0] = end(0, 1.2, code=11)
     world.ended[1] = end(1, 1.3, killed=15, asked=True)
     assert look_at(world, monitor, 2.9) is None
-    assert look_at(world, monitor, 3.1) == Verdict(Cause.TOLD, {"message": LINK.message, **OF_NO_RANK})
+    assert look_at(world, monitor, 3.1) == Verdict(Cause.REPORTED, {"message": LINK.message, **OF_NO_RANK})
 
 
 def test_a_rank_that_failed_by_itself_is_the_root_cause_of_broken_links() -> None:
@@ -205,9 +205,9 @@ def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() ->
         monitor = monitored(world)
         assert judged(world, monitor, 1.0) is None
         assert judged(world, monitor, 0.9 + patience) is None
-        assert judged(world, monitor, 1.1 + patience) == (Cause.TOLD, 2)
+        assert judged(world, monitor, 1.1 + patience) == (Cause.REPORTED, 2)
         world.word = {"message": "rank 2 failed first: exit code 1", "exit_code": 1, "node": 1}
-        assert look_at(world, monitored(world), 2.0) == Verdict(Cause.TOLD, world.word)
+        assert look_at(world, monitored(world), 2.0) == Verdict(Cause.REPORTED, world.word)
 
 
 def test_a_node_that_misses_a_rank_that_was_stopped_waits_for_that_stop() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.errors import ClusterError
 from fleet_train.launch import processes
 from fleet_train.launch.node import Node
-from fleet_train.launch.processes import GRACE_SECONDS, Process, why_not_started
+from fleet_train.launch.processes import Process, why_not_started
 from fleet_train.launch.ranks import RankProcess, Ranks
 from tests.support.processes import clean_environ, python
 
@@ -32,7 +33,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def start(code: str, *arguments: str) -> Ranks:
         (tmp_path / "script.py").write_text(code)
-        ranks = Ranks(NODE, tmp_path / "logs", print)
+        ranks = Ranks(NODE, tmp_path / "logs")
         every.append(ranks)
         ranks.start(python("-u", str(tmp_path / "script.py"), *arguments), [clean_environ()])
         return ranks
@@ -169,7 +170,7 @@ def test_a_script_that_ignores_the_signal_is_killed_with_its_children(
     ranks.stop()
     end = ended(ranks)
     assert (end.signal_number, end.asked_to_stop) == (signal.SIGKILL, True)
-    assert GRACE_SECONDS - 0.5 < time.monotonic() - began < GRACE_SECONDS + 60
+    assert timeouts.STOP_GRACE_SECONDS - 0.5 < time.monotonic() - began < timeouts.STOP_GRACE_SECONDS + 60
     wait_for(lambda: is_gone(int((tmp_path / "ready").read_text())))
 
 
@@ -195,10 +196,11 @@ def test_what_a_rank_has_started_stays_only_if_it_has_succeeded(
 _LAUNCHER = """
 import sys, time
 from pathlib import Path
+from fleet_train import timeouts
 from fleet_train.launch.node import Node
 from fleet_train.launch.ranks import RankProcess, Ranks
 folder = Path(sys.argv[1])
-ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder, print)
+ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder)
 ranks.start([sys.executable, str(folder / "script.py"), str(folder / "ready")], [{}])
 time.sleep(60)
 """
@@ -217,28 +219,31 @@ def test_ranks_and_their_children_end_with_a_killed_launcher(tmp_path: Path) -> 
     wait_for(lambda: is_gone(rank) and is_gone(child))
 
 
-def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(tmp_path: Path) -> None:
+def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(
+    tmp_path: Path, messages: list[str]
+) -> None:
     (tmp_path / "workerlog.0").mkdir()
     (tmp_path / "workerend.0.json.tmp").mkdir()
-    said: list[str] = []
-    ranks = Ranks(NODE, tmp_path, said.append)
+    ranks = Ranks(NODE, tmp_path)
     ranks.start(python("-c", "print('lost'); raise SystemExit(7)"), [clean_environ()])
     assert ended(ranks).exit_code == 7
     ranks.close()
-    assert said == [f"{tmp_path}/workerlog.0 cannot be written: Is a directory; the job continues, logs are incomplete"]
+    assert messages == [
+        f"{tmp_path}/workerlog.0 cannot be written: Is a directory; the job continues, logs are incomplete"
+    ]
 
 
 def test_files_of_an_earlier_job_are_removed_other_files_stay(tmp_path: Path) -> None:
     for name in ("workerlog.0", "workerend.0.json", "workerlog.7", "notes.txt"):
         (tmp_path / name).touch()
-    Ranks(NODE, tmp_path, print).prepare()
+    Ranks(NODE, tmp_path).prepare()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "workerlog.7"]
 
 
 @pytest.mark.parametrize(("size", "starts"), [(32 * 4096 - 1, True), (32 * 4096, False)])
 def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path, size: int, starts: bool) -> None:
     command = python("-c", "", "x" * size)
-    ranks = Ranks(NODE, tmp_path, print)
+    ranks = Ranks(NODE, tmp_path)
     if starts:
         ranks.start(command, [{}])
         assert ended(ranks).succeeded
@@ -256,8 +261,8 @@ def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path
 
 
 def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(processes, "_KILL_SECONDS", 0.05)
+    monkeypatch.setattr(timeouts, "STOP_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(timeouts, "KILL_SECONDS", 0.05)
     process = Process(python("-c", "import time; time.sleep(60)"), clean_environ(), subprocess.DEVNULL)
     kill_group = process.kill_group
     process.kill_group = lambda: None  # type: ignore[method-assign]

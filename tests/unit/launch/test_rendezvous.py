@@ -17,7 +17,7 @@ from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.round import Rendezvous, refuse_other_launcher
+from fleet_train.launch.rendezvous import Rendezvous, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult
 
 FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
@@ -41,7 +41,7 @@ def server(nodes: list[Node]) -> Iterator[StoreServer]:
 @pytest.fixture
 def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
     assert server.port == nodes[0].store_port
-    opened = [Rendezvous.open(node, 0, 5.0) for node in nodes]
+    opened = [Rendezvous(node, 0, 5.0) for node in nodes]
     yield opened
     for rendezvous in reversed(opened):
         rendezvous.close()
@@ -65,11 +65,8 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def quiet(_: str) -> None: ...
-
-
 def test_nodes_that_agree_start_together(pair: list[Rendezvous]) -> None:
-    assert together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in pair)) == [0, 0]
+    assert together(*(lambda m=m: m.join(FACTS, 0, 5.0) for m in pair)) == [0, 0]
     assert abs(pair[0].start - pair[1].start) < 0.5
     assert pair[0].failure() is None
 
@@ -77,15 +74,15 @@ def test_nodes_that_agree_start_together(pair: list[Rendezvous]) -> None:
 def test_the_highest_proposed_number_counts(pair: list[Rendezvous]) -> None:
     """A launcher of node 0 that was started again does not know how often the job has begun before."""
     joins = (
-        lambda: pair[0].join(FACTS, 0, 5.0, quiet),
-        lambda: pair[1].join(FACTS, 4, 5.0, quiet),
+        lambda: pair[0].join(FACTS, 0, 5.0),
+        lambda: pair[1].join(FACTS, 4, 5.0),
     )
     assert together(*joins) == [4, 4]
 
 
 def test_nodes_that_differ_both_get_the_difference(pair: list[Rendezvous]) -> None:
     other = {**FACTS, "the number of processes per node": 4}
-    first, second = together(lambda: pair[0].join(FACTS, 0, 5.0, quiet), lambda: pair[1].join(other, 0, 5.0, quiet))
+    first, second = together(lambda: pair[0].join(FACTS, 0, 5.0), lambda: pair[1].join(other, 0, 5.0))
     assert isinstance(first, ScheduleMismatch)
     assert isinstance(second, ScheduleMismatch)
     assert "node 1 (127.0.0.2) and node 0 (127.0.0.1) were started differently" in str(first)
@@ -99,12 +96,11 @@ def test_a_fact_that_only_one_side_has_differs(nodes: list[Node]) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_missing_node_is_named(nodes: list[Node]) -> None:
-    said: list[str] = []
-    rendezvous = Rendezvous.open(nodes[0], 0, 1.0)
+def test_a_missing_node_is_named(nodes: list[Node], messages: list[str]) -> None:
+    rendezvous = Rendezvous(nodes[0], 0, 1.0)
     with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not connect within 1.5 s"):
-        rendezvous.join(FACTS, 0, 1.5, said.append)
-    assert said[0].startswith("waiting for node 1 (127.0.0.2)")
+        rendezvous.join(FACTS, 0, 1.5)
+    assert messages[0].startswith("waiting for node 1 (127.0.0.2)")
     rendezvous.close()
 
 
@@ -119,7 +115,7 @@ def test_a_shared_folder_is_noticed_by_the_later_node(pair: list[Rendezvous], tm
 
 
 def test_exits_are_reported_and_a_silent_node_is_named(pair: list[Rendezvous]) -> None:
-    pair[0].tell_results([END])
+    pair[0].report_results([END])
     assert pair[1].results_of_others(2.0) == ([END], [])
     assert pair[0].results_of_others(0.3) == ([], ["node 1 (127.0.0.2)"])
 
@@ -139,7 +135,7 @@ REPORT = FailureReport(1, 0, "missing", "did not arrive at step 4", "step 4: ran
 def test_the_failure_report_is_the_same_on_all_nodes_and_a_launchers_report_has_precedence(
     pair: list[Rendezvous], server: StoreServer
 ) -> None:
-    together(*(lambda m=m: m.join(FACTS, 0, 5.0, quiet) for m in pair))
+    together(*(lambda m=m: m.join(FACTS, 0, 5.0) for m in pair))
     rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
     rank.fail(REPORT.to_json())
     word, reports = pair[0].failures()
@@ -192,40 +188,38 @@ def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: Stor
         pair[1].failure()
 
 
-def test_a_node_that_succeeded_waits_for_the_others_within_a_timeout(pair: list[Rendezvous]) -> None:
-    said: list[str] = []
+def test_a_node_that_succeeded_waits_for_the_others_within_a_timeout(
+    pair: list[Rendezvous], messages: list[str]
+) -> None:
     began = time.monotonic()
-    assert pair[0].exit_barrier(2.2, said.append) is None
+    assert pair[0].exit_barrier(2.2) is None
     assert 2.2 <= time.monotonic() - began < 30.0
-    assert said == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 2.2 s at most"]
-    pair[1].tell_results([])
+    assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 2.2 s at most"]
+    pair[1].report_results([])
     began = time.monotonic()
-    assert pair[0].exit_barrier(60.0, said.append) is None
+    assert pair[0].exit_barrier(60.0) is None
     assert time.monotonic() - began < 30.0
 
 
-def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(
-    pair: list[Rendezvous],
-) -> None:
+def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(pair: list[Rendezvous], messages: list[str]) -> None:
     def leave_later() -> None:
         time.sleep(2.5)
         pair[1].close()
 
-    said: list[str] = []
-    assert together(lambda: pair[0].exit_barrier(math.inf, said.append), leave_later) == [None, None]
-    assert said == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2)"]
+    assert together(lambda: pair[0].exit_barrier(math.inf), leave_later) == [None, None]
+    assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2)"]
     pair[1]._client = StoreClient.connect(pair[1].node.store_endpoint + "/0", 1, group="node", timeout_seconds=5.0)
     pair[1]._client.close()  # without a goodbye
-    lost = pair[0].exit_barrier(math.inf, quiet)
+    lost = pair[0].exit_barrier(math.inf)
     assert lost is not None
     assert lost["exit_code"] == 11
 
 
 @pytest.mark.parametrize("how", ["left", "lost"])
 def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node], how: str) -> None:
-    led = [node.led_by(1) for node in nodes]
+    led = [replace(node, leader=1) for node in nodes]
     server = StoreServer(led[1].address, led[1].store_port).start()
-    waiting, leader = (Rendezvous.open(node, 0, 5.0) for node in led)
+    waiting, leader = (Rendezvous(node, 0, 5.0) for node in led)
 
     def go() -> None:
         time.sleep(0.5)
@@ -235,7 +229,7 @@ def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node],
             server.stop()
 
     try:
-        assert together(lambda: waiting.exit_barrier(math.inf, quiet), go) == [None, None]
+        assert together(lambda: waiting.exit_barrier(math.inf), go) == [None, None]
     finally:
         waiting.close()
         leader.close()
@@ -244,9 +238,9 @@ def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node],
 
 def test_a_waiting_node_learns_of_a_failure_even_if_no_rank_is_left(pair: list[Rendezvous]) -> None:
     pair[1].fail("rank 1 failed", 7)
-    pair[1].tell_results([])
+    pair[1].report_results([])
     pair[1].close()
-    failure = pair[0].exit_barrier(5.0, quiet)
+    failure = pair[0].exit_barrier(5.0)
     assert failure is not None
     assert failure["exit_code"] == 7
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fleet_train.cluster.store.reports import FailureReport
-from fleet_train.launch.rendezvous.coordinator import Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_not_again
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch.terminal import StartupLines, without_startup_lines
-from fleet_train.launch.watching import Follower, end_of
+from fleet_train.launch.processes import end_of
+from fleet_train.launch.terminal import Follower, StartupLines, without_startup_lines
 
 # What Paddle 3.3.1 prints in a job of two ranks on CPUs, and what its sources print on GPUs.
 PADDLES = """\
@@ -84,7 +84,7 @@ def test_bytes_that_are_no_text_pass() -> None:
 def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> None:
     log, shown = tmp_path / "workerlog.0", bytearray()
     log.write_text(PADDLES + "one\n" + PADDLES + "Wait")
-    follower = Follower(log, show=shown.extend, passing=StartupLines())
+    follower = Follower(log, write=shown.extend, passing=StartupLines())
     follower.pump()
     assert bytes(shown) == b"one\n"
     follower.pump()  # nothing has come since
@@ -97,7 +97,7 @@ def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> No
 def test_a_follower_without_patterns_shows_everything(tmp_path: Path) -> None:
     log, shown = tmp_path / "workerlog.0", bytearray()
     log.write_text(PADDLES)
-    follower = Follower(log, show=shown.extend)
+    follower = Follower(log, write=shown.extend)
     follower.pump()
     follower.close()
     assert shown.decode() == PADDLES

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import watching
+from fleet_train.launch import monitor
 from fleet_train.launch.node import Node
-from fleet_train.launch.watching import Follower
+from fleet_train.launch.terminal import Follower
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
 
@@ -47,8 +47,8 @@ def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPa
         asked[:] = endpoints
         return frozenset(listed)
 
-    monkeypatch.setattr(watching, "connections_at", connections_at)
-    connections = watching.Connections(NODE)
+    monkeypatch.setattr(monitor, "connections_at", connections_at)
+    connections = monitor.Connections(NODE)
     assert asked == [(f"10.0.0.{node}", port) for node in (1, 2) for port in (6170, 6171)]
     connections.look()
     assert not connections.seen

@@ -11,7 +11,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import attempt, cluster_from_environ
 from fleet_train.errors import FleetTrainError
 from fleet_train.launch.node import Machine
-from fleet_train.ray.workers import Attempt, apply, endpoints_of, variables
+from fleet_train.spawning.ray_workers import Attempt, apply, endpoints_of, variables
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("127.0.0.9",)}, 8, False, None, {})
 ATTEMPT = Attempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
@@ -61,7 +61,7 @@ def test_what_another_job_has_left_is_taken_out() -> None:
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # import fails, as where it is not installed
-    monkeypatch.delitem(sys.modules, "fleet_train.ray.trainer", raising=False)
+    monkeypatch.delitem(sys.modules, "fleet_train.spawning.ray_trainer", raising=False)
     monkeypatch.delitem(vars(fleet_train.ray), "FleetTrainer", raising=False)
     with pytest.raises(ImportError, match=r'pip install "ray\[train\]"') as missing:
         _ = fleet_train.ray.FleetTrainer

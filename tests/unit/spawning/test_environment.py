@@ -6,7 +6,7 @@ import os
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import cluster_from_environ
-from fleet_train.launch.node import Machine, Node, Wanted, build_environment
+from fleet_train.launch.node import Machine, Node, build_environment
 from fleet_train.spawning import shipping
 from fleet_train.spawning.environment import HOST, SpawnStore
 from fleet_train.spawning.spawn import environs
@@ -18,7 +18,7 @@ def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[SpawnS
     store = SpawnStore(2)
     try:
         node = Node((HOST,), 0, store.port - 2, 2, devices, "lo")
-        base = build_environment(node, MACHINE, Wanted({}, None, 60.0, None), users)
+        base = build_environment(node, MACHINE, users, profile={}, join_timeout_seconds=60.0)
         return store, environs(base, node, store, users)
     finally:
         store.close()

@@ -11,27 +11,35 @@ import pytest
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.node import Node
+from fleet_train.launch.report import WorkerResult
 from fleet_train.spawning.ranks import RankOutcome, results
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
-WELL = RankOutcome(0, 0, 3.0, False, b"result", "", "", "", (), "")
+
+
+def ended(
+    rank: int, status: int, seconds: float, *, stopped: bool = False, lines: tuple[str, ...] = ()
+) -> WorkerResult:
+    code, number = (status, None) if status >= 0 else (None, -status)
+    return WorkerResult(rank, "", 0, code, number, seconds, stopped, "", lines)
 
 
 def well(rank: int) -> RankOutcome:
-    return replace(WELL, rank=rank, result=b"%d" % rank)
+    return RankOutcome(ended(rank, 0, 3.0), b"%d" % rank)
 
 
-def raised(rank: int, seconds: float, what: str = "ValueError: no") -> RankOutcome:
+def raised(rank: int, seconds: float, what: str = "ValueError: no", ends_at: float | None = None) -> RankOutcome:
     report = FailureReport(rank, rank, "raised", what.partition(":")[0], what, 1, (), seconds)
-    return RankOutcome(rank, 1, seconds + 1, False, None, "failed", what, f"Traceback\n{what}\n", (report,), "")
+    end = ended(rank, 1, ends_at or seconds + 1)
+    return RankOutcome(end, None, (report,), "failed", what, f"Traceback\n{what}\n")
 
 
 def secondary(rank: int, seconds: float) -> RankOutcome:
-    return RankOutcome(rank, 11, seconds, False, None, "failed", "WorkerFailed: rank 1 was lost", "Traceback\n", (), "")
+    return RankOutcome(ended(rank, 11, seconds), None, (), "failed", "WorkerFailed: rank 1 was lost", "Traceback\n")
 
 
 def stopped(rank: int, seconds: float) -> RankOutcome:
-    return RankOutcome(rank, -signal.SIGTERM, seconds, True, None, "", "", "", (), "")
+    return RankOutcome(ended(rank, -signal.SIGTERM, seconds, stopped=True))
 
 
 def failure(outcomes: list[RankOutcome], told: tuple[FailureReport, ...] = (), log_dir: str = "") -> RankFailed:
@@ -45,7 +53,7 @@ def test_results_are_in_the_order_of_ranks() -> None:
 
 
 def test_the_rank_that_raised_first_is_named_whichever_ended_first() -> None:
-    late_end = replace(raised(2, 1.0, "KeyError: 'x'"), seconds=9.0)
+    late_end = raised(2, 1.0, "KeyError: 'x'", ends_at=9.0)
     error = failure([secondary(0, 2.0), raised(1, 1.5), late_end])
     assert str(error).splitlines()[0] == "rank 2 of 3 failed first: KeyError: 'x', after 1.0 s"
     assert (error.rank, error.rank_exit_code, error.signal_number) == (2, 1, None)
@@ -56,7 +64,7 @@ def test_the_rank_that_raised_first_is_named_whichever_ended_first() -> None:
 
 
 def test_who_followed_is_not_named_although_it_ended_first() -> None:
-    killed = RankOutcome(1, -signal.SIGKILL, 5.0, False, None, "", "", "", (), "step 1\nstep 2\n")
+    killed = RankOutcome(ended(1, -signal.SIGKILL, 5.0, lines=("step 1", "step 2")))
     error = failure([secondary(0, 2.0), killed, stopped(2, 6.0)])
     assert str(error).startswith(
         "rank 1 of 3 failed first: killed by SIGKILL (the kernel does this when memory runs out"
@@ -86,13 +94,13 @@ def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
 
 
 def test_an_exit_without_a_report_is_a_failure_although_the_exit_code_is_0() -> None:
-    silent = replace(WELL, rank=1, result=None, seconds=1.0)
+    silent = RankOutcome(ended(1, 0, 1.0))
     error = failure([well(0), silent, well(2)])
     assert "rank 1 of 3 failed first: exit code 0 (its process ended with exit code 0 before its" in str(error)
 
 
 def test_a_rank_that_crashes_behind_its_result_is_a_failure() -> None:
-    crashed = replace(well(1), status=-signal.SIGSEGV)
+    crashed = replace(well(1), end=ended(1, -signal.SIGSEGV, 3.0))
     assert "rank 1 of 3 failed first: killed by SIGSEGV" in str(failure([well(0), crashed, well(2)]))
 
 
@@ -101,7 +109,7 @@ def test_the_folder_of_the_logs_is_named() -> None:
 
 
 def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> None:
-    ranks = [replace(WELL, rank=rank, status=12, result=None, kind="preempted", message="SIGTERM") for rank in (0, 1)]
+    ranks = [RankOutcome(ended(rank, 12, 3.0), kind="preempted", message="SIGTERM") for rank in (0, 1)]
     with pytest.raises(Preempted, match="rank 0 stopped gracefully: SIGTERM"):
         results(ranks, (), NODE, "")
     unguarded = replace(raised(0, 1.0), kind="unguarded", message="put it below a guard")

@@ -13,7 +13,6 @@ from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
 from fleet_train.launch.node import (
     Machine,
     Node,
-    Wanted,
     build_environment,
     choose_interface,
     look_around,
@@ -37,19 +36,19 @@ class Attempt:
     join_timeout_seconds: float
 
 
-def endpoints_of(told: Sequence[tuple[str, int]]) -> list[str]:
+def endpoints_of(places: Sequence[tuple[str, int]]) -> list[str]:
     """``host:port`` per worker from its address and a port that was free there; all different.
 
     Rank 0 (above 32 ranks, each node's first one) listens on its own; the others' only distinguish them.
     """
     taken: set[tuple[str, int]] = set()
-    found = []
-    for address, port in told:
+    endpoints = []
+    for address, port in places:
         while (address, port) in taken:
             port = port + 1 if port < _LAST_PORT else 1024
         taken.add((address, port))
-        found.append(f"{address}:{port}")
-    return found
+        endpoints.append(f"{address}:{port}")
+    return endpoints
 
 
 def variables(
@@ -64,17 +63,17 @@ def variables(
     cluster = Cluster(from_endpoints(list(endpoints)), rank, formed_by="Ray Train")
     node = _node(cluster, machine)
     base = build_environment(
-        node, machine, Wanted(profile_environment, None, attempt.join_timeout_seconds, None), environ
+        node, machine, environ, profile=profile_environment, join_timeout_seconds=attempt.join_timeout_seconds
     )
-    told = base.ours | variables_of_rank(cluster, on_gpu=node.devices is not None)
-    told |= {
+    ours = base.ours | variables_of_rank(cluster, on_gpu=node.devices is not None)
+    ours |= {
         "FLEET_TRAIN_ATTEMPT": str(attempt.number),
         "FLEET_TRAIN_LAUNCHED": attempt.launched,
         JOB_ID: attempt.job,
         SECRET: attempt.secret,
     }
-    del told["FLEET_TRAIN_STORE"]  # rank 0 hosts it in a child process
-    return told, base.removed | {SECRET_FILE, "FLEET_TRAIN_STORE"}
+    del ours["FLEET_TRAIN_STORE"]  # rank 0 hosts it in a child process
+    return ours, base.removed | {SECRET_FILE, "FLEET_TRAIN_STORE"}
 
 
 def _node(cluster: Cluster, machine: Machine) -> Node:
@@ -86,19 +85,19 @@ def _node(cluster: Cluster, machine: Machine) -> Node:
     return Node(hosts, index, cluster.this.port, local, machine.gpus or None, interface)
 
 
-def settle_in(
+def become_rank(
     endpoints: Sequence[str], rank: int, attempt: Attempt, profile_environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     """In a worker's process, before its training function is loaded: become this rank. Returns what was set."""
-    told, removed = variables(endpoints, rank, attempt, profile_environment, look_around(os.environ), os.environ)
-    apply(os.environ, told, removed)
-    return tuple(sorted(told))
+    ours, removed = variables(endpoints, rank, attempt, profile_environment, look_around(os.environ), os.environ)
+    apply(os.environ, ours, removed)
+    return tuple(sorted(ours))
 
 
-def apply(environ: MutableMapping[str, str], told: Mapping[str, str], removed: frozenset[str]) -> None:
+def apply(environ: MutableMapping[str, str], ours: Mapping[str, str], removed: frozenset[str]) -> None:
     for name in removed:
         environ.pop(name, None)
-    environ.update(told)
+    environ.update(ours)
 
 
 class InWorker:

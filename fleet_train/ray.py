@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fleet_train.errors import FleetTrainError
 
 if TYPE_CHECKING:
-    from fleet_train.ray.trainer import FleetTrainer
+    from fleet_train.spawning.ray_trainer import FleetTrainer
 
 __all__ = ["FleetTrainer"]
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     if name != "FleetTrainer":
         raise AttributeError(f"module 'fleet_train.ray' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
-        from fleet_train.ray.trainer import FleetTrainer
+        from fleet_train.spawning.ray_trainer import FleetTrainer
     except ImportError as error:
         raise RayMissing(
             f'fleet_train.ray needs Ray Train ({error}); install it on every node: pip install "ray[train]"'

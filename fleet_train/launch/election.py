@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Refused
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -20,7 +21,6 @@ from fleet_train.launch.node import Node
 
 STATUS_ROUND = "status"
 STATUS_KEY = "status"
-ASK_SECONDS = 1.0
 _ASKED_AT_ONCE = 64
 
 
@@ -45,9 +45,9 @@ class Status:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Any) -> Status:
+    def from_json(cls, data: Any) -> Status:
         """Raises ValueError, TypeError, KeyError for anything but the output of ``to_json``."""
-        return cls(State(told["state"]), int(told["leader"]), int(told["term"]))
+        return cls(State(data["state"]), int(data["leader"]), int(data["term"]))
 
 
 class Unheard(Enum):
@@ -64,16 +64,16 @@ Heard = Mapping[int, Status | Unheard]
 def leader_among(heard: Heard, term: int) -> int | None:
     """The node that reports itself as leader with this term or a later one."""
     leading = [
-        (said.term, index)
-        for index, said in heard.items()
-        if isinstance(said, Status) and said.state is State.LEADING and said.term >= term
+        (status.term, index)
+        for index, status in heard.items()
+        if isinstance(status, Status) and status.state is State.LEADING and status.term >= term
     ]
     return max(leading)[1] if leading else None
 
 
 def is_at_work(heard: Heard) -> bool:
     """Whether some launcher has known a leader: then the job started without the caller."""
-    return any(isinstance(said, Status) and said.term >= 0 for said in heard.values())
+    return any(isinstance(status, Status) and status.term >= 0 for status in heard.values())
 
 
 def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int | None:
@@ -83,22 +83,17 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int 
     all reachable nodes have lost their leader, and no larger side may be alive elsewhere.
     """
     others = [index for index in last_nodes if index != me]
-    alive = {i: said for i in others if isinstance(said := heard.get(i, Unheard.SILENT), Status)}
-    members = {index: said for index, said in alive.items() if said.state is not State.FRESH}
-    if any(said.state is not State.LOOKING for said in members.values()) or any(index < me for index in members):
+    alive = {i: status for i in others if isinstance(status := heard.get(i, Unheard.SILENT), Status)}
+    members = {index: status for index, status in alive.items() if status.state is not State.FRESH}
+    if any(status.state is not State.LOOKING for status in members.values()) or any(index < me for index in members):
         return None
     if not may_go_on({me, *members}, silent(heard, others)):
         return None
-    return 1 + max([term, *(said.term for said in members.values())])
+    return 1 + max([term, *(status.term for status in members.values())])
 
 
 def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
     return {index for index in nodes if heard.get(index, Unheard.SILENT) in (Unheard.SILENT, Unheard.DEAF)}
-
-
-def someone_is_deaf(heard: Heard) -> bool:
-    """Whether a launcher is alive that will answer once it has resolved our name again."""
-    return Unheard.DEAF in heard.values()
 
 
 def may_go_on(here: set[int], silent: set[int]) -> bool:
@@ -134,8 +129,8 @@ class Neighbours:
                 group="node",
                 timeout_seconds=0.0,
                 watched=False,
-                answer_seconds=ASK_SECONDS,
-                dial_seconds=ASK_SECONDS,
+                answer_seconds=timeouts.ASK_LAUNCHER_SECONDS,
+                dial_seconds=timeouts.ASK_LAUNCHER_SECONDS,
                 access=self._access,
             )
         except JoinTimeout as error:

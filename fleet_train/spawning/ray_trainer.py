@@ -17,7 +17,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.ray.workers import Attempt, InWorker, endpoints_of, settle_in
+from fleet_train.spawning.ray_workers import Attempt, InWorker, become_rank, endpoints_of
 from fleet_train.spawning.spawn import profile_of
 
 
@@ -55,15 +55,12 @@ class FleetTrainer(DataParallelTrainer):  # type: ignore[misc]
         )
 
 
-# The backend that Ray Train calls when its workers have started: each of them becomes a rank.
-
-
 @dataclass
 class FleetConfig(BackendConfig):  # type: ignore[misc]
     """A run's configuration. ``profile``: the default of the workers' ``fleet``; None: that of the script."""
 
     profile: Any = None
-    join_timeout_seconds: float = 300.0
+    join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     launched: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -102,7 +99,7 @@ class FleetBackend(Backend):  # type: ignore[misc]
         environment = {} if profile is None else profile.worker_environment()
         ray.get(
             [
-                worker_group.execute_single_async(rank, settle_in, endpoints, rank, attempt, environment)
+                worker_group.execute_single_async(rank, become_rank, endpoints, rank, attempt, environment)
                 for rank in range(len(worker_group))
             ]
         )

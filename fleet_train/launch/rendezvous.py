@@ -8,65 +8,52 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster import network
-from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
-from fleet_train.cluster.partial import PartialCluster, complete
-from fleet_train.cluster.started import Started
-from fleet_train.cluster.store.access import JOB_ID, Access
+from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import JOINED, StoreClient, Variants
 from fleet_train.cluster.store.reports import FailureReport
-from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
-from fleet_train.launch.request import LaunchRequest
+from fleet_train.log import logger
 
 GROUP = "node"
 _STOP = "launch/stop"
 _ZERO = "launch/zero"
 _ENDS = "launch/ends/"
-_POLL_SECONDS = 0.2
 # How many requests of all launchers together the leader gets per second.
 _NODES_PER_SECOND = 250
 # Up to this many nodes, the results of all ranks are read.
 _MOST_READ = 32
-_SAY_EVERY_SECONDS = 10.0
-_FOLDER_SECONDS = 60.0
 
 Facts = dict[str, Any]
-Say = Callable[[str], None]
 
 
 class Rendezvous:
     """This launcher in one attempt. ``start`` is the monotonic time at which all nodes had joined."""
 
-    def __init__(self, node: Node, client: StoreClient) -> None:
-        self.node = node
-        self.start = time.monotonic()
-        self._client = client
-        self.launched = ""
-        """A unique identifier of this launch of the job; known once all have joined."""
-        self.addresses = node.addresses
-        """The nodes' addresses in this attempt; known once all have joined."""
-        self._host_left = False
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         node: Node,
         round_number: int,
         timeout_seconds: float,
         answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
         access: Access | None = None,
-    ) -> Rendezvous:
-        """Join. Raises JoinTimeout if the leader, which hosts the store, does not connect."""
-        client = StoreClient.connect(
+    ) -> None:
+        """Connect. Raises JoinTimeout if the leader, which hosts the store, does not answer."""
+        self.node = node
+        self.start = time.monotonic()
+        self.launched = ""
+        """A unique identifier of this launch of the job; known once all have joined."""
+        self.addresses = node.addresses
+        """The nodes' addresses in this attempt; known once all have joined."""
+        self._host_left = False
+        self._client = StoreClient.connect(
             f"{node.store_endpoint}/{round_number}",
             node.index,
             group=GROUP,
@@ -76,11 +63,10 @@ class Rendezvous:
             answer_seconds=answer_seconds,
             access=access,
         )
-        return cls(node, client)
 
     # before the first rank
 
-    def join(self, facts: Facts, attempt: int, timeout_seconds: float, say: Say, launched: str = "") -> int:
+    def join(self, facts: Facts, attempt: int, timeout_seconds: float, launched: str = "") -> int:
         """The attempt's number (the highest that a node proposed), once every node has joined with the same facts.
 
         Raises JoinTimeout with the missing nodes, ScheduleMismatch with the differences.
@@ -88,10 +74,10 @@ class Rendezvous:
         deadline = time.monotonic() + timeout_seconds
         count = len(self.node.addresses)
         try:
-            brought = self._compare(facts, deadline, timeout_seconds, say)
+            brought = self._compare(facts, deadline, timeout_seconds)
             refuse_variants(self.node, facts, brought)
             left = max(1.0, deadline - time.monotonic())
-            told = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
+            proposals = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
             self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
         except FleetTrainError as error:
             self.fail(str(error), type(error).exit_code)
@@ -99,10 +85,10 @@ class Rendezvous:
         self.start = time.monotonic()
         if self.node.is_leader:
             self._client.set(_ZERO, self._client.clock())
-        self.addresses = tuple(str(told[index][1]) for index in range(count))
-        return int(max(number for number, _ in told.values()))
+        self.addresses = tuple(str(proposals[index][1]) for index in range(count))
+        return int(max(number for number, _ in proposals.values()))
 
-    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, say: Say) -> Variants:
+    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float) -> Variants:
         """The facts of each node, once all have joined; reports periodically which nodes it waits for."""
         count, patience = len(self.node.addresses), 1.0
         while True:
@@ -118,8 +104,8 @@ class Rendezvous:
                         f"{awaited} did not connect within {timeout_seconds:g} s (--join_timeout); start the launcher "
                         "there with the same node list in the same order"
                     ) from None
-                say(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
-                patience = _SAY_EVERY_SECONDS
+                logger.info(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
+                patience = timeouts.REPORT_WAITING_SECONDS
             except WorkerFailed:
                 self._refuse_failure()
                 raise
@@ -136,9 +122,11 @@ class Rendezvous:
         with suppress(OSError):  # the disk may be full by now: the others still wait for our result
             (folder / marker).touch()
         try:
-            told = self._client.all_gather("folders", marker, len(self.node.addresses), _FOLDER_SECONDS)
-            shared = any((folder / told[index]).exists() for index in range(self.node.index))
-            self._client.barrier("folders compared", None, len(self.node.addresses), _FOLDER_SECONDS)
+            markers = self._client.all_gather(
+                "folders", marker, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS
+            )
+            shared = any((folder / markers[index]).exists() for index in range(self.node.index))
+            self._client.barrier("folders compared", None, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS)
             return shared
         finally:
             (folder / marker).unlink(missing_ok=True)
@@ -150,8 +138,8 @@ class Rendezvous:
 
         Raises WorkerFailed if the leader, and its store, was lost before its ranks had ended.
         """
-        word, reports = self.failures()
-        return word or (reports[0].to_json() if reports else None)
+        notice, reports = self.failures()
+        return notice or (reports[0].to_json() if reports else None)
 
     def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         """(the report of a launcher, or of a lost one; the reports of ranks). Raises as ``failure`` does."""
@@ -159,17 +147,17 @@ class Rendezvous:
             return None, []
         try:
             gone = self._client.gone(GROUP)
-            told = self._client.failures()
-            zero = self._zero() if told else 0.0
+            entries = self._client.failures()
+            zero = self._zero() if entries else 0.0
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
                 f"{self.node.store_endpoint}, was lost: it was killed, or its machine cannot be reached any more"
             ) from None
-        reports = [report for told_, at in told if (report := _report_of(told_, at - zero)) is not None]
-        word = next((report for report, _ in told if "node" in report), None) or self._lost(gone)
-        self._host_left = not told and gone.get(self.node.leader) == "left" and not self.node.is_leader
-        return word, reports
+        reports = [report for data, at in entries if (report := _report_of(data, at - zero)) is not None]
+        notice = next((report for report, _ in entries if "node" in report), None) or self._lost(gone)
+        self._host_left = not entries and gone.get(self.node.leader) == "left" and not self.node.is_leader
+        return notice, reports
 
     def _lost(self, gone: Mapping[int, str]) -> dict[str, Any] | None:
         """A lost launcher takes its ranks with it: reports about these add nothing."""
@@ -197,7 +185,7 @@ class Rendezvous:
         with suppress(FleetTrainError):
             self._client.fail({**report, "final": final})
 
-    def tell_finished(self, rank: int) -> None:
+    def report_finished(self, rank: int) -> None:
         """Its process ended with 0: ranks that wait for it in ``fleet.init`` learn that it will not connect."""
         with suppress(FleetTrainError):
             self._client.ended("rank", rank)
@@ -222,7 +210,7 @@ class Rendezvous:
 
     # at the end
 
-    def tell_results(self, ends: list[WorkerResult]) -> None:
+    def report_results(self, ends: list[WorkerResult]) -> None:
         with suppress(FleetTrainError):
             self._client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
 
@@ -240,8 +228,8 @@ class Rendezvous:
                 silent = {index for index, how in self._client.gone(GROUP).items() if how != "left"}
                 for index in sorted(missing & self._ended_nodes()):
                     missing.remove(index)
-                    told = self._client.get(f"{_ENDS}{index}") or []
-                    ends += [WorkerResult.from_json(end) for end in told]
+                    results = self._client.get(f"{_ENDS}{index}") or []
+                    ends += [WorkerResult.from_json(end) for end in results]
                 time.sleep(self._poll_seconds if missing - silent else 0)
         return ends, [self.node.describe(index) for index in sorted(missing)]
 
@@ -258,16 +246,16 @@ class Rendezvous:
 
     @property
     def _poll_seconds(self) -> float:
-        return polling_seconds(self.node, _POLL_SECONDS)
+        return polling_seconds(self.node, timeouts.LAUNCHERS_POLL_SECONDS)
 
-    def exit_barrier(self, seconds: float, say: Say) -> dict[str, Any] | None:
+    def exit_barrier(self, seconds: float) -> dict[str, Any] | None:
         """After this node's ranks succeeded: wait until those of the others have ended, at most this long.
 
         A failure elsewhere ends the wait and is returned, even one from before it. A launcher that has left reports
         nothing more.
         """
         deadline = time.monotonic() + seconds
-        word_at = time.monotonic() + 2.0
+        word_at = time.monotonic() + timeouts.FIRST_WAITING_SECONDS
         missing = set(range(len(self.node.addresses))) - {self.node.index}
         while True:
             try:
@@ -282,7 +270,7 @@ class Rendezvous:
             if time.monotonic() > word_at:
                 awaited = ", ".join(self.node.describe(index) for index in sorted(missing))
                 bound = f", {seconds:g} s at most" if math.isfinite(seconds) else ""
-                say(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
+                logger.info(f"this node's ranks have ended; waiting for those of {awaited}{bound}")
                 word_at = deadline
             time.sleep(self._poll_seconds)
 
@@ -297,11 +285,11 @@ def polling_seconds(node: Node, least: float) -> float:
     return max(least, len(node.addresses) / _NODES_PER_SECOND)
 
 
-def _report_of(told: Mapping[str, Any], seconds: float) -> FailureReport | None:
+def _report_of(data: Mapping[str, Any], seconds: float) -> FailureReport | None:
     """A rank's report; None for a launcher's report, or anything else."""
     with suppress(TypeError, KeyError, ValueError):
-        if "reporter" in told:
-            return FailureReport.from_json(told).at(seconds)
+        if "reporter" in data:
+            return FailureReport.from_json(data).at(seconds)
     return None
 
 
@@ -321,116 +309,3 @@ def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, their
             f"{node.describe(index)} and {node.describe()} were started differently: {'; '.join(parts)}; start every "
             "node with the same flags (except --node_ip) and the same installation"
         )
-
-
-def check_told(facts: Facts) -> Facts:
-    """Facts are sent as JSON: a tuple would come back as a list and differ from itself."""
-    assert all(isinstance(value, (str, int)) for value in facts.values()), facts
-    return facts
-
-
-# A launch whose node list comes from the engine that started the launchers: Slurm, an operator, mpirun.
-
-
-_NAMES_PAUSE_SECONDS = 1.0
-
-
-def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str], say: Say) -> LaunchRequest:
-    """The request completed by what its flags left open: nodes, this one, first port, job id, processes per node.
-
-    Nothing changes if nodes were given, if no engine is found, or if it started one process. Raises ClusterError if
-    an engine started several launchers on this node, or gives no usable information.
-    """
-    if request.hosts is not None or request.engine == "none":
-        return request
-    started = detect(environ, request.engine)
-    if started is None:
-        return request
-    _refuse_several_here(started)
-    say(started.in_words())
-    if started.count == 1:
-        return _alone(request, started)
-    if started.hosts and not started.engine.startswith("Slurm"):
-        _await_names(started, request.join_timeout_seconds, say)
-        hosts, port, by_name = started.hosts, started.port, True
-    else:
-        (hosts, port), by_name = _addresses(started, environ, request.join_timeout_seconds), False
-    return replace(
-        request,
-        hosts=hosts,
-        node_host=request.node_host or hosts[started.index],
-        by_name=by_name,
-        started_port=request.started_port if request.started_port is not None else port,
-        processes_per_node=_processes(request, started),
-        restarts=started.restarts,
-        run=started.run,
-        job_id=request.job_id or environ.get(JOB_ID) or started.job,
-    )
-
-
-def _alone(request: LaunchRequest, started: Started) -> LaunchRequest:
-    """The only node: no other has to find it."""
-    return replace(
-        request,
-        started_port=request.started_port if request.started_port is not None else started.port,
-        processes_per_node=_processes(request, started),
-        restarts=started.restarts,
-        run=started.run,
-    )
-
-
-def _processes(request: LaunchRequest, started: Started) -> int | None:
-    given = request.processes_per_node is not None or request.selected_gpus is not None
-    return request.processes_per_node if given else started.processes
-
-
-def _refuse_several_here(started: Started) -> None:
-    if (started.local_count or 1) > 1 or started.local_index > 0:
-        raise ClusterError(
-            f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
-            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
-            "--nproc_per_node=N, or start the ranks without it: srun python train.py"
-        )
-
-
-def _addresses(
-    started: Started, environ: Mapping[str, str], timeout_seconds: float
-) -> tuple[tuple[str, ...], int | None]:
-    """(address of every node, first port): from Slurm; otherwise the launchers exchange them."""
-    if started.hosts:
-        point = locate(started, environ, timeout_seconds)
-        return _without_alias(point.hosts, started.index), point.port
-    cluster, host = complete(PartialCluster(started), timeout_seconds)
-    if host is not None:
-        host.release()
-    return tuple(rank.host for rank in cluster.ranks), cluster.ranks[0].port + 1
-
-
-def _await_names(started: Started, timeout_seconds: float, say: Say) -> None:
-    """A pod's name resolves once the pod runs: wait for those of all nodes. Raises ClusterError."""
-    deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
-    unknown = list(started.hosts)
-    while True:
-        unknown = [host for host in unknown if not network.is_known(host)]
-        if not unknown:
-            return
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise ClusterError(
-                f"the names {', '.join(unknown[:5])} of {started.engine} are not known here after "
-                f"{timeout_seconds:g} s (--join_timeout); its pods need a headless service, with "
-                "publishNotReadyAddresses, and have to be running"
-            )
-        if time.monotonic() > word_at:
-            say(f"waiting for the names of {len(unknown)} nodes, such as {unknown[0]} ({left:.0f} s more)")
-            word_at = time.monotonic() + _SAY_EVERY_SECONDS
-        time.sleep(_NAMES_PAUSE_SECONDS)
-
-
-def _without_alias(addresses: tuple[str, ...], own: int) -> tuple[str, ...]:
-    """Debian's /etc/hosts maps a machine's own name to 127.0.1.1: take the address that routes to the others."""
-    others = [address for index, address in enumerate(addresses) if index != own and address not in OWN_ALIASES]
-    if addresses[own] not in OWN_ALIASES or not others:
-        return addresses
-    found = network.address_towards(others[0]) or addresses[own]
-    return (*addresses[:own], found, *addresses[own + 1 :])

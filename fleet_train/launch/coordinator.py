@@ -1,4 +1,7 @@
-"""Between two attempts: the leader decides whether there is another one, and with which nodes; the others wait."""
+"""Between two attempts: the leader decides whether there is another one, and with which nodes; the others wait.
+
+How one attempt ended (`RunResult`), and whether another one makes sense (`why_not_again`), is data and pure functions.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.errors import (
     CheckpointError,
     ClusterError,
@@ -25,17 +29,11 @@ from fleet_train.errors import (
     ScheduleMismatch,
     WorkerFailed,
 )
-from fleet_train.launch.rendezvous.membership import Membership
-from fleet_train.launch.rendezvous.round import Facts, Say, refuse_other_launcher
+from fleet_train.launch.membership import Membership
+from fleet_train.launch.rendezvous import Facts, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult, counted, headline
 from fleet_train.launch.request import FaultPolicy
-
-_POLL_SECONDS = 0.2
-_SAY_EVERY_SECONDS = 10.0
-# The leader's time besides waiting for nodes: stopping its ranks, collecting how the others ended, the pause.
-_LEADER_IS_BUSY_SECONDS = 40.0
-# How often a leader that waits for nodes checks whether they follow another leader.
-_LOOK_EVERY_SECONDS = 2.0
+from fleet_train.log import logger
 
 
 class _OtherLeads(Exception):
@@ -53,11 +51,10 @@ class JobEnded(Exception):
 class Coordinator:
     """This launcher's part in deciding about the next attempt."""
 
-    def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, say: Say, run: str = "") -> None:
+    def __init__(self, membership: Membership, policy: FaultPolicy, facts: Facts, run: str = "") -> None:
         self.membership = membership
         self.policy = policy
         self._facts = facts
-        self._say = say
         self._earlier: list[RunResult] = []
         self._restarts = 0
         self.launched = run or secrets.token_hex(8)
@@ -83,12 +80,12 @@ class Coordinator:
                 "join a running job if all are started with --max_restarts)"
             )
         refuse_other_launcher(self.membership.node, self._facts, self.membership.leader, self.membership.facts())
-        self._say(f"the job is running; {self.membership.node.describe()} joins at the next restart")
+        logger.info(f"the job is running; {self.membership.node.describe()} joins at the next restart")
         while True:
             try:
                 return self._await_decision(int(decision.get("round", 0)), deadline=None)
             except WorkerFailed:
-                self._say(f"{self._lost_leader()}; waiting for another leader")
+                logger.info(f"{self._lost_leader()}; waiting for another leader")
                 self.membership.wait_for_leader(self.policy.rejoin_timeout_seconds)
 
     def _lost_leader(self) -> str:
@@ -132,7 +129,7 @@ class Coordinator:
         if len(attempt.nodes) == 1 or not self.membership.gives_way():
             return False
         leader = self.membership.node.describe(self.membership.leader)
-        self._say(f"this launcher was unreachable for too long; {leader} is the leader now")
+        logger.info(f"this launcher was unreachable for too long; {leader} is the leader now")
         return True
 
     def end(self, result: RunResult) -> None:
@@ -149,7 +146,7 @@ class Coordinator:
 
     def _no_more(self, why: str) -> None:
         self._last_word = f"not restarted: {why}"
-        self._say(self._last_word)
+        logger.info(self._last_word)
 
     def _lead(self, attempt: Attempt, result: RunResult) -> Attempt | None:
         if result.kind is Kind.FAILED and not self._tries_again(attempt, result):
@@ -172,13 +169,17 @@ class Coordinator:
             return False
         self._restarts += 1
         restart, pause = self._restarts, pause_seconds(self._restarts)
-        self._say(f"{what_failed(attempt, result)}; restart {restart} of {self.policy.max_restarts} in {pause:g} s")
+        logger.info(f"{what_failed(attempt, result)}; restart {restart} of {self.policy.max_restarts} in {pause:g} s")
         time.sleep(pause)
         return True
 
     def _await_nodes(self, attempt: Attempt) -> tuple[int, ...] | None:
         """The nodes of the next attempt, or None if too few came back. Waits for the nodes of the failed attempt."""
-        began, word_at, look_at = time.monotonic(), time.monotonic() + 2.0, time.monotonic() + _LOOK_EVERY_SECONDS
+        began, word_at, look_at = (
+            time.monotonic(),
+            time.monotonic() + timeouts.FIRST_WAITING_SECONDS,
+            time.monotonic() + timeouts.CHECK_OTHER_LEADER_SECONDS,
+        )
         timeout = self.policy.rejoin_timeout_seconds
         needed = self.policy.min_nodes or len(self._every_node)
         while True:
@@ -194,13 +195,13 @@ class Coordinator:
             if waited > timeout:
                 return self._go_on_without(away, missing, here, needed)
             if time.monotonic() > word_at:
-                self._say(f"waiting for {away} to come back ({timeout - waited:.0f} s more, --rejoin_timeout)")
-                word_at = time.monotonic() + _SAY_EVERY_SECONDS
+                logger.info(f"waiting for {away} to come back ({timeout - waited:.0f} s more, --rejoin_timeout)")
+                word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
             if missing and time.monotonic() > look_at:
-                look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+                look_at = time.monotonic() + timeouts.CHECK_OTHER_LEADER_SECONDS
                 if self._gives_way(attempt):
                     raise _OtherLeads
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
 
     def _go_on_without(self, away: str, missing: set[int], here: set[int], needed: int) -> tuple[int, ...] | None:
         timeout = self.policy.rejoin_timeout_seconds
@@ -216,12 +217,12 @@ class Coordinator:
                 f"{counted(len(here), 'node')}, is not the larger one: if both continued, they would train two models"
             )
             return None
-        self._say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); continuing with fewer nodes")
+        logger.info(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); continuing with fewer nodes")
         return tuple(sorted(here))
 
     def _follow(self, attempt: Attempt, result: RunResult) -> Attempt | None:
         leader = self.membership.node.describe(self.membership.leader)
-        self._say(f"{what_failed(attempt, result)}; waiting for the decision of {leader}")
+        logger.info(f"{what_failed(attempt, result)}; waiting for the decision of {leader}")
         if result.store_lost or not self._is_member(attempt.round + 1):
             return self._find_leader(attempt, result)
         try:
@@ -230,13 +231,13 @@ class Coordinator:
             return self._find_leader(attempt, result)
 
     def _await_leaders_decision(self, attempt: Attempt) -> Attempt | None:
-        patience = self.policy.rejoin_timeout_seconds + _LEADER_IS_BUSY_SECONDS
+        patience = self.policy.rejoin_timeout_seconds + timeouts.LEADER_BUSY_SECONDS
         try:
             return self._await_decision(attempt.round, time.monotonic() + patience, attempt.number)
         except JobEnded as end:
             if str(end) and end.exit_code:
                 leader = self.membership.node.describe(self.membership.leader)
-                self._say(f"{leader} ended the job: {end}")
+                logger.info(f"{leader} ended the job: {end}")
             return None
 
     def _is_member(self, round_number: int) -> bool:
@@ -250,14 +251,14 @@ class Coordinator:
     def _find_leader(self, attempt: Attempt, result: RunResult) -> Attempt | None:
         """The leader cannot be reached: find it again, or another one, or become leader."""
         timeout = self.policy.rejoin_timeout_seconds
-        self._say(f"{self._lost_leader()}; looking for another leader")
+        logger.info(f"{self._lost_leader()}; looking for another leader")
         try:
             self.membership.find_again(attempt.nodes, timeout)
             leader = self.membership.node.describe(self.membership.leader)
             if not self.membership.is_leader:
-                self._say(f"{leader} is the leader")
+                logger.info(f"{leader} is the leader")
                 return self._await_leaders_decision(attempt)
-            self._say(f"{leader} is the leader from now on")
+            logger.info(f"{leader} is the leader from now on")
             self.membership.set_facts(self._facts)
             self.membership.decide(self.membership.last_decision or {"round": attempt.round, "nodes": []})
             return self._lead(attempt, result)
@@ -278,10 +279,10 @@ class Coordinator:
                 if self.membership.node.index in decision["nodes"]:
                     # This number is a proposal: the highest that any node knows is used.
                     return Attempt(round_number, number + 1, tuple(decision["nodes"]))
-                self._say("the job continues without this node, which joins at the next restart")
+                logger.info("the job continues without this node, which joins at the next restart")
                 self.membership.ready_for(round_number + 1)
                 deadline = None  # as long as the leader keeps the store
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
         leader = self.membership.node.describe(self.membership.leader)
         raise JobEnded(WorkerFailed.exit_code, f"{leader} did not report its decision")
 
@@ -291,9 +292,6 @@ def what_failed(attempt: Attempt, result: RunResult) -> str:
     if result.kind is Kind.FAILED and result.root_cause is not None and not result.without_root_cause:
         return f"attempt {attempt.number}: {headline(result.root_cause)}"
     return f"attempt {attempt.number}: {result.message}"
-
-
-# How one attempt of a job ended, and whether another one makes sense. Pure data and decisions.
 
 
 _USAGE = 2  # the exit code of argparse and click
@@ -313,9 +311,6 @@ FAILS_AGAIN = {_USAGE} | {
 }
 # These come from outside: an operator, the kernel out of memory, a batch system.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-# An attempt that ran this long has made progress: the same failure may have another cause.
-_PROGRESS_SECONDS = 600.0
-_LONGEST_PAUSE_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -378,9 +373,9 @@ def why_not_again(result: RunResult, earlier: Sequence[RunResult], restarts: int
     return None
 
 
-def _same_failure(one: RunResult, other: RunResult) -> bool:
-    mine, before = _signature(one), _signature(other)
-    return mine is not None and mine == before and one.seconds < _PROGRESS_SECONDS
+def _same_failure(last: RunResult, earlier: RunResult) -> bool:
+    mine, before = _signature(last), _signature(earlier)
+    return mine is not None and mine == before and last.seconds < timeouts.ATTEMPT_PROGRESS_SECONDS
 
 
 def _signature(result: RunResult) -> tuple[Any, ...] | None:
@@ -400,4 +395,4 @@ def _signature(result: RunResult) -> tuple[Any, ...] | None:
 
 def pause_seconds(restart: int) -> float:
     """How long to wait before restart 1, 2, ...: short, but without a storm if every attempt fails at once."""
-    return min(2.0 ** (restart - 1), _LONGEST_PAUSE_SECONDS)
+    return min(2.0 ** (restart - 1), timeouts.LONGEST_RESTART_PAUSE_SECONDS)

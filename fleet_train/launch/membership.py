@@ -11,16 +11,17 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.members import FAN_IN, below, parent_of
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
-from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous.election import (
+from fleet_train.launch.election import (
     STATUS_KEY,
     STATUS_ROUND,
     Heard,
@@ -33,20 +34,17 @@ from fleet_train.launch.rendezvous.election import (
     leader_among,
     may_go_on,
     silent,
-    someone_is_deaf,
 )
-from fleet_train.launch.rendezvous.round import Facts, Say
+from fleet_train.launch.node import Node
+from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.request import FaultPolicy
+from fleet_train.log import logger
 
 _GROUP = "member"
 _DECISION = "decision"
 _FACTS = "facts"
 _STOPPED = "stopped"
-_POLL_SECONDS = 0.2
-_LOOK_SECONDS = 0.5
-_SAY_EVERY_SECONDS = 10.0
 _BEATS_PER_TIMEOUT = 4
-_LEAVE_NOTICE_SECONDS = 1.5  # three polls of a launcher that is still running
 # With a long list, a new launcher asks the first node and this many others at a time for the leader.
 _ASKED_AT_A_TIME = 8
 
@@ -62,7 +60,6 @@ class Membership:
         policy: FaultPolicy,
         timeout_seconds: float,
         access: Access,
-        say: Say,
         direct_ranks: int = FAN_IN,
     ) -> None:
         self.node = node
@@ -71,7 +68,6 @@ class Membership:
         self.term = -1
         self.last_decision: Decision | None = None
         self._policy = policy
-        self._say = say
         self._direct_ranks = direct_ranks
         self._neighbours = Neighbours(node, access)
         self._closing = threading.Event()
@@ -79,7 +75,7 @@ class Membership:
         self._heart: threading.Thread | None = None
         most = node.processes + max(direct_ranks, FAN_IN) + len(node.addresses)
         callers = Callers(node.every_host)
-        self._server = StoreServer(node.address, node.store_port, access, callers, most, say).start()
+        self._server = StoreServer(node.address, node.store_port, access, callers, most, logger.warning).start()
         try:
             self._publish(State.FRESH)
             self._find_at_start(timeout_seconds)
@@ -111,8 +107,8 @@ class Membership:
 
     def _ask_at_start(self, timeout_seconds: float) -> Heard:
         """The others' states, once all living nodes know our address. Raises JoinTimeout."""
-        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
-        while someone_is_deaf(heard := self._neighbours.ask(self._every)):
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + timeouts.FIRST_WAITING_SECONDS
+        while Unheard.DEAF in (heard := self._neighbours.ask(self._every)).values():
             deaf = ", ".join(self.node.describe(index) for index in heard if heard[index] is Unheard.DEAF)
             if time.monotonic() > deadline:
                 raise JoinTimeout(
@@ -120,9 +116,9 @@ class Membership:
                     f"still has another address there after {timeout_seconds:g} s (--join_timeout)"
                 )
             if time.monotonic() > word_at:
-                self._say(f"waiting until {deaf} knows this node's new address, {self.node.address}")
-                word_at = time.monotonic() + _SAY_EVERY_SECONDS
-            time.sleep(_LOOK_SECONDS)
+                logger.info(f"waiting until {deaf} knows this node's new address, {self.node.address}")
+                word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
+            time.sleep(timeouts.FIND_LEADER_SECONDS)
         return heard
 
     def wait_for_leader(self, timeout_seconds: float) -> None:
@@ -147,7 +143,7 @@ class Membership:
                     f" did not connect within {timeout_seconds:g} s; start it with the same --cluster_node_ips and "
                     "--started_port, or check that this port is not blocked by a firewall"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
 
     def find_again(self, last_nodes: Iterable[int], timeout_seconds: float) -> None:
         """The leader was lost: follow another one, or the same again, or become leader. Raises JoinTimeout.
@@ -157,7 +153,7 @@ class Membership:
         self._disconnect()
         self._publish(State.LOOKING)
         last_nodes = tuple(last_nodes)
-        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + 2.0
+        deadline, word_at = time.monotonic() + timeout_seconds, time.monotonic() + timeouts.FIRST_WAITING_SECONDS
         while True:
             heard = self._neighbours.ask(self._every)
             if self._follow_one_of(heard, deadline):
@@ -171,9 +167,9 @@ class Membership:
                 raise JoinTimeout(self._no_leader_message(heard, last_nodes, timeout_seconds))
             if time.monotonic() > word_at:
                 away = ", ".join(map(self.node.describe, sorted(silent(heard, last_nodes) - {self.node.index})))
-                self._say(f"waiting for {away or 'a launcher'} to lead ({left:.0f} s more, --rejoin_timeout)")
-                word_at = time.monotonic() + _SAY_EVERY_SECONDS
-            time.sleep(_LOOK_SECONDS)
+                logger.info(f"waiting for {away or 'a launcher'} to lead ({left:.0f} s more, --rejoin_timeout)")
+                word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
+            time.sleep(timeouts.FIND_LEADER_SECONDS)
 
     def _no_leader_message(self, heard: Heard, last_nodes: tuple[int, ...], timeout_seconds: float) -> str:
         away = silent(heard, [index for index in last_nodes if index != self.node.index])
@@ -190,10 +186,10 @@ class Membership:
         leader = leader_among(heard, self.term)
         if leader is None:
             return False
-        said = heard[leader]
-        assert isinstance(said, Status)
+        status = heard[leader]
+        assert isinstance(status, Status)
         with suppress(JoinTimeout):
-            self._follow(leader, said.term, deadline)
+            self._follow(leader, status.term, deadline)
             return True
         return False
 
@@ -212,7 +208,9 @@ class Membership:
         """Whether another launcher leads with a later term, because this one was unreachable; then it is followed."""
         heard = self._neighbours.ask(self._every)
         later = leader_among(heard, self.term + 1)
-        return later is not None and self._follow_one_of({later: heard[later]}, time.monotonic() + _LOOK_SECONDS)
+        return later is not None and self._follow_one_of(
+            {later: heard[later]}, time.monotonic() + timeouts.FIND_LEADER_SECONDS
+        )
 
     def may_go_on_without(self, missing: Iterable[int], here: Iterable[int]) -> bool:
         """Whether the connected nodes are the larger side, of all that may be alive."""
@@ -242,7 +240,7 @@ class Membership:
             except ClusterError:
                 if time.monotonic() > patient_until:
                     raise
-                time.sleep(_POLL_SECONDS)
+                time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
         self._client, self.leader, self.term = client, leader, term
         self._heart = self._start_heart(client)
 
@@ -281,11 +279,12 @@ class Membership:
     def learn(self, nodes: tuple[int, ...], addresses: tuple[str, ...]) -> None:
         """The current addresses of these nodes."""
         now = dict(zip(nodes, addresses, strict=True))
-        self.node = self.node.with_addresses(tuple(now.get(i, old) for i, old in enumerate(self.node.addresses)))
+        addresses = tuple(now.get(index, old) for index, old in enumerate(self.node.addresses))
+        self.node = replace(self.node, addresses=addresses)
 
     def place_of(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes, whose rendezvous is the leader's."""
-        return self.node.led_by(self.leader).among(nodes)
+        return replace(self.node, leader=self.leader).among(nodes)
 
     def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
         """The server for this node's ranks in that round: the leader's if they are few, else their own node's, which
@@ -356,7 +355,7 @@ class Membership:
         """The leader keeps the store while other launchers are connected, at most this long; others leave at once."""
         deadline = time.monotonic() + seconds
         while self._others() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
 
     def _others(self) -> set[int]:
         if not self.is_leader:
@@ -370,7 +369,9 @@ class Membership:
             with suppress(FleetTrainError):
                 self._client.leave()
             if self._others():
-                time.sleep(_LEAVE_NOTICE_SECONDS)  # so that launchers still running can see that this one left properly
+                time.sleep(
+                    timeouts.LEAVE_NOTICE_SECONDS
+                )  # so that launchers still running can see that this one left properly
             self._client.close()
         self._server.stop()
 

@@ -1,0 +1,364 @@
+"""One launcher from start to end: join the membership, run attempt after attempt, report how the job ended.
+
+One attempt: meet the other launchers, start this node's ranks, monitor them, stop them, report how they ended.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fleet_train import timeouts
+from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
+from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
+from fleet_train.launch.membership import Membership
+from fleet_train.launch.monitor import Cause, Connections, GracefulStop, Monitor, Verdict, WaitingNodes
+from fleet_train.launch.prepare import Launch
+from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
+from fleet_train.launch.ranks import Ranks, take_log_dir
+from fleet_train.launch.rendezvous import Rendezvous
+from fleet_train.launch.report import (
+    WorkerResult,
+    choose_root_cause,
+    counted,
+    failure_report,
+    headline,
+    with_reports,
+)
+from fleet_train.launch.terminal import Follower, StartupLines, messages_in_order, show_lines
+from fleet_train.log import logger
+
+
+def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] = str) -> int:
+    """Run the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank.
+
+    ``diagnose`` is called after a failure and returns a line about its likely cause on this node; empty: unknown.
+    """
+    node, request = launch.node, launch.request
+    membership: Membership | None = None
+    with messages_in_order(), stopping_signals() as stopping:
+        try:
+            membership = Membership(
+                node, request.faults, request.join_timeout_seconds, launch.access, request.direct_ranks
+            )
+            coordinator = Coordinator(membership, request.faults, launch.facts, request.run)
+            return _run_attempts(launch, coordinator, environ, stopping, diagnose)
+        except (JoinTimeout, WorkerFailed):
+            _report_cause(diagnose)
+            raise
+        except StopRequested as stop:
+            logger.info(f"{_stop_message(launch, stop)}; no rank was running")
+            return stop.exit_code
+        finally:
+            if membership is not None:
+                membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
+                membership.close()
+
+
+def _run_attempts(
+    launch: Launch,
+    coordinator: Coordinator,
+    environ: Mapping[str, str],
+    stopping: Stopping,
+    diagnose: Callable[[], str],
+) -> int:
+    try:
+        attempt = coordinator.first()
+        while True:
+            attempt, result = _run_one(launch, coordinator, attempt, environ, stopping)
+            following = coordinator.next(attempt, result)
+            if following is None:
+                coordinator.end(result)
+                return _report_end(result, diagnose)
+            attempt = following
+    except JobEnded as end:
+        logger.info(f"the job ended before this node could join: {end}")
+        return end.exit_code
+    except StopRequested as stop:
+        coordinator.stop(stop.exit_code, _stop_message(launch, stop))
+        raise
+
+
+def _stop_message(launch: Launch, stop: StopRequested) -> str:
+    return f"{launch.node.describe()} was stopped by {request_name(stop.number)}"
+
+
+def _run_one(
+    launch: Launch, coordinator: Coordinator, attempt: Attempt, environ: Mapping[str, str], stopping: Stopping
+) -> tuple[Attempt, RunResult]:
+    """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
+    membership, round_name = coordinator.membership, str(attempt.round)
+    launch = replace(launch, node=membership.place_of(attempt.nodes))
+    timeout = launch.request.join_timeout_seconds
+    rendezvous: Rendezvous | None = None
+    must_meet = attempt.number == 0
+    try:
+        rendezvous = Rendezvous(
+            launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
+        )
+        number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched)
+        coordinator.launched = rendezvous.launched
+        membership.learn(attempt.nodes, rendezvous.addresses)
+        launch = replace(launch, node=membership.place_of(attempt.nodes))
+        must_meet = False
+        attempt = replace(attempt, number=number)
+        coordinator.begun(attempt)
+        store = membership.open_tree(launch.node, round_name, timeout)
+        environ = launch.environ_of(store, number, coordinator.launched, environ)
+        waiting_nodes = partial(coordinator.waiting_nodes, attempt)
+        with _unwritable_logs_refused(launch, rendezvous, number):
+            launch = _with_own_log_dir(launch, rendezvous)
+            Ranks(launch.node, launch.log_dir, number).prepare()
+        logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
+        return attempt, WorkerGroup(launch, rendezvous, number, stopping, waiting_nodes).run(environ)
+    except (ClusterError, WorkerFailed) as error:
+        if must_meet:
+            raise
+        if rendezvous is not None:  # a relay that has not found its parent, for instance
+            rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
+        return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_root_cause=True)
+    except StopRequested as stop:
+        if rendezvous is not None:
+            rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_root_cause=True, final=True)
+        raise
+    finally:
+        if rendezvous is not None:
+            rendezvous.close()
+        membership.close_tree(round_name)
+
+
+def _report_end(result: RunResult, diagnose: Callable[[], str]) -> int:
+    """Report how the job ended; returns the exit code."""
+    if result.kind is Kind.DONE:
+        return 0
+    if result.kind is not Kind.FAILED or result.without_root_cause:
+        logger.info(result.message)
+    elif result.root_cause is None:
+        logger.info(f"the job has failed: {result.message}")
+    else:
+        logger.info(f"the job has failed: {headline(result.root_cause)}")
+        show_lines(failure_report(result.ends, result.silent))
+    if result.kind is Kind.FAILED:
+        _report_cause(diagnose)
+    return result.exit_code
+
+
+def _report_cause(diagnose: Callable[[], str]) -> None:
+    line = diagnose()
+    if line:
+        logger.info(line)
+
+
+@contextmanager
+def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int) -> Iterator[None]:
+    """The first attempt must be able to write logs: raises ClusterError, on all nodes. Later attempts continue."""
+    try:
+        yield
+    except OSError as error:
+        message = f"--log_dir={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
+        if number == 0:
+            message += "; make room, or choose another folder"
+            rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)
+            raise ClusterError(message) from None
+        logger.warning(f"{message}; the job continues, logs are incomplete")
+
+
+def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous) -> Launch:
+    """Nodes that share a folder: the first one keeps it, and each other node gets a folder of its own below it.
+
+    A folder that another job uses is not shared: both would write into the same files.
+    """
+    launch.log_dir.mkdir(parents=True, exist_ok=True)
+    shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
+    return replace(launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir))
+
+
+class WorkerGroup:
+    """This node's ranks in one attempt: started, monitored, stopped; how they ended is reported."""
+
+    def __init__(
+        self, launch: Launch, rendezvous: Rendezvous, number: int, stopping: Stopping, waiting_nodes: WaitingNodes
+    ) -> None:
+        node, request = launch.node, launch.request
+        self.launch = launch
+        self.rendezvous = rendezvous
+        self.stopping = stopping
+        self.ranks = Ranks(node, launch.log_dir, number, request.verbose)
+        passing = None if request.verbose else StartupLines()
+        self.follower = Follower(self.ranks.log_file(0), passing=passing) if node.index == 0 else None
+        self.connections = Connections(node)
+        grace = request.faults.grace_seconds
+        self.stop = GracefulStop(self.ranks, rendezvous, stopping, grace, waiting_nodes, time.monotonic)
+
+    def run(self, environ: Mapping[str, str]) -> RunResult:
+        """Start the ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
+        launch, node = self.launch, self.launch.node
+        try:
+            self.ranks.start(
+                launch.command(), [{**environ, **launch.variables_of(each)} for each in range(node.processes)]
+            )
+            with self.stopping.gracefully():
+                look = self.connections.look
+                verdict = Monitor(
+                    self.ranks, self.rendezvous, self.follower, self.stop, look_at_connections=look
+                ).watch()
+            return self._conclude(verdict)
+        except ClusterError as error:
+            message = f"{node.describe()}: {error}"
+            self.rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
+            return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
+        except StopRequested as request:
+            return self._stopped(request.number, request.exit_code)
+        finally:
+            self.ranks.close()
+
+    def _conclude(self, verdict: Verdict) -> RunResult:
+        match verdict.cause:
+            case Cause.ALL_ENDED_WELL:
+                return self._succeed()
+            case Cause.PREEMPTED:
+                return self._preempted()
+            case Cause.STOPPED:
+                return self._was_stopped()
+            case Cause.RANK_FAILED:
+                assert verdict.root_cause is not None
+                self.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
+                return self._over_all_nodes(self._end())
+            case Cause.REPORTED:
+                return self._reported(self._end(), verdict.report or {})
+            case Cause.STORE_LOST:
+                ends = self._end()
+                message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {self.launch.node.describe()}"
+                code = WorkerFailed.exit_code
+                return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, store_lost=True)
+
+    def _end(self) -> list[WorkerResult]:
+        """Stop everything; returns how every rank of this node ended, with its last lines."""
+        self.ranks.stop()
+        return self._report_ends()
+
+    def _report_ends(self) -> list[WorkerResult]:
+        """Show the rest of the output; report to the other nodes how the ranks of this one ended."""
+        if self.follower is not None:
+            self.follower.close()
+        ended = self.ranks.ends(self.rendezvous.start)
+        ends = [replace(end, last_lines=self.ranks.tail(local)) for local, end in ended.items()]
+        self.rendezvous.report_results(ends)
+        return ends
+
+    def _succeed(self) -> RunResult:
+        apart = self._ranks_apart()
+        result = self._end_well(RunResult(Kind.DONE, 0))
+        if not apart or result.kind is not Kind.DONE:
+            return result
+        if self.launch.strict:
+            return replace(
+                result,
+                kind=Kind.FAILED,
+                exit_code=ConversionError.exit_code,
+                message=apart,
+                without_root_cause=True,
+                final=True,
+            )
+        if self.launch.node.index == 0:
+            logger.warning(apart)
+        return result
+
+    def _ranks_apart(self) -> str:
+        """The message if no rank has joined the job and none was seen to connect to another; empty otherwise.
+
+        The package's own commands that train nothing (``selftest``, ``doctor``) join it in their own way, or not.
+        """
+        launch = self.launch
+        is_ours = launch.request.is_module and launch.request.command[0].partition(".")[0] == "fleet_train"
+        self.connections.look()
+        if launch.node.world_size == 1 or is_ours or self.connections.seen or self.rendezvous.ranks_have_joined():
+            return ""
+        return (
+            f"the {launch.node.world_size} ranks ran side by side: none called fleet.init, and none was seen to "
+            "connect to another. If they were to train one model, call fleet.init(is_collective=True) of fleet_train "
+            "and wrap the optimizer with fleet.distributed_optimizer (docs/start.md)"
+        )
+
+    def _preempted(self) -> RunResult:
+        notice = self._stop_notice()
+        if notice.get("again"):
+            logger.warning(f"{notice['why']}: the ranks have saved their state")
+            return self._end_well(RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
+        message = f"{notice['why']}; the job has saved its state and stopped: start it again to continue"
+        return self._end_well(RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
+
+    def _stop_notice(self) -> dict[str, Any]:
+        return self.rendezvous.stop_announced() or {"why": "a rank was asked to stop"}
+
+    def _end_well(self, result: RunResult) -> RunResult:
+        ends = self._report_ends()
+        patience = max(timeouts.OTHERS_STOP_SECONDS, self.launch.request.faults.grace_seconds)
+        if result.kind is Kind.DONE:
+            # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank
+            # is a failure. A lost launcher ends the wait.
+            patience = math.inf
+        failure = self.rendezvous.exit_barrier(patience)
+        if failure is None:
+            return replace(result, ends=tuple(ends))
+        # If the job has failed elsewhere in the meantime, it has failed although this node's ranks succeeded.
+        self._own_up(ends)
+        return self._reported(ends, failure)
+
+    def _own_up(self, ends: list[WorkerResult]) -> None:
+        """If a rank of this node has left too early, this launcher reports it: the others wait for its report."""
+        node = self.launch.node
+        root_cause = choose_root_cause(with_reports(ends, self.rendezvous.reports(), node))
+        if root_cause is not None and root_cause.rank in node.ranks:
+            time.sleep(timeouts.OTHERS_LAST_LINE_SECONDS)
+            self.rendezvous.fail(headline(root_cause), root_cause.shell_code)
+
+    def _reported(self, ends: list[WorkerResult], report: Mapping[str, Any]) -> RunResult:
+        """The result of a failure that another process reported."""
+        message = str(report.get("message", "another rank reported a failure"))
+        final = bool(report.get("final"))
+        if not report.get("no_root_cause"):
+            return replace(self._over_all_nodes(ends, message), final=final)
+        code = int(report.get("exit_code", WorkerFailed.exit_code))
+        self.rendezvous.fail(message, code, no_root_cause=True, final=final)
+        message = f"{message}; {counted(len(ends), 'rank')} of {self.launch.node.describe()} ended with it"
+        return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, final=final)
+
+    def _over_all_nodes(self, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
+        others, silent = self.rendezvous.results_of_others(timeouts.OTHER_RESULTS_SECONDS)
+        every = tuple(with_reports((*ends, *others), self.rendezvous.reports(), self.launch.node))
+        root_cause = choose_root_cause(every)
+        code = root_cause.shell_code if root_cause is not None else WorkerFailed.exit_code
+        return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), root_cause)
+
+    def _was_stopped(self) -> RunResult:
+        if self.stop.by_signal:
+            return self._stopped(self.stop.signal_number, 128 + self.stop.signal_number)
+        notice = self._stop_notice()
+        if notice.get("again"):  # without a saved state, the next attempt is an ordinary restart
+            return self._reported(self._end(), {"message": notice["why"], "no_root_cause": True})
+        return self._end_by_force(str(notice["why"]), 128 + signal.SIGTERM)
+
+    def _stopped(self, number: int, exit_code: int) -> RunResult:
+        """Ctrl-C, a second signal, or ranks of this node that did not stop gracefully after the first one."""
+        message = f"{self.launch.node.describe()} was stopped by {request_name(number)}"
+        return self._end_by_force(message, exit_code)
+
+    def _end_by_force(self, message: str, exit_code: int) -> RunResult:
+        still_there = self.ranks.running()
+        if still_there and self.stop.is_over:
+            message += (
+                f" ({counted(still_there, 'rank')} did not end within {self.launch.request.faults.grace_seconds:g} s)"
+            )
+        self.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
+        ends = self._end()
+        message = (
+            f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
+        )
+        return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_root_cause=True)

@@ -1,1 +1,0 @@
-"""Coordination of the launchers: membership and leader, rendezvous rounds, whether there is another attempt."""
