@@ -39,9 +39,9 @@ def advice_for_rank(threads: int, computes_on_cpu: bool, is_amd: bool) -> dict[s
 
 def threads_of_rank(environ: Mapping[str, str], started: Started, usable: int, total: int) -> int:
     """The processors that Slurm or a binding assigned to this rank, else its share of the machine."""
-    told = environ.get("SLURM_CPUS_PER_TASK", "")
-    if is_number(told):
-        return int(told)
+    text = environ.get("SLURM_CPUS_PER_TASK", "")
+    if is_number(text):
+        return int(text)
     return usable if usable < total else usable // (started.local_count or 1)
 
 

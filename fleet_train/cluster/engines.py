@@ -231,7 +231,7 @@ def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())
-    return {found[1]: found[2] for found in pairs if found is not None}
+    return {match[1]: match[2] for match in pairs if match is not None}
 
 
 def _own_endpoint(started: Started, environ: Mapping[str, str]) -> str:
@@ -262,8 +262,8 @@ def _own_address(environ: Mapping[str, str]) -> str:
 def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
     """Without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by default."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    found = re.search(r"tcp://([0-9.,]+):", uri)
-    for address in found[1].split(",") if found else ():
+    match = re.search(r"tcp://([0-9.,]+):", uri)
+    for address in match[1].split(",") if match else ():
         if network.is_local(address, network.local_addresses()) or network.address_towards(address):
             return f"{address}:{started.port or DEFAULT_PORT}"
     raise ClusterError(

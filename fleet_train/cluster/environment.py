@@ -95,9 +95,9 @@ def attempt(environ: Mapping[str, str]) -> int:
 def launched_job(environ: Mapping[str, str]) -> str:
     """A unique identifier of this launch of the job, the same in all its attempts, also those of an engine (a job that
     Slurm requeues); "" if there is none."""
-    told = environ.get("FLEET_TRAIN_LAUNCHED", "")
-    started = None if told else detect(environ)
-    return told if started is None else started.run
+    job = environ.get("FLEET_TRAIN_LAUNCHED", "")
+    started = None if job else detect(environ)
+    return job if started is None else started.run
 
 
 def asked_strategy(environ: Mapping[str, str]) -> str | None:
@@ -224,10 +224,10 @@ def _modern(environ: Mapping[str, str]) -> Cluster:
     endpoints = [text.strip() for text in environ["PADDLE_TRAINER_ENDPOINTS"].split(",") if text.strip()]
     ranks = from_endpoints(endpoints, _integer(environ, "PADDLE_NNODES", 0) or None)
     rank = _integer(environ, "PADDLE_TRAINER_ID", 0)
-    told = _integer(environ, "PADDLE_TRAINERS_NUM", len(ranks))
-    if told != len(ranks):
+    count = _integer(environ, "PADDLE_TRAINERS_NUM", len(ranks))
+    if count != len(ranks):
         raise ClusterError(
-            f"PADDLE_TRAINERS_NUM={told}, but PADDLE_TRAINER_ENDPOINTS lists {len(ranks)} processes; they must agree"
+            f"PADDLE_TRAINERS_NUM={count}, but PADDLE_TRAINER_ENDPOINTS lists {len(ranks)} processes; they must agree"
         )
     if not 0 <= rank < len(ranks):
         raise ClusterError(f"PADDLE_TRAINER_ID={rank} is not in 0 .. {len(ranks) - 1}, the ranks of this job")

@@ -30,8 +30,8 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
     count, job = of.needed("PADDLE_NNODES"), of.text("PADDLE_JOB_ID")
     _, port = endpoint(of.text("PADDLE_MASTER"), "PADDLE_MASTER")
     pod = of.text("POD_NAME", "HOSTNAME")
-    found = re.fullmatch(re.escape(job) + r"-worker-(\d{1,6})", pod.partition(".")[0])
-    if found is None:
+    match = re.fullmatch(re.escape(job) + r"-worker-(\d{1,6})", pod.partition(".")[0])
+    if match is None:
         raise ClusterError(
             f"a PaddleJob's operator gives its pods no rank; it is read from the pod's name, {job}-worker-<number>, "
             f"and this one's is {pod or 'unknown'}. Use workers only (a Master is for parameter servers) and give "
@@ -41,7 +41,7 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
     hosts = tuple(f"{job}-worker-{number}" for number in range(count))
     started = Started(
         engine=f"PaddleJob {job}",
-        index=int(found[1]),
+        index=int(match[1]),
         count=count,
         hosts=hosts,
         master=hosts[0] if hosts else "",
@@ -74,17 +74,17 @@ def read_paddle_operator(environ: Mapping[str, str]) -> Started | None:
 def _elastic(environ: Mapping[str, str]) -> Started:
     of = Variables(environ, "paddle-operator (elastic)")
     pod = of.text("POD_IP")
-    found = re.fullmatch(r"(.+-worker-)(\d{1,6})", pod)
-    if found is None:
+    match = re.fullmatch(r"(.+-worker-)(\d{1,6})", pod)
+    if match is None:
         raise ClusterError(
             "an elastic job of paddle-operator keeps its nodes in etcd, which is not queried; with intranet: Service "
             "in its spec POD_IP is the pod's name, <job>-worker-<number>, and the others' follow from it"
         )
     count = of.needed("PADDLE_ELASTIC_NP")
-    hosts = tuple(f"{found[1]}{number}" for number in range(count))
+    hosts = tuple(f"{match[1]}{number}" for number in range(count))
     started = Started(
         engine="paddle-operator (elastic)",
-        index=int(found[2]),
+        index=int(match[2]),
         count=count,
         hosts=hosts,
         master=hosts[0] if hosts else "",
@@ -135,10 +135,10 @@ def read_indexed_job(environ: Mapping[str, str]) -> Started | None:
 def _with_names(started: Started) -> Started:
     """``train-0.train`` is pod 0 of a set with ``train-1.train``, ...: of an indexed Job or a StatefulSet."""
     first, dot, domain = started.master.partition(".")
-    found = re.fullmatch(r"(.*[a-z].*-)0", first)
-    if found is None:
+    match = re.fullmatch(r"(.*[a-z].*-)0", first)
+    if match is None:
         return started
-    hosts = tuple(f"{found[1]}{number}{dot}{domain}" for number in range(started.count))
+    hosts = tuple(f"{match[1]}{number}{dot}{domain}" for number in range(started.count))
     return replace(started, hosts=hosts)
 
 
@@ -163,8 +163,8 @@ class CloudNode:
         return self.hosts, self.node_host, self.started_port if started_port is None else started_port
 
 
-def _agree(flag: str, given: object, variable: str, told: object) -> None:
-    if given is not None and given != told:
+def _agree(flag: str, given: object, variable: str, value: object) -> None:
+    if given is not None and given != value:
         raise ClusterError(f"{flag} contradicts the variable {variable}; with --use_paddlecloud leave {flag} out")
 
 

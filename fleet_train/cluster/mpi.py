@@ -123,16 +123,16 @@ def exchange_pmix(own: str | None, environ: Mapping[str, str], timeout_seconds: 
     library = _library()
     if library is None:
         return ""
-    told: list[str] = []
+    values: list[str] = []
     # The library's calls have no timeout that all its versions support.
     thread = threading.Thread(
-        target=lambda: told.append(_exchange_pmix(library, own)), name="fleet_train PMIx", daemon=True
+        target=lambda: values.append(_exchange_pmix(library, own)), name="fleet_train PMIx", daemon=True
     )
     thread.start()
     thread.join(timeout_seconds)
-    if not told:
+    if not values:
         raise TimeoutError
-    return told[0]
+    return values[0]
 
 
 def _exchange_pmix(library: ctypes.CDLL, own: str | None) -> str:

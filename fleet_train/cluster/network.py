@@ -34,11 +34,11 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
     """IPv4 addresses per network interface, for example ``{"lo": ("127.0.0.1",), "eth0": ("10.0.0.2",)}``."""
     import psutil  # 30 ms: not for --help
 
-    found = {
+    interfaces = {
         name: tuple(entry.address for entry in entries if entry.family == socket.AF_INET)
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: addresses for name, addresses in interfaces.items() if addresses}
 
 
 def local_addresses() -> tuple[str, ...]:
@@ -156,15 +156,15 @@ def connections_at(endpoints: Iterable[tuple[str, int]]) -> frozenset[str]:
     """This machine's TCP connections from or to these addresses and ports, also those that ended less than a minute ago
     (TIME_WAIT); without listening sockets."""
     wanted = {f"{socket.inet_aton(address)[::-1].hex().upper()}:{port:04X}" for address, port in endpoints}
-    found = set()
+    connections = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/net/{table}") as lines:
             for line in lines:
                 # Of an IPv6 address the last 32 bits are the IPv4 address that it maps.
                 local, remote, state = (word[-13:] for word in line.split()[1:4])
                 if state != _LISTENS and not wanted.isdisjoint((local, remote)):
-                    found.add(f"{local} {remote}")
-    return frozenset(found)
+                    connections.add(f"{local} {remote}")
+    return frozenset(connections)
 
 
 def port_owner(port: int, address: str | None = None) -> PortOwner:

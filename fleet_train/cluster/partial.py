@@ -19,7 +19,7 @@ from fleet_train.cluster.engines import MASTER, MeetingPoint, locate
 from fleet_train.cluster.started import Started
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.host import Place, StoreHost
+from fleet_train.cluster.store.host import BindAddress, StoreHost
 from fleet_train.cluster.store.reports import reports_of
 from fleet_train.errors import ClusterError, FleetTrainError
 
@@ -67,8 +67,8 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
         os.environ[SECRET] = point.secret
     host = StoreHost(_root(cluster, point), os.environ[JOB_ID]) if cluster.rank == 0 else None
     try:
-        told = _tell(cluster, point, timeout_seconds)
-        return Cluster(ranks_of(told, point.port), cluster.rank, formed_by=cluster.formed_by), host
+        arrivals = _tell(cluster, point, timeout_seconds)
+        return Cluster(ranks_of(arrivals, point.port), cluster.rank, formed_by=cluster.formed_by), host
     except BaseException:
         if host is not None:
             host.release()
@@ -87,9 +87,9 @@ def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) 
     try:
         seen = "" if network.is_loopback(point.master) else point.master
         arrival = [own, cluster.started.node, seen]
-        told = client.all_gather("addresses", arrival, cluster.world_size, timeout_seconds, "fleet.init")
+        arrivals = client.all_gather("addresses", arrival, cluster.world_size, timeout_seconds, "fleet.init")
         client.leave()
-        return told
+        return arrivals
     except FleetTrainError as error:  # report it to ranks that still wait
         this = Rank(cluster.rank, own, point.port, 0, cluster.local_rank)
         with suppress(FleetTrainError):
@@ -115,7 +115,7 @@ def own_address(cluster: PartialCluster, point: MeetingPoint) -> str:
     return address
 
 
-def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
+def _root(cluster: PartialCluster, point: MeetingPoint) -> BindAddress:
     """Where rank 0 hosts the store."""
     addresses = network.local_addresses()
     if not network.is_local(point.master, addresses):
@@ -125,25 +125,25 @@ def _root(cluster: PartialCluster, point: MeetingPoint) -> Place:
             f"machine's addresses ({', '.join(addresses)}); name rank 0's node with {MASTER}=host:port on all ranks"
         )
     listen = _EVERY_ADDRESS if point.is_alias else point.master
-    return Place(listen, point.port, list(point.hosts) or None, cluster.world_size)
+    return BindAddress(listen, point.port, list(point.hosts) or None, cluster.world_size)
 
 
-def ranks_of(told: Mapping[int, Sequence[Any]], first_port: int) -> tuple[Rank, ...]:
+def ranks_of(arrivals: Mapping[int, Sequence[Any]], first_port: int) -> tuple[Rank, ...]:
     """Ranks from what each published: [address, node's number or None, rank 0's address as it knows it].
 
     Nodes are numbered in the order of their first ranks. Raises ClusterError if some know their node's number and
     others do not.
     """
-    numbered = [rank for rank, (_, node, _) in told.items() if node is not None]
-    if numbered and len(numbered) < len(told):
+    numbered = [rank for rank, (_, node, _) in arrivals.items() if node is not None]
+    if numbered and len(numbered) < len(arrivals):
         raise ClusterError(f"ranks {numbered} know their node's number and the others do not; start all the same way")
-    seen = next((seen for rank, (_, _, seen) in sorted(told.items()) if rank and seen), "")
-    alias = told[0][0] if seen and network.is_loopback(told[0][0]) else None
+    seen = next((seen for rank, (_, _, seen) in sorted(arrivals.items()) if rank and seen), "")
+    alias = arrivals[0][0] if seen and network.is_loopback(arrivals[0][0]) else None
     nodes: dict[Any, int] = {}
     locals_of: Counter[int] = Counter()
     ports_of: Counter[str] = Counter()
     ranks = []
-    for rank, (address, number, _) in sorted(told.items()):
+    for rank, (address, number, _) in sorted(arrivals.items()):
         address = seen if address == alias else address
         node = nodes.setdefault(address if number is None else number, len(nodes))
         ranks.append(Rank(rank, address, first_port + ports_of[address], node, locals_of[node]))

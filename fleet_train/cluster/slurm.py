@@ -107,10 +107,10 @@ def expand_counts(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> tuple[i
     """``"2(x3),1"`` -> (2, 2, 2, 1): tasks per node. Raises ClusterError."""
     counts: list[int] = []
     for part in text.strip().split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None:
             raise ClusterError(f"{name}={text} is not a list of tasks per node such as 2(x3),1")
-        counts += [int(found[1])] * min(int(found[2] or 1), MOST_HOSTS)
+        counts += [int(match[1])] * min(int(match[2] or 1), MOST_HOSTS)
     return tuple(counts)
 
 
@@ -127,10 +127,10 @@ def _expand_part(part: str, text: str, name: str) -> list[str]:
 
 def _numbers(ranges: str, text: str, name: str) -> Iterator[str]:
     for each in ranges.split(","):
-        found = _RANGE.fullmatch(each.strip())
-        if found is None:
+        match = _RANGE.fullmatch(each.strip())
+        if match is None:
             raise _malformed(text, name)
-        first, last = found[1], found[2] or found[1]
+        first, last = match[1], match[2] or match[1]
         low, high = int(first), int(last)
         if not low <= high < low + MOST_HOSTS:
             raise _malformed(text, name)

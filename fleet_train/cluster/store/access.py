@@ -275,13 +275,13 @@ def job_secret(environ: Mapping[str, str], say: Callable[[str], None] = lambda _
         raise ClusterError(f"{SECRET_FILE} and {SECRET} are both set; set one of them")
     if not path and not text:
         return None
-    found = _read(Path(path), say) if path else text.encode().strip()
+    secret = _read(Path(path), say) if path else text.encode().strip()
     where = f"{SECRET_FILE}={path}" if path else SECRET
-    if not _LEAST_BYTES <= len(found) <= _MOST_BYTES:
+    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ClusterError(
-            f"{where}: the job's secret has {len(found)} bytes; it must have {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
+            f"{where}: the job's secret has {len(secret)} bytes; it must have {_LEAST_BYTES} to {_MOST_BYTES}: {_FIX}"
         )
-    return found
+    return secret
 
 
 def _read(path: Path, say: Callable[[str], None]) -> bytes:
@@ -311,9 +311,9 @@ def proof(secret: bytes, *parts: str) -> str:
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
-def is_proof(told: object, secret: bytes, *parts: str) -> bool:
+def is_proof(answer: object, secret: bytes, *parts: str) -> bool:
     """Whether ``told`` is the proof over ``parts``; takes the same time for every wrong answer."""
-    return isinstance(told, str) and hmac.compare_digest(_bytes(told), proof(secret, *parts).encode())
+    return isinstance(answer, str) and hmac.compare_digest(_bytes(answer), proof(secret, *parts).encode())
 
 
 def _bytes(text: str) -> bytes:

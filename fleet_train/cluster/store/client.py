@@ -17,7 +17,7 @@ from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
 from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges, ranges
 from fleet_train.cluster.store.payloads import unpack
-from fleet_train.cluster.store.reports import Describe, Words, with_absent
+from fleet_train.cluster.store.reports import Describe, Messages, with_absent
 from fleet_train.cluster.store.wire import (
     MOST_BODY_BYTES,
     Body,
@@ -96,7 +96,7 @@ class StoreClient:
         self._sock = sock
         self._decoder = Decoder(most_bytes=1 << 31)
         self._lock = threading.Lock()
-        self._words = Words(endpoint, group, describe)
+        self._messages = Messages(endpoint, group, describe)
         self._describe = describe
         self._answer_seconds = answer_seconds
         self._is_in_child = False
@@ -213,7 +213,7 @@ class StoreClient:
         body = _json(value) if self.member == source else b""
         named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is told so
         return self._meet(
-            "all_gather", named, {}, body, count, timeout_seconds, call, lambda _, told: _values(told)[source]
+            "all_gather", named, {}, body, count, timeout_seconds, call, lambda _, answer: _values(answer)[source]
         )
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
@@ -239,9 +239,9 @@ class StoreClient:
         try:
             return self._call(header, body, read, timeout_seconds)
         except JoinTimeout as error:
-            on_all = self._words.on_all(call)
-            told = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{on_all}")
-            raise with_absent(told, error.absent, f" at {call or name} within {timeout_seconds:g} s") from None
+            on_all = self._messages.on_all(call)
+            timeout = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{on_all}")
+            raise with_absent(timeout, error.absent, f" at {call or name} within {timeout_seconds:g} s") from None
         except WorkerFailed as error:
             raise with_absent(error, error.absent, f" while others waited for it at {call or name}") from None
 
@@ -256,12 +256,12 @@ class StoreClient:
 
     def keys(self, prefix: str) -> list[str]:
         """The keys with this prefix that have a value."""
-        return self._ask("keys", lambda told: list(map(str, told)), prefix=prefix)
+        return self._ask("keys", lambda answer: list(map(str, answer)), prefix=prefix)
 
     def times(self, number: int) -> dict[int, list[float]]:
         """The sums of all members' reports up to the step barrier of that number, by member: steps, milliseconds of
         own work, milliseconds at barriers."""
-        return self._ask("times", lambda told: dict(told), group=self.group, number=number)
+        return self._ask("times", lambda answer: dict(answer), group=self.group, number=number)
 
     def fail(self, report: dict[str, Json]) -> None:
         """Publish why this job has failed. The first report counts; every waiting member receives it."""
@@ -299,7 +299,7 @@ class StoreClient:
 
     def _ask(self, do: str, read: Callable[[Json], T], body: Body = b"", **fields: Json) -> T:
         """What ``read`` makes of the answer's JSON."""
-        return self._call({"do": do, **fields}, body, lambda _, told: read(json.loads(told) if told else None))
+        return self._call({"do": do, **fields}, body, lambda _, answer: read(json.loads(answer) if answer else None))
 
     # the connection
 
@@ -334,14 +334,14 @@ class StoreClient:
                 self._sock.sendall(encode(header, body))
                 answer, body = self._receive()
             except (OSError, ValueError, ProtocolError) as error:
-                raise WorkerFailed(self._words.lost_server(str(error))) from error
+                raise WorkerFailed(self._messages.lost_server(str(error))) from error
         try:
             if "error" not in answer:
                 return read(answer, body)
-            told = self._words.error(answer, body)
+            refusal = self._messages.error(answer, body)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError, ProtocolError) as nonsense:
-            raise WorkerFailed(self._words.lost_server(f"its answer is invalid: {nonsense!r}"[:200])) from None
-        raise told
+            raise WorkerFailed(self._messages.lost_server(f"its answer is invalid: {nonsense!r}"[:200])) from None
+        raise refusal
 
     def _receive(self) -> tuple[Header, Body]:
         """The next frame. Raises OSError, ProtocolError."""
@@ -353,8 +353,8 @@ class StoreClient:
                 return parse(header), body
 
 
-def _as_it_is(told: Json) -> Json:
-    return told
+def _as_it_is(value: Json) -> Json:
+    return value
 
 
 def _values(body: Body) -> dict[int, Json]:
@@ -369,19 +369,19 @@ def _step_answer(header: Header, _: Body) -> StepAnswer:
 
 
 def _variants(_: Header, body: Body) -> Variants:
-    told = unpack(body)
-    if len(told) == 1:
+    values = unpack(body)
+    if len(values) == 1:
         return []
-    variants = [(ranges(mask), None if isinstance(value, str) else json.loads(value)) for mask, value in told]
+    variants = [(ranges(mask), None if isinstance(value, str) else json.loads(value)) for mask, value in values]
     return sorted(variants, key=lambda variant: variant[0])
 
 
-def _reports(told: Json) -> list[tuple[dict[str, Json], float]]:
-    return [(dict(report), float(seconds)) for report, seconds in told]
+def _reports(answer: Json) -> list[tuple[dict[str, Json], float]]:
+    return [(dict(report), float(seconds)) for report, seconds in answer]
 
 
-def _gone(told: Json) -> dict[int, str]:
-    return {member: str(how) for who, how in told for member in each(from_ranges(who, MOST_MEMBERS))}
+def _gone(answer: Json) -> dict[int, str]:
+    return {member: str(how) for who, how in answer for member in each(from_ranges(who, MOST_MEMBERS))}
 
 
 def _refused(refusal: Refused, who: str, address: str) -> ClusterError:

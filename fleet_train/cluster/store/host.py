@@ -30,7 +30,7 @@ _READY = "listening"
 
 
 @dataclass(frozen=True)
-class Place:
+class BindAddress:
     """Where a node's server listens and, unless it is the root, where its parent does."""
 
     host: str
@@ -45,7 +45,7 @@ class Place:
     """How long a relay tries to reach its parent: that node's first rank may start much later."""
 
     @classmethod
-    def of(cls, cluster: Cluster, timeout_seconds: float) -> Place:
+    def of(cls, cluster: Cluster, timeout_seconds: float) -> BindAddress:
         firsts = [cluster.ranks[cluster.ranks_on_node(node)[0]] for node in range(cluster.node_num)]
         node = cluster.this.node_index
         hosts = list(dict.fromkeys(rank.host for rank in cluster.ranks))
@@ -80,7 +80,7 @@ def is_host(cluster: Cluster) -> bool:
 class StoreHost:
     """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
 
-    def __init__(self, place: Place, job_id: str) -> None:
+    def __init__(self, place: BindAddress, job_id: str) -> None:
         root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(vars(place))]
@@ -106,7 +106,7 @@ class StoreHost:
     @classmethod
     def of(cls, cluster: Cluster, timeout_seconds: float) -> StoreHost:
         """For the node of this rank, in a cluster whose ranks are all known."""
-        return cls(Place.of(cluster, timeout_seconds), access_of(cluster).job)
+        return cls(BindAddress.of(cluster, timeout_seconds), access_of(cluster).job)
 
     def release(self) -> None:
         """Let the process end once the members have left; does not wait for that."""
@@ -116,7 +116,7 @@ class StoreHost:
     close_in_child = release
 
 
-def _start(place: Place) -> StoreServer:
+def _start(place: BindAddress) -> StoreServer:
     # Only the process that serves imports it, and asyncio with it: every rank imports this module.
     from fleet_train.cluster.store.relay import Parent
     from fleet_train.cluster.store.server import StoreServer
@@ -136,7 +136,7 @@ def _start(place: Place) -> StoreServer:
     return server
 
 
-def _serve(place: Place) -> None:
+def _serve(place: BindAddress) -> None:
     try:
         server = _start(place)
     except ClusterError as error:
@@ -158,4 +158,4 @@ def _serve(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Place(**json.loads(sys.argv[1])))
+    _serve(BindAddress(**json.loads(sys.argv[1])))

@@ -34,24 +34,24 @@ def each(mask: int) -> Iterator[int]:
 
 def ranges(mask: int) -> list[list[int]]:
     """``[[first, last], ...]``, both inclusive, in rising order."""
-    found = []
+    spans = []
     start = 0
     while mask:
         zeros = first(mask)
         mask >>= zeros
         ones = first(~mask)
-        found.append([start + zeros, start + zeros + ones - 1])
+        spans.append([start + zeros, start + zeros + ones - 1])
         mask >>= ones
         start += zeros + ones
-    return found
+    return spans
 
 
-def from_ranges(told: Any, count: int) -> int:
+def from_ranges(spans: Any, count: int) -> int:
     """The set that ``ranges`` describes. Raises ProtocolError for anything but ranges within 0 .. count-1."""
-    if not isinstance(told, list):
+    if not isinstance(spans, list):
         raise ProtocolError("ranges of members are not a list")
     mask = 0
-    for pair in told:
+    for pair in spans:
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair)):
             raise ProtocolError("a range of members is not a pair of numbers")
         low, high = pair

@@ -24,7 +24,7 @@ from fleet_train.cluster.store.wire import (
     ProtocolError,
     numbers,
     parse,
-    printable,
+    shortened,
 )
 
 # The most bytes of all members together that a store holds for one barrier.
@@ -80,12 +80,12 @@ class Arrival:
     """Whether it has been sent before, with fewer members."""
 
 
-def read_calls(told: Json, count: int) -> dict[str, int]:
+def read_calls(pairs: Json, count: int) -> dict[str, int]:
     """An arrival's calls, as a relay says them. Raises ProtocolError."""
-    if not isinstance(told, list) or len(told) > _MOST_CALLS:
+    if not isinstance(pairs, list) or len(pairs) > _MOST_CALLS:
         raise ProtocolError("calls are not a list, or too many")
     calls: dict[str, int] = {}
-    for pair in told:
+    for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ProtocolError("a call is not a pair of text and members")
         calls[pair[0][:_MOST_CALL]] = members.from_ranges(pair[1], count)
@@ -117,8 +117,8 @@ class Reduced:
 
     def add(self, arrival: Arrival) -> None:
         fields = arrival.fields
-        told = None if fields.header.get("slowest") is None else fields.number("slowest")
-        self.slowest = None if told is None or self.slowest is None else max(self.slowest, told)
+        longest = None if fields.header.get("slowest") is None else fields.number("slowest")
+        self.slowest = None if longest is None or self.slowest is None else max(self.slowest, longest)
         stop = fields.header.get("stop")
         if stop is not None:
             asked = _read_stop(stop, arrival.count)
@@ -144,12 +144,12 @@ class Reduced:
         return header if self.digest in (None, _DIFFERENT) else header | {"digest": self.digest}
 
 
-def _read_stop(told: object, count: int) -> tuple[int, str]:
-    if not (isinstance(told, list) and len(told) == 2 and type(told[0]) is int and isinstance(told[1], str)):
+def _read_stop(value: object, count: int) -> tuple[int, str]:
+    if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is int and isinstance(value[1], str)):
         raise ProtocolError("a stop is not a pair of member and reason")
-    if not 0 <= told[0] < count:
+    if not 0 <= value[0] < count:
         raise ProtocolError("a stop is requested by a process that is not a member")
-    return told[0], printable(told[1])
+    return value[0], shortened(value[1])
 
 
 def _whole_times(body: Body, count: int) -> Body:
@@ -261,12 +261,12 @@ def unpack(body: Body, count: int = members.MOST_MEMBERS) -> list[tuple[int, Bod
     for entry in index:
         if not (isinstance(entry, list) and len(entry) == 2):
             raise ProtocolError("a value's entry is not a pair")
-        mask, told = members.from_ranges(entry[0], count), entry[1]
-        if isinstance(told, str):
-            values.append((mask, told))
-        elif type(told) is int and 0 < told <= len(body) - at:
-            values.append((mask, body[at : at + told]))
-            at += told
+        mask, length_or_digest = members.from_ranges(entry[0], count), entry[1]
+        if isinstance(length_or_digest, str):
+            values.append((mask, length_or_digest))
+        elif type(length_or_digest) is int and 0 < length_or_digest <= len(body) - at:
+            values.append((mask, body[at : at + length_or_digest]))
+            at += length_or_digest
         else:
             raise ProtocolError("a value has no length")
     if at != len(body):

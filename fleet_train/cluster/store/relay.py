@@ -112,7 +112,7 @@ class Relay(Round):
         elif barrier.count != arrival.count or not expected & ~barrier.arrived:
             self._tell(barrier, arrival.count)
         elif barrier.tell_at is None:
-            delay = timeouts.RELAY_UPDATE_SECONDS if barrier.told else timeouts.RELAY_PARTIAL_SECONDS
+            delay = timeouts.RELAY_UPDATE_SECONDS if barrier.is_reported else timeouts.RELAY_PARTIAL_SECONDS
             barrier.tell_at = self.clock() + delay
 
     def tick(self, now: float) -> None:
@@ -131,8 +131,8 @@ class Relay(Round):
         group, kind, name = barrier.key
         header |= {"do": kind, "group": group, "name": name, "count": count, "timeout": round(max(0.0, patience), 3)}
         header |= {"members": members.ranges(barrier.arrived), "calls": calls}
-        self._send(header | {"again": barrier.told}, body)
-        barrier.told, barrier.tell_at = True, None
+        self._send(header | {"again": barrier.is_reported}, body)
+        barrier.is_reported, barrier.tell_at = True, None
 
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
         """The parent has not named the missing members in time: here only its silence is known."""
@@ -171,15 +171,17 @@ class Relay(Round):
             return
         soon = self.clock() + 0.25
         self._withdraw(barrier, [who for who, waiter in barrier.waiters.items() if waiter.deadline <= soon], frame)
-        barrier.told = False
+        barrier.is_reported = False
         if barrier.waiters:
             self._tell(barrier, barrier.count)
 
 
-def _key(told: object) -> Key:
-    if isinstance(told, list) and len(told) == 3 and all(isinstance(part, str) for part in told) and told[1] in KINDS:
-        return Key(*told)
-    raise ProtocolError("an answer does not name its barrier")
+def _key(parts: object) -> Key:
+    if not isinstance(parts, list) or len(parts) != 3 or not all(isinstance(part, str) for part in parts):
+        raise ProtocolError("an answer does not name its barrier")
+    if parts[1] not in KINDS:
+        raise ProtocolError("an answer names a barrier of no kind")
+    return Key(*parts)
 
 
 class Connection(asyncio.Protocol):

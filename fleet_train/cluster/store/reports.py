@@ -29,11 +29,11 @@ _Error = TypeVar("_Error", bound=FleetTrainError)
 
 def with_absent(error: _Error, absent: Iterable[Absence], more: str = "") -> _Error:
     """The error with the members that caused it; ``more`` is appended for each."""
-    error.absent = tuple(Absence(one.member, one.kind, one.what + more) for one in absent)
+    error.absent = tuple(Absence(absence.member, absence.kind, absence.what + more) for absence in absent)
     return error
 
 
-class Words:
+class Messages:
     """A client's messages for the server's answers."""
 
     def __init__(self, endpoint: str, group: str, describe: Describe) -> None:
@@ -53,9 +53,9 @@ class Words:
                 report = json.loads(body)
                 return WorkerFailed(str(report.get("message") or report))
             case "count":
-                (first, one), (second, other) = answer["counts"]
+                (first, count), (second, other) = answer["counts"]
                 return ScheduleMismatch(
-                    f"{self._describe(first)} says that the job has {one} {self._group}s, {self._describe(second)} "
+                    f"{self._describe(first)} says that the job has {count} {self._group}s, {self._describe(second)} "
                     f"says {other}; start every node with the same node list and the same number of processes"
                 )
             case "crossed":
@@ -85,11 +85,11 @@ class Words:
         spans = ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in ranges[:_MOST_NAMED])
         return f"{self._group}s {spans}{', ...' if len(ranges) > _MOST_NAMED else ''} ({_size(ranges)} in all)"
 
-    def _gone(self, told: list[list[Json]], call: str) -> WorkerFailed:
-        parts = [f"{self._describe(m)} {self._how_gone(how, call)}" for who, how in told for m in _few(who)]
-        if sum(_size(who) for who, _ in told) > _MOST_NAMED:
-            parts = [f"{self.names(who)}: {self._how_gone(how, call)}" for who, how in told]
-        absent = [_absence(member, how) for who, how in told for member in _few(who)]
+    def _gone(self, departed: list[list[Json]], call: str) -> WorkerFailed:
+        parts = [f"{self._describe(m)} {self._how_gone(how, call)}" for who, how in departed for m in _few(who)]
+        if sum(_size(who) for who, _ in departed) > _MOST_NAMED:
+            parts = [f"{self.names(who)}: {self._how_gone(how, call)}" for who, how in departed]
+        absent = [_absence(member, how) for who, how in departed for member in _few(who)]
         return with_absent(WorkerFailed("; ".join(parts)), absent[:_MOST_NAMED])
 
     def _how_gone(self, how: str, call: str) -> str:
@@ -132,10 +132,10 @@ def _size(ranges: list[list[int]]) -> int:
 
 def _few(ranges: list[list[int]]) -> list[int]:
     """The first members of ranges, as many as are listed one by one."""
-    found: list[int] = []
+    members: list[int] = []
     for low, high in ranges:
-        found += range(low, min(high + 1, low + _MOST_NAMED - len(found)))
-    return found
+        members += range(low, min(high + 1, low + _MOST_NAMED - len(members)))
+    return members
 
 
 def _absence(member: int, how: str) -> Absence:

@@ -17,7 +17,7 @@ from typing import Any
 from fleet_train import timeouts
 from fleet_train.cluster.store import members
 from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant, Payload, TooLarge, times_of
-from fleet_train.cluster.store.wire import Body, Fields, Header, Json, ProtocolError, encode, parse, printable
+from fleet_train.cluster.store.wire import Body, Fields, Header, Json, ProtocolError, encode, parse, shortened
 
 # How many bytes members may store under keys, and how long a key may be.
 _MOST_STORED_BYTES = 64 << 20
@@ -56,7 +56,7 @@ class Barrier:
     """Arrived, and left after their own timeout: not responsible if others arrived shortly after them."""
     calls: dict[str, int] = field(default_factory=dict)
     waiters: dict[Participant, Waiter] = field(default_factory=dict)
-    told: bool = False
+    is_reported: bool = False
     """Of a relay: whether its parent knows of some members."""
     tell_at: float | None = None
     """Of a relay: when its parent is told who has arrived so far."""
@@ -287,7 +287,7 @@ class Root(Round):
             case "join":
                 header, answer = self._join(*self._member(fields), via_of(request))
             case "depart":
-                answer = self._depart(fields.text("via"), printable(fields.text("how")))
+                answer = self._depart(fields.text("via"), shortened(fields.text("how")))
             case "times":
                 group, number = fields.text("group", most=MOST_NAME), fields.integer("number", 0, 1 << 60)
                 answer = self._times_until(self._groups.get(group, Group()), number)
@@ -343,7 +343,7 @@ class Root(Round):
 
 
 def checked_report(body: Body) -> dict[str, Any]:
-    """The report in ``body``. Raises ProtocolError; texts are cut and made printable, a code of 0 becomes 1."""
+    """The report in ``body``. Raises ProtocolError; texts are cut and made shortened, a code of 0 becomes 1."""
     if len(body) > _MOST_REPORT_BYTES:
         raise ProtocolError("a failure report is too long")
     report = {str(name)[:100]: _checked(value) for name, value in parse(body).items()}
@@ -361,9 +361,9 @@ def _checked(value: Any) -> Any:
             raise ProtocolError("a failure report holds a number that is too long")
         return value
     if isinstance(value, str):
-        return printable(value, _MOST_MESSAGE)
+        return shortened(value, _MOST_MESSAGE)
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return [printable(line) for line in value[:_MOST_LINES]]
+        return [shortened(line) for line in value[:_MOST_LINES]]
     raise ProtocolError("a failure report holds something other than texts, numbers and lines")
 
 

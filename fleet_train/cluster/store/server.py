@@ -117,12 +117,12 @@ class StoreServer:
 
     def connected_members(self, group: str = "rank", scope: str = "") -> set[int]:
         """The members of ``group`` that are connected now to a round whose root is here (a racy reading)."""
-        found = self.rounds.get(scope)
-        return found.present(group) if isinstance(found, Root) else set()
+        scoped = self.rounds.get(scope)
+        return scoped.present(group) if isinstance(scoped, Root) else set()
 
     def has_members(self) -> bool:
         """Whether any member is connected (a racy reading)."""
-        roots = [found for found in self.rounds.copy().values() if isinstance(found, Root)]
+        roots = [round_ for round_ in self.rounds.copy().values() if isinstance(round_, Root)]
         return any(root.has_members for root in roots) or any(each.stands_for_members for each in self._known.copy())
 
     def publish(self, name: str, key: str, value: Json) -> None:
@@ -145,9 +145,9 @@ class StoreServer:
         self._do(lambda: self._close_round(name))
 
     def _close_round(self, name: str) -> None:
-        for inner, found in list(self.rounds.items()):
-            if inner.partition(".")[0] == name and isinstance(found, Relay):
-                found.close()
+        for inner, round_ in list(self.rounds.items()):
+            if inner.partition(".")[0] == name and isinstance(round_, Relay):
+                round_.close()
                 del self.rounds[inner]
 
     def _do(self, work: Callable[[], object], timeout_seconds: float = 0.0) -> None:
@@ -218,8 +218,8 @@ class StoreServer:
         now = self.clock()
         for session in [*self._strangers, *self._known]:
             session.tick(now)
-        for found in list(self.rounds.values()):
-            found.tick(now)
+        for round_ in list(self.rounds.values()):
+            round_.tick(now)
 
     def _no_traceback(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Asyncio's handler prints a traceback per refused connection when descriptors run out. Errors of a connection
@@ -288,9 +288,9 @@ class StoreServer:
 
     def root(self, name: str) -> Root:
         """A round whose root is here. What members have begun is kept."""
-        found = self.rounds.setdefault(name, Root(self.clock))
-        assert isinstance(found, Root)
-        return found
+        round_ = self.rounds.setdefault(name, Root(self.clock))
+        assert isinstance(round_, Root)
+        return round_
 
     async def relay(self, parent: Parent, timeout_seconds: float) -> None:
         """A round whose root is elsewhere. Raises Refused if the parent does not accept this relay."""
@@ -300,9 +300,9 @@ class StoreServer:
 
     def lose(self, machine: str, how: str) -> None:
         """The machine is silent: its members count as lost in every round."""
-        for found in list(self.rounds.values()):
-            if isinstance(found, Root):
-                found.depart(machine, how)
+        for round_ in list(self.rounds.values()):
+            if isinstance(round_, Root):
+                round_.depart(machine, how)
 
 
 class Session(Connection):
@@ -432,25 +432,25 @@ class Session(Connection):
             self._silence = hello.optional_seconds("silence")
         self._server.find_round(hello.text("round", most=MOST_NAME), is_relay=self._is_relay, then=self._join)
 
-    def _join(self, found: Round | None) -> None:
-        if found is None:
+    def _join(self, round_: Round | None) -> None:
+        if round_ is None:
             self._refuse("closed")
         elif self._is_watched:
             request = {"do": "join", "group": self._group, "member": self._member, "via": [self._machine, self._name]}
-            found.ask(request, b"", lambda header, _: self._welcome(found, header))
+            round_.ask(request, b"", lambda header, _: self._welcome(round_, header))
         else:
-            self._welcome(found, {})
+            self._welcome(round_, {})
 
-    def _welcome(self, found: Round, answer: Header) -> None:
+    def _welcome(self, round_: Round, answer: Header) -> None:
         if not self.is_open:
             if self._is_watched and "error" not in answer:
-                found.depart(self._name, self._how_lost)
+                round_.depart(self._name, self._how_lost)
         elif "error" in answer:
             self.send(encode(answer))
             self.close()
         else:
             self._server.know(self)
-            self._round = found
+            self._round = round_
             self.decoder.most_bytes = MOST_BODY_BYTES
             self.send(encode({"welcome": True, "proof": self._proof}))
 

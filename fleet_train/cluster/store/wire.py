@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, printable
 
 Json = Any
 Header = dict[str, Any]
@@ -129,9 +129,9 @@ def numbers(value: Json, count: int) -> list[float]:
     return [float(each) for each in value]
 
 
-def printable(text: str, most: int = MOST_TEXT) -> str:
+def shortened(text: str, most: int = MOST_TEXT) -> str:
     """``text`` for a terminal or a log: it is cut, and control characters but line ends and tabs become escapes."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text[:most])
+    shown = printable(text[:most])
     return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
 
 

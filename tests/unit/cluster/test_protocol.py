@@ -14,9 +14,9 @@ from fleet_train.cluster.store import members
 from fleet_train.cluster.store.access import Access, Caller, Refused, accept, access_of, challenge, job_secret
 from fleet_train.cluster.store.members import below, parent_of, subtree
 from fleet_train.cluster.store.payloads import TooLarge, Values, unpack
-from fleet_train.cluster.store.reports import Words
+from fleet_train.cluster.store.reports import Messages
 from fleet_train.cluster.store.rounds import checked_report
-from fleet_train.cluster.store.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, printable
+from fleet_train.cluster.store.wire import Decoder, Fields, ProtocolError, encode, numbers, parse, shortened
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.support.connections import arrival
 
@@ -119,9 +119,9 @@ def test_a_body_that_looks_like_a_frame_is_a_body(filling: bytes) -> None:
 
 
 def test_text_is_fit_for_a_terminal() -> None:
-    assert printable("a\tb\nc\x1b[31m\rd") == "a\tb\nc\\x1b[31m\\rd"
-    assert printable("abcd", 4) == "abcd"
-    assert printable("abcde", 4) == "abcd... (5 characters)"
+    assert shortened("a\tb\nc\x1b[31m\rd") == "a\tb\nc\\x1b[31m\\rd"
+    assert shortened("abcd", 4) == "abcd"
+    assert shortened("abcde", 4) == "abcd... (5 characters)"
 
 
 # values
@@ -350,7 +350,7 @@ def test_a_rank_calls_from_its_hosts_address_for_the_job_that_its_launcher_has_n
 
 
 def said(answer: dict[str, Any], body: object = None) -> FleetTrainError:
-    words = Words("10.0.0.1:6170", "rank", lambda member: f"rank {member}")
+    words = Messages("10.0.0.1:6170", "rank", lambda member: f"rank {member}")
     return words.error(answer, json.dumps(body).encode())
 
 

@@ -15,7 +15,7 @@ import pytest
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient, close_after_fork
-from fleet_train.cluster.store.host import Place, StoreHost, endpoint_of, is_host, needs_relays
+from fleet_train.cluster.store.host import BindAddress, StoreHost, endpoint_of, is_host, needs_relays
 from fleet_train.errors import WorkerFailed
 
 HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
@@ -45,15 +45,15 @@ def test_more_than_32_ranks_on_several_nodes_have_relays(nodes: int, ranks_per_n
 
 
 def test_where_a_nodes_server_listens_and_which_ranks_it_serves() -> None:
-    root = Place.of(cluster(5, 12, 7000), 60.0)
+    root = BindAddress.of(cluster(5, 12, 7000), 60.0)
     # 32 relays below it at most, and as many members.
-    assert root == Place("127.0.0.2", 7000, HOSTS, 64, timeout_seconds=60.0)
-    second = Place.of(cluster(12, 12, 7000), 60.0)
+    assert root == BindAddress("127.0.0.2", 7000, HOSTS, 64, timeout_seconds=60.0)
+    second = BindAddress.of(cluster(12, 12, 7000), 60.0)
     assert (second.host, second.port, second.node, second.parent) == ("127.0.0.3", 7000, 1, "127.0.0.2:7000")
     assert int(second.below, 16) == sum(2**rank for rank in range(12, 24))
-    few = Place.of(cluster(3, 2, 7000), 60.0)
+    few = BindAddress.of(cluster(3, 2, 7000), 60.0)
     assert (few.parent, few.below, few.members) == ("", "0", 64)
-    assert Place.of(Cluster(assign(HOSTS, 40, 7000), 119), 60.0).members == 72
+    assert BindAddress.of(Cluster(assign(HOSTS, 40, 7000), 119), 60.0).members == 72
 
 
 def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -> None:
