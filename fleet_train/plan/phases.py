@@ -229,7 +229,7 @@ def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
 def _alltoall(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
     """An all-gather in each group of two, since Paddle's Gloo has no other way between two of several ranks."""
     del item_bytes
-    edges = ((one, other) for one in range(size) for other in range(size) if one != other)
+    edges = ((sender, receiver) for sender in range(size) for receiver in range(size) if sender != receiver)
     return dict.fromkeys(edges, Flow(nbytes, 2))
 
 
