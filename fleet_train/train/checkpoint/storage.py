@@ -82,7 +82,7 @@ def copy_of(checkpoints: Path, name: str) -> Path:
     return checkpoints / f"{_COPYING}{name}"
 
 
-def _out_of_the_way(final: Path) -> Path:
+def _replaced_path(final: Path) -> Path:
     """Where an earlier checkpoint of the same step is kept while the new one replaces it."""
     return final.with_name(f"{_REPLACED}{final.name}")
 
@@ -127,8 +127,8 @@ def put_in_place(draft: Path, final: Path) -> Path:
     """Rename a complete draft with synced files; an earlier checkpoint of that name is then removed."""
     _sync(draft)
     if os.path.lexists(final):  # os.replace refuses a folder that is not empty
-        _remove(_out_of_the_way(final))
-        os.replace(final, _out_of_the_way(final))
+        _remove(_replaced_path(final))
+        os.replace(final, _replaced_path(final))
     os.replace(draft, final)
     _sync(final.parent)
     return final
@@ -236,7 +236,7 @@ def remove_others(checkpoints: Path, run: Run) -> None:
         return
     try:
         ours = {path: _read_or_none(path) for path in reversed(_ours(checkpoints))}
-        doomed = [_put_away(path) for path, saved in ours.items() if saved is None or saved.run != run]
+        doomed = [_marked_for_removal(path) for path, saved in ours.items() if saved is None or saved.run != run]
         _sync(checkpoints)
         for path in doomed:
             _remove(path)
@@ -336,12 +336,12 @@ def _ours(checkpoints: Path) -> list[Path]:
 def _remove(folder: Path) -> None:
     """Remove a folder if it exists. An interrupted removal must not leave a folder that looks complete."""
     if _is_own_folder(folder):
-        shutil.rmtree(_put_away(folder))
+        shutil.rmtree(_marked_for_removal(folder))
     else:
         folder.unlink(missing_ok=True)
 
 
-def _put_away(folder: Path) -> Path:
+def _marked_for_removal(folder: Path) -> Path:
     """The path under which it is removed, with a name that does not count."""
     if folder.name.startswith(_REMOVING):
         return folder
