@@ -110,17 +110,17 @@ def _measure_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int
     """Print the inventory and the read speed of the files alone; returns the latter, and the images' shorter side."""
     if not isinstance(train, ImageFolder):
         return Speed(0.0), 0
-    there = describe(train)
-    (least, fewest), (most, largest) = there.smallest_class, there.largest_class
+    inventory = describe(train)
+    (least, fewest), (most, largest) = inventory.smallest_class, inventory.largest_class
     _echo(f"classes  from {fewest} images ({least}) to {largest} ({most})")
-    _echo(f"files    {there.width} x {there.height} pixels, {there.file_bytes / 1024:.0f} KiB (medians)")
+    _echo(f"files    {inventory.width} x {inventory.height} pixels, {inventory.file_bytes / 1024:.0f} KiB (medians)")
     with _bar("reading", _DISK_SECONDS) as progress:
         disk = disk_speed(train, max(1, settings.workers or 1), _DISK_SECONDS, progress)
     _echo(
         f"disk     {disk.samples_per_second:.0f} files/s, {disk.bytes_per_second / 1e6:.0f} MB/s, "
         f"{disk.num_samples} files read, past the page cache"
     )
-    return disk, min(there.width, there.height)
+    return disk, min(inventory.width, inventory.height)
 
 
 def _measure(

@@ -180,10 +180,10 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
     """
     sampler = loader.sampler
     own_data = isinstance(sampler, OwnDataSampler)
-    everybody = gather(_facts_of(loader))
+    answers = gather(_facts_of(loader))
     for name, fix in {**_LABELS, **({} if own_data else _FILES)}.items():
-        _must_be_equal(name, [answer[name] for answer in everybody], fix)
-    counts = [answer["steps"] for answer in everybody]
+        _must_be_equal(name, [answer[name] for answer in answers], fix)
+    counts = [answer["steps"] for answer in answers]
     if isinstance(sampler, OwnDataSampler):
         return sampler.agree(counts)
     if min(counts) < 1:

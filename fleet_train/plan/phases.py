@@ -43,8 +43,8 @@ def phases_of(world_size: int, group_size: int, payload: CollectiveSpec) -> list
         return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
     if not group_size or payload.flat or payload.kind == "allgather":
-        everybody = range(world_size)
-        return _quantised(payload, everybody) if payload.quantised else [phase(payload.kind, [everybody])]
+        ranks = range(world_size)
+        return _quantised(payload, ranks) if payload.quantised else [phase(payload.kind, [ranks])]
     members = local_groups(world_size, group_size)
     leaders = leaders_of(members)
     between = [phase("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]

@@ -261,9 +261,9 @@ def _or_none(value: float) -> float | None:
 def agree_on_flags(config: TrainConfig) -> None:
     """Raise ScheduleMismatch on every rank, naming the first flag that differs: a command is typed on each machine."""
     mine = {name: value for name, value in config.as_json().items() if name not in _EACH_MACHINES_OWN}
-    everybody, endpoints = fleet.gather(mine), fleet.worker_endpoints()
-    for name, value in everybody[0].items():
-        for rank, flags in enumerate(everybody):
+    flags_by_rank, endpoints = fleet.gather(mine), fleet.worker_endpoints()
+    for name, value in flags_by_rank[0].items():
+        for rank, flags in enumerate(flags_by_rank):
             if flags.get(name) != value:
                 flag = {"learning_rate": "lr"}.get(name, name)
                 raise ScheduleMismatch(

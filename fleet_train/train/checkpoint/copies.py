@@ -230,7 +230,7 @@ class Copies:
         damaged: list[tuple[Held, str]] = []
         unsent = ""
         for newest in held:
-            if unsent and newest.place < damaged[-1][0].place:
+            if unsent and newest.progress < damaged[-1][0].progress:
                 break
             folder = self._checkpoints / newest.name
             problem = self._run_on_rank(newest.rank, partial(check_whole, folder))

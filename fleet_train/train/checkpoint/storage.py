@@ -63,7 +63,7 @@ class Run:
         return asdict(self)
 
 
-Place = tuple[int, int, int]
+TrainingProgress = tuple[int, int, int]
 """How far a checkpoint has trained: epochs, samples of the next one, steps. The first two do not depend on the number
 of ranks."""
 
@@ -143,7 +143,7 @@ class Saved:
     run: Run
 
     @property
-    def place(self) -> Place | None:
+    def progress(self) -> TrainingProgress | None:
         """How far it has trained; None if its state does not say."""
         try:
             return (
@@ -184,9 +184,9 @@ def published(checkpoints: Path) -> dict[Path, Saved | None]:
         if name is not None and (path / MARKER).is_file():
             by_name[name[1]] = path
     saved = {name: _read_or_none(path) for name, path in by_name.items()}
-    places = {name: None if each is None else each.place for name, each in saved.items()}
-    known = [(name, place) for name, place in places.items() if place is not None]
-    in_order = sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
+    trained = {name: None if each is None else each.progress for name, each in saved.items()}
+    known = [(name, progress) for name, progress in trained.items() if progress is not None]
+    in_order = sorted(by_name, key=lambda name: (trained[name] or assumed_progress(name, known), _step(name)))
     return {by_name[name]: saved[name] for name in in_order}
 
 
@@ -209,11 +209,11 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def behind(name: str, known: Iterable[tuple[str, Place]]) -> Place:
+def assumed_progress(name: str, known: Iterable[tuple[str, TrainingProgress]]) -> TrainingProgress:
     """The position of a damaged checkpoint whose progress cannot be read: after all lower names. A copy of the same
     name on another node gives it for both.
     """
-    return max((place for other, place in known if _step(other) <= _step(name)), default=(0, 0, 0))
+    return max((progress for other, progress in known if _step(other) <= _step(name)), default=(0, 0, 0))
 
 
 def refuse_no_folder(path: Path) -> None:
@@ -316,9 +316,9 @@ def move_aside(path: Path, why: str) -> Path:
     """Move a checkpoint into the folder ``checkpoints/<why>``, where it no longer counts. Returns that folder."""
     aside = path.parent / why  # within, because `checkpoints` may be a link to another disk
     aside.mkdir(exist_ok=True)
-    place = aside / name_of(path)
-    _remove(place)
-    os.replace(path, place)
+    target = aside / name_of(path)
+    _remove(target)
+    os.replace(path, target)
     _sync(path.parent)
     return aside
 
