@@ -86,9 +86,9 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
     folder = None if data.startswith("synthetic") else data
     # Here every image may be corrupt: the limit is applied to the final count.
     train, test = open_splits(data, folder, images=images, max_corrupt=math.inf)
-    _say(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
-    _say(f"         {test.name}: {test.num_samples} samples, counted only")
-    disk, shorter_side = _look_at_files(train, settings)
+    _echo(f"data     {train.name}: {train.num_samples} samples in {train.num_classes} classes")
+    _echo(f"         {test.name}: {test.num_samples} samples, counted only")
+    disk, shorter_side = _measure_files(train, settings)
     speed, corrupt = _measure(train, settings, options["seconds"], whole)
     if corrupt is not None:
         _judge_corrupt(corrupt, train.num_samples, max_corrupt, speed.num_samples)
@@ -106,21 +106,21 @@ def command(data: str, samples_per_second: float | None, whole: bool, max_corrup
         sys.exit(_judge_speed(situation))
 
 
-def _look_at_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int]:
+def _measure_files(train: Dataset, settings: LoaderSettings) -> tuple[Speed, int]:
     """Print the inventory and the read speed of the files alone; returns the latter, and the images' shorter side."""
     if not isinstance(train, ImageFolder):
         return Speed(0.0), 0
-    there = describe(train)
-    (least, fewest), (most, largest) = there.smallest_class, there.largest_class
-    _say(f"classes  from {fewest} images ({least}) to {largest} ({most})")
-    _say(f"files    {there.width} x {there.height} pixels, {there.file_bytes / 1024:.0f} KiB (medians)")
+    inventory = describe(train)
+    (least, fewest), (most, largest) = inventory.smallest_class, inventory.largest_class
+    _echo(f"classes  from {fewest} images ({least}) to {largest} ({most})")
+    _echo(f"files    {inventory.width} x {inventory.height} pixels, {inventory.file_bytes / 1024:.0f} KiB (medians)")
     with _bar("reading", _DISK_SECONDS) as progress:
         disk = disk_speed(train, max(1, settings.workers or 1), _DISK_SECONDS, progress)
-    _say(
+    _echo(
         f"disk     {disk.samples_per_second:.0f} files/s, {disk.bytes_per_second / 1e6:.0f} MB/s, "
         f"{disk.num_samples} files read, past the page cache"
     )
-    return disk, min(there.width, there.height)
+    return disk, min(inventory.width, inventory.height)
 
 
 def _measure(
@@ -134,14 +134,14 @@ def _measure(
     finally:
         loader.close()
     how = f"{settings.workers} worker(s)" if isinstance(train, ImageFolder) else "memory"
-    _say(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
+    _echo(f"loader   {speed.samples_per_second:.0f} samples/s by {how}, batches of {settings.batch_size}")
     return speed, loader.corrupt
 
 
-def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float, looked_at: int) -> None:
+def _judge_corrupt(corrupt: CorruptImages, num_samples: int, max_corrupt: float, num_decoded: int) -> None:
     shown = ", ".join(corrupt.names[:_NAMES_SHOWN]) + (", ..." if len(corrupt) > _NAMES_SHOWN else "")
     colon = ": " if shown else ""
-    _say(f"corrupt  {len(corrupt)} of {min(looked_at, num_samples)} images looked at{colon}{shown}")
+    _echo(f"corrupt  {len(corrupt)} of {min(num_decoded, num_samples)} images looked at{colon}{shown}")
     limit = CorruptImages(num_samples, max_corrupt, "").allowed
     if len(corrupt) > limit:
         raise DataError(
@@ -154,15 +154,15 @@ def _judge_speed(now: Situation) -> int:
     """Print whether the loader keeps up, and if not, what to do; returns the exit code."""
     share = now.measured / now.wanted
     if share >= 1:
-        _say(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
+        _echo(f"feeds    {now.wanted:g} samples/s: yes, {share:.1f} times")
         return 0
-    _say(f"feeds    {now.wanted:g} samples/s: no, {share:.0%}; training would wait {1 - share:.0%} of its time")
+    _echo(f"feeds    {now.wanted:g} samples/s: no, {share:.0%}; training would wait {1 - share:.0%} of its time")
     for tip in advice(now):
-        _say(f"  - {tip}")
+        _echo(f"  - {tip}")
     return EXIT_TOO_SLOW
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     """Names of files and classes come with the data: they cannot control this terminal."""
     click.echo(printable(text))
 

@@ -269,8 +269,8 @@ def _check_launch(training: Training) -> None:
         from fleet_train.profile.catalogue import check_assignments
 
         check_assignments(training.settings)
-    told = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
-    if of_engine := sorted(name for name in told if context.params[name]):
+    engine_options = {"cluster_node_ips", "node_ip", "engine", "use_paddlecloud", "dry_run"}
+    if of_engine := sorted(name for name in engine_options if context.params[name]):
         raise click.UsageError(
             f"--launch_flags: --{of_engine[0]} is not allowed: the engine gives every launcher its nodes; remove it"
         )

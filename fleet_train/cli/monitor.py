@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from fleet_train.cli.options import HELP, WholeNumberRange
 from fleet_train.errors import printable
 from fleet_train.launch.processes import StopRequested, die_with_parent, stopping_signals
+from fleet_train.log import logger
 from fleet_train.train.dashboard import Dashboard, DashboardUnusable, choose_port, find_runs, table
 
 DEFAULT_PORT = 8040
@@ -66,24 +67,24 @@ def command(
                 return
             is_asked_for = context.get_parameter_source("port") is not ParameterSource.DEFAULT
             try:
-                chosen = choose_port(host, port, is_asked_for, _say)
+                chosen = choose_port(host, port, is_asked_for)
                 ends_with_us = partial(die_with_parent, signal.SIGTERM)
                 _serve(runs, host, Dashboard(folders, host, chosen, ends_with_us, allowed_hosts))
             except DashboardUnusable as error:
-                _say(f"{error}; showing metrics.jsonl instead")
+                logger.warning("%s; showing metrics.jsonl instead", error)
                 _show_text(runs)
         except StopRequested:
-            _say("ended")
+            logger.info("ended")
 
 
 def _serve(runs: Sequence[Path], host: str, server: Dashboard) -> None:
     with server as dashboard:
         for run in runs:
-            _say(f"run {run}")
+            logger.info("run %s", run)
         if host not in _LOCAL:
-            _say(f"everybody who reaches {host} can read these runs")
+            logger.warning("everybody who reaches %s can read these runs", host)
         click.echo(f"{dashboard.address}/app/scalar")
-        _say("open it in a browser; Ctrl-C stops it")
+        logger.info("open it in a browser; Ctrl-C stops it")
         dashboard.wait()
 
 
@@ -96,7 +97,3 @@ def _show_text(runs: Sequence[Path]) -> None:
         click.clear()
         click.echo(printable(shown))
         time.sleep(_REFRESH_SECONDS)
-
-
-def _say(message: str) -> None:
-    click.echo(f"fleet_train: {printable(message)}", err=True)  # names of runs, which others may have chosen

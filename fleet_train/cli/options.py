@@ -126,12 +126,12 @@ def verbose_option(command: _Command) -> _Command:
         is_flag=True,
         expose_value=False,
         is_eager=True,
-        callback=_heed,
+        callback=_quieten_unless_verbose,
         help="Also show Paddle's start-up messages. (Under launch: launch --verbose.)",
     )(command)
 
 
-def _heed(context: click.Context, _: click.Parameter, verbose: bool) -> None:
+def _quieten_unless_verbose(context: click.Context, _: click.Parameter, verbose: bool) -> None:
     environ = context.find_root().obj  # given by `main`: this process is the command's own
     if environ is not None and not verbose and not context.resilient_parsing:
         quieten(environ)

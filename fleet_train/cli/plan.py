@@ -162,8 +162,8 @@ def command(
     if simulate_steps is not None and not simulate:
         raise click.UsageError("--simulate_steps needs --simulate: give both")
     if measure:
-        if told := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
-            raise click.UsageError(f"--measure measures what {', '.join(told)} would specify: leave one of them out")
+        if flags := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
+            raise click.UsageError(f"--measure measures what {', '.join(flags)} would specify: leave one of them out")
         ask_here(strategy, settings)
         rest = _repeated(model, script, arguments, nodes_on_paper, given)
         _measure(measure_seconds, as_json, rest)
@@ -243,13 +243,13 @@ def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
     from fleet_train.plan.choose import describe as describe_link
     from fleet_train.plan.choose import plan_command
 
-    found = measure_cluster(seconds)
-    if found.cluster.rank != 0:
+    measurement = measure_cluster(seconds)
+    if measurement.cluster.rank != 0:
         return
-    nodes = found.cluster.node_num
-    ranks_per_node = max(len(found.cluster.ranks_on_node(node)) for node in range(nodes))
-    line = plan_command(nodes, ranks_per_node, found.between, found.inside, rest)
-    links = {"between nodes": found.between, "inside a node": found.inside}
+    nodes = measurement.cluster.node_num
+    ranks_per_node = max(len(measurement.cluster.ranks_on_node(node)) for node in range(nodes))
+    line = plan_command(nodes, ranks_per_node, measurement.between, measurement.inside, rest)
+    links = {"between nodes": measurement.between, "inside a node": measurement.inside}
     if as_json:
         measured = {where: asdict(link) if link else None for where, link in links.items()}
         click.echo(json.dumps({"measured": measured, "command": line}, indent=1))

@@ -57,14 +57,14 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
 
     scripts, skipped = script.scripts_in(paths)
     ported = script.port_all(scripts)
-    changed = [one for one in ported if one.changed]
-    for one in changed:
+    changed = [result for result in ported if result.changed]
+    for result in changed:
         if write:
-            script.write(one)
+            script.write(result)
         if check or write:
-            click.echo(printable(f"{'would change' if check else 'changed'} {one.path}"))
+            click.echo(printable(f"{'would change' if check else 'changed'} {result.path}"))
         else:
-            click.echo(script.difference(one), nl=False)
+            click.echo(script.difference(result), nl=False)
     _list_marks(ported)
     for folder in skipped:
         click.echo(printable(f"skipped {folder}"), err=True)
@@ -75,10 +75,10 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
 
 def _list_marks(ported: list[Ported]) -> None:
     """Prints to stderr, so that stdout stays a diff that `patch` accepts."""
-    found = [mark for one in ported for mark in one.marks]
-    if found:
-        click.echo(f"\nTo do by hand ({len(found)}; lines of the ported scripts):", err=True)
-    for mark in found:
+    marks = [mark for result in ported for mark in result.marks]
+    if marks:
+        click.echo(f"\nTo do by hand ({len(marks)}; lines of the ported scripts):", err=True)
+    for mark in marks:
         click.echo(printable(f"  {mark}"), err=True)
 
 

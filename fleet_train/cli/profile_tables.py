@@ -49,8 +49,8 @@ def pairs() -> list[dict[str, Any]]:
 
 def compatibility_table(width: int) -> str:
     """A triangle to look at, then each pair in words."""
-    titles = max(len(one.title) for one in STRATEGIES) + 2
-    knobs = max(len(one.knob) for one in STRATEGIES) + 2
+    titles = max(len(strategy.title) for strategy in STRATEGIES) + 2
+    knobs = max(len(strategy.knob) for strategy in STRATEGIES) + 2
     lines = ["Strategies in one profile: + go together, x are refused with the reason.", ""]
     for number, row in enumerate(STRATEGIES, start=1):
         marks = [f"{'+' if verdict(row.name, other.name).allowed else 'x'}  " for other in STRATEGIES[: number - 1]]

@@ -91,8 +91,8 @@ def _refuse_without_effect(context: click.Context, options: Mapping[str, Any]) -
     """Raise FleetTrainError for an option that was given explicitly and has no effect."""
     for name, (has_effect, rule, fix) in NEEDS.items():
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT and not has_effect(options):
-            said = f"--{name} {options[name]} would have no effect: it {rule}"
-            raise FleetTrainError(f"{said}; {fix}, or leave --{name} out")
+            problem = f"--{name} {options[name]} would have no effect: it {rule}"
+            raise FleetTrainError(f"{problem}; {fix}, or leave --{name} out")
 
 
 @click.command(context_settings=HELP)

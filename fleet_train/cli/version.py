@@ -38,20 +38,19 @@ def command(as_json: bool) -> None:
 def facts_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """All facts, as in the JSON output; unavailable ones are absent or empty."""
     from fleet_train.launch import installed
-    from fleet_train.launch import installed as hardware
 
     return {
         "fleet_train": installed.own_version(),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "paddle": installed.paddle_build(),
         "packages": installed.package_versions(),
-        "system": hardware.system(),
-        "processor": hardware.processor(),
-        "cores": hardware.cores(),
-        "memory": hardware.memory(),
-        "limits": hardware.limits(),
-        "container": hardware.container(environ),
-        "gpus": hardware.gpus(),
+        "system": installed.system(),
+        "processor": installed.processor(),
+        "cores": installed.cores(),
+        "memory": installed.memory(),
+        "limits": installed.limits(),
+        "container": installed.container(environ),
+        "gpus": installed.gpus(),
         "engine": _engine(environ),
         "variables": sorted(name for name in environ if name.startswith(_VARIABLES)),
     }
@@ -66,21 +65,21 @@ def _engine(environ: Mapping[str, str]) -> str:
     from fleet_train.errors import ClusterError
 
     try:
-        found = detect(environ)
-        if found is None:
+        started = detect(environ)
+        if started is None:
             return "none"
-        named = (name for name in CHOICES if name not in ("auto", "none") and _is(environ, name, found))
-        return f"{next(named, 'unknown')}: process {found.index} of {found.count}"
+        named = (name for name in CHOICES if name not in ("auto", "none") and _is_started_by(environ, name, started))
+        return f"{next(named, 'unknown')}: process {started.index} of {started.count}"
     except ClusterError:
         return "its variables contradict each other or are incomplete: launch --dry-run says how"
 
 
-def _is(environ: Mapping[str, str], name: str, found: Any) -> bool:
+def _is_started_by(environ: Mapping[str, str], name: str, started: Any) -> bool:
     from fleet_train.cluster.engines import detect
     from fleet_train.errors import ClusterError
 
     try:
-        return bool(detect(environ, name) == found)
+        return bool(detect(environ, name) == started)
     except ClusterError:
         return False
 

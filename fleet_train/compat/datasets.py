@@ -264,8 +264,8 @@ def _run_all(
         fetched = list(fetch_list) if fetch_list and step % print_period == 0 else []
         values = exe.run(program, feed=feed, fetch_list=fetched, scope=scope)
         if fetched:
-            told = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-            print(f"batch {step}, {told}", flush=True)
+            shown = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+            print(f"batch {step}, {shown}", flush=True)
 
 
 _WINDOW = 16

@@ -20,7 +20,7 @@ _POOLS = {
 
 def pair(value: Any) -> list[int]:
     """A size for height and width, given as one number or as two."""
-    return [int(one) for one in value] if isinstance(value, Sequence) else [int(value)] * 2
+    return [int(size) for size in value] if isinstance(value, Sequence) else [int(value)] * 2
 
 
 def conv2d(
@@ -291,11 +291,11 @@ def batch_norm(
     del in_place
     layer, size = layer_name("batch_norm", name), [channels(input, data_layout)]
     dtype = "float32" if dtype_of(input) == "float16" else dtype_of(input)
-    one, zero = paddle.nn.initializer.Constant(1.0), paddle.nn.initializer.Constant(0.0)
-    scale = parameter(layer, needed(layer, "param_attr", param_attr), size, dtype, one)
+    ones, zeros = paddle.nn.initializer.Constant(1.0), paddle.nn.initializer.Constant(0.0)
+    scale = parameter(layer, needed(layer, "param_attr", param_attr), size, dtype, ones)
     bias = parameter(layer, needed(layer, "bias_attr", bias_attr), size, dtype, is_bias=True)
     statistics = []
-    for given, start in ((moving_mean_name, zero), (moving_variance_name, one)):
+    for given, start in ((moving_mean_name, zeros), (moving_variance_name, ones)):
         attributes = paddle.ParamAttr(given, start, trainable=False, do_model_average=do_model_average_for_mean_and_var)
         statistics.append(parameter(layer, attributes, size, dtype))
         statistics[-1].stop_gradient = True
@@ -326,8 +326,8 @@ def layer_norm(
 ) -> Any:
     """Normalise over all axes from ``begin_norm_axis`` on, with new scale and shift unless switched off."""
     layer, shape = layer_name("layer_norm", name), [int(size) for size in input.shape[begin_norm_axis:]]
-    size, dtype, one = [math.prod(shape)], dtype_of(input), paddle.nn.initializer.Constant(1.0)
-    weight = parameter(layer, param_attr if scale else False, size, dtype, one)
+    size, dtype, ones = [math.prod(shape)], dtype_of(input), paddle.nn.initializer.Constant(1.0)
+    weight = parameter(layer, param_attr if scale else False, size, dtype, ones)
     bias = parameter(layer, bias_attr if shift else False, size, dtype, is_bias=True)
     return activated(functional.layer_norm(input, shape, weight, bias, epsilon), act)
 
@@ -346,7 +346,7 @@ def group_norm(
     the bias: by default this layer has no parameters.
     """
     layer, size = layer_name("group_norm", name), [channels(input, data_layout)]
-    one = paddle.nn.initializer.Constant(1.0)
-    weight = parameter(layer, param_attr or False, size, dtype_of(input), one)
+    ones = paddle.nn.initializer.Constant(1.0)
+    weight = parameter(layer, param_attr or False, size, dtype_of(input), ones)
     bias = parameter(layer, bias_attr or False, size, dtype_of(input), is_bias=True)
     return activated(functional.group_norm(input, groups, epsilon, weight, bias, data_layout), act)

@@ -86,7 +86,7 @@ def fc(
     inputs = list(input) if isinstance(input, (list, tuple)) else [input]
     for value, given in zip(inputs, _of_each(param_attr, len(inputs)), strict=True):
         front = len(value.shape) - 1 if num_flatten_dims == -1 else num_flatten_dims
-        flattened = [int(one) for one in value.shape[front:]]
+        flattened = [int(extent) for extent in value.shape[front:]]
         if min(flattened) < 0:
             raise ConversionError(f"{layer}: the input {list(value.shape)} is open behind axis {front}; fix its shape")
         weight = parameter(layer, needed(layer, "param_attr", given), [math.prod(flattened), size], dtype_of(value))

@@ -254,7 +254,7 @@ class DataFeeder:
         fed = {}
         for (name, sizes, dtype), column in zip(self._inputs, columns, strict=True):
             samples = [_sample(entry, name, sizes[1:], dtype) for entry in column]
-            if len({one.shape for one in samples}) > 1:
+            if len({array.shape for array in samples}) > 1:
                 raise ConversionError(f"DataFeeder: samples of {name!r} differ in shape; pad them to one shape")
             fed[name] = np.stack(samples)
         return fed

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from fleet_train.data.datasets import Arrays, Draws, Indices
 from fleet_train.data.decode import (
     DRAWS_PER_IMAGE,
+    ImageChanges,
     ImageDecoder,
-    Look,
     UnreadableImage,
     center_box,
     opened,
     random_box,
-    random_look,
+    random_changes,
 )
 from fleet_train.data.images import CorruptImages, ImageFolder
 from fleet_train.data.loader import Loader, Prefetcher, device_index, new_feed_tensor
@@ -42,7 +42,7 @@ class GraphInput(NamedTuple):
     """Top and left of the used part, in pixels."""
     size: NDArray[np.int32]
     """Its height and width."""
-    look: Look
+    changes: ImageChanges
 
 
 class DaliLoader(Loader):
@@ -130,9 +130,9 @@ class DaliLoader(Loader):
         plain = self._augment == "none"
         box = center_box(width, height, settings) if plain else random_box(width, height, settings, draws)
         left, top, right, bottom = (round(edge) for edge in box)
-        look = Look(False, 1.0, 1.0, 1.0) if plain else random_look(settings, draws)
+        changes = ImageChanges(False, 1.0, 1.0, 1.0) if plain else random_changes(settings, draws)
         start, size = np.array([top, left], np.int32), np.array([bottom - top, right - left], np.int32)
-        return GraphInput(np.frombuffer(data, np.uint8), start, size, look)
+        return GraphInput(np.frombuffer(data, np.uint8), start, size, changes)
 
     def _own(self, decoded: Any) -> Any:
         """Copy the batch from DALI's memory, which the next run overwrites."""
@@ -177,12 +177,12 @@ def batch_source(
 
     def next_batch() -> tuple[list[Any], ...]:
         images = read(next(numbers))
-        columns = zip(*(image.look[1:] for image in images), strict=True) if with_colors else ()
+        columns = zip(*(image.changes[1:] for image in images), strict=True) if with_colors else ()
         return (
             [image.data for image in images],
             [image.start for image in images],
             [image.size for image in images],
-            [np.int32(image.look.flip) for image in images],
+            [np.int32(image.changes.flip) for image in images],
             *([np.float32(value) for value in column] for column in columns),
         )
 

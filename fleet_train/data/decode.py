@@ -75,11 +75,11 @@ class ImageDecoder:
             return np.asarray(colored.resize((size, size), Image.Resampling.BILINEAR, box=part))
 
     def _finish(self, pixels: NDArray[np.uint8], draws: list[float], out: Pixels) -> None:
-        look = random_look(self._settings, draws)
+        changes = random_changes(self._settings, draws)
         colored: NDArray[Any] = pixels
         if self._augment == "crop_flip_color":
-            colored = change_colors(pixels.astype(np.float32), look.brightness, look.contrast, look.saturation)
-        if self._augment != "none" and look.flip:
+            colored = change_colors(pixels.astype(np.float32), changes.brightness, changes.contrast, changes.saturation)
+        if self._augment != "none" and changes.flip:
             colored = colored[:, ::-1]
         np.multiply(colored.transpose(2, 0, 1), self._scale, out=out)
         out += self._offset
@@ -174,7 +174,7 @@ def random_box(width: int, height: int, settings: ImageSettings, draws: Sequence
     return Box(left, top, left + wide, top + high)
 
 
-class Look(NamedTuple):
+class ImageChanges(NamedTuple):
     """The random changes of an image other than the box."""
 
     flip: bool
@@ -183,8 +183,8 @@ class Look(NamedTuple):
     saturation: float
 
 
-def random_look(settings: ImageSettings, draws: Sequence[float]) -> Look:
+def random_changes(settings: ImageSettings, draws: Sequence[float]) -> ImageChanges:
     """Whether to mirror, and the colour factors of crop_flip_color."""
     flip, *colors = draws[2 * _CROP_TRIES + 2 : DRAWS_PER_IMAGE]
     factors = (1 + settings.color_jitter * (2 * color - 1) for color in colors)
-    return Look(flip < 0.5, *factors)
+    return ImageChanges(flip < 0.5, *factors)

@@ -221,12 +221,12 @@ def _images(folder: os.DirEntry[str]) -> Iterator[str]:
     while waiting:
         inside, prefix, above = waiting.pop()
         with _named(inside.path):
-            found = inside.stat()
-        if (found.st_dev, found.st_ino) in above:
+            status = inside.stat()
+        if (status.st_dev, status.st_ino) in above:
             raise DataError(f"{inside.path}: a link in this path leads back to a folder of the path; remove that link")
         for entry in _entries(inside.path):
             if _is_folder(entry):
-                waiting.append((entry, f"{prefix}{entry.name}/", above | {(found.st_dev, found.st_ino)}))
+                waiting.append((entry, f"{prefix}{entry.name}/", above | {(status.st_dev, status.st_ino)}))
             elif entry.name.lower().endswith(IMAGE_SUFFIXES):
                 yield prefix + entry.name
 

@@ -180,10 +180,10 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
     """
     sampler = loader.sampler
     own_data = isinstance(sampler, OwnDataSampler)
-    everybody = gather(_about(loader))
+    answers = gather(_facts_of(loader))
     for name, fix in {**_LABELS, **({} if own_data else _FILES)}.items():
-        _must_be_equal(name, [answer[name] for answer in everybody], fix)
-    counts = [answer["steps"] for answer in everybody]
+        _must_be_equal(name, [answer[name] for answer in answers], fix)
+    counts = [answer["steps"] for answer in answers]
     if isinstance(sampler, OwnDataSampler):
         return sampler.agree(counts)
     if min(counts) < 1:
@@ -192,7 +192,7 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
     return int(counts[0])
 
 
-def _about(loader: Loader) -> dict[str, Any]:
+def _facts_of(loader: Loader) -> dict[str, Any]:
     dataset, sampler = loader.dataset, loader.sampler
     images = dataset if isinstance(dataset, ImageFolder) else None
     identity = identity_of(dataset)  # a loader of one's own need not have data_identity()

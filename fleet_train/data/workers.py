@@ -136,7 +136,7 @@ class WorkerLoader(Loader):
                 next_step += 1
             while begun[0].missing:
                 for task in pool.done():
-                    self._take(pool, task)
+                    self._record(pool, task)
                 if leaving.is_set():
                     return
             yield self._feed(begun.popleft())
@@ -157,7 +157,7 @@ class WorkerLoader(Loader):
         images = [(self.images.path(index), index) for index in indices]
         return Task(batch.slot, row, self.sampler.epoch, images)
 
-    def _take(self, pool: WorkerPool, task: Task) -> None:
+    def _record(self, pool: WorkerPool, task: Task) -> None:
         """Count decoded images; queue replacements for unreadable ones."""
         batch = self._batch_of[task.slot.number]
         batch.missing -= len(task.images) - len(task.failed)
@@ -335,7 +335,7 @@ class WorkerPool:
 
     def _hand_out(self) -> None:
         while self._waiting:
-            worker = min(self._workers, key=lambda one: len(one.tasks))
+            worker = min(self._workers, key=lambda candidate: len(candidate.tasks))
             if len(worker.tasks) >= TASKS_PER_WORKER:
                 return
             try:

@@ -69,13 +69,13 @@ def _nearest(name: str, starts_with_letter: bool) -> str:
 
 def quantity(flag: str, text: str) -> Decimal:
     """The value of a Kubernetes quantity, above 0. Raises ClusterError."""
-    found = _QUANTITY.fullmatch(text)
-    if found is None or len(text) > 40:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or len(text) > 40:
         raise ClusterError(
             f"{flag}={text[:60]!r} is not a Kubernetes quantity: a number followed by Ki, Mi, Gi, Ti (powers of 1024), "
             f"k, M, G, T (of 1000), m (a thousandth) or nothing, without a space; as in {flag}={_example(flag)}"
         )
-    number, suffix, exponent = found.groups()
+    number, suffix, exponent = match.groups()
     value = Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _FACTORS[suffix or ""])
     if value <= 0:
         raise ClusterError(f"{flag}={text}: give more than 0, or leave it out for no request")

@@ -105,7 +105,7 @@ def indexed_job(training: Training, pods: Pods, retries: int = 6) -> str:
         "stop": f"delete job,service {name}",
     }
     comment = [
-        *_about(training, pods, f"Indexed Job {name}", commands),
+        *_comment_head(training, pods, f"Indexed Job {name}", commands),
         *paragraph(
             f"How the pods find each other: pod I has the index I (JOB_COMPLETION_INDEX) and the host name {name}-I. "
             f"`subdomain` and the service of that name make {name}-I.{name} resolvable, with publishNotReadyAddresses "
@@ -145,7 +145,7 @@ def paddle_job(training: Training, pods: Pods, retries: int = 6) -> str:
         "stop": f"delete paddlejob {name}",
     }
     comment = [
-        *_about(training, pods, f"PaddleJob {name}, for Kubeflow's training operator (v1)", commands),
+        *_comment_head(training, pods, f"PaddleJob {name}, for Kubeflow's training operator (v1)", commands),
         *paragraph(
             "How the pods find each other: the operator creates a service per pod and sets PADDLE_MASTER (worker 0 "
             f"and the port called {port}), PADDLE_NNODES and PADDLE_JOB_ID, but no rank. That is the number in the "
@@ -218,7 +218,7 @@ def train_job(
         "stop": f"delete trainjob {name}",
     }
     comment = [
-        *_about(training, pods, f"TrainJob {name}, for Kubeflow Trainer {version}", commands),
+        *_comment_head(training, pods, f"TrainJob {name}, for Kubeflow Trainer {version}", commands),
         *paragraph(
             f"Why a runtime for PyTorch: {runtime} starts any program. Its policy `torch` only gives each pod its "
             f"place: PET_MASTER_ADDR ({name}-node-0-0.{name}), PET_MASTER_PORT, PET_NNODES, PET_NODE_RANK, "
@@ -271,7 +271,7 @@ def _document(version: str, kind: str, pods: Pods, spec: dict[str, Any]) -> dict
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _about(training: Training, pods: Pods, what: str, commands: dict[str, str]) -> list[str]:
+def _comment_head(training: Training, pods: Pods, what: str, commands: dict[str, str]) -> list[str]:
     """The first paragraphs of the comment: what it is, kubectl's commands, what happens to pods that must stop."""
     kubectl = f"kubectl -n {pods.namespace}" if pods.namespace else "kubectl"
     lines = {name: "\n".join(f"{kubectl} {line}" for line in text.split("\n")) for name, text in commands.items()}
@@ -465,5 +465,7 @@ _Dumper.add_representer(str, _text)
 def _to_yaml(comment: list[str], *documents: dict[str, Any]) -> str:
     """A comment, which ends with an empty line, then the documents, keys in the given order."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment[:-1])
-    bodies = (yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True) for one in documents)
+    bodies = (
+        yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True) for document in documents
+    )
     return head + "---\n".join(bodies)

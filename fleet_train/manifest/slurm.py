@@ -74,21 +74,21 @@ class Batch:
 
 def gpus_per_node(text: str | None) -> int:
     """``"a100:4"`` -> 4; 0 for none or an invalid text."""
-    found = _GPUS.fullmatch(text or "")
-    return int(found[1]) if found else 0
+    match = _GPUS.fullmatch(text or "")
+    return int(match[1]) if match else 0
 
 
 def time_limit_seconds(text: str) -> int:
     """Of ``MIN``, ``MIN:SEC``, ``HOUR:MIN:SEC``, ``DAY-HOUR``, ``DAY-HOUR:MIN``, ``DAY-HOUR:MIN:SEC``."""
-    found = _TIME.fullmatch(text)
-    numbers = [int(each) for each in found.groups()[1:] if each is not None] if found else []
-    if found is None or not numbers:
+    match = _TIME.fullmatch(text)
+    numbers = [int(each) for each in match.groups()[1:] if each is not None] if match else []
+    if match is None or not numbers:
         raise ClusterError(
             f"--time={text[:40]!r} is not a time limit of Slurm: minutes, H:MM:SS, or D-HH:MM:SS; for example 12:00:00"
         )
-    if found[1] is not None:  # from the hours on
+    if match[1] is not None:  # from the hours on
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return ((int(found[1]) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return ((int(match[1]) * 24 + hours) * 60 + minutes) * 60 + seconds
     if len(numbers) == 3:
         return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)

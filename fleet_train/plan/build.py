@@ -21,7 +21,7 @@ _SENDS_STATE = {"keep": False, "average": True, "reset": False}
 _AVERAGING_DTYPES = ("float32", "bfloat16", *BITS)
 
 
-def build_settled(
+def build_chosen(
     gradients: Sequence[TensorSpec],
     cluster: Cluster,
     profile: Profile,
@@ -192,7 +192,7 @@ def layers_of(values: Sequence[TensorSpec]) -> list[list[int]]:
     return list(layers.values())
 
 
-def _deal(layers: Sequence[list[int]], _: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
+def _round_robin(layers: Sequence[list[int]], _: Sequence[TensorSpec], number: int) -> list[list[list[int]]]:
     """``number`` lists, filled round-robin."""
     return [list(layers[first::number]) for first in range(number)]
 
@@ -213,7 +213,7 @@ def _cut(layers: Sequence[list[int]], values: Sequence[TensorSpec], number: int)
 
 
 _PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], list[list[list[int]]]]] = {
-    "strided": _deal,
+    "strided": _round_robin,
     "sequential": _cut,
 }
 

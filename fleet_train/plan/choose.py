@@ -19,7 +19,7 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ClusterError
-from fleet_train.plan.build import build_settled, cut_into_buckets, without_buckets
+from fleet_train.plan.build import build_chosen, cut_into_buckets, without_buckets
 from fleet_train.plan.phases import flows, rounds
 from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import TYPICAL, Compute, Costs, Link, Network, Paths, predict
@@ -90,13 +90,13 @@ def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, 
     if not open_knobs(profile):
         return Choice(profile)
     if not is_worth_cutting(gradients, cluster):
-        return Choice(_settled(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
+        return Choice(_with_buckets(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
     buckets, plan = best_buckets(profile, gradients, cluster, conditions, paths)
     link = link_in_words(network, cluster, profile, conditions)
-    settled = _settled(profile, buckets, f"{CHOSEN} for {link}")
-    return Choice(settled, (_sentence(settled, plan, link),))
+    chosen = _with_buckets(profile, buckets, f"{CHOSEN} for {link}")
+    return Choice(chosen, (_sentence(chosen, plan, link),))
 
 
 def best_buckets(
@@ -120,9 +120,9 @@ def build_plan(
     statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """`build_settled` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
-    settled = choose(profile, gradients, cluster, Conditions()).profile
-    return build_settled(gradients, cluster, settled, averaged, statistics, state_values_per_parameter)
+    """`build_chosen` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
+    chosen = choose(profile, gradients, cluster, Conditions()).profile
+    return build_chosen(gradients, cluster, chosen, averaged, statistics, state_values_per_parameter)
 
 
 def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Network:
@@ -159,9 +159,9 @@ def _candidates(
         # Many sizes give the same bucketing; the largest one is reported.
         if cut not in cuts or size > cuts[cut][0].megabytes:
             cuts[cut] = buckets, plan
-    plans = sorted(cuts.values(), key=lambda one: len(one[1].buckets))
-    plans = [one for one in plans if len(one[1].buckets) <= MOST_BUCKETS] or plans[:1]
-    return [_on_communicators(*one, number) for number in numbers for one in plans]
+    plans = sorted(cuts.values(), key=lambda candidate: len(candidate[1].buckets))
+    plans = [candidate for candidate in plans if len(candidate[1].buckets) <= MOST_BUCKETS] or plans[:1]
+    return [_on_communicators(*candidate, number) for number in numbers for candidate in plans]
 
 
 def _on_communicators(buckets: Buckets, plan: CommPlan, number: int) -> tuple[Buckets, CommPlan]:
@@ -194,7 +194,7 @@ def assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
     return tuple(Compute.of(share * link) for share in _COMPUTING)
 
 
-def _settled(profile: Profile, buckets: Buckets, origin: str = CHOSEN) -> Profile:
+def _with_buckets(profile: Profile, buckets: Buckets, origin: str = CHOSEN) -> Profile:
     """``profile`` with these numbers for settings without one."""
     numbers = {COMMUNICATORS: buckets.communicators, SIZE: buckets.megabytes, EDGE: buckets.edge_megabytes}
     return profile.with_choices(origin, **{knob: numbers[knob] for knob in open_knobs(profile)})
@@ -208,7 +208,7 @@ def _best(
     for compute in computing:
         steps = [predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for _, plan in plans]
         totals = [total + step / min(steps) for total, step in zip(totals, steps, strict=True)]
-    return next(one for one, total in zip(plans, totals, strict=True) if total <= _CLOSE * min(totals))
+    return next(candidate for candidate, total in zip(plans, totals, strict=True) if total <= _CLOSE * min(totals))
 
 
 def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
@@ -221,10 +221,10 @@ def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditio
     return f"{figures} ({' and '.join(given)} given" + (")" if len(given) == 2 else f", the other {conditions.source})")
 
 
-def _sentence(settled: Profile, plan: CommPlan, link: str) -> str:
+def _sentence(chosen: Profile, plan: CommPlan, link: str) -> str:
     number, megabytes = len(plan.buckets), plan.gradient_bytes / MEGABYTE
     return (
-        f"{chosen_in_words(settled)}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
+        f"{chosen_in_words(chosen)}: chosen for {link} and {megabytes:.3g} MB of gradients, which makes {number} "
         f"bucket{'s' if number > 1 else ''}; numbers in the profile override this"
     )
 
@@ -336,7 +336,7 @@ def describe(where: str, measured: MeasuredLink) -> str:
     return "\n".join(lines)
 
 
-JUDGED = frozenset(name for name, one in COMPRESSIONS.items() if one.may_decline)
+JUDGED = frozenset(name for name, method in COMPRESSIONS.items() if method.may_decline)
 """Compressions whose coding is expensive enough to be judged; others are always carried out."""
 _INSTEAD = ("bf16", "none")
 _IN_WORDS = {"none": "float32", "bf16": "bfloat16"}
@@ -371,8 +371,8 @@ def decline(
     reason = f"over {link} encoding costs more than the saved bytes gain; {_IN_WORDS[best]}"
     steps = f"{prices[best] / prices[asked]:.0%} of the predicted steps"
     if profile.compression_declines:
-        settled = profile.with_choices(f"{DECLINED} for {link}", compression=best)
-        return Choice(settled, (f"compression: {asked} is declined: {reason} is sent instead, for {steps}",))
+        chosen = profile.with_choices(f"{DECLINED} for {link}", compression=best)
+        return Choice(chosen, (f"compression: {asked} is declined: {reason} is sent instead, for {steps}",))
     advice = (
         f"compression: {asked} probably does not pay: {reason} takes {steps}. It is sent as asked; python -m "
         "fleet_train recommend tries which profile is best"

@@ -23,7 +23,7 @@ def explain(plan: CommPlan) -> str:
         names = f"{bucket.gradients[0].name} .. {bucket.gradients[-1].name}"
         lines.append(
             f"{bucket.index:>6}  {len(bucket.gradients):>9}  {bucket.nbytes / MEGABYTE:>9.3f}  {bucket.dtype:<9} "
-            f"{bucket.communicator:>12}  {_how(bucket):<12} "
+            f"{bucket.communicator:>12}  {_describe_method(bucket):<12} "
             f"{names if len(bucket.gradients) > 1 else bucket.gradients[0].name}"
         )
     lines += [
@@ -70,7 +70,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _how(bucket: Bucket) -> str:
+def _describe_method(bucket: Bucket) -> str:
     return bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
 
 

@@ -43,8 +43,8 @@ def phases_of(world_size: int, group_size: int, payload: CollectiveSpec) -> list
         return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
     if not group_size or payload.flat or payload.kind == "allgather":
-        everybody = range(world_size)
-        return _quantised(payload, everybody) if payload.quantised else [phase(payload.kind, [everybody])]
+        ranks = range(world_size)
+        return _quantised(payload, ranks) if payload.quantised else [phase(payload.kind, [ranks])]
     members = local_groups(world_size, group_size)
     leaders = leaders_of(members)
     between = [phase("allreduce", [leaders], payload.between_item_bytes or payload.item_bytes)]
@@ -229,7 +229,7 @@ def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
 def _alltoall(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
     """An all-gather in each group of two, since Paddle's Gloo has no other way between two of several ranks."""
     del item_bytes
-    edges = ((one, other) for one in range(size) for other in range(size) if one != other)
+    edges = ((sender, receiver) for sender in range(size) for receiver in range(size) if sender != receiver)
     return dict.fromkeys(edges, Flow(nbytes, 2))
 
 

@@ -191,19 +191,19 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
     # Different gradients may be in other buckets and on other communicators.
-    for one, other in zip(_flat(ours), _flat(theirs), strict=False):
-        if one[1:4] != other[1:4]:
-            return f"{_say(one)} here, {_say(other)} there"
+    for here, there in zip(_flat(ours), _flat(theirs), strict=False):
+        if here[1:4] != there[1:4]:
+            return f"{_describe(here)} here, {_describe(there)} there"
     if len(_flat(ours)) != len(_flat(theirs)):
         longer, where = (ours, "here") if len(_flat(ours)) > len(_flat(theirs)) else (theirs, "there")
         extra = _flat(longer)[min(len(_flat(ours)), len(_flat(theirs)))]
-        return f"{_say(extra)} {where} only"
+        return f"{_describe(extra)} {where} only"
     for key in ("communicators", "group_size", "accumulate_steps", "profile_digest"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
-    for one, other in zip(_flat(ours), _flat(theirs), strict=True):
-        if one != other:
-            return f"{_say(one)} here, {_say(other)} there"
+    for here, there in zip(_flat(ours), _flat(theirs), strict=True):
+        if here != there:
+            return f"{_describe(here)} here, {_describe(there)} there"
     for key, what in (("statistics", "exchanges of synchronised batch norm"), ("averaging", "what LocalSGD averages")):
         if ours[key] != theirs[key]:
             return f"{what}: {_short(ours[key])} here, {_short(theirs[key])} there"
@@ -240,6 +240,6 @@ def _flat(plan: dict[str, Any]) -> list[tuple[int, str, tuple[int, ...], str, in
     ]
 
 
-def _say(item: tuple[int, str, tuple[int, ...], str, int, str]) -> str:
+def _describe(item: tuple[int, str, tuple[int, ...], str, int, str]) -> str:
     bucket, name, shape, dtype, communicator, algorithm = item
     return f"'{name}' {list(shape)} {dtype} in bucket {bucket} ({algorithm}, communicator {communicator})"

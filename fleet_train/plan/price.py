@@ -61,10 +61,10 @@ NOTHING = Costs()
 TYPICAL = Costs(
     collective_seconds=5e-4,
     bucket_seconds=2.5e-4,
-    handing_seconds_per_byte={name: one.costs.handing for name, one in COMPRESSIONS.items()},
-    codec_seconds_per_byte={name: one.costs.codec for name, one in COMPRESSIONS.items()},
-    waiting_seconds_per_byte={name: one.costs.waiting for name, one in COMPRESSIONS.items()},
-    taken_seconds_per_byte={name: one.costs.taken for name, one in COMPRESSIONS.items()},
+    handing_seconds_per_byte={name: compression.costs.handing for name, compression in COMPRESSIONS.items()},
+    codec_seconds_per_byte={name: compression.costs.codec for name, compression in COMPRESSIONS.items()},
+    waiting_seconds_per_byte={name: compression.costs.waiting for name, compression in COMPRESSIONS.items()},
+    taken_seconds_per_byte={name: compression.costs.taken for name, compression in COMPRESSIONS.items()},
     averaging_seconds_per_byte=2e-9,
 )
 """Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s
@@ -184,8 +184,8 @@ class Paths:
         for (sender, receiver), flow in edges.items():
             nodes = self._cluster.ranks[sender].node_index, self._cluster.ranks[receiver].node_index
             between = nodes[0] != nodes[1]
-            one, other = nodes if between else (sender, receiver)
-            for direction, place in (("out", one), ("in", other)):
+            source, destination = nodes if between else (sender, receiver)
+            for direction, place in (("out", source), ("in", destination)):
                 ports["between" if between else "inside", place, direction] += flow.nbytes
         seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
         resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
@@ -201,13 +201,13 @@ def _averagings(plan: CommPlan, averaging: Averaging, compute: Compute, paths: P
     that it overlaps, and the slowdown of those steps.
     """
     costs, name = paths.costs, averaging.compression
-    beside = averaging.overlap_steps * plan.accumulate_steps * compute.total
+    overlapped = averaging.overlap_steps * plan.accumulate_steps * compute.total
     communication = exposed = 0.0
     for part in range(len(averaging.parts)):
         nbytes = averaging.bytes_of(part)
-        coding = costs.of(name).codec + (costs.of(name).waiting if beside else 0.0)
+        coding = costs.of(name).codec + (costs.of(name).waiting if overlapped else 0.0)
         seconds = _seconds(plan, averaging.collectives_of(part), paths) + coding * nbytes
-        hidden = min(seconds, beside)
+        hidden = min(seconds, overlapped)
         taken = costs.of(name).taken * nbytes * (hidden / seconds if seconds else 0.0)
         communication += seconds
         exposed += seconds - hidden + taken + costs.averaging_seconds_per_byte * nbytes
@@ -222,10 +222,10 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
     """
     costs = paths.costs
     alone = [_bucket_phases(plan, bucket, paths, 0.0) for bucket in plan.buckets]
-    communication = fsum(phase.seconds for one in alone for phase in one)
-    beside = fsum(_handing(bucket, costs) for bucket in plan.buckets)
+    communication = fsum(phase.seconds for phases in alone for phase in phases)
+    handing = fsum(_handing(bucket, costs) for bucket in plan.buckets)
     if plan.waits_for_each:
-        return communication, communication + beside
+        return communication, communication + handing
     computed = compute.forward + compute.backward
     shares, taken, ends = [0.0] * len(plan.buckets), 0.0, [0.0]
     for _ in range(_TURNS if costs.share_processors else 1):
@@ -236,12 +236,12 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
                 for bucket, share, start in zip(plan.buckets, shares, ready, strict=True)
             ]
         )
-        shares = _shares_before(computed + taken + beside, plan, ready, ends)
+        shares = _shares_before(computed + taken + handing, plan, ready, ends)
         taken = fsum(
             costs.of(bucket.compression).taken * bucket.nbytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
-    return communication, max(beside + taken, max(ends, default=0.0) - computed)
+    return communication, max(handing + taken, max(ends, default=0.0) - computed)
 
 
 def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:

@@ -66,10 +66,10 @@ class SimulatedAveraging:
         for values in ranks:
             values.update(_cut(fragment.anchor, values, fragment.names))
         average(self._wire, ranks, statistics)
-        self._treat(optimizers)
+        self._average_or_reset_state(optimizers)
         self.schedule.begin_period()
         if self.schedule.kind == "adaptive":
-            self.schedule.adapt(rate, float(self._wire.mean([np.array([one], np.float32) for one in losses])[0]))
+            self.schedule.adapt(rate, float(self._wire.mean([np.array([loss], np.float32) for loss in losses])[0]))
 
     def after_local_step(self, ranks: Sequence[Values]) -> None:
         """Add the change of an averaging after its overlap."""
@@ -99,12 +99,12 @@ class SimulatedAveraging:
         self._overlapped_steps = 0
         self.schedule.begin_period()
 
-    def _treat(self, optimizers: Sequence[NumpyOptimizer]) -> None:
+    def _average_or_reset_state(self, optimizers: Sequence[NumpyOptimizer]) -> None:
         kinds = sorted(optimizers[0].state)
         if self._profile.local_sgd_momentum == "average":
             joined = [
-                {f"{kind} {name}": value for kind in kinds for name, value in one.state[kind].items()}
-                for one in optimizers
+                {f"{kind} {name}": value for kind in kinds for name, value in optimizer.state[kind].items()}
+                for optimizer in optimizers
             ]
             average(self._wire, joined, sorted(joined[0]))
             for optimizer, table in zip(optimizers, joined, strict=True):
@@ -141,7 +141,7 @@ class _Fragment:
             if self._profile.outer_optimizer == "none" and self._profile.local_sgd_dtype == "float32":
                 self.anchor[index] = self._wire.mean(values, own)
                 continue
-            difference = self._mean_of(index, [anchor - one for one in values], own)
+            difference = self._mean_of(index, [anchor - value for value in values], own)
             change, self._velocity[index] = outer_optimizer_of(self._profile.outer_optimizer).step(
                 difference.astype(np.float64),
                 self._velocity.get(index),
@@ -162,7 +162,7 @@ class _Fragment:
                 name, differences[0].size, plan.world_size, plan.group_size, averaging.quantised
             )
         self._wire.count(averaging.collectives_of(self._part)[index])
-        total = self._sums[index].sum([one.astype(np.float32) for one in differences])
+        total = self._sums[index].sum([difference.astype(np.float32) for difference in differences])
         return np.asarray(total * np.float32(1.0 / len(differences)))
 
 
@@ -313,7 +313,7 @@ class SimulatedJob:
         self._plan = plan
         self._wire = SimulatedWire(plan)
         made = [optimizer() for _ in range(plan.world_size)]
-        self.optimizers, momentum, nesterov = _give_momentum_away(made, profile)
+        self.optimizers, momentum, nesterov = _momentum_for_dgc(made, profile)
         self._profile = profile
         self._exchanges = 0
         self._references = [
@@ -330,14 +330,14 @@ class SimulatedJob:
     def step(self, backward: Backward) -> Step:
         """One run of every rank's program: a micro-batch, and an update when the merge is complete."""
         local = [backward(rank, values) for rank, values in enumerate(self.ranks)]
-        for values, one in zip(self.ranks, local, strict=True):
-            values.update({name: np.array(value) for name, value in one.statistics.items()})
+        for values, result in zip(self.ranks, local, strict=True):
+            values.update({name: np.array(value) for name, value in result.statistics.items()})
         self._merged.append(local)
         if len(self._merged) < self._plan.accumulate_steps:
             return Step(False, False, False, self._wire.read_sent(), {})
         gradients = [_merge([local[rank] for local in self._merged]) for rank in range(self._plan.world_size)]
         self._merged = []
-        return self._update(gradients, [one.loss for one in local])
+        return self._update(gradients, [result.loss for result in local])
 
     def synchronise(self) -> None:
         """What `fleet.synchronize_parameters` does between two steps: all ranks hold the same values after it.
@@ -393,13 +393,13 @@ def _merge(micro_batches: Sequence[Local]) -> Values:
     """The mean of one rank's micro-batches."""
     return {
         name: np.asarray(
-            np.mean([one.gradients[name] for one in micro_batches], axis=0, dtype=np.float64).astype(first.dtype)
+            np.mean([batch.gradients[name] for batch in micro_batches], axis=0, dtype=np.float64).astype(first.dtype)
         )
         for name, first in micro_batches[0].gradients.items()
     }
 
 
-def _give_momentum_away(made: list[NumpyOptimizer], profile: Profile) -> tuple[list[NumpyOptimizer], float, bool]:
+def _momentum_for_dgc(made: list[NumpyOptimizer], profile: Profile) -> tuple[list[NumpyOptimizer], float, bool]:
     """The optimizers after the exchange, and DGC's settings before it: momentum, and whether it is Nesterov's."""
     first = made[0]
     if profile.compression != "dgc" or isinstance(first, Sgd):

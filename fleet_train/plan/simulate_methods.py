@@ -213,8 +213,8 @@ class QuantisedSum:
 
     def _whole(self) -> Array:
         sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
-        for residual, one in zip(self.residuals, sent, strict=True):
-            _keep_error(residual, one)
+        for residual, rounded in zip(self.residuals, sent, strict=True):
+            _keep_error(residual, rounded)
         return _added_up(sent)
 
     def _in_parts(self) -> Array:
@@ -223,7 +223,7 @@ class QuantisedSum:
         result = np.zeros(self._layout.padded_elements, np.float32)
         for owner in range(self._layout.parts):
             part = slice(owner * size, (owner + 1) * size)
-            others = [one[part] for member, one in enumerate(sent) if member != owner]
+            others = [rounded[part] for member, rounded in enumerate(sent) if member != owner]
             total = _added_up([self.residuals[owner][part].copy(), *others])
             result[part] = self._rounded(total, owner, 1)
             _keep_error(total, result[part])

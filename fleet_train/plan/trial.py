@@ -229,10 +229,10 @@ def _replicas(trial: Trial) -> str:
     if len(trial.synchronised) == trial.updates:
         return "bit-equal after every update"
     without_waiting = tuple(sorted(set(trial.averaged) - set(trial.synchronised)))
-    beside = f"; averaged beside the next steps after {_numbers(without_waiting)}" if without_waiting else ""
+    in_background = f"; averaged beside the next steps after {_numbers(without_waiting)}" if without_waiting else ""
     return (
         f"bit-equal after updates {_numbers(trial.synchronised)}, the synchronisation points; between them up to "
-        f"{trial.drift:.1e} apart{beside}"
+        f"{trial.drift:.1e} apart{in_background}"
     )
 
 

@@ -44,9 +44,24 @@ def dotted(name: str) -> cst.BaseExpression:
     return cst.parse_expression(name)
 
 
+def keyword_of(argument: cst.Arg) -> str:
+    """The name by which the argument is given, empty for one given by position."""
+    return argument.keyword.value if argument.keyword is not None else ""
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    """The argument that is given by this name."""
+    return next((argument for argument in call.args if keyword_of(argument) == name), None)
+
+
+def positional(call: cst.Call) -> list[cst.Arg]:
+    """The arguments that are given by position, without starred ones."""
+    return [argument for argument in call.args if argument.keyword is None and not argument.star]
+
+
 def bind(call: cst.Call, row: To) -> list[Bound]:
     """Each argument with its old parameter, in the order of the call. Raises Undecided."""
-    parameters = {one.old: one for one in row.parameters}
+    parameters = {parameter.old: parameter for parameter in row.parameters}
     order, bound = list(row.parameters), list[Bound]()
     for index, argument in enumerate(call.args):
         if argument.star:
@@ -69,14 +84,15 @@ def rewritten(original: cst.Call, updated: cst.Call, row: To) -> cst.BaseExpress
     """``updated`` as a call of the row's new function. ``original`` has the text that decides. Raises Undecided."""
     bound, given = bind(original, row), {}
     arguments: list[cst.Arg] = []
-    for one, new in zip(bound, updated.args, strict=True):
-        given[one.parameter.old] = source(one.argument.value)
-        kept = _argument(one, new, row)
+    for binding, new in zip(bound, updated.args, strict=True):
+        given[binding.parameter.old] = source(binding.argument.value)
+        kept = _argument(binding, new, row)
         if kept is not None:
             arguments.append(kept)
-    missing = [(one.new, one.missing) for one in row.parameters if one.missing is not None and one.old not in given]
-    for keyword, text in [*missing, *row.added]:
-        arguments.append(as_keyword(cst.Arg(cst.parse_expression(text)), keyword))
+    absent = [parameter for parameter in row.parameters if parameter.old not in given]
+    missing = [(parameter.new, parameter.missing) for parameter in absent if parameter.missing is not None]
+    for name, text in [*missing, *row.added]:
+        arguments.append(as_keyword(cst.Arg(cst.parse_expression(text)), name))
     call: cst.BaseExpression = updated.with_changes(
         func=dotted(_chosen(row, given)), args=_separated(arguments, updated)
     )
@@ -85,9 +101,9 @@ def rewritten(original: cst.Call, updated: cst.Call, row: To) -> cst.BaseExpress
     return _activated(call, row, given)
 
 
-def _argument(one: Bound, new: cst.Arg, row: To) -> cst.Arg | None:
+def _argument(binding: Bound, new: cst.Arg, row: To) -> cst.Arg | None:
     """The argument of the new call, or None if there is none today."""
-    parameter, text = one.parameter, source(one.argument.value)
+    parameter, text = binding.parameter, source(binding.argument.value)
     if parameter.old == row.act:
         return None
     if row.choose and parameter.old == row.choose[0]:
@@ -100,9 +116,9 @@ def _argument(one: Bound, new: cst.Arg, row: To) -> cst.Arg | None:
         if text not in row.values[parameter.old]:
             raise Undecided(f"`{parameter.old}={text}` cannot be read")
         new = new.with_changes(value=cst.parse_expression(row.values[parameter.old][text]))
-    if one.position is not None and one.position < row.positional:
+    if binding.position is not None and binding.position < row.positional:
         return new
-    if one.position is None and parameter.new == parameter.old:
+    if binding.position is None and parameter.new == parameter.old:
         return new
     return as_keyword(new, parameter.new)
 
@@ -117,12 +133,14 @@ def _separated(arguments: list[cst.Arg], call: cst.Call) -> list[cst.Arg]:
     """Commas between the arguments, with the layout of the old ones; the last one ends as the last old one did."""
     if not arguments:
         return []
-    between = next((one.comma for one in call.args[:-1] if isinstance(one.comma, cst.Comma)), None)
+    between = next((argument.comma for argument in call.args[:-1] if isinstance(argument.comma, cst.Comma)), None)
     between = between or cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     last = call.args[-1] if call.args else None
     inner = [
-        one if isinstance(one.comma, cst.Comma) and one is not last else one.with_changes(comma=between)
-        for one in arguments[:-1]
+        argument
+        if isinstance(argument.comma, cst.Comma) and argument is not last
+        else argument.with_changes(comma=between)
+        for argument in arguments[:-1]
     ]
     end = arguments[-1].with_changes(
         comma=last.comma if last else cst.MaybeSentinel.DEFAULT,
@@ -184,25 +202,25 @@ def call_of(rule: To) -> str:
 
 def outer_names(node: cst.BaseExpression) -> list[str]:
     """The new names at the top of a rewritten call: the called one, those wrapped around it."""
-    found = list[str]()
+    names = list[str]()
     while True:
         if isinstance(node, cst.Call):
             if isinstance(node.func, (cst.Name, cst.Attribute)) and source(node.func).partition(".")[0] in HEADS:
-                found.append(source(node.func))
+                names.append(source(node.func))
             if (
                 len(node.args) == 1
                 and node.args[0].keyword is None
                 and isinstance(node.args[0].value, cst.Call)
-                and found
-                and found[-1] in _WRAPPERS
+                and names
+                and names[-1] in _WRAPPERS
             ):
                 node = node.args[0].value
                 continue
-            return found
+            return names
         if isinstance(node, cst.Attribute):
             node = node.value
             continue
-        return found
+        return names
 
 
 # TODO lines: code that cannot be rewritten automatically stays, with a line above it that says what to use.
@@ -244,11 +262,11 @@ def with_marks(leading: Sequence[cst.EmptyLine], comments: Sequence[str]) -> lis
 
 def marks_in(path: str, text: str) -> list[Mark]:
     """All TODO lines of a script, by line. The line is that of what the comment is about."""
-    lines, found = text.splitlines(), list[Mark]()
+    lines, marks = text.splitlines(), list[Mark]()
     for number, line in enumerate(lines, start=1):
         if match := _LINE.match(line):
             below = number
             while below < len(lines) and lines[below].lstrip().startswith("#"):
                 below += 1
-            found.append(Mark(path, below + 1, match["what"], match["do"]))
-    return found
+            marks.append(Mark(path, below + 1, match["what"], match["do"]))
+    return marks

@@ -12,7 +12,7 @@ import libcst as cst
 from libcst.metadata import Assignment, ImportAssignment, ParentNodeProvider, PositionProvider, Scope, ScopeProvider
 
 from fleet_train.port import calls
-from fleet_train.port.calls import HEADS, REPLACED, source
+from fleet_train.port.calls import HEADS, REPLACED, keyword, keyword_of, positional, source
 from fleet_train.port.index import FLUID, canonical, is_fleet, is_old, rule_of
 from fleet_train.port.rules import Rule
 
@@ -151,9 +151,8 @@ class FactFinder(Names, cst.CSTVisitor):
             self.facts.enables_static = True
         if name == "paddle.distributed.fleet.init":
             self.facts.init_lines.append((id(self.scope_of(node)), self.line_of(node)))
-        for argument in node.args:
-            if argument.keyword is not None and argument.keyword.value == "fetch_list":
-                self._remember("fetch list", argument.value)
+        if (fetched := keyword(node, "fetch_list")) is not None:
+            self._remember("fetch list", fetched.value)
         for argument in parameter_arguments(node, name):
             self._remember("parameter list", argument.value)
 
@@ -209,7 +208,7 @@ class Transformer(Names, cst.CSTTransformer):
     def keep(self, meaning: Meaning) -> None:
         """The imports behind an old name that stays."""
         if is_old(meaning.name):
-            self.kept |= {(one.node, one.name) for one in meaning.imports}
+            self.kept |= {(binding.node, binding.name) for binding in meaning.imports}
 
     def visit_Module(self, node: cst.Module) -> None:
         self._first = (node.body[0], node.header) if node.body else None
@@ -235,9 +234,9 @@ def is_run(node: cst.BaseExpression) -> bool:
     """Whether this is ``something.run(..., fetch_list=...)``, or ``something.run(program, feed, [...])``."""
     if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or node.func.attr.value != "run":
         return False
-    if any(one.keyword is not None and one.keyword.value == "fetch_list" for one in node.args):
+    if keyword(node, "fetch_list") is not None:
         return True
-    plain = [one for one in node.args if one.keyword is None and not one.star]
+    plain = positional(node)
     return len(plain) > 2 and isinstance(plain[2].value, (cst.List, cst.Tuple))
 
 
@@ -263,9 +262,8 @@ def parameter_arguments(call: cst.Call, name: str) -> list[cst.Arg]:
     minimizes = isinstance(call.func, cst.Attribute) and call.func.attr.value == "minimize"
     if not minimizes and not name.startswith("paddle."):
         return []
-    found = [one for one in call.args if one.keyword is not None and one.keyword.value in _PARAMETERS]
-    plain = [one for one in call.args if one.keyword is None and not one.star]
-    return found + (plain[2:4] if minimizes else [])
+    named = [argument for argument in call.args if keyword_of(argument) in _PARAMETERS]
+    return named + (positional(call)[2:4] if minimizes else [])
 
 
 def parts_of(node: cst.CSTNode) -> list[str]:

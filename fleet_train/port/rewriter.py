@@ -42,7 +42,7 @@ class Rewriter(Transformer):
         meaning, rule = self.meaning_of(original), self.rule_of(original)
         if meaning is None or (isinstance(parent, cst.Call) and parent.func is original and rule is not None):
             return updated  # leave_Call sees it with its arguments
-        return self._referred(original, updated, meaning, rule)
+        return self._rewritten_name(original, updated, meaning, rule)
 
     def _site_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """The part of the whole chain of names around ``node`` that a row is about, or that no row knows."""
@@ -72,11 +72,11 @@ class Rewriter(Transformer):
             isinstance(node, cst.Name)
         )
 
-    def _referred(
+    def _rewritten_name(
         self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning, rule: Rule | None
     ) -> cst.BaseExpression:
         """A name that is not called."""
-        if isinstance(rule, To) and rule.takes_the_same:
+        if isinstance(rule, To) and rule.is_drop_in:
             return self._renamed(node, updated, meaning, rule.new)
         what = shown(meaning.name)
         if rule is None and canonical(meaning.name).startswith(FLEET) and isinstance(updated, cst.Attribute):
@@ -84,7 +84,7 @@ class Rewriter(Transformer):
             front = self.meaning_of(cast("cst.Attribute", node).value)
             owner = canonical(front.name) if front else ""
             new = "fleet" if owner == FLEET.rstrip(".") else None
-            return updated.with_changes(value=self._written(new)) if new else self._stays(updated, meaning)
+            return updated.with_changes(value=self._written(new)) if new else self._keep_name(updated, meaning)
         if isinstance(rule, Todo):
             self.mark(node, what, rule.do)
         elif isinstance(rule, To):
@@ -105,9 +105,9 @@ class Rewriter(Transformer):
         ):
             last = name.rpartition(".")[2]
             return cst.Attribute(self._written("fleet"), cst.Name(last))
-        return self._stays(updated, meaning)
+        return self._keep_name(updated, meaning)
 
-    def _stays(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
+    def _keep_name(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
         self.keep(meaning)
         return updated
 
@@ -116,7 +116,7 @@ class Rewriter(Transformer):
     ) -> cst.BaseExpression:
         if problem := self._why_not(node, meaning, new):
             self.mark(node, shown(meaning.name), problem)
-            return self._stays(updated, meaning)
+            return self._keep_name(updated, meaning)
         return self._written(new)
 
     def _why_not(self, node: cst.CSTNode, meaning: Meaning, new: str) -> str | None:
@@ -143,7 +143,7 @@ class Rewriter(Transformer):
         if meaning is None or rule is None:
             return special.of_any_object(self, original_node, updated_node)
         try:
-            result = self._called(original_node, updated_node, canonical(meaning.name), rule)
+            result = self._rewritten_call(original_node, updated_node, canonical(meaning.name), rule)
         except Undecided as undecided:
             hand = rule.hand or call_of(rule) if isinstance(rule, To) else rule.do
             self.mark(original_node, shown(meaning.name), f"{hand} ({undecided})" if str(undecided) else hand)
@@ -152,11 +152,11 @@ class Rewriter(Transformer):
         for name in new:
             if problem := self._why_not(original_node, meaning, name):
                 self.mark(original_node, shown(meaning.name), problem)
-                return self._stays(updated_node, meaning)
+                return self._keep_name(updated_node, meaning)
         self.needed |= {name.partition(".")[0] for name in new}
         return result
 
-    def _called(self, original: cst.Call, updated: cst.Call, name: str, rule: Rule) -> cst.BaseExpression:
+    def _rewritten_call(self, original: cst.Call, updated: cst.Call, name: str, rule: Rule) -> cst.BaseExpression:
         """The new form of a call. Raises Undecided, without a text where the rule says all."""
         if name in special.CALLS:
             result = special.CALLS[name](self, original, updated)

@@ -61,12 +61,12 @@ class To:
         return tuple((keyword, text) for keyword, _, text in words)
 
     @cached_property
-    def takes_the_same(self) -> bool:
+    def is_drop_in(self) -> bool:
         """Whether the new function can stand wherever the old one stood, also where it is not called."""
         return self.arguments is None or (
             self.positional == len(self.parameters)
             and not (self.added or self.act or self.choose or self.values or self.then)
-            and all(one.old == one.new and one.missing is None for one in self.parameters)
+            and all(parameter.old == parameter.new and parameter.missing is None for parameter in self.parameters)
         )
 
     @cached_property

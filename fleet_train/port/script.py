@@ -91,11 +91,11 @@ def with_new_imports(module: cst.Module, kept: Kept, needed: Collection[str]) ->
     for statement in cleaned.body:
         if id(statement) in cleaner.places:
             leading = [*comments, *_leading(statement)]
-            body += _led(lines, leading)
+            body += _with_leading(lines, leading)
             comments = [] if lines else [line for line in leading if line.comment]
             lines = []
         else:
-            body.append(_led([statement], [*comments, *_leading(statement)])[0] if comments else statement)
+            body.append(_with_leading([statement], [*comments, *_leading(statement)])[0] if comments else statement)
             comments = []
     at = 0 if not lines else _behind_paddle(body)
     return cleaned.with_changes(body=[*body[:at], *lines, *body[at:]])
@@ -113,7 +113,7 @@ class _Cleaner(cst.CSTTransformer):
 
     def __init__(self, module: cst.Module, kept: Kept) -> None:
         super().__init__()
-        self._top, self._kept = {id(one) for one in module.body}, kept
+        self._top, self._kept = {id(statement) for statement in module.body}, kept
         self._first, self._header = module.body[0] if module.body else None, module.header
         self.bound_paddle = False
         self._places: list[cst.SimpleStatementLine] = []
@@ -121,7 +121,7 @@ class _Cleaner(cst.CSTTransformer):
     @property
     def places(self) -> set[int]:
         """Identities of the statements that stand where all names went."""
-        return {id(one) for one in self._places}
+        return {id(place) for place in self._places}
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import | cst.RemovalSentinel:
         left = []
@@ -156,7 +156,7 @@ class _Cleaner(cst.CSTTransformer):
             place = updated_node.with_changes(body=[cst.Pass()])
             self._places.append(place)
             return place
-        if any(node is one for node, _ in self._kept for one in original_node.body):
+        if any(node is part for node, _ in self._kept for part in original_node.body):
             new = calls.not_in(self._header, [_KEPT]) if original_node is self._first else [_KEPT]
             return updated_node.with_changes(leading_lines=calls.with_marks(updated_node.leading_lines, new))
         return updated_node
@@ -176,7 +176,7 @@ def _leading(statement: cst.BaseStatement | cst.SimpleStatementLine) -> list[cst
     return list(getattr(statement, "leading_lines", ()))
 
 
-def _led(statements: Sequence[cst.BaseStatement], leading: Sequence[cst.EmptyLine]) -> list[cst.BaseStatement]:
+def _with_leading(statements: Sequence[cst.BaseStatement], leading: Sequence[cst.EmptyLine]) -> list[cst.BaseStatement]:
     """The statements, ``leading`` in front of the first."""
     if not statements:
         return []
@@ -193,20 +193,20 @@ def _statements(names: Collection[str]) -> list[cst.BaseStatement]:
 
 def _bound(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) -> set[str]:
     """Names that ``import x`` and ``from fleet_train import x`` bind at the top of the module."""
-    found = set[str]()
+    bound = set[str]()
     for statement in body:
-        for one in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
-            if isinstance(one, cst.Import):
-                found |= {alias.evaluated_name.split(".")[0] for alias in one.names if not alias.asname}
-            elif isinstance(one, cst.ImportFrom) and one.module is not None and source(one.module) == "fleet_train":
-                names = () if isinstance(one.names, cst.ImportStar) else one.names
-                found |= {alias.evaluated_name for alias in names if not alias.asname}
-    return found
+        for part in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            if isinstance(part, cst.Import):
+                bound |= {alias.evaluated_name.split(".")[0] for alias in part.names if not alias.asname}
+            elif isinstance(part, cst.ImportFrom) and part.module is not None and source(part.module) == "fleet_train":
+                names = () if isinstance(part.names, cst.ImportStar) else part.names
+                bound |= {alias.evaluated_name for alias in names if not alias.asname}
+    return bound
 
 
 def _is_import(statement: cst.CSTNode) -> bool:
     return isinstance(statement, cst.SimpleStatementLine) and all(
-        isinstance(one, (cst.Import, cst.ImportFrom)) for one in statement.body
+        isinstance(part, (cst.Import, cst.ImportFrom)) for part in statement.body
     )
 
 
@@ -238,7 +238,7 @@ def _behind_imports(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine])
         if _is_import(body[at]):
             last = at + 1
         at += 1
-    paddle = [i for i, one in enumerate(body) if _is_import(one) and "paddle" in _bound([one])]
+    paddle = [i for i, statement in enumerate(body) if _is_import(statement) and "paddle" in _bound([statement])]
     return max([last, *(i + 1 for i in paddle[:1])])
 
 
@@ -271,38 +271,40 @@ def scripts_in(paths: Iterable[Path]) -> tuple[list[Path], list[Skipped]]:
     Hidden folders, and those with a name of what is made or installed, are skipped unless they are given themselves.
     Raises DataError for what is not there, and for a folder without scripts.
     """
-    found: dict[Path, None] = {}
+    scripts: dict[Path, None] = {}
     skipped: dict[Path, Skipped] = {}
     for path in paths:
         if path.is_dir():
             below, left_out = _below(path)
             if not below:
-                words = "".join(f"; skipped {one}" for one in left_out)
+                words = "".join(f"; skipped {entry}" for entry in left_out)
                 raise DataError(f"{path}: a folder without *.py files; give the folder of your scripts{words}")
-            found |= dict.fromkeys(below)
-            skipped |= {one.folder: one for one in left_out}
+            scripts |= dict.fromkeys(below)
+            skipped |= {entry.folder: entry for entry in left_out}
         elif path.is_file():
-            found[path] = None
+            scripts[path] = None
         else:
             raise DataError(f"{path}: no such file or folder")
-    return list(found), [
-        one for folder, one in skipped.items() if not any(path.is_relative_to(folder) for path in found)
+    return list(scripts), [
+        entry for folder, entry in skipped.items() if not any(path.is_relative_to(folder) for path in scripts)
     ]
 
 
 def _below(folder: Path) -> tuple[list[Path], list[Skipped]]:
-    found, skipped = list[Path](), list[Skipped]()
+    scripts, skipped = list[Path](), list[Skipped]()
     for name, folders, files in os.walk(folder):
         here = Path(name)
-        for one in [one for one in folders if one in _SKIPPED or one.startswith(".")]:
-            folders.remove(one)
-            scripts = sum(path.is_file() for path in (here / one).rglob("*.py"))
-            if scripts:
-                skipped.append(Skipped(here / one, scripts, _SKIPPED.get(one, "hidden")))
-        found += [
-            here / one for one in files if one.endswith(".py") and not one.startswith(".") and (here / one).is_file()
+        for left_out in [child for child in folders if child in _SKIPPED or child.startswith(".")]:
+            folders.remove(left_out)
+            number = sum(path.is_file() for path in (here / left_out).rglob("*.py"))
+            if number:
+                skipped.append(Skipped(here / left_out, number, _SKIPPED.get(left_out, "hidden")))
+        scripts += [
+            here / file
+            for file in files
+            if file.endswith(".py") and not file.startswith(".") and (here / file).is_file()
         ]
-    return sorted(found), sorted(skipped, key=lambda one: one.folder)
+    return sorted(scripts), sorted(skipped, key=lambda entry: entry.folder)
 
 
 def port_all(paths: Sequence[Path]) -> list[Ported]:
@@ -321,8 +323,8 @@ def difference(ported: Ported) -> str:
 def write(ported: Ported) -> None:
     """Replace the old text by the new one, atomically for concurrent readers."""
     path = Path(ported.path).resolve()
-    beside = path.with_name(f".{path.name}.ported")
-    with open_new(beside) as file:
+    draft = path.with_name(f".{path.name}.ported")
+    with open_new(draft) as file:
         os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
         write_all(file, ported.new)
-    os.replace(beside, path)
+    os.replace(draft, path)

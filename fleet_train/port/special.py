@@ -7,14 +7,8 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from fleet_train.port.calls import Undecided, as_keyword, dotted, source
+from fleet_train.port.calls import Undecided, as_keyword, dotted, keyword, keyword_of, positional, source
 from fleet_train.port.facts import Kind, Transformer, is_block, parameter_arguments
-
-
-def keyword(call: cst.Call, name: str) -> cst.Arg | None:
-    """The argument that is given by this name."""
-    return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
-
 
 # Calls of functions.
 
@@ -46,7 +40,7 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
         if name in ("name", "shape", "dtype")
     ]
     # Another parameter stands in front of dtype today: it may not stay positional.
-    kept = [one if one.keyword or index < 2 else as_keyword(one, "dtype") for index, one in enumerate(kept)]
+    kept = [*kept[:2], *(entry if entry.keyword else as_keyword(entry, "dtype") for entry in kept[2:])]
     end = updated.args[-1]
     kept[-1] = kept[-1].with_changes(comma=end.comma, whitespace_after_arg=end.whitespace_after_arg)
     return updated.with_changes(func=dotted("paddle.static.data"), args=kept)
@@ -55,19 +49,20 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
 def _is_plain(shape: cst.Arg | None) -> bool:
     if shape is None or not isinstance(shape.value, cst.List):
         return False
-    return all(source(one.value).lstrip("-").isdigit() or source(one.value) == "None" for one in shape.value.elements)
+    sizes = [source(element.value) for element in shape.value.elements]
+    return all(size.lstrip("-").isdigit() or size == "None" for size in sizes)
 
 
 def _is_open(shape: cst.List) -> bool:
-    return any(source(one.value).startswith(("-", "None")) for one in shape.elements)
+    return any(source(element.value).startswith(("-", "None")) for element in shape.elements)
 
 
 def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
     """1.8 cut off at two deviations from the mean, today's default is -2 and 2 whatever the deviation."""
     del script
-    given = dict(zip(("loc", "scale", "seed"), (one for one in original.args if one.keyword is None), strict=False))
-    given |= {one.keyword.value: one for one in original.args if one.keyword is not None}
-    if any(one.star for one in original.args) or not given.keys() <= {"loc", "scale", "seed"}:
+    given = dict(zip(("loc", "scale", "seed"), positional(original), strict=False))
+    given |= {keyword_of(argument): argument for argument in original.args if argument.keyword is not None}
+    if any(argument.star for argument in original.args) or not given.keys() <= {"loc", "scale", "seed"}:
         return None
     loc, scale = (source(given[name].value) if name in given else "" for name in ("loc", "scale"))
     if not scale or source(given["seed"].value if "seed" in given else cst.Integer("0")) != "0":
@@ -100,7 +95,7 @@ def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call)
     outer = script.parent_of(original)
     call = script.parent_of(outer) if isinstance(outer, cst.Attribute) else None
     settings = [*original.args[1:], *(call.args if isinstance(call, cst.Call) else ())]
-    named = [one.keyword.value if one.keyword else "a setting" for one in settings]
+    named = [keyword_of(argument) or "a setting" for argument in settings]
     if lost := [name for name in named if name not in ("loss_name", "places")]:
         script.mark(original, f"CompiledProgram with {', '.join(lost)}", "settings belong to DistributedStrategy")
     return updated.args[0].value
@@ -178,14 +173,16 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
     elif method == "append" and (
         script.holds("fetch list", function.value) or script.holds("parameter list", function.value)
     ):
-        return updated.with_changes(args=[one.with_changes(value=_value(one.value)) for one in updated.args])
+        return updated.with_changes(
+            args=[argument.with_changes(value=_value(argument.value)) for argument in updated.args]
+        )
     return updated
 
 
 def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call | None:
     """``exe.train_from_dataset(...)`` as ``compat``'s function of the executor; None if it may be another object's."""
-    named = {one.keyword.value for one in original.args if one.keyword is not None}
-    if any(one.star for one in original.args) or not named <= _DATASET_ARGUMENTS:
+    named = {keyword_of(argument) for argument in original.args if argument.keyword is not None}
+    if any(argument.star for argument in original.args) or not named <= _DATASET_ARGUMENTS:
         return None
     if "dataset" not in named and len(original.args) - len(named) < 2:
         return None
@@ -246,7 +243,7 @@ def _literal(call: cst.Call, name: str) -> str:
 
 def _third(call: cst.Call) -> cst.Arg | None:
     """The third argument, if it is given by position: the list to fetch of ``exe.run(program, feed, [loss.name])``."""
-    plain = [one for one in call.args if one.keyword is None and not one.star]
+    plain = positional(call)
     return call.args[2] if len(plain) > 2 and plain[2] is call.args[2] else None
 
 
@@ -278,8 +275,8 @@ def mark_names(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression
 def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Arg], shift: int = 0) -> cst.Call:
     """The call with values instead of names in these arguments; ``updated`` has ``shift`` more arguments in front."""
     kept = [
-        one.with_changes(value=without_names(one.value)) if old in arguments else one
-        for old, one in zip(original.args, updated.args[shift:], strict=True)
+        argument.with_changes(value=without_names(argument.value)) if old in arguments else argument
+        for old, argument in zip(original.args, updated.args[shift:], strict=True)
     ]
     return updated.with_changes(args=[*updated.args[:shift], *kept])
 
@@ -290,10 +287,10 @@ def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
     updated = with_parameters(script, original, updated, "")
     return updated.with_changes(
         args=[
-            one.with_changes(keyword=cst.Name("parameters"))
-            if one.keyword is not None and one.keyword.value == "parameter_list"
-            else one
-            for one in updated.args
+            argument.with_changes(keyword=cst.Name("parameters"))
+            if keyword_of(argument) == "parameter_list"
+            else argument
+            for argument in updated.args
         ]
     )
 
@@ -304,7 +301,8 @@ def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst
 def without_names(node: cst.BaseExpression) -> cst.BaseExpression:
     """A list display, tuple or comprehension of ``x.name`` as one of ``x``; other elements stay."""
     if isinstance(node, (cst.List, cst.Tuple, cst.Set)):
-        return node.with_changes(elements=[one.with_changes(value=_value(one.value)) for one in node.elements])
+        elements = [element.with_changes(value=_value(element.value)) for element in node.elements]
+        return node.with_changes(elements=elements)
     if isinstance(node, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
         return node.with_changes(elt=_value(node.elt))
     return node
@@ -340,7 +338,7 @@ def with_pir(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.
     )
     arguments = [
         new.with_changes(value=switched_on(script, original, new.value))
-        if (sets and position == 1) or (old.keyword is not None and old.keyword.value == _FLAG)
+        if (sets and position == 1) or keyword_of(old) == _FLAG
         else new
         for position, (old, new) in enumerate(zip(original.args, updated.args, strict=True))
     ]
@@ -409,7 +407,7 @@ def opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStat
     asked, rest = _without_rank(node.test)
     if not asked or node.orelse is not None or not isinstance(node.body, cst.IndentedBlock):
         return None
-    if not node.body.body or not all(_is_save(one) for one in node.body.body):
+    if not node.body.body or not all(_is_save(statement) for statement in node.body.body):
         return None
     if rest is not None:
         return node.with_changes(test=rest)
@@ -419,7 +417,9 @@ def opened(node: cst.If) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStat
     if not isinstance(first, cst.SimpleStatementLine):
         return None
     first = first.with_changes(leading_lines=[*node.leading_lines, *first.leading_lines])
-    return cst.FlattenSentinel([first, *(one for one in others if isinstance(one, cst.SimpleStatementLine))])
+    return cst.FlattenSentinel(
+        [first, *(statement for statement in others if isinstance(statement, cst.SimpleStatementLine))]
+    )
 
 
 def hides_a_save(node: cst.If) -> bool:

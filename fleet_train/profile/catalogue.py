@@ -55,7 +55,7 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
         named = catalogue_folder() / f"{name_or_path}.yaml"
         if named.is_file():
             return named
-        raise ProfileError(f"{name_or_path!r} is not a profile of the catalogue{_what_there_is(name_or_path)}")
+        raise ProfileError(f"{name_or_path!r} is not a profile of the catalogue{_describe_known(name_or_path)}")
     try:
         path = (folder or Path()) / Path(name_or_path).expanduser()
         is_file, is_folder, is_there = path.is_file(), path.is_dir(), path.exists()
@@ -68,7 +68,7 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
     if is_file:
         return path
     what = "is a folder, not a file" if is_folder else "is not a regular file" if is_there else "no such file"
-    raise ProfileError(f"{shown_path(path)}: {what}{_what_there_is(path.stem)}")
+    raise ProfileError(f"{shown_path(path)}: {what}{_describe_known(path.stem)}")
 
 
 def load_profile(name_or_path: str) -> Profile:
@@ -80,7 +80,7 @@ def load_profile(name_or_path: str) -> Profile:
     return profile.with_choices(MEASURED, measured=list(measurements().get(path.stem, ())))
 
 
-def _what_there_is(name: str) -> str:
+def _describe_known(name: str) -> str:
     names = profile_names()
     example = f"give a file by its path, such as ./{name or 'my'}.yaml"
     there_are = f"there are {', '.join(names)}; {example}"

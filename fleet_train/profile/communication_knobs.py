@@ -315,17 +315,17 @@ else:
     CompressionName = Literal[tuple(COMPRESSIONS)]
 
 
-def _what_is_sent() -> str:
+def _sent_parts() -> str:
     """``all of it, half the bits (bf16, fp16), ..., or the largest elements (dgc)``."""
     names: dict[str, list[str]] = {}
-    for one in COMPRESSIONS.values():
-        names.setdefault(one.words, []).append(one.name)
+    for compression in COMPRESSIONS.values():
+        names.setdefault(compression.words, []).append(compression.name)
     first, *parts = (f"{words} ({', '.join(own)})" for words, own in names.items())
     return f"{first.partition(' (')[0]}, {', '.join(parts[:-1])}, or {parts[-1]}"
 
 
-def _how() -> str:
-    *most, last = (one.name for one in COMPRESSIONS.values() if one.keeps_rest)
+def _compression_reason() -> str:
+    *most, last = (compression.name for compression in COMPRESSIONS.values() if compression.has_error_feedback)
     sources = ", ".join(family.sources for family in FAMILIES if family.sources)
     return " ".join(
         [
@@ -341,12 +341,12 @@ class CompressionChoice(LocalSgdKnobs):
 
     compression: CompressionName = knob(
         "none",
-        meaning=f"What is sent of a gradient: {_what_is_sent()}.",
-        reason=_how(),
+        meaning=f"What is sent of a gradient: {_sent_parts()}.",
+        reason=_compression_reason(),
     )
     compression_declines: bool = knob(
         False,
-        only_with=OnlyWith("compression", tuple(one.name for one in COMPRESSIONS.values() if one.may_decline)),
+        only_with=OnlyWith("compression", tuple(name for name, method in COMPRESSIONS.items() if method.may_decline)),
         meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
         "link. false = send the requested compression; rank 0 says where it probably does not pay.",
         reason="Encoding takes processor time, which a fast link does not save. The link is that of link_gigabits "
@@ -361,7 +361,7 @@ if TYPE_CHECKING:
         """The choice, and the settings of all compressions."""
 
 else:
-    _settings = dict.fromkeys(one.knobs for one in COMPRESSIONS.values() if one.knobs is not None)
+    _settings = dict.fromkeys(method.knobs for method in COMPRESSIONS.values() if method.knobs is not None)
 
     class CompressionKnobs(*reversed(_settings), CompressionChoice):
         """The choice, and the settings of all compressions. The last base's fields come first."""

@@ -30,7 +30,7 @@ class Strategy:
 
 
 def _is_one_of(family: Family) -> Callable[[str], bool]:
-    members = {one.name for one in COMPRESSIONS.values() if one.family is family}
+    members = {compression.name for compression in COMPRESSIONS.values() if compression.family is family}
     return lambda kind: kind in members
 
 
@@ -41,7 +41,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("waiting", "sync_nccl_allreduce", "waiting for each bucket"),
     Strategy("local_sgd", "use_local_sgd", "LocalSGD"),
     Strategy("outer", "outer_optimizer", "outer momentum", lambda kind: kind != "none"),
-    *(Strategy(one.name, "compression", one.title, _is_one_of(one)) for one in FAMILIES),
+    *(Strategy(family.name, "compression", family.title, _is_one_of(family)) for family in FAMILIES),
     Strategy("merge", "accumulate_steps", "gradient merge", lambda number: number > 1),
     Strategy("amp", "amp_level", "mixed precision", lambda level: level != "O0"),
     Strategy("sync_bn", "sync_batch_norm", "synchronised batch norm"),
@@ -74,13 +74,13 @@ def _with(strategy: str, others: str, verdict: Verdict) -> dict[tuple[str, str],
 
 
 _ONE_COMPRESSION = refused("a gradient is compressed in one way", "choose one")
-_COMPRESSIONS = " ".join(one.name for one in FAMILIES)
+_COMPRESSIONS = " ".join(family.name for family in FAMILIES)
 for _position, _family in enumerate(FAMILIES):
     PAIRS |= {
         **_with(_family.name, "fused communicators waiting", _family.with_buckets),
         **_with(_family.name, "hierarchical", _family.with_local_groups),
         **_with(_family.name, "local_sgd outer", _family.with_local_sgd),
-        **_with(_family.name, " ".join(one.name for one in FAMILIES[:_position]), _ONE_COMPRESSION),
+        **_with(_family.name, " ".join(family.name for family in FAMILIES[:_position]), _ONE_COMPRESSION),
     }
 PAIRS |= {
     **_with("merge", "fused communicators hierarchical waiting", goes("one exchange per update")),
@@ -122,14 +122,14 @@ def clashes(
     pairs: Mapping[tuple[str, str], Verdict] = PAIRS,
 ) -> list[Problem]:
     """Each refused pair of strategies that these settings enable, defaults included, for the knob that was set."""
-    used = [one for one in strategies if one.is_on(_value(one.knob, settings))]
+    used = [strategy for strategy in strategies if strategy.is_on(_value(strategy.knob, settings))]
     problems = []
     for first, second in combinations(used, 2):
         entry = verdict(first.name, second.name, pairs)
         if not entry.allowed:
             reported, other = (second, first) if second.knob in settings else (first, second)
-            beside = f"does not go with {other.title} ({other.knob}: {shown(_value(other.knob, settings))})"
-            problems.append(Problem(reported.knob, f"{beside}: {entry.words}"))
+            clash = f"does not go with {other.title} ({other.knob}: {shown(_value(other.knob, settings))})"
+            problems.append(Problem(reported.knob, f"{clash}: {entry.words}"))
     return problems
 
 

@@ -151,18 +151,18 @@ def stale_files(root: Path) -> list[str]:
 
 def broken_profiles() -> list[str]:
     """One line for each problem in the catalogue's profiles."""
-    found = []
+    problems = []
     for name in profile_names():
         try:
             profile = load_profile(name)
         except ProfileError as error:
-            found.append(str(error))
+            problems.append(str(error))
             continue
         if profile.name != name or not profile.description:
-            found.append(f"strategies/{name}.yaml: needs a description, and no name other than its file's")
+            problems.append(f"strategies/{name}.yaml: needs a description, and no name other than its file's")
         if not profile.measured:
-            found.append(f"strategies/{MEASURED}: needs what was measured with {name}, or 'not measured' and why")
-    return found
+            problems.append(f"strategies/{MEASURED}: needs what was measured with {name}, or 'not measured' and why")
+    return problems
 
 
 def main(arguments: list[str] | None = None) -> int:

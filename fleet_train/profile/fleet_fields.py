@@ -362,22 +362,22 @@ def outcome_of(path: str, value: Any) -> Outcome:
     number = getattr(value, "value", None)
     value = number if type(number) is int else value  # an enumeration: BuildStrategy.ReduceStrategy.Reduce
     row = STOCK_FIELDS.get(path) or STOCK_FIELDS.get(path.partition(".")[0])
-    said = f"{path}: {shown(value)} is mapped: "
+    prefix = f"{path}: {shown(value)} is mapped: "
     if row is None:
         raise ProfileError(f"given {shown(value)}: fleet_train does not know this field, so it cannot carry it out")
     if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
         brought = row.switch.settings
         own, fallback = ((), brought) if row.switch.yields else (brought, ())
-        return Outcome(own, fallback, said + row.switch.words)
+        return Outcome(own, fallback, prefix + row.switch.words)
     if row.knob:
         read = row.reading(value) if row.reading and value is not None else value
         if _is_one_of(read, row.silent):
             return Outcome()
         is_variable = row.knob.startswith("environment.") and isinstance(read, int)
         settings = ((row.knob, str(int(read)) if is_variable else read),)
-        return Outcome(settings, sentence="" if row.knob == row.path else f"{said}read as {row.knob}{row.note}")
+        return Outcome(settings, sentence="" if row.knob == row.path else f"{prefix}read as {row.knob}{row.note}")
     if _is_one_of(value, row.mapped):
-        return Outcome(sentence=said + row.mapping)
+        return Outcome(sentence=prefix + row.mapping)
     # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.
     if row.path == path and _is_one_of(value, row.silent):
         return Outcome()

@@ -136,9 +136,9 @@ def read_flag(flag: Knob, given: Any) -> tuple[Any, str]:
         value = _converted(flag, given)
     except ValueError:
         return None, f"given an invalid text; allowed: {flag.allowed}"
-    found = value_problems({flag.becomes: value})
+    problems = value_problems({flag.becomes: value})
     # A knob may take auto as well as numbers; its flag does not.
-    return value, found[0].message.replace(KNOBS[flag.becomes].allowed, flag.allowed) if found else ""
+    return value, problems[0].message.replace(KNOBS[flag.becomes].allowed, flag.allowed) if problems else ""
 
 
 def _converted(flag: Knob, given: Any) -> Any:

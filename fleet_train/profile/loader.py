@@ -42,7 +42,7 @@ class Layer:
         kept = {name: value for name, value in self.settings.items() if name not in DESCRIPTIVE}
         chosen = dict(own.settings)
         # The knobs that tune a dropped knob are dropped too: amp_level drops amp_dtype, which drops its loss scale.
-        while gone := [name for name in kept if _taken_away(KNOBS[name], chosen)]:
+        while gone := [name for name in kept if _has_lost_its_switch(KNOBS[name], chosen)]:
             for name in gone:
                 del kept[name]
                 chosen.setdefault(name, KNOBS[name].default)
@@ -75,7 +75,7 @@ def checked_layer(source: Source, parent: Layer) -> Layer:
     origins |= {key: source.place(key) for key in source.lines if key.startswith("environment.")}
     layer = parent.under(Layer(own, origins))
     unread = {problem.key for problem in problems}
-    problems += [problem for problem in problems_in(layer.settings) if not _moot(problem, unread)]
+    problems += [problem for problem in problems_in(layer.settings) if not _is_redundant(problem, unread)]
     if problems:
         raise ProfileError(report_of(problems, source, layer))
     return layer
@@ -95,7 +95,7 @@ def _parent(source: Source, path: Path, find: Finder, chain: tuple[Path, ...]) -
     return _load_layer(wanted, find, chain)
 
 
-def _taken_away(row: Knob, own: Mapping[str, Any]) -> bool:
+def _has_lost_its_switch(row: Knob, own: Mapping[str, Any]) -> bool:
     """Whether a file switches off what a knob of its parent tunes."""
     if row.needs and own.get(row.needs) is False:
         return True
@@ -105,7 +105,7 @@ def _taken_away(row: Knob, own: Mapping[str, Any]) -> bool:
     return not any(own.get(name, KNOBS[name].default) in values for name, values in rule.choices.items())
 
 
-def _moot(problem: Problem, unread: set[str]) -> bool:
+def _is_redundant(problem: Problem, unread: set[str]) -> bool:
     """A contradiction with a switch that could not be read is no new information."""
     row = KNOBS.get(problem.key)
     if row is None:
@@ -426,8 +426,8 @@ def _number_advice(text: str, kind: type) -> str:
 
 def _tag_of(node: yaml.ScalarNode) -> str:
     """``int``, ``str``, ... Refuses text that contains terminal control characters."""
-    if found := UNPRINTABLE.search(node.value):
-        raise _Unreadable(f"has the control character U+{ord(found[0]):04X}; remove it")
+    if match := UNPRINTABLE.search(node.value):
+        raise _Unreadable(f"has the control character U+{ord(match[0]):04X}; remove it")
     return str(node.tag).rpartition(":")[2]
 
 

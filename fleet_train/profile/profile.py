@@ -120,7 +120,7 @@ class Profile(Settings):
             if problem:
                 problems.append(Problem(flag.name, f"{problem} (from the environment; unset it there)"))
                 continue
-            blocked = self._keeps(flag.becomes, value)
+            blocked = self._why_not_used(flag.becomes, value)
             notices.append(
                 f"{flag.name}={environ[flag.name]} " + (blocked or f"is used as {flag.becomes}: {shown(value)}")
             )
@@ -130,7 +130,7 @@ class Profile(Settings):
             raise ProfileError("\n".join(str(problem) for problem in problems))
         return self.with_settings("the environment", **wanted) if wanted else self, notices
 
-    def _keeps(self, knob: str, value: Any) -> str:
+    def _why_not_used(self, knob: str, value: Any) -> str:
         """Why a knob is not taken from the environment, or nothing."""
         if knob in self.explicit and getattr(self, knob) not in (AUTO, value):
             return f"is not used: the profile sets {knob}: {shown(getattr(self, knob))} ({self.origin(knob)})"

@@ -47,41 +47,41 @@ def unknown_key(name: str) -> str:
 
 def problems_in(settings: Mapping[str, Any]) -> list[Problem]:
     """All problems of each setting by itself and of all of them together."""
-    found = value_problems(settings)
-    bad = {problem.key.partition(".")[0] for problem in found}
+    problems = value_problems(settings)
+    bad = {problem.key.partition(".")[0] for problem in problems}
     good = {name: value for name, value in settings.items() if name not in bad}
-    return found + contradictions(good, ignoring=bad)
+    return problems + contradictions(good, ignoring=bad)
 
 
 def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
     """Wrong names, types, ranges, and values that are refused; nothing about combinations."""
-    found = _schema_problems(settings)
-    bad = {problem.key for problem in found}
+    problems = _schema_problems(settings)
+    bad = {problem.key for problem in problems}
     for name, value in settings.items():
         if name in bad or name not in KNOBS:
             continue
         if name == "environment":
             texts = [item for item in value.items() if isinstance(item[0], str) and isinstance(item[1], str)]
-            found += [problem for item in texts if (problem := _variable_problem(*item))]
+            problems += [problem for item in texts if (problem := _variable_problem(*item))]
         elif (
             KNOBS[name].fate == "refused" and value != KNOBS[name].default and not _switched_off(KNOBS[name], settings)
         ):
-            found.append(Problem(name, f"given {shown(value)}: {KNOBS[name].reason}"))
-    return found
+            problems.append(Problem(name, f"given {shown(value)}: {KNOBS[name].reason}"))
+    return problems
 
 
 def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) -> list[Problem]:
     """Settings that are valid by themselves but would have no effect, or the opposite one, with the others."""
-    found = []
+    problems = []
     for name in settings:
         row = KNOBS.get(name)
         if row and row.needs and row.needs not in ignoring and _switched_off(row, settings):
             stated = f"{row.needs} is {shown(settings.get(row.needs, KNOBS[row.needs].default))}"
-            found.append(Problem(name, f"has no effect while {stated}; set {row.needs}: true, or remove {name}"))
-        elif row and (idle := _idle_beside(row, settings, ignoring)):
-            found.append(Problem(name, idle))
+            problems.append(Problem(name, f"has no effect while {stated}; set {row.needs}: true, or remove {name}"))
+        elif row and (idle := _idle_with(row, settings, ignoring)):
+            problems.append(Problem(name, idle))
     return (
-        found
+        problems
         + clashes(settings)
         + _size_contradictions(settings)
         + _overlap_contradictions(settings)
@@ -93,7 +93,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
     )
 
 
-def _idle_beside(row: Knob, settings: Mapping[str, Any], ignoring: Collection[str]) -> str:
+def _idle_with(row: Knob, settings: Mapping[str, Any], ignoring: Collection[str]) -> str:
     """Why a knob has no effect with the given choice, or nothing."""
     rule = row.only_with
     if rule is None or any(name in ignoring for name in rule.choices):
@@ -175,17 +175,17 @@ def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     """Not in the table of pairs: mixed precision goes with both, float16's loss scale with neither."""
     if settings.get("amp_level", "O0") == "O0" or settings.get("amp_dtype") != "float16":
         return []
-    beside, found = "does not go with amp_dtype: float16", []
+    clash, problems = "does not go with amp_dtype: float16", []
     if settings.get("accumulate_steps", 1) > 1:
         rule = (
-            f"{settings['accumulate_steps']} {beside}: skipping by the loss scale and the merged update are not "
+            f"{settings['accumulate_steps']} {clash}: skipping by the loss scale and the merged update are not "
             "tested together; use amp_dtype: bfloat16"
         )
-        found.append(Problem("accumulate_steps", rule))
+        problems.append(Problem("accumulate_steps", rule))
     if settings.get("use_local_sgd", False):
-        rule = f"{beside}: ranks that average no gradients would skip different updates; use amp_dtype: bfloat16"
-        found.append(Problem("use_local_sgd", rule))
-    return found
+        rule = f"{clash}: ranks that average no gradients would skip different updates; use amp_dtype: bfloat16"
+        problems.append(Problem("use_local_sgd", rule))
+    return problems
 
 
 _WAYS_TO_CUT: dict[str, Any] = {"recompute_segments": 1, "recompute_every_blocks": 0, "recompute_checkpoints": []}
@@ -216,8 +216,7 @@ def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
     try:
         Settings(**settings)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        return [_in_our_words(details) for details in found if not _is_about_auto(details)]
+        return [_in_our_words(details) for details in error.errors(include_url=False) if not _is_about_auto(details)]
     return []
 
 

@@ -1,8 +1,8 @@
 """The knobs of a profile, each declared once: type, range, unit, default, fate, meaning and reason.
 
-To add a knob, add a field to the class that it belongs to, here or in the ``schema_*`` modules beside this; the loader,
-the checks, ``KNOBS``, ``strategies/schema.json``, ``docs/knobs.md``, ``fleet_train profiles`` and `DistributedStrategy`
-follow from it. Each class extends the one before it, so that fields keep the order of the table.
+To add a knob, add a field to the class that it belongs to, here, in `communication_knobs` or in a compression's file;
+the loader, the checks, ``KNOBS``, ``strategies/schema.json``, ``docs/knobs.md``, ``fleet_train profiles`` and
+`DistributedStrategy` follow from it. Each class extends the one before it, so that fields keep the order of the table.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.plan import CommPlan, TensorSpec
-from fleet_train.plan.build import build_settled
+from fleet_train.plan.build import build_chosen
 from fleet_train.plan.price import TYPICAL, Costs, Network, Paths
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
@@ -88,7 +88,7 @@ def _plan(
     profile = Profile(compression=compression, **buckets, **_FULL_STRENGTH.get(compression, {}))
     some = list(gradients)
     while True:
-        plan = build_settled(some, job.cluster, profile)
+        plan = build_chosen(some, job.cluster, profile)
         if len(some) == 1 or _on_the_link(plan, paths) <= timeouts.RECOMMEND_EXCHANGE_SECONDS:
             return plan, profile
         some = some[: len(some) // 2]

@@ -10,7 +10,7 @@ from typing import Any
 from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, TensorSpec
-from fleet_train.plan.build import build_settled
+from fleet_train.plan.build import build_chosen
 from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
 from fleet_train.plan.price import Compute, Costs, Link, Network, Prediction, predict
 from fleet_train.plan.pricing import traffic
@@ -144,7 +144,7 @@ def _price(
     conditions = Conditions(found.network, found.costs, compute, most_communicators, "measured")
     changed = profile.with_settings("the recommendation", **changes) if changes else profile
     settled = choose(changed, found.gradients, cluster, conditions).profile
-    plan = build_settled(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
+    plan = build_chosen(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
     prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
     codec = found.costs.of(profile.compression).codec * plan.gradient_bytes
     counted: Any = traffic(plan, cluster)

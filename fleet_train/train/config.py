@@ -91,10 +91,10 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
 
     def __post_init__(self) -> None:
-        _one_of("--model", self.model, MODELS)
-        _one_of("--optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("--on_nan", self.on_nan, ON_NAN)
-        _one_of("--lr_schedule", self.lr_schedule, SCHEDULES)
+        _check_choice("--model", self.model, MODELS)
+        _check_choice("--optimizer", self.optimizer, OPTIMIZERS)
+        _check_choice("--on_nan", self.on_nan, ON_NAN)
+        _check_choice("--lr_schedule", self.lr_schedule, SCHEDULES)
         for name in ("batch_size", "keep_checkpoints", "checkpoint_timeout", "checkpoint_copies"):
             at_least(name, getattr(self, name), 1)
         for name in ("weight_decay", "warmup_epochs", "clip_norm"):
@@ -140,7 +140,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
         return asdict(self)
 
 
-def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise FleetTrainError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
 

@@ -25,6 +25,7 @@ from typing import IO
 from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.errors import FleetTrainError, printable
+from fleet_train.log import logger
 from fleet_train.train import dashboard_server
 
 _EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -57,7 +58,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return runs
 
 
-def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], None]) -> int:
+def choose_port(host: str, port: int, is_asked_for: bool) -> int:
     """`port`, or the next free one if it is in use and was not requested. Raises FleetTrainError if it was."""
     if network.port_is_free(host, port):
         return port
@@ -67,7 +68,7 @@ def choose_port(host: str, port: int, is_asked_for: bool, say: Callable[[str], N
     if is_asked_for or free is None:
         hint = f"; --port {free} is free" if free else f"; is {host} an address of this machine?"
         raise FleetTrainError(f"--port {port}: in use on {host}{by}{hint}")
-    say(f"port {port} is in use{by}; taking {free}")
+    logger.info("port %s is in use%s; taking %s", port, by, free)
     return free
 
 

@@ -113,7 +113,7 @@ class FewConnections(ThreadingMixIn):
             if is_full:
                 oldest = min(self._open, key=self._open.__getitem__)
                 if time.monotonic() - self._open[oldest] > _LONGEST_SECONDS:
-                    _hang_up(oldest)
+                    _disconnect(oldest)
             else:
                 self._open[request] = time.monotonic()
         if is_full:
@@ -133,10 +133,10 @@ class FewConnections(ThreadingMixIn):
         super().server_close()
         with self._lock:
             for request in self._open:
-                _hang_up(request)
+                _disconnect(request)
 
 
-def _hang_up(request: socket.socket) -> None:
+def _disconnect(request: socket.socket) -> None:
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
 

@@ -52,8 +52,8 @@ class SkipNotFinite:
     def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
         """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        one = paddle.full([1], 1.0, "float32")
-        values, is_broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], one)
+        scale = paddle.full([1], 1.0, "float32")
+        values, is_broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], scale)
         zero = paddle.nn.initializer.Constant(0.0)
         skipped = paddle.pir.core.create_persistable_value(paddle.int64, [1], "skipped_updates", initializer=zero)
         paddle.assign(skipped + is_broken.reshape([1]).astype("int64"), skipped)
@@ -122,12 +122,12 @@ class LossWatch:
 
     def __init__(self, skipping: SkipNotFinite | None) -> None:
         self._skipping = skipping
-        self._looked_at = 0
+        self._last_checked = 0
 
-    def look(self, loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> None:
+    def check(self, loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> None:
         """Raises NotFinite naming rank, step and samples; if updates are skipped, this rank prints a message
         instead."""
-        before, self._looked_at = self._looked_at, step
+        before, self._last_checked = self._last_checked, step
         if math.isfinite(loss):
             return
         text = describe_loss(loss, step, indices, batch)

@@ -90,7 +90,7 @@ def make_optimizer(config: TrainConfig, learning_rate: Any, program: Any) -> Any
 
     Clipping acts on the averaged gradients, before the weight decay is added to them, as everywhere in Paddle.
     """
-    spared = _spare_norms_and_biases(program) if config.no_decay_norm_bias else frozenset[str]()
+    spared = _exempt_norms_and_biases(program) if config.no_decay_norm_bias else frozenset[str]()
     common = {
         "weight_decay": config.weight_decay or None,
         "grad_clip": paddle.nn.ClipGradByGlobalNorm(config.clip_norm) if config.clip_norm else None,
@@ -109,7 +109,7 @@ def make_optimizer(config: TrainConfig, learning_rate: Any, program: Any) -> Any
     return builders[config.optimizer]()
 
 
-def _spare_norms_and_biases(program: Any) -> frozenset[str]:
+def _exempt_norms_and_biases(program: Any) -> frozenset[str]:
     """Give parameters with at most one dimension a decay of zero, which overrides the optimizer's; returns their
     names."""
     small = [each for each in program.global_block().all_parameters() if len(each.shape) <= 1]

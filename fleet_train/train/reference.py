@@ -33,7 +33,7 @@ from fleet_train.files import publish_where_linked
 from fleet_train.train import metrics
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.manager import Checkpoints, Found
+from fleet_train.train.checkpoint.manager import Checkpoints, StoredCheckpoint
 from fleet_train.train.checkpoint.position import versions
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome, ProgramEvaluator
@@ -92,14 +92,14 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
         copies=config.checkpoint_copies,
         say=progress.say,
     )
-    found = start_or_resume(config, checkpoints)
+    checkpoint = start_or_resume(config, checkpoints)
 
     seed_process(config.seed, fleet.worker_index())
     if config.deterministic:
         progress.say(f"deterministic kernels: {', '.join(use_deterministic_kernels()) or 'all of this build are'}")
     train, test, batches_per_epoch = _open_loaders(config)
     programs, exe = _make_programs(config, train.dataset, batches_per_epoch)
-    first_step = 0 if found is None else found.state.recorded_step
+    first_step = 0 if checkpoint is None else checkpoint.state.recorded_step
     sinks = TeeSink([_open_sinks(config, first_step), prometheus])
     try:
         trainer = Trainer(
@@ -120,8 +120,8 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},
         )
         progress.say(headline(config, batches_per_epoch))
-        if found is not None:
-            trainer.resume(found)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
         outcome = trainer.fit()
         corrupt = [loader.corrupt.names for loader in (train, test) if loader.corrupt is not None]
         corrupt_images = len({name for names in fleet.gather(corrupt) for part in names for name in part})
@@ -132,7 +132,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
         checkpoints.close()
     summary = summarize(config, outcome, corrupt_images, time.perf_counter() - began)
     ask_first_worker(lambda: publish_summary(config.output_path, summary))
-    say_results(progress, config, summary)
+    show_results(progress, config, summary)
     return summary
 
 
@@ -236,7 +236,7 @@ def publish_summary(output: Path, summary: dict[str, Any]) -> None:
     publish_where_linked(output / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
 
 
-def say_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]) -> None:
+def show_results(progress: Progress, config: TrainConfig, summary: dict[str, Any]) -> None:
     if summary["corrupt_images"]:
         progress.say(f"note: {summary['corrupt_images']} images could not be read and were replaced by others")
     progress.say(
@@ -261,9 +261,9 @@ def _or_none(value: float) -> float | None:
 def agree_on_flags(config: TrainConfig) -> None:
     """Raise ScheduleMismatch on every rank, naming the first flag that differs: a command is typed on each machine."""
     mine = {name: value for name, value in config.as_json().items() if name not in _EACH_MACHINES_OWN}
-    everybody, endpoints = fleet.gather(mine), fleet.worker_endpoints()
-    for name, value in everybody[0].items():
-        for rank, flags in enumerate(everybody):
+    flags_by_rank, endpoints = fleet.gather(mine), fleet.worker_endpoints()
+    for name, value in flags_by_rank[0].items():
+        for rank, flags in enumerate(flags_by_rank):
             if flags.get(name) != value:
                 flag = {"learning_rate": "lr"}.get(name, name)
                 raise ScheduleMismatch(
@@ -272,7 +272,7 @@ def agree_on_flags(config: TrainConfig) -> None:
                 )
 
 
-def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | None:
+def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> StoredCheckpoint | None:
     """The checkpoint to continue from, or None for a fresh start; refuses to mix two runs in one folder.
 
     A job restarted by the launcher continues as with --resume, whatever its command says, but only from its own
@@ -285,12 +285,12 @@ def start_or_resume(config: TrainConfig, checkpoints: Checkpoints) -> Found | No
     checkpoints.claim()
     ask_first_worker(lambda: metrics.restore_logs(output))
     if config.resume or attempt(os.environ) > 0:
-        found = checkpoints.newest()
-        if found is None:
+        checkpoint = checkpoints.newest()
+        if checkpoint is None:
             return None
-        if config.resume or found.run_id == launched_job(os.environ) or not launched_job(os.environ):
-            _check_same_run(config, found)
-            return found
+        if config.resume or checkpoint.run_id == launched_job(os.environ) or not launched_job(os.environ):
+            _check_same_run(config, checkpoint)
+            return checkpoint
     holders = checkpoints.holders()
     if holders and not config.overwrite:
         where = "" if holders[0].partition(" (")[0] == "rank 0" else f" on {', '.join(holders)}"
@@ -310,11 +310,11 @@ def _make_folder(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _check_same_run(config: TrainConfig, found: Found) -> None:
+def _check_same_run(config: TrainConfig, checkpoint: StoredCheckpoint) -> None:
     for name in _FIXED_FOR_A_RUN:
-        was, given = found.state.config.get(name), getattr(config, name)
+        was, given = checkpoint.state.config.get(name), getattr(config, name)
         if was != given:
             raise CheckpointError(
-                f"{found.folder} was written with --{name} {was}, now --{name} {given} is given; "
+                f"{checkpoint.folder} was written with --{name} {was}, now --{name} {given} is given; "
                 f"resume with --{name} {was}, or start again in another --output_dir"
             )

@@ -94,7 +94,7 @@ class Reporter:
         of_ranks = getattr(self._sinks, "ranks", None)
         if of_ranks is not None:
             of_ranks(communication.rank_step_ms, communication.rank_wait_ms)
-        message = self._stragglers.look(communication.rank_step_ms, communication.rank_wait_ms)
+        message = self._stragglers.check(communication.rank_step_ms, communication.rank_wait_ms)
         if message is not None:
             self._progress.say(message)
 
@@ -196,7 +196,7 @@ class StragglerWatch:
         self._in_a_row, self._since = 0, clock()
         self._named: int | None = None
 
-    def look(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
+    def check(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
         """One interval: each rank's own time of a step and its time at barriers, ms per step; returns the message, if
         any.
 

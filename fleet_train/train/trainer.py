@@ -22,7 +22,7 @@ from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
 from fleet_train.train import numerics
 from fleet_train.train.agree import agreed_steps
-from fleet_train.train.checkpoint.manager import Checkpoints, Found, TrainState
+from fleet_train.train.checkpoint.manager import Checkpoints, StoredCheckpoint, TrainState
 from fleet_train.train.checkpoint.position import (
     EpochLoss,
     Position,
@@ -143,7 +143,7 @@ class Trainer:
         if self._checkpoints is not None:
             self._checkpoints.claim()  # before anything is trained
         last_epoch = self._last_epoch()
-        self._say_how()
+        self._show_notes()
         self._reporter.describe(self.position.updates, self._description, self._evaluator is not None)
         if self.position.epoch >= last_epoch:
             done, epochs = self.position.epoch, self._settings.epochs
@@ -177,7 +177,7 @@ class Trainer:
             self._meter.restart()
             self._reporter.begin_stretch()
             first = self._first_step
-            self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_looked_at(first + i - 1))
+            self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_fetched(first + i - 1))
             for index, batch in enumerate(islice(self._meter.timed(batches), left)):
                 self._train_batch(index, batch)
                 at.consumed_samples = self._loader.consumed_after(index + 1)
@@ -212,11 +212,11 @@ class Trainer:
     def _train_batch(self, index: int, batch: Arrays) -> None:
         """One run of the training program: a step, or with gradient merge a micro-batch of one."""
         at, indices = self.position, self._loader.indices(index)
-        is_looked_at = at.step + 1 >= self._last_step or self._is_looked_at(at.step)
+        is_fetched = at.step + 1 >= self._last_step or self._is_fetched(at.step)
         paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.batches))
         step, pending = at.step + 1, (at.pending + 1) % self._merged
-        has_norm = is_looked_at and self._norm is not None and not pending and self._begins_record(step)
-        wanted = [self._loss, self._norm] if has_norm else [self._loss] if is_looked_at else []
+        has_norm = is_fetched and self._norm is not None and not pending and self._begins_record(step)
+        wanted = [self._loss, self._norm] if has_norm else [self._loss] if is_fetched else []
         fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=wanted)
         at.batches, at.pending = at.batches + 1, pending
         if not at.pending:
@@ -225,15 +225,15 @@ class Trainer:
                 self._scheduler.step()
         self._meter.count(len(indices))
         self._of_step.samples += len(indices)
-        if not is_looked_at:
+        if not is_fetched:
             return
         loss = float(fetched[0].item())
-        self._watch.look(loss, step, indices, batch)
+        self._watch.check(loss, step, indices, batch)
         self._of_step.losses.append(loss)
         if has_norm:
             self._of_step.gradient_norm = float(fetched[1].item())
 
-    def _is_looked_at(self, step: int) -> bool:
+    def _is_fetched(self, step: int) -> bool:
         """Whether the loss is fetched in the step after this many others."""
         return fleet.should_fetch(step) or self._is_due_within(step + 1)
 
@@ -328,7 +328,7 @@ class Trainer:
             message = f"stopped after step {self.position.step}: {why}; {kept}"
             raise Preempted(f"{message}; note: {lacking}" if lacking else message)
 
-    def _say_how(self) -> None:
+    def _show_notes(self) -> None:
         note = describe_statistics(fleet.main_program)
         if note is not None:
             self._progress.say(note)
@@ -344,7 +344,7 @@ class Trainer:
         limit = self._settings.stop_after_epochs
         return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
 
-    def resume(self, found: Found) -> None:
+    def resume(self, found: StoredCheckpoint) -> None:
         """Continue from a checkpoint: restore the tensors, the position and the learning rate.
 
         DataError on every rank for other training data than the checkpoint's, unless the settings accept it.
@@ -367,30 +367,30 @@ class Trainer:
         elif note := other_choice(found.state.profile.get("chosen", ""), fleet.plan(), found.state.world_size):
             self._progress.say(note)
 
-    def _load(self, found: Found) -> None:
+    def _load(self, checkpoint: StoredCheckpoint) -> None:
         if self._checkpoints is None:
             raise CheckpointError("this trainer was made without checkpoints: give it the ones to resume from")
         every = fleet.profile().divergence_check_steps
-        if found.state.compared is False and every and not self._settings.resume_uncompared:
+        if checkpoint.state.compared is False and every and not self._settings.resume_uncompared:
             raise CheckpointError(
-                f"{found.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, and "
-                f"rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is resumed "
-                "only with --resume_uncompared (TrainerSettings.resume_uncompared)"
+                f"{checkpoint.folder} was saved with divergence_check_steps: 0: nobody has compared the ranks' values, "
+                f"and rank 0's may not be those of the others; with divergence_check_steps: {every}, as now, it is "
+                "resumed only with --resume_uncompared (TrainerSettings.resume_uncompared)"
             )
-        self._checkpoints.load(self._exe, found)
+        self._checkpoints.load(self._exe, checkpoint)
 
-    def _resume_schedule(self, found: Found) -> None:
+    def _resume_schedule(self, checkpoint: StoredCheckpoint) -> None:
         try:
-            self._scheduler.set_state_dict(found.state.scheduler)
+            self._scheduler.set_state_dict(checkpoint.state.scheduler)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{found.folder}: the learning rate's saved state does not fit this schedule: {error}; resume with the "
-                "schedule that it was saved with"
+                f"{checkpoint.folder}: the learning rate's saved state does not fit this schedule: {error}; resume "
+                "with the schedule that it was saved with"
             ) from error
         # A function of the step is recomputed: the same for the same run, and correct if its settings have changed.
         # Other schedules compute a rate from the previous one, which only their state restores bit by bit.
         is_function = isinstance(self._scheduler, paddle.optimizer.lr.LambdaDecay)
-        saved = found.state
+        saved = checkpoint.state
         if is_function or (saved.steps_per_epoch, saved.accumulate_steps) != (self._batches_per_epoch, self._merged):
             self._scheduler.step(self.position.step)
 
@@ -402,15 +402,15 @@ def _score(evaluation: Evaluation | None) -> float | None:
     return -evaluation.loss if math.isnan(evaluation.accuracy) else evaluation.accuracy
 
 
-def last_reported(inside: int, every: int, is_looked_at: Callable[[int], bool]) -> int:
+def last_reported(inside: int, every: int, is_fetched: Callable[[int], bool]) -> int:
     """The step of an epoch, counted from 1, that was reported last when ``inside`` steps are done; 0 for none.
 
-    The first step whose loss is fetched (``is_looked_at(step)``) in each ``every`` is reported: a run that continues
+    The first step whose loss is fetched (``is_fetched(step)``) in each ``every`` is reported: a run that continues
     from here must report the same ones as an uninterrupted run.
     """
     reported = 0
     for step in range(1, inside + 1):
-        if is_looked_at(step) and begins_interval(step, reported, every):
+        if is_fetched(step) and begins_interval(step, reported, every):
             reported = step
     return reported
 

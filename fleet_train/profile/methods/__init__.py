@@ -12,9 +12,11 @@ from fleet_train.profile.methods.powersgd import POWERSGD
 from fleet_train.profile.methods.quantised import INT4, INT8
 
 _LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD, DGC)
-COMPRESSIONS: dict[str, Compression] = {one.name: one for one in _LISTED}
+COMPRESSIONS: dict[str, Compression] = {compression.name: compression for compression in _LISTED}
 """By the value of the knob, in the order of the documentation."""
-FAMILIES: tuple[Family, ...] = tuple(dict.fromkeys(one.family for one in _LISTED if one.family is not None))
+FAMILIES: tuple[Family, ...] = tuple(
+    dict.fromkeys(compression.family for compression in _LISTED if compression.family is not None)
+)
 """The compressions as strategies, each once."""
 
 

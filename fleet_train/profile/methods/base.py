@@ -226,7 +226,7 @@ class Compression:
     """Its settings: knobs of the profile, with their texts."""
     wire_dtype: str = ""
     """The dtype on the wire; empty = the gradient's own. With local groups, only between their leaders."""
-    keeps_rest: bool = False
+    has_error_feedback: bool = False
     """Whether what is not sent is kept and added later."""
     keeps_nan: bool = False
     """Whether a NaN of a gradient would stay in the kept state and be sent later."""
@@ -266,9 +266,9 @@ class Compression:
 
 
 def _named(name: str) -> Callable[[Any], Any]:
-    module, _, function = name.partition(":")
-    found: Callable[[Any], Any] = getattr(import_module(module), function)
-    return found
+    module, _, attribute = name.partition(":")
+    function: Callable[[Any], Any] = getattr(import_module(module), attribute)
+    return function
 
 
 # All of a gradient, in its own dtype or rounded to 16 bits.

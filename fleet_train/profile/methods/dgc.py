@@ -182,7 +182,7 @@ DGC = Dgc(
         sources="Lin et al. 2018 (DGC)",
     ),
     knobs=DgcKnobs,
-    keeps_rest=True,
+    has_error_feedback=True,
     keeps_nan=True,
     short_warm_up={"dgc_rampup_begin_step": 2, "dgc_rampup_steps": 4},
     on_purpose="what dgc has not sent yet is sent later; random gradients have no large elements: the worst case",

@@ -34,7 +34,7 @@ class SlowMo(OuterOptimizer):
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         scale = 1.0 / rate if rate > 0 else 1.0
-        velocity = _pushed(velocity, difference * scale if scale != 1.0 else difference, momentum)
+        velocity = _new_velocity(velocity, difference * scale if scale != 1.0 else difference, momentum)
         return velocity * (lr / scale), velocity
 
 
@@ -43,11 +43,11 @@ class DiLoCo(OuterOptimizer):
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         del rate
-        velocity = _pushed(velocity, difference, momentum)
+        velocity = _new_velocity(velocity, difference, momentum)
         return (difference + velocity * momentum) * lr, velocity
 
 
-def _pushed(velocity: Any, difference: Any, momentum: float) -> Any:
+def _new_velocity(velocity: Any, difference: Any, momentum: float) -> Any:
     return difference if velocity is None else velocity * momentum + difference
 
 

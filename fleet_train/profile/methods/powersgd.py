@@ -182,7 +182,7 @@ POWERSGD = PowerSgd(
         sources="Vogels et al. 2019 (PowerSGD)",
     ),
     knobs=PowerSgdKnobs,
-    keeps_rest=True,
+    has_error_feedback=True,
     keeps_nan=True,
     short_warm_up={"powersgd_start_step": 2},
     on_purpose="random matrices have no low rank: the worst case for powersgd; what it leaves out is sent later",

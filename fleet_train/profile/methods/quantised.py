@@ -145,7 +145,7 @@ def _quantised(name: str, words: str, costs: CodingCosts) -> Compression:
         words,
         family=_FAMILY,
         knobs=QuantisedKnobs,
-        keeps_rest=True,
+        has_error_feedback=True,
         may_decline=True,
         costs=costs,
         ranks_in="fleet_train.collectives.methods.registry:quantised",

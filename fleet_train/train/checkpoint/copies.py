@@ -44,7 +44,7 @@ class Copies:
         checkpoints: this node's folder of them.
         number: nodes that keep each checkpoint, including rank 0's.
         keep_best: also send the best one to rank 0 if it lacks it.
-        say: gets messages to print once, on rank 0.
+        report: gets messages to print once, on rank 0.
         timeout_seconds: how long one node may take to read, send or remove checkpoints before a training begins.
     """
 
@@ -53,12 +53,12 @@ class Copies:
         checkpoints: Path,
         number: int,
         keep_best: bool,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         timeout_seconds: float = timeouts.CHECKPOINT_SECONDS,
     ) -> None:
-        self._checkpoints, self._number, self._keep_best, self._say = checkpoints, number, keep_best, say
+        self._checkpoints, self._number, self._keep_best, self._report = checkpoints, number, keep_best, report
         self._timeout_seconds = timeout_seconds
-        self._has_joined = self._has_looked = False
+        self._has_joined = self._is_run_chosen = False
         self._members: list[int] = []
         """The first ranks of the nodes with a folder of their own: those that keep copies come first."""
         self._addresses: dict[int, Address] = {}
@@ -66,7 +66,7 @@ class Copies:
         self._host = ""
         """Of this node, as the others reach it."""
         self._secret: bytes | None = None
-        self._copier = Copier(checkpoints, {}, "", None, say)
+        self._copier = Copier(checkpoints, {}, "", None, report)
         self._unusable: dict[str, str] = {}
         """The nodes that can keep nothing in their folder, and why."""
         self.run: Run | None = None
@@ -81,7 +81,7 @@ class Copies:
         """Begin another run. If a node has checkpoints, they stay until `remove_earlier`."""
         reports = self._reports()
         self.run = storage.run_from(share(Run.new(latest_run(reports)).as_json()))
-        self._has_looked = True
+        self._is_run_chosen = True
         if not any(report["held"] for report in reports if report is not None):
             self.remove_earlier()
 
@@ -89,8 +89,8 @@ class Copies:
         """Remove the checkpoints of earlier runs on all nodes; an absent node detects this later."""
         run = self.run
         assert run is not None
-        self._on_members(lambda: storage.remove_others(self._checkpoints, run))
-        self._on_members(lambda: write_record(self._checkpoints, run))
+        self._run_on_members(lambda: storage.remove_others(self._checkpoints, run))
+        self._run_on_members(lambda: write_record(self._checkpoints, run))
         if fleet.is_first_worker():
             self._copier.offer()
 
@@ -100,9 +100,9 @@ class Copies:
         Checkpoints of other runs are moved aside, on all nodes. Raises CheckpointError on every rank when no checkpoint
         is whole, or when the newest one cannot be sent to rank 0.
         """
-        if self._has_looked:
+        if self._is_run_chosen:
             return
-        self._has_looked = True
+        self._is_run_chosen = True
         reports = self._reports()
         drawn = storage.run_from(share(Run.new().as_json()))
         self.run = run = run_to_continue(reports, drawn.id) or drawn
@@ -111,8 +111,8 @@ class Copies:
             folders = storage.set_aside(self._checkpoints, run)
             return f"checkpoints of another run were moved to {', '.join(map(str, folders))}" if folders else None
 
-        self._on_members(set_aside)
-        self._on_members(lambda: write_record(self._checkpoints, run))
+        self._run_on_members(set_aside)
+        self._run_on_members(lambda: write_record(self._checkpoints, run))
         if held := held_of(reports, run):
             self._bring_first_whole(held)
 
@@ -204,12 +204,12 @@ class Copies:
         self._addresses = {rank: Address(*nodes[rank]["address"]) for rank in self._members}
         if fleet.is_first_worker():
             for node, problem in self._unusable.items():
-                self._say(f"no copies of checkpoints on {node}: {problem}")
+                self._report(f"no copies of checkpoints on {node}: {problem}")
             own = [_describe(rank) for rank in self._members]
             who = who_keeps(self._number, fleet.node_num() - len(self._unusable), own)
-            self._say(f"--checkpoint_copies {self._number}: {who}")
+            self._report(f"--checkpoint_copies {self._number}: {who}")
             receivers = {_describe(rank): self._addresses[rank] for rank in self._receivers()}
-            self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret, self._say)
+            self._copier = Copier(self._checkpoints, receivers, _host(0), self._secret, self._report)
 
     def _open(self, marker: str) -> dict[str, Any]:
         try:
@@ -230,10 +230,10 @@ class Copies:
         damaged: list[tuple[Held, str]] = []
         unsent = ""
         for newest in held:
-            if unsent and newest.place < damaged[-1][0].place:
+            if unsent and newest.progress < damaged[-1][0].progress:
                 break
             folder = self._checkpoints / newest.name
-            problem = self._at(newest.rank, partial(check_whole, folder))
+            problem = self._run_on_rank(newest.rank, partial(check_whole, folder))
             if problem is None:
                 if damaged:
                     self._move_damaged([each for each, _ in damaged])
@@ -255,15 +255,15 @@ class Copies:
             folders = [str(storage.move_aside(path, "damaged")) for path in mine]
             return f"a damaged checkpoint was moved to {folders[0]}" if folders else None
 
-        self._on_members(move)
+        self._run_on_members(move)
 
     def _send_to_first(self, newest: Held) -> str | None:
         """The problem, or None; rank 0's own checkpoint is not sent."""
         if newest.rank == 0:
             return None
         if fleet.is_first_worker():
-            self._say(f"the newest checkpoint, {newest.name}, comes from {_describe(newest.rank)}")
-        return self._at(newest.rank, lambda: self._send(self._checkpoints / newest.name))
+            self._report(f"the newest checkpoint, {newest.name}, comes from {_describe(newest.rank)}")
+        return self._run_on_rank(newest.rank, lambda: self._send(self._checkpoints / newest.name))
 
     def _send_best(self, holder: int) -> None:
         if not self._keep_best or holder == 0:
@@ -275,25 +275,25 @@ class Copies:
                 check_whole(best)
                 self._send(best)
 
-        problem = self._at(holder, bring)
+        problem = self._run_on_rank(holder, bring)
         if problem is not None and fleet.is_first_worker():
-            self._say(f"the best checkpoint did not come from {_describe(holder)}: {problem}")
+            self._report(f"the best checkpoint did not come from {_describe(holder)}: {problem}")
 
     def _send(self, folder: Path) -> None:
         send(self._addresses[0], self._host, folder, secret=self._secret)
 
-    def _at(self, rank: int, work: Callable[[], None]) -> str | None:
+    def _run_on_rank(self, rank: int, work: Callable[[], None]) -> str | None:
         """Let one rank do it; its problem, on every rank."""
         outcomes = together(work if fleet.worker_index() == rank else None, self._timeout_seconds)
         problem: str | None = outcomes[rank]["problem"]
         return problem
 
-    def _on_members(self, work: Callable[[], str | None]) -> None:
+    def _run_on_members(self, work: Callable[[], str | None]) -> None:
         """Let each node do it; rank 0 prints their messages and problems."""
         outcomes = together(work if self.is_member() else None, self._timeout_seconds)
         for rank, outcome in enumerate(outcomes):
             if fleet.is_first_worker() and (message := outcome["problem"] or outcome["value"]):
-                self._say(f"{_describe(rank)}: {message}")
+                self._report(f"{_describe(rank)}: {message}")
 
 
 class Copier:
@@ -303,7 +303,7 @@ class Copier:
         checkpoints: the folder of published checkpoints.
         receivers: by name, for messages.
         source: this node's own address, used for sending.
-        say: gets a message when a copy failed, from the thread.
+        report: gets a message when a copy failed, from the thread.
     """
 
     def __init__(
@@ -312,12 +312,12 @@ class Copier:
         receivers: Mapping[str, Address],
         source: str,
         secret: bytes | None,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._checkpoints = checkpoints
         self._receivers = receivers
         self._source, self._secret = source, secret
-        self._say = say
+        self._report = report
         self._changed = threading.Condition()
         self._is_wanted = self._is_at_work = False
         self._behind = dict.fromkeys(receivers, "nothing was sent")
@@ -356,14 +356,14 @@ class Copier:
                 self._behind = dict.fromkeys(self._receivers, _UNDER_WAY)
             for name, address in self._receivers.items():
                 try:
-                    self._bring(name, address)
+                    self._send_missing(name, address)
                 except Exception as error:  # any error: training goes on
                     self.failed += 1
                     if name in self._behind:
                         self._behind[name] = str(error)
-                    self._say(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
+                    self._report(f"no copy on {name}: {error}; training goes on, the next checkpoint tries again")
 
-    def _bring(self, name: str, address: Address) -> None:
+    def _send_missing(self, name: str, address: Address) -> None:
         published = storage.complete(self._checkpoints)
         kept = [storage.name_of(path) for path in published]
         for folder in reversed(published):

@@ -129,7 +129,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint of rank 0, verified except for its tensors, which `Checkpoints.load` checks."""
 
     folder: Path
@@ -167,9 +167,9 @@ class Checkpoints:
         self._keep_best = keep_best
         self._background = background
         self._timeout_seconds = timeout_seconds
-        self._say = say or logger.warning
+        self._report = say or logger.warning
         at_least("checkpoint_copies", copies, 1)
-        self._copies = Copies(self.folder, copies, keep_best, self._say, timeout_seconds) if copies > 1 else None
+        self._copies = Copies(self.folder, copies, keep_best, self._report, timeout_seconds) if copies > 1 else None
         self._run: storage.Run | None = None
         self._attempt: _Attempt | None = None
         self._is_under_way = False
@@ -208,14 +208,14 @@ class Checkpoints:
             self._copies.start_new_run()
             self._run = self._copies.run
 
-    def newest(self) -> Found | None:
+    def newest(self) -> StoredCheckpoint | None:
         """The newest published checkpoint; CheckpointError on every rank if anything except the tensors was altered.
 
         With copies: the newest whole one of all nodes, which is first sent to rank 0.
         """
         return self._find(lambda: next(reversed(storage.of_latest_run(self.folder)), None))
 
-    def best(self) -> Found | None:
+    def best(self) -> StoredCheckpoint | None:
         """The published checkpoint with the highest score (of equal ones, the newest); checked like `newest`."""
         return self._find(lambda: storage.best(self.folder))
 
@@ -244,7 +244,7 @@ class Checkpoints:
             return storage.publish(self.folder, state.step, asdict(state), score, self._run, tensors)
 
         if fleet.is_first_worker():
-            self._attempt = _Attempt(self.folder, state.step, write, self._tidy, self._timeout_seconds, self._say)
+            self._attempt = _Attempt(self.folder, state.step, write, self._tidy, self._timeout_seconds, self._report)
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
@@ -312,7 +312,7 @@ class Checkpoints:
     def _written(self) -> Path | None:
         answer = None
         while answer is None:  # rank 0 repeatedly reports that it is alive: a disk may be slow
-            answer = ask_first_worker(lambda: self._attempt.look() if self._attempt else {"path": None})
+            answer = ask_first_worker(lambda: self._attempt.poll() if self._attempt else {"path": None})
         self._is_under_way = False
         if answer["path"] is not None and self._replaced is not None:
             self._replaced = None
@@ -320,19 +320,19 @@ class Checkpoints:
                 self._copies.remove_earlier()
         return None if answer["path"] is None else Path(answer["path"])
 
-    def load(self, exe: Any, found: Found) -> None:
+    def load(self, exe: Any, found: StoredCheckpoint) -> None:
         """Put the tensors into the scope, after the startup program has run.
 
         CheckpointError on every rank names the first tensor that is cut off, altered, missing or of another shape.
         """
         fleet.load_persistables(exe, str(found.folder))
 
-    def _find(self, which: Callable[[], Path | None]) -> Found | None:
+    def _find(self, which: Callable[[], Path | None]) -> StoredCheckpoint | None:
         if self._copies is not None:
             self._copies.bring_newest()
             self._run = self._copies.run
 
-        def look() -> dict[str, Any] | None:
+        def read() -> dict[str, Any] | None:
             folder = which()
             if folder is None:
                 return None
@@ -341,10 +341,10 @@ class Checkpoints:
             state = _checked(folder, saved.state)
             return {"folder": str(folder), "state": state, "score": saved.score, "run": saved.run.id}
 
-        answer = ask_first_worker(look)
+        answer = ask_first_worker(read)
         if answer is None:
             return None
-        return Found(Path(answer["folder"]), TrainState(**answer["state"]), answer["score"], answer["run"])
+        return StoredCheckpoint(Path(answer["folder"]), TrainState(**answer["state"]), answer["score"], answer["run"])
 
 
 class _Attempt:
@@ -359,10 +359,10 @@ class _Attempt:
         write: Callable[[], Path],
         tidy: Callable[[], None],
         timeout_seconds: float,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._folder, self._step, self._write, self._tidy = folder, step, write, tidy
-        self._timeout_seconds, self._say = timeout_seconds, say
+        self._timeout_seconds, self._report = timeout_seconds, report
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.problem = ""
@@ -383,13 +383,13 @@ class _Attempt:
                 self.problem = f"the checkpoint of step {self._step} could not be written: {error}"
             storage.discard(self._folder, self._step)
 
-    def look(self) -> dict[str, Any] | None:
+    def poll(self) -> dict[str, Any] | None:
         """How the write ended, after a short wait for it; None if it has not. CheckpointError if it is late."""
         if self._ends_within(timeouts.RANKS_SYNC_SECONDS):
             atexit.unregister(self._finish_at_exit)
             error, self._error = self._error, None
             if isinstance(error, OSError):
-                self._say(self._message(error))
+                self._report(self._message(error))
             elif error is not None:
                 raise error
             return {"path": None if self._path is None else str(self._path)}
@@ -412,7 +412,7 @@ class _Attempt:
     def _finish_at_exit(self) -> None:
         """In a script that does not call `finish`."""
         if self._ends_within(self._timeout_seconds) and self._error is not None:
-            self._say(self._message(self._error))
+            self._report(self._message(self._error))
 
     def _message(self, error: BaseException) -> str:
         if self._path is not None:

@@ -11,7 +11,7 @@ from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.files import parse_json, publish, read_regular
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.storage import RECORD, Place, Run
+from fleet_train.train.checkpoint.storage import RECORD, Run, TrainingProgress
 
 _MOST_RECORD_BYTES = 64 << 10
 
@@ -20,9 +20,9 @@ Reports = Sequence["dict[str, Any] | None"]
 
 
 class Held(NamedTuple):
-    """A published checkpoint reported by a node. ``place``: how far it has trained, as read by its node."""
+    """A published checkpoint reported by a node. ``progress``: how far it has trained, as read by its node."""
 
-    place: Place
+    progress: TrainingProgress
     rank: int
     run: Run | None
     """None if its marker cannot be read."""
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 def report_of(checkpoints: Path) -> dict[str, Any]:
     """This node's checkpoints, newest first, and the last run that it knows, as JSON."""
     held = [
-        [path.name, None if saved is None else saved.run.as_json(), None if saved is None else saved.place]
+        [path.name, None if saved is None else saved.run.as_json(), None if saved is None else saved.progress]
         for path, saved in reversed(storage.published(checkpoints).items())
     ]
     return {"record": read_record(checkpoints).as_json(), "held": held}
@@ -89,18 +89,20 @@ def held_of(reports: Reports, run: Run | None) -> list[Held]:
     The newest has trained most.
     """
     entries = [(rank, *entry) for rank, report in enumerate(reports) if report for entry in report["held"]]
-    known: list[tuple[str, Place]] = [(name, tuple(place)) for _, name, _, place in entries if place is not None]
+    known: list[tuple[str, TrainingProgress]] = [
+        (name, tuple(progress)) for _, name, _, progress in entries if progress is not None
+    ]
     held = [
         Held(
-            storage.behind(name, known) if place is None else tuple(place),
+            storage.assumed_progress(name, known) if progress is None else tuple(progress),
             rank,
             None if of is None else storage.run_from(of),
             name,
         )
-        for rank, name, of, place in entries
+        for rank, name, of, progress in entries
     ]
     of_run = [each for each in held if each.run in (run, None)]
-    return sorted(of_run, key=lambda each: (*(-part for part in each.place), each.rank))
+    return sorted(of_run, key=lambda each: (*(-part for part in each.progress), each.rank))
 
 
 def check_whole(folder: Path) -> None:

@@ -18,7 +18,7 @@ from fleet_train import __version__, fleet
 from fleet_train.data import DataIdentity, OwnDataSampler
 from fleet_train.errors import CheckpointError, DataError, printable
 from fleet_train.plan import CommPlan
-from fleet_train.train.checkpoint.manager import Found, TrainState
+from fleet_train.train.checkpoint.manager import StoredCheckpoint, TrainState
 
 _MOST_SHOWN = 3
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
@@ -144,13 +144,13 @@ class RunData:
             entry["done"] = here if here is None else max(here, entry["done"] or 0)
         return {"classes": self._classes, "lists": lists}
 
-    def resume(self, found: Found, at: Position, accepts_changes: bool) -> list[str]:
+    def resume(self, checkpoint: StoredCheckpoint, at: Position, accepts_changes: bool) -> list[str]:
         """Continue at that position of the data; returns what is to be said about it.
 
         DataError on every rank for data that is not the checkpoint's, unless it is accepted, and for a place in an
         epoch that the present lists cannot continue.
         """
-        saved = found.state.data
+        saved = checkpoint.state.data
         if self._lists is None:
             notes = ["note: the loader has no data_identity(): whether its data has changed is not known"]
         elif saved is None:
@@ -158,15 +158,17 @@ class RunData:
                 "note: the checkpoint is of a version that did not record its data: whether it has changed is not known"
             ]
         else:
-            notes = self._compare(found, saved, at, accepts_changes)
+            notes = self._compare(checkpoint, saved, at, accepts_changes)
         if at.consumed_samples:
-            self._continue(found, {} if saved is None else saved["lists"], at)
+            self._continue(checkpoint, {} if saved is None else saved["lists"], at)
         if accepts_changes and self._own is None and self._lists is not None:
             at.consumed_samples = min(at.consumed_samples, self._samples)
         return notes
 
-    def _compare(self, found: Found, saved: dict[str, Any], at: Position, accepts_changes: bool) -> list[str]:
-        differences = fleet.gather(self._difference(found.state.world_size, saved))
+    def _compare(
+        self, checkpoint: StoredCheckpoint, saved: dict[str, Any], at: Position, accepts_changes: bool
+    ) -> list[str]:
+        differences = fleet.gather(self._difference(checkpoint.state.world_size, saved))
         different = [rank for rank, text in enumerate(differences) if text]
         if not different:
             return self._other_machines(saved["lists"])
@@ -184,8 +186,8 @@ class RunData:
         if accepts_changes:
             return [f"note: {text}; accepted: {then}"]
         raise DataError(
-            f"{found.folder}: {text}. Resume with the former data, start again in another --output_dir, or accept it "
-            f"with --accept_changed_data (TrainerSettings: accept_changed_data=True): {then}"
+            f"{checkpoint.folder}: {text}. Resume with the former data, start again in another --output_dir, or accept "
+            f"it with --accept_changed_data (TrainerSettings: accept_changed_data=True): {then}"
         )
 
     def _difference(self, ranks: int, saved: dict[str, Any]) -> str:
@@ -225,14 +227,14 @@ class RunData:
         changes += [f"lists of {_some(new)} samples are read that the checkpoint's data did not have"] if new else []
         return [f"note: {'; '.join(changes)}"] if changes else []
 
-    def _continue(self, found: Found, lists: dict[str, Any], at: Position) -> None:
+    def _continue(self, checkpoint: StoredCheckpoint, lists: dict[str, Any], at: Position) -> None:
         """In the middle of an epoch, each machine continues at its own place of its own list."""
-        state = found.state
+        state = checkpoint.state
         was_own = any(entry["done"] is not None for entry in lists.values())
         if lists and was_own != (self._own is not None):
             former, given = ("folder", "sample") if was_own else ("sample", "folder")
             raise DataError(
-                f"{found.folder} is in the middle of an epoch with --shard_by {former}, now --shard_by {given} is "
+                f"{checkpoint.folder} is in the middle of an epoch with --shard_by {former}, now --shard_by {given} is "
                 f"given, which reads other samples; resume with --shard_by {former}, or from the end of an epoch"
             )
         if self._own is None:
@@ -240,9 +242,9 @@ class RunData:
         if not lists or self._lists is None:
             if state.world_size != fleet.worker_num():
                 raise DataError(
-                    f"{found.folder} is in the middle of an epoch of {state.world_size} ranks with data of their own, "
-                    f"and does not say how much of each is done; resume on {state.world_size} ranks, or from the end "
-                    "of an epoch"
+                    f"{checkpoint.folder} is in the middle of an epoch of {state.world_size} ranks with data of their "
+                    f"own, and does not say how much of each is done; resume on {state.world_size} ranks, or from the "
+                    "end of an epoch"
                 )
             return
         key = self._lists[fleet.worker_index()][0]

@@ -63,7 +63,7 @@ class Run:
         return asdict(self)
 
 
-Place = tuple[int, int, int]
+TrainingProgress = tuple[int, int, int]
 """How far a checkpoint has trained: epochs, samples of the next one, steps. The first two do not depend on the number
 of ranks."""
 
@@ -82,7 +82,7 @@ def copy_of(checkpoints: Path, name: str) -> Path:
     return checkpoints / f"{_COPYING}{name}"
 
 
-def _out_of_the_way(final: Path) -> Path:
+def _replaced_path(final: Path) -> Path:
     """Where an earlier checkpoint of the same step is kept while the new one replaces it."""
     return final.with_name(f"{_REPLACED}{final.name}")
 
@@ -127,8 +127,8 @@ def put_in_place(draft: Path, final: Path) -> Path:
     """Rename a complete draft with synced files; an earlier checkpoint of that name is then removed."""
     _sync(draft)
     if os.path.lexists(final):  # os.replace refuses a folder that is not empty
-        _remove(_out_of_the_way(final))
-        os.replace(final, _out_of_the_way(final))
+        _remove(_replaced_path(final))
+        os.replace(final, _replaced_path(final))
     os.replace(draft, final)
     _sync(final.parent)
     return final
@@ -143,7 +143,7 @@ class Saved:
     run: Run
 
     @property
-    def place(self) -> Place | None:
+    def progress(self) -> TrainingProgress | None:
         """How far it has trained; None if its state does not say."""
         try:
             return (
@@ -184,9 +184,9 @@ def published(checkpoints: Path) -> dict[Path, Saved | None]:
         if name is not None and (path / MARKER).is_file():
             by_name[name[1]] = path
     saved = {name: _read_or_none(path) for name, path in by_name.items()}
-    places = {name: None if each is None else each.place for name, each in saved.items()}
-    known = [(name, place) for name, place in places.items() if place is not None]
-    in_order = sorted(by_name, key=lambda name: (places[name] or behind(name, known), _step(name)))
+    trained = {name: None if each is None else each.progress for name, each in saved.items()}
+    known = [(name, progress) for name, progress in trained.items() if progress is not None]
+    in_order = sorted(by_name, key=lambda name: (trained[name] or assumed_progress(name, known), _step(name)))
     return {by_name[name]: saved[name] for name in in_order}
 
 
@@ -209,11 +209,11 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def behind(name: str, known: Iterable[tuple[str, Place]]) -> Place:
+def assumed_progress(name: str, known: Iterable[tuple[str, TrainingProgress]]) -> TrainingProgress:
     """The position of a damaged checkpoint whose progress cannot be read: after all lower names. A copy of the same
     name on another node gives it for both.
     """
-    return max((place for other, place in known if _step(other) <= _step(name)), default=(0, 0, 0))
+    return max((progress for other, progress in known if _step(other) <= _step(name)), default=(0, 0, 0))
 
 
 def refuse_no_folder(path: Path) -> None:
@@ -236,7 +236,7 @@ def remove_others(checkpoints: Path, run: Run) -> None:
         return
     try:
         ours = {path: _read_or_none(path) for path in reversed(_ours(checkpoints))}
-        doomed = [_put_away(path) for path, saved in ours.items() if saved is None or saved.run != run]
+        doomed = [_marked_for_removal(path) for path, saved in ours.items() if saved is None or saved.run != run]
         _sync(checkpoints)
         for path in doomed:
             _remove(path)
@@ -316,9 +316,9 @@ def move_aside(path: Path, why: str) -> Path:
     """Move a checkpoint into the folder ``checkpoints/<why>``, where it no longer counts. Returns that folder."""
     aside = path.parent / why  # within, because `checkpoints` may be a link to another disk
     aside.mkdir(exist_ok=True)
-    place = aside / name_of(path)
-    _remove(place)
-    os.replace(path, place)
+    target = aside / name_of(path)
+    _remove(target)
+    os.replace(path, target)
     _sync(path.parent)
     return aside
 
@@ -336,12 +336,12 @@ def _ours(checkpoints: Path) -> list[Path]:
 def _remove(folder: Path) -> None:
     """Remove a folder if it exists. An interrupted removal must not leave a folder that looks complete."""
     if _is_own_folder(folder):
-        shutil.rmtree(_put_away(folder))
+        shutil.rmtree(_marked_for_removal(folder))
     else:
         folder.unlink(missing_ok=True)
 
 
-def _put_away(folder: Path) -> Path:
+def _marked_for_removal(folder: Path) -> Path:
     """The path under which it is removed, with a name that does not count."""
     if folder.name.startswith(_REMOVING):
         return folder

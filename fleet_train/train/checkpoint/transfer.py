@@ -137,7 +137,7 @@ class Receiver:
         self.address = Address(host, int(self._listener.getsockname()[1]), new_nonce())
         self._key = key_of(self.address.token, secret)
         self._callers = callers if secret is None else None
-        self._strangers: Strangers[socket.socket] = Strangers(_MOST_STRANGERS, _hang_up)
+        self._strangers: Strangers[socket.socket] = Strangers(_MOST_STRANGERS, _disconnect)
         self._receiving = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
@@ -146,10 +146,10 @@ class Receiver:
     def close(self) -> None:
         """Receive nothing more; a copy under way is aborted."""
         self._closed.set()
-        _hang_up(self._listener)  # wakes accept
+        _disconnect(self._listener)  # wakes accept
         self._listener.close()
         for connection in list(self._connections):
-            _hang_up(connection)
+            _disconnect(connection)
 
     def _listen(self) -> None:
         while not self._closed.is_set():
@@ -181,7 +181,7 @@ class Receiver:
         self._connections.discard(connection)
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _disconnect(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
@@ -336,11 +336,11 @@ class Channel:
     def receive(self, seconds: float = timeouts.COPY_STALL_SECONDS) -> dict[str, Any]:
         """The other side's next message."""
         deadline = time.monotonic() + seconds
-        magic, length, signature = _HEADER.unpack(self._exactly(_HEADER.size, seconds))
+        magic, length, signature = _HEADER.unpack(self._receive_exactly(_HEADER.size, seconds))
         most = _MOST_UNPROVEN_BYTES if self._keys is None else _MOST_MESSAGE_BYTES
         if magic != _MAGIC or length > most:
             raise CheckpointError(f"the other side sent no message of this protocol, or one of more than {most} bytes")
-        body = self._exactly(length, deadline - time.monotonic())
+        body = self._receive_exactly(length, deadline - time.monotonic())
         expected = bytes(32) if self._keys is None else _signature(self._keys[1], self._received, body)
         if not hmac.compare_digest(signature, expected):
             raise CheckpointError("a message was altered on its way (its HMAC differs)")
@@ -363,9 +363,9 @@ class Channel:
 
     def receive_bytes(self, count: int) -> bytes:
         """Exactly this many bytes of a file, within COPY_STALL_SECONDS."""
-        return self._exactly(count, timeouts.COPY_STALL_SECONDS)
+        return self._receive_exactly(count, timeouts.COPY_STALL_SECONDS)
 
-    def _exactly(self, count: int, seconds: float) -> bytes:
+    def _receive_exactly(self, count: int, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds
         content = bytearray(count)
         view, filled = memoryview(content), 0

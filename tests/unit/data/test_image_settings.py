@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fleet_train.data import ImageSettings
-from fleet_train.data.decode import DRAWS_PER_IMAGE, center_box, change_colors, random_box, random_look
+from fleet_train.data.decode import DRAWS_PER_IMAGE, center_box, change_colors, random_box, random_changes
 from fleet_train.errors import DataError
 
 
@@ -39,9 +39,9 @@ def test_an_image_too_narrow_for_any_crop_gives_its_middle() -> None:
 
 
 def test_half_of_the_images_are_mirrored_and_colours_stay_in_range() -> None:
-    looks = [random_look(ImageSettings(color_jitter=0.2), numbers) for numbers in draws(2000)]
-    assert abs(sum(look.flip for look in looks) / 2000 - 0.5) < 0.05
-    factors = np.array([look[1:] for look in looks])
+    changed = [random_changes(ImageSettings(color_jitter=0.2), numbers) for numbers in draws(2000)]
+    assert abs(sum(change.flip for change in changed) / 2000 - 0.5) < 0.05
+    factors = np.array([change[1:] for change in changed])
     assert 0.8 <= factors.min() < 0.81
     assert 1.19 < factors.max() <= 1.2
 

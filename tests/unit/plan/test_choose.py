@@ -9,7 +9,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.build import build_settled
+from fleet_train.plan.build import build_chosen
 from fleet_train.plan.choose import (
     MOST_BUCKETS,
     PAPER,
@@ -60,7 +60,7 @@ def test_the_default_leaves_everything_open() -> None:
     with pytest.raises(ProfileError, match="nccl_comm_num: is auto, and no number was chosen for it"):
         buckets_of(Profile())
     with pytest.raises(ProfileError, match="is auto"):
-        build_settled(layers(), PAIR, Profile())
+        build_chosen(layers(), PAIR, Profile())
 
 
 def test_what_has_no_effect_is_not_open() -> None:
@@ -136,7 +136,7 @@ def test_the_choice_is_logged_with_its_reason_and_explained_by_the_plan() -> Non
     settled = buckets_of(choice.profile)
     assert sentence.startswith(f"nccl_comm_num: {settled.communicators}, fuse_grad_size_in_MB: {settled.megabytes:g}")
     assert "chosen for 1 Gb/s, 0.2 ms (measured) and 12 MB of gradients" in sentence
-    notes = {note.knob: note.effect for note in build_settled(layers(), PAIR, choice.profile).notes}
+    notes = {note.knob: note.effect for note in build_chosen(layers(), PAIR, choice.profile).notes}
     assert notes["fuse_grad_size_in_MB"].endswith("(chosen for 1 Gb/s, 0.2 ms (measured))")
     assert notes["nccl_comm_num"].endswith("(chosen for 1 Gb/s, 0.2 ms (measured))")
 

@@ -92,19 +92,19 @@ def test_one_bad_micro_batch_skips_the_update_of_all_of_them() -> None:
 def test_loss_that_is_not_finite_ends_with_rank_step_and_samples() -> None:
     watch = LossWatch(None)
     batch = {"features": np.ones((4, 2), np.float32), "labels": np.zeros(4, np.int64)}
-    watch.look(0.5, 10, np.array([7, 1, 40, 3]), batch)
+    watch.check(0.5, 10, np.array([7, 1, 40, 3]), batch)
     batch["features"][2, 1] = np.nan
     expected = (
         r"the loss of rank 0 is nan at step 15; its batch: samples 7, 1, 40, 3; 'features' itself is not finite in "
         r"samples 40 \(last checked before: the loss of step 10, see fetch_frequency\); this step is not saved"
     )
     with pytest.raises(NotFinite, match=expected):
-        watch.look(float("nan"), 15, np.array([7, 1, 40, 3]), batch)
+        watch.check(float("nan"), 15, np.array([7, 1, 40, 3]), batch)
 
 
 def test_when_updates_are_skipped_the_rank_says_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     batch = {"features": np.ones((2, 2), np.float32)}
-    LossWatch(SkipNotFinite()).look(float("inf"), 3, np.array([5, 6]), batch)
+    LossWatch(SkipNotFinite()).check(float("inf"), 3, np.array([5, 6]), batch)
     said = capsys.readouterr().err
     assert "the loss of rank 0 is inf at step 3; its batch: samples 5, 6; this update is skipped" in said
 

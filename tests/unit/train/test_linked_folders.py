@@ -71,7 +71,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_the_job(run: Path, monkeypatch
 
     checkpoints = Checkpoints(run)
     start(run, checkpoints, overwrite=True)
-    monkeypatch.setattr(storage, "_put_away", fails)
+    monkeypatch.setattr(storage, "_marked_for_removal", fails)
     with pytest.raises(CheckpointError, match=r"an earlier run in .* cannot be removed: .*Permission denied: 'step-0"):
         checkpoints.save(None, TrainState(1, 10, 10, 1, {}, {}, {}, {}))
 

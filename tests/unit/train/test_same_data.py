@@ -17,7 +17,7 @@ from fleet_train import __version__
 from fleet_train.data import ArrayDataset, BatchLoader, DataIdentity, ImageFolder, OwnDataSampler, ShardedBatchSampler
 from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.train.checkpoint import position
-from fleet_train.train.checkpoint.manager import Found, TrainState
+from fleet_train.train.checkpoint.manager import StoredCheckpoint, TrainState
 from fleet_train.train.checkpoint.position import Position, RunData, other_versions, versions
 
 
@@ -74,14 +74,14 @@ FOUR = images("cat/1", "cat/2", "dog/1", "dog/2")
 OF_FOUR = {"classes": ["cat", "dog"], "lists": {FOUR.fingerprint(): {"samples": 4, "ranks": 2, "done": None}}}
 
 
-def found(data: dict[str, Any] | None, world_size: int = 2, consumed: int = 0) -> Found:
-    return Found(
+def found(data: dict[str, Any] | None, world_size: int = 2, consumed: int = 0) -> StoredCheckpoint:
+    return StoredCheckpoint(
         Path("run/step-1"), TrainState(0, 1, 2, world_size, {}, {}, {}, {}, consumed_samples=consumed, data=data)
     )
 
 
 def resume(
-    monkeypatch: pytest.MonkeyPatch, datasets: list[Any], saved: Found, accepts: bool = False
+    monkeypatch: pytest.MonkeyPatch, datasets: list[Any], saved: StoredCheckpoint, accepts: bool = False
 ) -> list[tuple[list[str], Position] | FleetTrainError]:
     def work(rank: int) -> tuple[list[str], Position]:
         at = Position(consumed_samples=saved.state.consumed_samples)
@@ -247,8 +247,8 @@ class Machines:
             features = np.random.default_rng(ord(name)).random((size, 1), np.float32)
             self._data[name] = ArrayDataset(name, features, np.zeros(size, np.int64), 2)
         self.taken: dict[str, list[int]] = {name: [] for name in sizes}
-        self.saved: Found | None = None
-        self._next: Found | None = None
+        self.saved: StoredCheckpoint | None = None
+        self._next: StoredCheckpoint | None = None
 
     def job(self, ranks: str, steps: int) -> list[Any]:
         """``ranks``: the machine of each; trains that many steps of the epoch and saves. Steps that were left."""
