@@ -68,7 +68,7 @@ class StepNotes:
         """Ask all ranks to stop; safe in a signal handler: it takes no lock. The first reason is kept."""
         self._asked = self._asked or reason
         if self._cluster.world_size == 1:
-            self.stop = self.stop or self._said_by(0, self._asked)
+            self.stop = self.stop or self._stop_text(0, self._asked)
 
     def own(self, gradients: int | None = None) -> StepNote:
         """This rank's note for its next step barrier: its times since the last one, and a digest to be compared."""
@@ -81,7 +81,7 @@ class StepNotes:
         self._last_barrier = max(self._last_barrier, answer.number)
         self.slowest_step_ms = math.inf if answer.slowest_ms is None else answer.slowest_ms
         if answer.stop is not None:
-            self.stop = self.stop or self._said_by(*answer.stop)
+            self.stop = self.stop or self._stop_text(*answer.stop)
 
     def read(self, local_sgd_period: int) -> Communication:
         """What was counted since the last reading; restarts the count. Asks the store, if there is one."""
@@ -103,7 +103,7 @@ class StepNotes:
             [wait / max(count, 1) for count, _, wait in times],
         )
 
-    def _said_by(self, rank: int, reason: str) -> str:
+    def _stop_text(self, rank: int, reason: str) -> str:
         return f"{self._cluster.describe(rank)}: {reason}"
 
 
