@@ -53,7 +53,7 @@ def find(where: Where, join_timeout_seconds: float) -> Participants | None:
     """
     if not is_rank(os.environ):
         return _of_flags(where, join_timeout_seconds)
-    if where.is_said:
+    if where.is_given:
         raise ClusterError(
             "--nproc, --ips, --node_ip and --started_port describe the machines, but a launcher has started this "
             "process as one of its ranks: give them to the launcher"

@@ -11,41 +11,41 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.price import TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.recommend.candidates import Found, consider, risk_of, thresholds
+from fleet_train.recommend.candidates import Measurements, consider, risk_of, thresholds
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
 
 PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
 GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))
-FOUND = Found(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
+MEASURED = Measurements(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
 
 
 def results(**tried: Tried) -> Results:
-    candidates, ruled_out = consider(FOUND, PAIR)
-    return Results(FOUND, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
+    candidates, ruled_out = consider(MEASURED, PAIR)
+    return Results(MEASURED, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
 
 
 def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
-    candidates, ruled_out = consider(FOUND, PAIR)
+    candidates, ruled_out = consider(MEASURED, PAIR)
     shipped = [one.name for one in candidates if not one.changes]
     assert sorted([*shipped, *(one.name for one in ruled_out)]) == profile_names()
     assert all(one.reason for one in ruled_out)
     steps = [one.step for one in candidates]
     assert steps == sorted(steps)
-    assert min(steps) >= FOUND.compute_seconds
+    assert min(steps) >= MEASURED.compute_seconds
 
 
 def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
-    reasons = {one.name: one.reason for one in consider(FOUND, PAIR)[1]}
+    reasons = {one.name: one.reason for one in consider(MEASURED, PAIR)[1]}
     assert "form no hierarchy" in reasons["hierarchical"]
     assert "NCCL reads" in reasons["tcp_only"]
     assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
-    assert "hierarchical" in [one.name for one in consider(FOUND, LOCAL_GROUPS)[0]]
+    assert "hierarchical" in [one.name for one in consider(MEASURED, LOCAL_GROUPS)[0]]
 
 
 def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
-    candidates, _ = consider(FOUND, PAIR)
+    candidates, _ = consider(MEASURED, PAIR)
     steps = {one.name: one.step for one in candidates}
     turned = [one for one in candidates if one.changes]
     assert {one.extends for one in turned} >= {"local_sgd", "slowmo"}
@@ -54,12 +54,12 @@ def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
         assert one.step < 0.95 * steps[one.extends]
         for knob, value in one.changes.items():
             assert getattr(one.profile, knob) == value != getattr(load_profile(one.extends), knob)
-    quick = replace(FOUND, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
+    quick = replace(MEASURED, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
     assert not [one for one in consider(quick, PAIR)[0] if one.changes]
 
 
 def test_a_turned_profile_is_written_as_it_was_tried(tmp_path: Path) -> None:
-    turned = next(one for one in consider(FOUND, PAIR)[0] if one.changes)
+    turned = next(one for one in consider(MEASURED, PAIR)[0] if one.changes)
     found = results(**{turned.name: Tried(turned.name, 20.0)})
     path = tmp_path / "recommended.yaml"
     path.write_text(profile_text(found, Options("train.py", allow=(LOCAL_STEPS,)), PAIR, "recommend"))
@@ -68,14 +68,14 @@ def test_a_turned_profile_is_written_as_it_was_tried(tmp_path: Path) -> None:
 
 def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
     settings = ("nccl_comm_num=1", "local_sgd_steps=5")
-    candidates, ruled_out = consider(FOUND, PAIR, settings=settings[:1])
+    candidates, ruled_out = consider(MEASURED, PAIR, settings=settings[:1])
     assert {one.profile.nccl_comm_num for one in candidates} == {1}
-    candidates, ruled_out = consider(FOUND, PAIR, settings=settings)
+    candidates, ruled_out = consider(MEASURED, PAIR, settings=settings)
     assert {one.profile.local_sgd_steps for one in candidates} == {5}
     reasons = {one.name: one.reason for one in ruled_out}
     assert reasons["multi_node"].startswith("--set: local_sgd_steps: has no effect while use_local_sgd is false")
     best = candidates[0]
-    tried = Results(FOUND, 1.1, 0.05, 2**30, (best,), (), {best.name: Tried(best.name, 10.0)}, 60.0)
+    tried = Results(MEASURED, 1.1, 0.05, 2**30, (best,), (), {best.name: Tried(best.name, 10.0)}, 60.0)
     options = Options("train.py", allow=(LOCAL_STEPS,), settings=settings)
     path = tmp_path / "written.yaml"
     path.write_text(profile_text(tried, options, PAIR, "the command"))
@@ -106,8 +106,8 @@ def test_what_is_allowed() -> None:
 
 
 def test_the_choice_changes_with_the_link() -> None:
-    candidates, _ = consider(FOUND, PAIR)
-    changes = thresholds(candidates, FOUND, PAIR)
+    candidates, _ = consider(MEASURED, PAIR)
+    changes = thresholds(candidates, MEASURED, PAIR)
     assert len(changes) > 1
     rates = [rate for rate, _ in changes]
     assert rates == sorted(rates)
@@ -173,7 +173,7 @@ def test_a_trial_with_room_for_two_periods_has_the_profiles_own() -> None:
 
 
 def test_reports_of_local_steps_become_what_is_priced() -> None:
-    candidates, _ = consider(FOUND, PAIR)
+    candidates, _ = consider(MEASURED, PAIR)
     plan = next(one.plan for one in candidates if one.profile.use_local_sgd)
     assert plan.averaging is not None
     averaging = replace(plan.averaging, state_values_per_parameter=2)
