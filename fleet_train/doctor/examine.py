@@ -143,7 +143,7 @@ class Examiner:
         report = NodeReport(replace(facts, folders=tuple(folders)), present)
         if facts.network is None or len(present) < 2:
             return report
-        mtus = {one.name: one.mtu for one in facts.network.interfaces}
+        mtus = {interface.name: interface.mtu for interface in facts.network.interfaces}
         towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
         with ThreadPoolExecutor(1, "doctor sweep") as pool:
             swept = pool.submit(peer_group.sweep, present, towards)
@@ -156,7 +156,7 @@ class Examiner:
     def _form_group(self, state: ReplicatedState, present: list[int]) -> GroupResult:
         """One process per node forms a process group and adds exact integers: the selftest's subject."""
         reports = [state.get(f"report/{node}") for node in present]
-        agreed = all(isinstance(one, dict) and sorted(one.get("present", [])) == present for one in reports)
+        agreed = all(isinstance(content, dict) and sorted(content.get("present", [])) == present for content in reports)
         if len(present) < 2 or not agreed:
             return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
         if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
@@ -179,13 +179,13 @@ class Examiner:
         child = Child(TOGETHER, options.to_json(), environ, log)
         try:
             has_ended = child.wait(seconds) is not None
-            results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
+            results = [Result.from_json(entry["result"]) for entry in child.reports() if "result" in entry]
         finally:
             child.kill()
         took = time.monotonic() - began
         if not has_ended:
             return GroupResult(False, f"did not finish within {seconds:.0f} s", took)
-        wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
+        wrong = [f"{result.name}: {result.words}" for result in results if result.status == FAIL]
         if wrong:
             return GroupResult(False, wrong[0][:300], took)
         if child.status:

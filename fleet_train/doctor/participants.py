@@ -62,8 +62,8 @@ def find(where: Where, join_timeout_seconds: float) -> Participants | None:
 
 
 def _of_rank(join_timeout_seconds: float) -> Participants | None:
-    found = cluster_from_environ(launch_environment(), parent_command())
-    cluster, host = complete(found, join_timeout_seconds)
+    described = cluster_from_environ(launch_environment(), parent_command())
+    cluster, host = complete(described, join_timeout_seconds)
     if host is not None:
         host.release()
     return of_cluster(cluster, os.environ) if cluster.local_rank == 0 else None
@@ -116,14 +116,14 @@ def without_loopback_name(
         if node_ip != given:
             return addresses, None
     other = next(a for i, a in enumerate(addresses) if i != own)
-    found = network.address_towards(other)
-    if found is None:
+    source = network.address_towards(other)
+    if source is None:
         return addresses, None
-    return (*addresses[:own], found, *addresses[own + 1 :]), own
+    return (*addresses[:own], source, *addresses[own + 1 :]), own
 
 
 def _access(environ: Mapping[str, str], hosts: tuple[str, ...], index: int, source: str = "") -> Access:
     digest = sha256("\0".join(hosts).encode(errors="replace")).hexdigest()[:10]
-    found = Access.of(environ, source or hosts[index])
+    access = Access.of(environ, source or hosts[index])
     # A job that runs under the same id is a different one: its store must not treat us as one of its members.
-    return Access(f"doctor-{found.job or digest}", found.secret, found.source)
+    return Access(f"doctor-{access.job or digest}", access.secret, access.source)

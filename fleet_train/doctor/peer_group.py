@@ -88,7 +88,7 @@ class PeerGroup:
                     if not isinstance(answer, dict):
                         raise ProtocolError("the answer is empty")
                     self.state.add(dict(answer["values"]))
-                    channel.ask({"do": "tell"}, self.state.beyond(map(str, answer["keys"])))
+                    channel.ask({"do": "values"}, self.state.beyond(map(str, answer["keys"])))
                     if set(answer["keys"]) | set(answer["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
                     self._ports[node] = port

@@ -143,7 +143,7 @@ class Responder:
         """Send the values that the caller lacks, and receive those that we lack."""
         if not isinstance(body, list):
             raise ProtocolError("no list of keys")
-        channel.send({"do": "told"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
+        channel.send({"do": "values"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
         _, values = channel.receive()
         if not isinstance(values, dict):
             raise ProtocolError("no values")
