@@ -102,11 +102,11 @@ class Examiner:
             present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds))
             state.put(f"report/{index}", asdict(self._report(peer_group, facts, present)))
             exchange_seconds = timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS
-            missing = peer_group.collect(["report"], present, self._left(exchange_seconds))
+            missing = peer_group.collect("report", present, self._left(exchange_seconds))
             reached = sorted(set(present) - missing)
             if "group" in self.options.groups:
                 state.put(f"group/{index}", asdict(self._form_group(state, reached)))
-                peer_group.collect(["group"], reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
+                peer_group.collect("group", reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
             peer_group.leave(reached, self._left(timeouts.DOCTOR_LEAVE_SECONDS))
             return self._examination(state)
         finally:

@@ -55,7 +55,7 @@ def test_all_doctors_gather_all_facts() -> None:
     with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
         assert rendezvous([one, two, three], 10.0) == [(0, 1, 2)] * 3
         two.state.put("report/1", {"of": "node 1"})
-        assert one.collect(["report"], [1], 5.0) == set()
+        assert one.collect("report", [1], 5.0) == set()
         assert one.state.get("report/1") == {"of": "node 1"}
         one.leave([0, 1], 5.0)
 
