@@ -74,10 +74,10 @@ def absent(examined: Examination) -> Iterator[Finding]:
     missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
     tries = [attempt for report in examined.reports.values() for attempt in report.tries]
     for index in missing:
-        met = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
+        seen_by = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
         refusal = next((attempt for attempt in tries if attempt.target == index and attempt.seen_as), None)
-        why = f"; seen by {', '.join(met)}, but its report did not arrive" if met else ""
-        why += f"; its answer: {refusal.outcome}: {refusal.seen_as}" if refusal and not met else ""
+        why = f"; seen by {', '.join(seen_by)}, but its report did not arrive" if seen_by else ""
+        why += f"; its answer: {refusal.outcome}: {refusal.seen_as}" if refusal and not seen_by else ""
         yield _finding(
             ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
             f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",

@@ -92,8 +92,8 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
     hosts = request.hosts or (LOOPBACK,)
     addresses, named = without_loopback_name(hosts, tuple(map(network.resolve, hosts)), where.node_ip)
     check_addresses(hosts, addresses)
-    asked = request.node_host if named is None else addresses[named]
-    index = choose_node(hosts, addresses, asked, machine.addresses)
+    own_host = request.node_host if named is None else addresses[named]
+    index = choose_node(hosts, addresses, own_host, machine.addresses)
     processes, _ = choose_processes(None, request.processes_per_node, machine.gpus)
     check_port_range(request.first_port, processes)
     ports = tuple(range(request.first_port, request.first_port + processes + 1))  # the ranks', and the job store's

@@ -108,11 +108,11 @@ class Responder:
             self._connections -= 1
 
     def _greet(self, channel: Channel, address: str) -> int:
-        asked = challenge(self._access)
+        question = challenge(self._access)
         try:
-            channel.send(asked)
+            channel.send(question)
             hello, _ = channel.receive()
-            proof = accept(self._access, asked, hello)
+            proof = accept(self._access, question, hello)
             if self._callers is not None and not self._callers.hears(address):
                 raise Refused("another address", kind="address")
         except Refused as refusal:

@@ -131,10 +131,10 @@ def _alone(job: Job, step: Step) -> list[float]:
 
 def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list[float]) -> _Measured:
     """Repeat exchanges, first alone, then concurrently with steps. The times of steps alone are added to ``steps``."""
-    place = CallContext("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
+    context = CallContext("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
         exchange = _Exchange(job, plan, profile)
-        took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), place)) for _ in range(_ALONE_ROUNDS)]
+        took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), context)) for _ in range(_ALONE_ROUNDS)]
     # The first round connects.
     alone = _slowest(job, statistics.median(took[1:]))
     if not job.engine.side_by_side:
@@ -143,7 +143,7 @@ def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list
     own = _alone(job, step)
     steps += own
     number = max(_FEWEST, min(_MOST, int(timeouts.RECOMMEND_METHOD_SECONDS / alone)))
-    seconds, delay = _run_concurrently(job, exchange.times(number), place, step, statistics.median(own))
+    seconds, delay = _run_concurrently(job, exchange.times(number), context, step, statistics.median(own))
     return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, delay / number))
 
 

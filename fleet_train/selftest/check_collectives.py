@@ -80,45 +80,45 @@ def values_of(rank: int, world_size: int) -> Array:
 def expected_of(name: str, rank: int, world_size: int) -> Array | None:
     """The rank's expected result; None if it gets none."""
     kind, op = KINDS[name]
-    brought = [values_of(other, world_size) for other in range(world_size)]
+    inputs = [values_of(other, world_size) for other in range(world_size)]
     root = world_size - 1
     if kind == "all_reduce":
-        return {"sum": np.sum, "max": np.max, "min": np.min}[op](brought, axis=0)  # type: ignore[no-any-return, operator]
+        return {"sum": np.sum, "max": np.max, "min": np.min}[op](inputs, axis=0)  # type: ignore[no-any-return, operator]
     if kind == "broadcast":
-        return brought[root]
+        return inputs[root]
     if kind == "all_gather":
-        return np.concatenate(brought)
+        return np.concatenate(inputs)
     if kind == "scatter":
-        return brought[(rank + 1) % world_size]
+        return inputs[(rank + 1) % world_size]
     if rank != root:
         return None
-    return np.asarray(np.sum(brought, axis=0)) if kind == "reduce" else np.concatenate(brought)
+    return np.asarray(np.sum(inputs, axis=0)) if kind == "reduce" else np.concatenate(inputs)
 
 
 def _try(job: Job, name: str, dtype: str) -> str:
     """Run one collective through the job's engine; returns the error in its result, or nothing."""
-    place = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", timeouts.SELFTEST_COLLECTIVE_SECONDS)
+    context = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", timeouts.SELFTEST_COLLECTIVE_SECONDS)
     group = job.communicators(1)[0]
-    tensors = job.engine.start(_stages(job, group, name, dtype), place).result()
+    tensors = job.engine.start(_stages(job, group, name, dtype), context).result()
     expected = expected_of(name, job.cluster.rank, job.world_size)
     if expected is None:
         return ""
     with dynamic_mode():
-        held = np.concatenate([tensor.cast("float64").numpy().reshape(-1) for tensor in tensors])
-    return difference(dtype, held, expected)
+        actual = np.concatenate([tensor.cast("float64").numpy().reshape(-1) for tensor in tensors])
+    return difference(dtype, actual, expected)
 
 
-def difference(dtype: str, held: Array, expected: Array) -> str:
+def difference(dtype: str, actual: Array, expected: Array) -> str:
     """The error in a rank's values, or nothing."""
-    if held.shape != expected.shape:
-        return f"{dtype}: {held.size} values instead of {expected.size}"
-    differing = np.flatnonzero(held != expected)
+    if actual.shape != expected.shape:
+        return f"{dtype}: {actual.size} values instead of {expected.size}"
+    differing = np.flatnonzero(actual != expected)
     if not differing.size:
         return ""
     first = int(differing[0])
     return (
         f"{dtype}: {differing.size} of {expected.size} values are wrong, the first at {first}: "
-        f"{held[first]:g} instead of {expected[first]:g}"
+        f"{actual[first]:g} instead of {expected[first]:g}"
     )
 
 

@@ -128,10 +128,10 @@ def _communication(job: Job, trained: Trained) -> Turn:
 
     def communicate() -> None:
         for (bucket, method), own in zip(exchange.methods, gradients, strict=True):
-            place = CallContext(
+            context = CallContext(
                 "selftest overlap", f"selftest: {bucket.describe()}", timeouts.SELFTEST_TRAINING_SECONDS
             )
-            job.engine.start(method.average(own), place, bucket.communicator).result()
+            job.engine.start(method.average(own), context, bucket.communicator).result()
         _await_device()
 
     return communicate

@@ -61,14 +61,14 @@ def start_on_ranks(command: Command, where: Where, supervise: Callable[[Peers], 
             "give them to the launcher"
         )
     with Peers.join(command) as peers:
-        made = supervise(peers)
+        result = supervise(peers)
     if command.outcome is not None:
         if peers.cluster.local_rank == 0:
-            command.outcome.write_text(json.dumps(made))
+            command.outcome.write_text(json.dumps(result))
         return 0  # the process that started us evaluates the result
     if command.as_json and peers.cluster.rank == 0:
-        click.echo(json.dumps(made, indent=1))
-    return int(made["exit_code"])
+        click.echo(json.dumps(result, indent=1))
+    return int(result["exit_code"])
 
 
 def _launch(command: Command, where: Where) -> int:
@@ -80,12 +80,12 @@ def _launch(command: Command, where: Where) -> int:
             code = run(launch, os.environ)
         if code or not outcome.exists():
             return code or 1
-        made: dict[str, Any] = json.loads(outcome.read_text())
+        result: dict[str, Any] = json.loads(outcome.read_text())
     finally:
         outcome.unlink(missing_ok=True)
     if command.as_json:
-        click.echo(json.dumps(made, indent=1))
-    return int(made["exit_code"])
+        click.echo(json.dumps(result, indent=1))
+    return int(result["exit_code"])
 
 
 def request_of(command: Command, where: Where, outcome: Path) -> LaunchRequest:

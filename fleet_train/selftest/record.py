@@ -36,8 +36,8 @@ def facts() -> dict[str, Any]:
 
 def backend_of(environ: Mapping[str, str]) -> str:
     """The backend of the ranks by Paddle's build, or the environment; Paddle is not imported for it."""
-    asked = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
-    return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and asked != "gloo" else "gloo"
+    requested = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
+    return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and requested != "gloo" else "gloo"
 
 
 def make(

@@ -26,15 +26,15 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
     def supervise(peers: Peers) -> dict[str, Any]:
         results, machines = Supervisor(peers, options).run()
         seconds = time.monotonic() - began
-        made: dict[str, Any] = peers.gather(
+        content: dict[str, Any] = peers.gather(
             "record",
             record.make(peers.cluster, options, machines, results, seconds) if not peers.cluster.rank else None,
         )[0]
         if peers.cluster.rank == 0:
-            path = record.write(folder, made)
+            path = record.write(folder, content)
             peers.show(verdict(results, seconds))
             peers.show(f"record: {path} (and .md); logs: {folder / 'log'}")
-        return made
+        return content
 
     return start_on_ranks(command_of(options, folder, as_json, outcome), where, supervise)
 
