@@ -155,16 +155,9 @@ class Examiner:
 
     def _form_group(self, state: ReplicatedState, present: list[int]) -> GroupResult:
         """One process per node forms a process group and adds exact integers: the selftest's subject."""
-        reports = [state.get(f"report/{node}") for node in present]
-        agreed = all(isinstance(content, dict) and sorted(content.get("present", [])) == present for content in reports)
-        if len(present) < 2 or not agreed:
-            return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
-        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
-            return GroupResult(True, "", skipped="no time was left for it; --only group has more")
-        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
-        ports = [port for port in subjects if isinstance(port, int)]
-        if len(ports) < len(present):
-            return GroupResult(True, "", skipped="a node reported no port for it")
+        ports, skipped = self._group_ports(state, present)
+        if skipped:
+            return GroupResult(True, "", skipped=skipped)
         addresses = [self.participants.addresses[node] for node in present]
         ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
         cluster = Cluster(ranks, present.index(self.participants.index), formed_by="the doctor")
@@ -182,16 +175,29 @@ class Examiner:
             results = [Result.from_json(entry["result"]) for entry in child.reports() if "result" in entry]
         finally:
             child.kill()
-        took = time.monotonic() - began
+        failed = [f"{result.name}: {result.words}" for result in results if result.status == FAIL]
+        words = ""
         if not has_ended:
-            return GroupResult(False, f"did not finish within {seconds:.0f} s", took)
-        wrong = [f"{result.name}: {result.words}" for result in results if result.status == FAIL]
-        if wrong:
-            return GroupResult(False, wrong[0][:300], took)
-        if child.status:
+            words = f"did not finish within {seconds:.0f} s"
+        elif failed:
+            words = failed[0][:300]
+        elif child.status:
             last = (child.last_lines() or ("no message",))[-1]
-            return GroupResult(False, f"ended with exit code {child.status}: {last[:300]}", took)
-        return GroupResult(True, f"{len(ranks)} processes added exact integers", took)
+            words = f"ended with exit code {child.status}: {last[:300]}"
+        took = time.monotonic() - began
+        return GroupResult(not words, words or f"{len(ranks)} processes added exact integers", took)
+
+    def _group_ports(self, state: ReplicatedState, present: list[int]) -> tuple[list[int], str]:
+        """A port of each node for the process group; or why it is not formed."""
+        reports = [state.get(f"report/{node}") for node in present]
+        agreed = all(isinstance(content, dict) and sorted(content.get("present", [])) == present for content in reports)
+        if len(present) < 2 or not agreed:
+            return [], "the nodes do not agree on which nodes are present"
+        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
+            return [], "no time was left for it; --only group has more"
+        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
+        ports = [port for port in subjects if isinstance(port, int)]
+        return ports, "" if len(ports) == len(present) else "a node reported no port for it"
 
     def _examination(self, state: ReplicatedState) -> Examination:
         reports, groups = {}, {}
