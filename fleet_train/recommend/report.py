@@ -35,21 +35,16 @@ def pick(results: Results, options: Options) -> Candidate | None:
     """Of the allowed profiles with about the shortest measured step, the one with the least risk; None if no trial
     completed.
     """
-    measured = [
-        candidate
-        for candidate in results.candidates
-        if options.allows(candidate.risk)
-        and candidate.name in results.tried
-        and not results.tried[candidate.name].failure
-    ]
-    steps = {candidate.name: results.tried[candidate.name].step_ms for candidate in measured}
+    trials = {name: trial for name, trial in results.tried.items() if not trial.failure}
+    measured = [candidate for candidate in _allowed(results, options) if candidate.name in trials]
+    steps = {candidate.name: trials[candidate.name].step_ms for candidate in measured}
     close = [candidate for candidate in measured if steps[candidate.name] <= _CLOSE * min(steps.values())]
-    # Shipped profiles before changed ones, then the shortest.
-    return min(
-        close,
-        key=lambda candidate: (RISKS.index(candidate.risk), len(candidate.changes), steps[candidate.name]),
-        default=None,
-    )
+
+    def preference(candidate: Candidate) -> tuple[int, int, float]:
+        """The least risk, then shipped profiles before changed ones, then the shortest step."""
+        return RISKS.index(candidate.risk), len(candidate.changes), steps[candidate.name]
+
+    return min(close, key=preference, default=None)
 
 
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
