@@ -117,13 +117,13 @@ class Averaging:
         ``tensors``: parameters and statistics, all of them, and the chosen optimizer state. An averaging under way is
         applied first.
         """
-        parameters, statistics = ([tensors[one.name] for one in each] for each in (self._values, self._statistics))
+        parameters, statistics = ([tensors[value.name] for value in each] for each in (self._values, self._statistics))
         self.apply_pending(Held(parameters, statistics, []))
         self._run("synchronisation", step, self.averager.mean(list(tensors.values())))
 
     def drop(self) -> None:
         """Discard an averaging under way, on all ranks: other state is being loaded."""
-        self.averager.settle()  # now, with the previous schedule
+        self.averager.drain_copies()  # now, with the previous schedule
         if self._underway is not None:
             self._underway.correction.result()
             self._barrier.passed(self._underway.barrier)
@@ -288,7 +288,7 @@ class ParameterAverager:
         statistics = held.statistics if fragment.is_last else []
         return Held(fragment.choose(held.parameters), statistics, [])
 
-    def settle(self) -> None:
+    def drain_copies(self) -> None:
         """Read what the last averaging copied to the host: before a step counts, and before state is saved."""
         if self._pending_loss is not None:
             (loss, rate), self._pending_loss = self._pending_loss, None

@@ -57,7 +57,7 @@ class GradientExchange:
         self.step = 0
         """Updates so far; with gradient merge, not every run of the program is an update."""
         self._updates = True
-        self._is_settled = False
+        self._is_drained = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
@@ -84,7 +84,7 @@ class GradientExchange:
         return [*self.methods, *(self.averager.memories if self.averager is not None else [])]
 
     @property
-    def looks_at_parameters(self) -> bool:
+    def reads_parameters(self) -> bool:
         """Whether ``begin`` does anything: a program that does not need it saves an operator in every step."""
         return self.averager is not None and (self.averager.keeps_anchor or self._checks_start)
 
@@ -101,7 +101,7 @@ class GradientExchange:
 
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
-        self.settle()
+        self.drain_copies()
         if self.averager is not None:
             self.averager.before_update(parameters)
         if self.step == 0 and self._checks_start and self._plan.averaging is not None:
@@ -153,15 +153,15 @@ class GradientExchange:
         else:
             self.averaging.after_update(self.step, held, names, loss)
 
-    def settle(self) -> None:
+    def drain_copies(self) -> None:
         """Read what the last step copied to the host: before the next step reads anything, and before state is saved.
         All ranks call it; raises ScheduleMismatch for replicas that have diverged."""
-        if self._is_settled:
+        if self._is_drained:
             return
-        self._is_settled = True
-        self.check.settle()
+        self._is_drained = True
+        self.check.drain_copies()
         if self.averager is not None:
-            self.averager.settle()
+            self.averager.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
         """See `Averaging.synchronise`; without LocalSGD all ranks hold the same values already."""
@@ -187,7 +187,7 @@ class GradientExchange:
         """The cost of this job's communication since the last call."""
         if self.averager is None or self._is_synchronous(max(self.step, 1)):
             return self._job.notes.read(1)
-        self.averager.settle()
+        self.averager.drain_copies()
         return self._job.notes.read(self.averager.schedule.period)
 
     @property
@@ -199,8 +199,8 @@ class GradientExchange:
 
     def _next_step(self, updates: bool) -> None:
         self.barrier.mark_active_program()
-        self.settle()
-        self._is_settled = False
+        self.drain_copies()
+        self._is_drained = False
         self._updates = updates
         self.step += updates
         self._job.clock.begin_step()

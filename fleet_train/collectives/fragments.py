@@ -13,7 +13,7 @@ import paddle
 
 from fleet_train.collectives.engine import Stages
 from fleet_train.collectives.methods.dense import Allreduce, flatten, views
-from fleet_train.collectives.methods.quantised import Carried, KeptErrors, QuantisedSums
+from fleet_train.collectives.methods.quantised import KeptErrors, QuantisedSums, RoundedSum
 from fleet_train.collectives.paddle_compat import as_dtype
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.plan.plan import Averaging, by_mean_dtype, mean_dtype
@@ -52,7 +52,7 @@ class Fragment:
         self._in_16_bits = profile.local_sgd_dtype == "bfloat16"
         self._allreduce = allreduce
         self._world_size = world_size
-        self._rounded: list[tuple[list[TensorSpec], Carried]] = []
+        self._rounded: list[tuple[list[TensorSpec], RoundedSum]] = []
         if sums is not None and averaging.quantised is not None:
             for group in _groups_of(self.values):
                 elements = sum(value.elements for value in group)
@@ -78,21 +78,21 @@ class Fragment:
     def memories(self) -> list[tuple[Bucket, KeptErrors]]:
         """The rounding errors, with the parameters that they belong to."""
         return [
-            (Bucket(self.index, tuple(group), 0), KeptErrors("local_sgd", group, carried.rounded))
-            for group, carried in self._rounded
+            (Bucket(self.index, tuple(group), 0), KeptErrors("local_sgd", group, rounded_sum.rounded))
+            for group, rounded_sum in self._rounded
         ]
 
     def agree(
-        self, values: list[Any], rate: float, beside: Sequence[Any] = (), more: bool = False
+        self, values: list[Any], rate: float, extras: Sequence[Any] = (), more: bool = False
     ) -> Stages[tuple[list[Any], list[Any]]]:
-        """The values to continue from after an averaging of ``values``, and the means of the buffers ``beside``.
+        """The values to continue from after an averaging of ``values``, and the means of the buffers ``extras``.
 
-        Overwrites ``beside``, and ``values`` unless ``keeps_anchor``. ``rate``: the inner optimizer's learning rate.
+        Overwrites ``extras``, and ``values`` unless ``keeps_anchor``. ``rate``: the inner optimizer's learning rate.
         """
         sent = self._differences(values) if self.keeps_anchor else values
-        sums, others = yield from self._sums_of(sent, beside, more)
+        sums, others = yield from self._sums_of(sent, extras, more)
         means = [self._mean(*pair) for pair in zip(sums, values, strict=True)]
-        others = [self._mean(*pair) for pair in zip(others, beside, strict=True)]
+        others = [self._mean(*pair) for pair in zip(others, extras, strict=True)]
         if not self.keeps_anchor:
             return means, others
         assert self.anchor is not None
@@ -115,17 +115,17 @@ class Fragment:
         differences = [anchor - buffer for anchor, buffer in zip(self.anchor, values, strict=True)]
         return [difference.cast("bfloat16") for difference in differences] if self._in_16_bits else differences
 
-    def _sums_of(self, sent: list[Any], beside: Sequence[Any], more: bool) -> Stages[tuple[list[Any], list[Any]]]:
+    def _sums_of(self, sent: list[Any], extras: Sequence[Any], more: bool) -> Stages[tuple[list[Any], list[Any]]]:
         if not self._rounded:
-            sums = yield from self._allreduce.sum([*sent, *beside], more)
+            sums = yield from self._allreduce.sum([*sent, *extras], more)
             return sums[: len(sent)], sums[len(sent) :]
         totals: list[Any] = []
-        for (_, carried), buffer in zip(self._rounded, sent, strict=True):
-            is_end = len(totals) == len(sent) - 1 and not beside
-            totals += yield from carried.sums.sum([as_dtype(buffer, "float32")], more or not is_end)
-        if not beside:
+        for (_, rounded_sum), buffer in zip(self._rounded, sent, strict=True):
+            is_end = len(totals) == len(sent) - 1 and not extras
+            totals += yield from rounded_sum.allreduce.sum([as_dtype(buffer, "float32")], more or not is_end)
+        if not extras:
             return totals, []
-        others = yield from self._allreduce.sum(list(beside), more)
+        others = yield from self._allreduce.sum(list(extras), more)
         return totals, others
 
     def _mean(self, total: Any, like: Any) -> Any:

@@ -128,8 +128,8 @@ def warm_up(job: Peers, group: Any) -> None:
 
 
 def _one_sum(job: Peers, group: Any) -> Stages[None]:
-    one = paddle.ones([1], "float32").to(job.place)
-    yield Stage((Collective("all_reduce", group, one),))
+    tensor = paddle.ones([1], "float32").to(job.place)
+    yield Stage((Collective("all_reduce", group, tensor),))
 
 
 @contextmanager

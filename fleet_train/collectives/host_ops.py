@@ -72,7 +72,9 @@ def _host_operator(
 
     def emit(*values: Any) -> Any:
         # Paddle ends the process if an operand is a vector of tensors or a tensor array.
-        assert all(value.is_dense_tensor_type() for value in values), f"{name}: {[str(one.type()) for one in values]}"
+        assert all(value.is_dense_tensor_type() for value in values), (
+            f"{name}: {[str(value.type()) for value in values]}"
+        )
         operands = values if in_place else map(_in_paddles_layout, values)
         with operators_in_dynamic_mode():
             return operator(*operands)

@@ -77,11 +77,11 @@ class ReplicaCheck:
             self._start_is_checked = True
             self._compare("the start", names, tensors)
 
-    def settle(self) -> None:
+    def drain_copies(self) -> None:
         """Read what the last step copied to the host. Raises ScheduleMismatch for replicas that have diverged."""
         pending, self._pending = self._pending, []
-        for moment, names, taken in pending:
-            compare_digests(self._job, moment, names, [int(digest) for digest in taken.read()])
+        for moment, names, copy in pending:
+            compare_digests(self._job, moment, names, [int(digest) for digest in copy.read()])
 
     def _compare(self, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
         """Now, or a step later where the host must not wait for the device."""

@@ -56,7 +56,7 @@ class StepNotes:
         self._cluster = cluster
         self._clock = clock
         self._times_up_to = times_up_to
-        self._asked: str | None = None
+        self._stop_reason: str | None = None
         self._last_barrier = 0
         self._read: dict[int, list[float]] = {}
         self.stop: str | None = None
@@ -66,22 +66,22 @@ class StepNotes:
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop; safe in a signal handler: it takes no lock. The first reason is kept."""
-        self._asked = self._asked or reason
+        self._stop_reason = self._stop_reason or reason
         if self._cluster.world_size == 1:
-            self.stop = self.stop or self._said_by(0, self._asked)
+            self.stop = self.stop or self._stop_text(0, self._stop_reason)
 
     def own(self, gradients: int | None = None) -> StepNote:
         """This rank's note for its next step barrier: its times since the last one, and a digest to be compared."""
         times = self._clock.read_unsent()
         busy, wait = round(1e3 * times.busy_seconds, 2), round(1e3 * times.barrier_seconds, 2)
-        return StepNote(times.steps, busy, wait, self._asked, gradients)
+        return StepNote(times.steps, busy, wait, self._stop_reason, gradients)
 
     def read_answer(self, answer: StepAnswer) -> None:
         """Read the answer that a step barrier gave to every rank."""
         self._last_barrier = max(self._last_barrier, answer.number)
         self.slowest_step_ms = math.inf if answer.slowest_ms is None else answer.slowest_ms
         if answer.stop is not None:
-            self.stop = self.stop or self._said_by(*answer.stop)
+            self.stop = self.stop or self._stop_text(*answer.stop)
 
     def read(self, local_sgd_period: int) -> Communication:
         """What was counted since the last reading; restarts the count. Asks the store, if there is one."""
@@ -103,7 +103,7 @@ class StepNotes:
             [wait / max(count, 1) for count, _, wait in times],
         )
 
-    def _said_by(self, rank: int, reason: str) -> str:
+    def _stop_text(self, rank: int, reason: str) -> str:
         return f"{self._cluster.describe(rank)}: {reason}"
 
 

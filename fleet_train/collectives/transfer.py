@@ -51,10 +51,10 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
     described = _describe(arrays)
     variants = job.compare(f"collect {job.count('collect')}", described)
     if variants:
-        (first, one), (second, other) = variants[:2]
+        (first, state), (second, other_state) = variants[:2]
         raise ScheduleMismatch(
             f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
-            f"their own to save: {one} and {other}"
+            f"their own to save: {state} and {other_state}"
         )
     mine, group = _contiguous(arrays), job.communicators(1)[0]
     parts = [mine, *(_empty(described) for _ in range(1, world_size))] if rank == 0 else [mine]
@@ -103,7 +103,7 @@ def _each_piece(
         flat = [part[name].reshape(-1).view(np.uint8) for part in parts]
         context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
         for start in range(0, flat[0].size, size):
-            job.engine.start(action([one[start : start + size] for one in flat]), context).result()
+            job.engine.start(action([array[start : start + size] for array in flat]), context).result()
 
 
 def _tensor(job: Job, piece: Array) -> Any:

@@ -68,7 +68,7 @@ def insert_launches(
         paddle.pir.set_insertion_point_after(anchor)
         if bucket.index == 0:
             chain = token() if chain is None else chain
-            if exchange.looks_at_parameters:
+            if exchange.reads_parameters:
                 chain = emit_begin(exchange, values.parameters, chain)
         gradients = [member.value for member in members]
         chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)

@@ -292,7 +292,7 @@ def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_o
     This is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with ``with_optimizer``
     the optimizer's state, so that one rank's file is valid for all of them.
     """
-    exchange.settle()
+    exchange.drain_copies()
     averager = exchange.averager
     if averager is None or averager.schedule.is_synchronous(exchange.step):
         _average_statistics(job, state)
@@ -342,7 +342,7 @@ def position_of(exchange: GradientExchange) -> Arrays:
     arrays: Arrays = {_STEP: np.array([exchange.step])}
     averager = exchange.averager
     if averager is not None:
-        averager.settle()
+        averager.drain_copies()
         arrays[_NUMBERS] = np.array(averager.schedule.numbers())
         with dynamic_mode():
             for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):

@@ -102,11 +102,11 @@ class Examiner:
             present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds))
             state.put(f"report/{index}", asdict(self._report(peer_group, facts, present)))
             exchange_seconds = timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS
-            missing = peer_group.collect(["report"], present, self._left(exchange_seconds))
+            missing = peer_group.collect("report", present, self._left(exchange_seconds))
             reached = sorted(set(present) - missing)
             if "group" in self.options.groups:
                 state.put(f"group/{index}", asdict(self._form_group(state, reached)))
-                peer_group.collect(["group"], reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
+                peer_group.collect("group", reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
             peer_group.leave(reached, self._left(timeouts.DOCTOR_LEAVE_SECONDS))
             return self._examination(state)
         finally:
@@ -143,7 +143,7 @@ class Examiner:
         report = NodeReport(replace(facts, folders=tuple(folders)), present)
         if facts.network is None or len(present) < 2:
             return report
-        mtus = {one.name: one.mtu for one in facts.network.interfaces}
+        mtus = {interface.name: interface.mtu for interface in facts.network.interfaces}
         towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
         with ThreadPoolExecutor(1, "doctor sweep") as pool:
             swept = pool.submit(peer_group.sweep, present, towards)
@@ -155,16 +155,9 @@ class Examiner:
 
     def _form_group(self, state: ReplicatedState, present: list[int]) -> GroupResult:
         """One process per node forms a process group and adds exact integers: the selftest's subject."""
-        reports = [state.get(f"report/{node}") for node in present]
-        agreed = all(isinstance(one, dict) and sorted(one.get("present", [])) == present for one in reports)
-        if len(present) < 2 or not agreed:
-            return GroupResult(True, "", skipped="the nodes do not agree on which nodes are present")
-        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
-            return GroupResult(True, "", skipped="no time was left for it; --only group has more")
-        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
-        ports = [port for port in subjects if isinstance(port, int)]
-        if len(ports) < len(present):
-            return GroupResult(True, "", skipped="a node reported no port for it")
+        ports, skipped = self._group_ports(state, present)
+        if skipped:
+            return GroupResult(True, "", skipped=skipped)
         addresses = [self.participants.addresses[node] for node in present]
         ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
         cluster = Cluster(ranks, present.index(self.participants.index), formed_by="the doctor")
@@ -179,19 +172,32 @@ class Examiner:
         child = Child(TOGETHER, options.to_json(), environ, log)
         try:
             has_ended = child.wait(seconds) is not None
-            results = [Result.from_json(one["result"]) for one in child.reports() if "result" in one]
+            results = [Result.from_json(entry["result"]) for entry in child.reports() if "result" in entry]
         finally:
             child.kill()
-        took = time.monotonic() - began
+        failed = [f"{result.name}: {result.words}" for result in results if result.status == FAIL]
+        words = ""
         if not has_ended:
-            return GroupResult(False, f"did not finish within {seconds:.0f} s", took)
-        wrong = [f"{one.name}: {one.words}" for one in results if one.status == FAIL]
-        if wrong:
-            return GroupResult(False, wrong[0][:300], took)
-        if child.status:
+            words = f"did not finish within {seconds:.0f} s"
+        elif failed:
+            words = failed[0][:300]
+        elif child.status:
             last = (child.last_lines() or ("no message",))[-1]
-            return GroupResult(False, f"ended with exit code {child.status}: {last[:300]}", took)
-        return GroupResult(True, f"{len(ranks)} processes added exact integers", took)
+            words = f"ended with exit code {child.status}: {last[:300]}"
+        took = time.monotonic() - began
+        return GroupResult(not words, words or f"{len(ranks)} processes added exact integers", took)
+
+    def _group_ports(self, state: ReplicatedState, present: list[int]) -> tuple[list[int], str]:
+        """A port of each node for the process group; or why it is not formed."""
+        reports = [state.get(f"report/{node}") for node in present]
+        agreed = all(isinstance(content, dict) and sorted(content.get("present", [])) == present for content in reports)
+        if len(present) < 2 or not agreed:
+            return [], "the nodes do not agree on which nodes are present"
+        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
+            return [], "no time was left for it; --only group has more"
+        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
+        ports = [port for port in subjects if isinstance(port, int)]
+        return ports, "" if len(ports) == len(present) else "a node reported no port for it"
 
     def _examination(self, state: ReplicatedState) -> Examination:
         reports, groups = {}, {}

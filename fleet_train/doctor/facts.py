@@ -248,6 +248,16 @@ ABSENT = "absent"
 """The id of the finding that names a node that did not connect."""
 
 
+def level_below(value: float, fail: float, warn: float) -> str:
+    """The level of a value that must not be less than the thresholds."""
+    return FAIL if value < fail else WARN if value < warn else PASS
+
+
+def level_above(value: float, fail: float, warn: float) -> str:
+    """The level of a value that must not be more than the thresholds."""
+    return FAIL if value > fail else WARN if value > warn else PASS
+
+
 @dataclass(frozen=True)
 class Finding:
     """A check of one host or of a pair, the measured value, the threshold, and the command that fixes it."""

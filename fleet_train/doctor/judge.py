@@ -6,8 +6,8 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from fleet_train.doctor import judge_network
 from fleet_train.doctor.facts import (
     FAIL,
     PASS,
@@ -21,11 +21,10 @@ from fleet_train.doctor.facts import (
     Memory,
     Processors,
     Software,
+    level_below,
     size,
 )
-
-# Findings of one machine: memory, processors, limits, folders; and which node is slower than the others.
-
+from fleet_train.doctor.judge_network import absent, network_findings
 
 MEMORY_FAIL, MEMORY_WARN = 512 << 20, 1 << 30
 """Bytes available per process: Paddle imported and a small network take the first."""
@@ -41,9 +40,25 @@ SPEED_FAIL, SPEED_WARN = 0.5, 0.8
 """Of the median of all nodes: synchronous training runs at the speed of the slowest."""
 SHARE_WARN = 0.75
 """The share of a processor that a busy thread gets. The cause may be temporary: never more than suspicious."""
+GPU_MEMORY_WARN = 1 << 30
+"""Memory in use of a GPU before a job: another process computes on it."""
+
+
+def judge(examined: Examination, groups: Sequence[str]) -> list[Finding]:
+    findings: list[Finding] = []
+    if "network" not in groups and len(examined.addresses) > 1:
+        findings += absent(examined)
+    for group, read in _READERS.items():
+        if group in groups:
+            findings += read(examined)
+    return findings
+
+
+_machine = partial(Finding, "machine")
 
 
 def machine_findings(examined: Examination) -> Iterator[Finding]:
+    """Memory, processors, limits, folders of each node; and which node is slower than the others."""
     world = sum(report.facts.processes for report in examined.reports.values())
     for index, report in examined.reports.items():
         host, facts = examined.host(index), report.facts
@@ -58,136 +73,126 @@ def machine_findings(examined: Examination) -> Iterator[Finding]:
             yield share(host, facts.processors)
         for folder in facts.folders:
             yield disk(host, folder)
-            yield sharing(examined, index, folder)
+            yield sharing(host, folder, set(examined.reports) - {index})
     yield from speeds(examined)
 
 
-def _level(value: float, fail_below: float, warn_below: float) -> str:
-    return FAIL if value < fail_below else WARN if value < warn_below else PASS
-
-
-def memory(host: str, found: Memory, processes: int) -> Finding:
-    each = found.available / processes
-    limit = f", limit of the control group {size(found.limit)}" if found.limit != UNLIMITED else ""
-    killed = f"; {found.oom_kills} processes were killed for lack of memory" if found.oom_kills else ""
-    level = _level(each, MEMORY_FAIL, MEMORY_WARN)
-    return Finding(
-        "machine", "memory", WARN if killed and level == PASS else level, (host,),
-        f"{size(found.available)} available for {_processes(processes)}{limit}{killed}",
+def memory(host: str, memory: Memory, processes: int) -> Finding:
+    limit = f", limit of the control group {size(memory.limit)}" if memory.limit != UNLIMITED else ""
+    killed = f"; {memory.oom_kills} processes were killed for lack of memory" if memory.oom_kills else ""
+    level = level_below(memory.available / processes, MEMORY_FAIL, MEMORY_WARN)
+    return _machine(
+        "memory", WARN if killed and level == PASS else level, (host,),
+        f"{size(memory.available)} available for {_processes(processes)}{limit}{killed}",
         f"{size(MEMORY_WARN)} per process",
         "ps aux --sort=-rss | head, and end unneeded processes; in a container raise its limit: docker run --memory",
     )  # fmt: skip
 
 
-def shared_memory(host: str, found: Memory, processes: int) -> Finding:
-    need = SHM_WARN * processes
-    return Finding(
-        "machine", "shm", _level(found.shm_free / processes, SHM_FAIL, SHM_WARN), (host,),
-        f"/dev/shm has {size(found.shm_free)} free of {size(found.shm_total)}", f"{size(SHM_WARN)} per process",
-        f"sudo mount -o remount,size={max(1, -(-need // (1 << 30)))}G /dev/shm; in a container: docker run --shm-size",
+def shared_memory(host: str, memory: Memory, processes: int) -> Finding:
+    gibibytes = max(1, -(-SHM_WARN * processes // (1 << 30)))
+    return _machine(
+        "shm", level_below(memory.shm_free / processes, SHM_FAIL, SHM_WARN), (host,),
+        f"/dev/shm has {size(memory.shm_free)} free of {size(memory.shm_total)}", f"{size(SHM_WARN)} per process",
+        f"sudo mount -o remount,size={gibibytes}G /dev/shm; in a container: docker run --shm-size",
     )  # fmt: skip
 
 
-def open_files(host: str, found: Limits, world: int) -> Finding:
-    need = FILES_BASE + FILES_PER_RANK * world
-    files = found.open_files
-    level = PASS if files == UNLIMITED else _level(files, need, max(need, FILES_WARN))
-    told = "no limit" if files == UNLIMITED else str(files)
-    want = max(2 * need, 65536)
-    return Finding(
-        "machine", "open_files", level, (host,), f"ulimit -n: {told}", f"{max(need, FILES_WARN)} for {world} ranks",
-        f"ulimit -n {want}",
+def open_files(host: str, limits: Limits, world: int) -> Finding:
+    need, files = FILES_BASE + FILES_PER_RANK * world, limits.open_files
+    enough = max(need, FILES_WARN)
+    return _machine(
+        "open_files", PASS if files == UNLIMITED else level_below(files, need, enough), (host,),
+        f"ulimit -n: {'no limit' if files == UNLIMITED else files}", f"{enough} for {world} ranks",
+        f"ulimit -n {max(2 * need, 65536)}",
     )  # fmt: skip
 
 
-def locked_memory(host: str, found: Limits) -> Finding:
+def locked_memory(host: str, limits: Limits) -> Finding:
     """It matters only to InfiniBand, which registers the memory that it sends from."""
-    is_short = found.has_infiniband and found.locked_memory != UNLIMITED
-    told = "unlimited" if found.locked_memory == UNLIMITED else size(found.locked_memory)
-    why = "" if found.has_infiniband else "; only InfiniBand needs it, and there is none here"
-    return Finding(
-        "machine", "locked_memory", FAIL if is_short else PASS, (host,), f"ulimit -l: {told}{why}",
-        "unlimited for InfiniBand", "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
+    is_unlimited = limits.locked_memory == UNLIMITED
+    limit = "unlimited" if is_unlimited else size(limits.locked_memory)
+    why = "" if limits.has_infiniband else "; only InfiniBand needs it, and there is none here"
+    return _machine(
+        "locked_memory", FAIL if limits.has_infiniband and not is_unlimited else PASS, (host,),
+        f"ulimit -l: {limit}{why}", "unlimited for InfiniBand",
+        "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
     )  # fmt: skip
 
 
-def quota(host: str, found: Processors, processes: int) -> Finding:
-    has_quota = found.quota != UNLIMITED
-    processors = min(float(found.usable), found.quota) if has_quota else float(found.usable)
-    limit = f", the control group allows {found.quota:.1f}" if has_quota else ""
-    return Finding(
-        "machine", "processors", _level(processors / processes, 0.5, 1.0), (host,),
-        f"{found.usable} processors{limit}, for {_processes(processes)}", "one per process",
-        f"start fewer processes: --nproc {max(1, int(processors))}; in a container: docker run --cpus",
+def quota(host: str, processors: Processors, processes: int) -> Finding:
+    has_quota = processors.quota != UNLIMITED
+    allowed = min(float(processors.usable), processors.quota) if has_quota else float(processors.usable)
+    limit = f", the control group allows {processors.quota:.1f}" if has_quota else ""
+    return _machine(
+        "processors", level_below(allowed / processes, 0.5, 1.0), (host,),
+        f"{processors.usable} processors{limit}, for {_processes(processes)}", "one per process",
+        f"start fewer processes: --nproc {max(1, int(allowed))}; in a container: docker run --cpus",
     )  # fmt: skip
 
 
-def share(host: str, found: Processors) -> Finding:
-    return Finding(
-        "machine", "busy", WARN if found.share < SHARE_WARN else PASS, (host,),
-        f"a busy thread gets {found.share:.0%} of a processor: {_others(found)}", f"{SHARE_WARN:.0%}",
+def share(host: str, processors: Processors) -> Finding:
+    is_busy = processors.share < SHARE_WARN
+    why = "other programs, a quota or the host take the rest" if is_busy else "nothing else uses it"
+    return _machine(
+        "busy", WARN if is_busy else PASS, (host,),
+        f"a busy thread gets {processors.share:.0%} of a processor: {why}", f"{SHARE_WARN:.0%}",
         "top -o %CPU, and end other programs; on virtual machines look at %st: the host is overcommitted",
     )  # fmt: skip
 
 
-def _others(found: Processors) -> str:
-    return "nothing else uses it" if found.share >= SHARE_WARN else "other programs, a quota or the host take the rest"
-
-
-def disk(host: str, found: Folder) -> Finding:
-    where = f"{found.path} ({found.purpose})"
-    if found.error:
-        fix = f"ls -ld {shlex.quote(found.path)}; df -h {shlex.quote(found.path)}; or choose another folder"
-        return Finding("machine", "disk", FAIL, (host,), f"{where} {found.error}", "can be written to", fix)
-    levels = [_level(found.free, DISK_FAIL, DISK_WARN), _level(found.bytes_per_second, WRITING_FAIL, WRITING_WARN)]
-    if found.free_files != UNLIMITED:
-        levels.append(_level(found.free_files, DISK_FILES_FAIL, DISK_FILES_WARN))
-    files = f", {found.free_files} files free" if levels[-1] != PASS and len(levels) == 3 else ""
-    return Finding(
-        "machine", "disk", max(levels, key=(PASS, WARN, FAIL).index), (host,),
-        f"{where}: {size(found.free)} free{files}, writes {size(found.bytes_per_second)}/s",
-        f"{size(DISK_WARN)} free, {size(WRITING_WARN)}/s",
-        f"df -h {shlex.quote(found.path)}, and free space; or choose another folder",
+def disk(host: str, folder: Folder) -> Finding:
+    where, path = f"{folder.path} ({folder.purpose})", shlex.quote(folder.path)
+    if folder.error:
+        fix = f"ls -ld {path}; df -h {path}; or choose another folder"
+        return _machine("disk", FAIL, (host,), f"{where} {folder.error}", "can be written to", fix)
+    of_files = PASS
+    if folder.free_files != UNLIMITED:
+        of_files = level_below(folder.free_files, DISK_FILES_FAIL, DISK_FILES_WARN)
+    of_space = level_below(folder.free, DISK_FAIL, DISK_WARN)
+    of_speed = level_below(folder.bytes_per_second, WRITING_FAIL, WRITING_WARN)
+    files = f", {folder.free_files} files free" if of_files != PASS else ""
+    return _machine(
+        "disk", max(of_files, of_space, of_speed, key=(PASS, WARN, FAIL).index), (host,),
+        f"{where}: {size(folder.free)} free{files}, writes {size(folder.bytes_per_second)}/s",
+        f"{size(DISK_WARN)} free, {size(WRITING_WARN)}/s", f"df -h {path}, and free space; or choose another folder",
     )  # fmt: skip
 
 
-def space(host: str, found: Folder) -> Finding:
+def space(host: str, folder: Folder) -> Finding:
     """For a folder that was not written to."""
-    told = f"{found.path} ({found.purpose}): {size(found.free)} free"
-    fix = f"df -h {shlex.quote(found.path)}, and free space; or choose another folder"
-    return Finding("machine", "disk", _level(found.free, DISK_FAIL, DISK_WARN), (host,), told, size(DISK_FAIL), fix)
+    return _machine(
+        "disk", level_below(folder.free, DISK_FAIL, DISK_WARN), (host,),
+        f"{folder.path} ({folder.purpose}): {size(folder.free)} free", size(DISK_FAIL),
+        f"df -h {shlex.quote(folder.path)}, and free space; or choose another folder",
+    )  # fmt: skip
 
 
-def sharing(examined: Examination, index: int, folder: Folder) -> Finding:
+def sharing(host: str, folder: Folder, others: set[int]) -> Finding:
     """Either is valid, and matters for checkpoints; a folder that only some nodes share is suspicious."""
-    others = set(examined.reports) - {index}
-    both = {other for other in folder.shared_with if other in others}
-    named = ", ".join(f"node {other}" for other in sorted(both))
-    told = "seen by this node only" if not both else "seen by all nodes" if both == others else f"shared with {named}"
-    level = WARN if both and both != others else PASS
-    return Finding(
-        "machine", "shared_folder", level, (examined.host(index),), f"{folder.path} ({folder.purpose}) is {told}",
+    both = sorted(others.intersection(folder.shared_with))
+    is_partial = 0 < len(both) < len(others)
+    named = f"shared with {', '.join(f'node {other}' for other in both)}" if is_partial else "seen by all nodes"
+    return _machine(
+        "shared_folder", WARN if is_partial else PASS, (host,),
+        f"{folder.path} ({folder.purpose}) is {named if both else 'seen by this node only'}",
         "by all or by none", "findmnt -T . on each node, and mount the same folder on all",
     )  # fmt: skip
 
 
 def speeds(examined: Examination) -> Iterator[Finding]:
     """Each node's processor compared with the others'."""
-    found = {
-        index: report.facts.processors
-        for index, report in examined.reports.items()
-        if report.facts.processors is not None
-    }
-    known = [one.gflops for one in found.values() if one.gflops > 0]
+    of_nodes = {i: report.facts.processors for i, report in examined.reports.items() if report.facts.processors}
+    known = [processors.gflops for processors in of_nodes.values() if processors.gflops > 0]
     median = statistics.median_high(known) if known else 0.0  # of two: the faster one
-    for index, one in found.items():
-        host = (examined.host(index),)
-        if not one.gflops:
-            yield Finding("machine", "speed", WARN, host, "numpy could not be timed", "ends within 8 s", "top -o %CPU")
+    for index, processors in of_nodes.items():
+        host, gflops = (examined.host(index),), processors.gflops
+        if not gflops:
+            yield _machine("speed", WARN, host, "numpy could not be timed", "ends within 8 s", "top -o %CPU")
             continue
-        yield Finding(
-            "machine", "speed", _level(one.gflops / median, SPEED_FAIL, SPEED_WARN), host,
-            f"one processor does {one.gflops:.0f} Gflop/s ({one.name}), {one.gflops / median:.0%} of the median",
+        yield _machine(
+            "speed", level_below(gflops / median, SPEED_FAIL, SPEED_WARN), host,
+            f"one processor does {gflops:.0f} Gflop/s ({processors.name}), {gflops / median:.0%} of the median",
             f"{SPEED_WARN:.0%}", "cpupower frequency-info; sudo cpupower frequency-set -g performance",
         )  # fmt: skip
 
@@ -196,29 +201,8 @@ def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
-def judge(examined: Examination, groups: Sequence[str]) -> list[Finding]:
-    findings: list[Finding] = []
-    if "network" not in groups and len(examined.addresses) > 1:
-        findings += judge_network.absent(examined)
-    for group, read in _READERS.items():
-        if group in groups:
-            findings += read(examined)
-    return findings
-
-
-def group(examined: Examination) -> Iterator[Finding]:
-    fix = "the logs of the group are beside the job's (doctor.N.log); python -m fleet_train selftest says more"
-    for index, result in examined.groups.items():
-        host = (examined.host(index),)
-        if result.skipped:
-            yield Finding("group", "group", WARN, host, f"not formed: {result.skipped}", "formed", fix)
-        else:
-            measured = f"{result.words} ({result.seconds:.0f} s)"
-            yield Finding("group", "group", PASS if result.ok else FAIL, host, measured, "exact sums", fix)
-
-
-# Of the software: what must be the same on all nodes, how it is read, the level of a node that differs, and the fix.
-_SAME: tuple[tuple[str, str, Callable[[Software], str], str, str], ...] = (
+# What must be the same on all nodes: how it is read, the level of a node that differs, and the fix.
+_SAME_SOFTWARE: tuple[tuple[str, str, Callable[[Software], str], str, str], ...] = (
     (
         "python", "Python", lambda software: ".".join(software.python.split(".")[:2]), FAIL,
         "python -m venv with the same Python as on the other nodes",
@@ -236,86 +220,102 @@ _SAME: tuple[tuple[str, str, Callable[[Software], str], str, str], ...] = (
     ("profile", "the profile (digest)", lambda software: software.profile, FAIL, "copy the profile to every node"),
     ("script", "the script (digest)", lambda software: software.script, FAIL, "copy the script to every node"),
 )  # fmt: skip
+_SAME_GPUS: tuple[tuple[str, str, Callable[[Gpus], str], str, str], ...] = (
+    (
+        "gpu_driver", "driver", lambda gpus: ", ".join(sorted({gpu.driver for gpu in gpus.found})), FAIL,
+        "sudo apt-get install the same nvidia-driver everywhere",
+    ),
+    ("nccl", "NCCL", lambda gpus: gpus.nccl, FAIL, "pip install the same paddlepaddle-gpu everywhere"),
+    ("gpu_models", "GPUs", lambda gpus: _models(gpus), FAIL, "nvidia-smi -L; start with --selected_gpus"),
+)  # fmt: skip
 
 
-def _software(examined: Examination) -> Iterator[Finding]:
-    of_nodes = {i: report.facts.software for i, report in examined.reports.items() if report.facts.software is not None}
+def software_findings(examined: Examination) -> Iterator[Finding]:
+    of_nodes = {i: report.facts.software for i, report in examined.reports.items() if report.facts.software}
     for index, software in of_nodes.items():
+        host = (examined.host(index),)
         for error in software.errors:
-            yield Finding("software", "profile_or_script", FAIL, (examined.host(index),), error, "can be read", "ls -l")
+            yield Finding("software", "profile_or_script", FAIL, host, error, "can be read", "ls -l")
         if not software.paddle:
             fix = "pip install paddlepaddle==3.3.1 (CPU), or see requirements-gpu.txt"
-            yield Finding("software", "paddle", FAIL, (examined.host(index),), "Paddle is not installed", "3.3", fix)
-    for id, name, read, level, fix in _SAME:
+            yield Finding("software", "paddle", FAIL, host, "Paddle is not installed", "3.3", fix)
+    for id, name, read, level, fix in _SAME_SOFTWARE:
         values = {index: read(software) for index, software in of_nodes.items()}
-        yield from _compared(examined, "software", id, name, values, fix, level)
+        yield from _compared(examined, partial(Finding, "software", id), name, values, level, fix)
+
+
+def gpu_findings(examined: Examination) -> Iterator[Finding]:
+    of_nodes = {i: report.facts.gpus for i, report in examined.reports.items() if report.facts.gpus}
+    for index, gpus in of_nodes.items():
+        yield from _of_gpus(examined.host(index), gpus)
+    for id, name, read, level, fix in _SAME_GPUS:
+        values = {index: read(gpus) for index, gpus in of_nodes.items()}
+        yield from _compared(examined, partial(Finding, "gpus", id), name, values, level, fix)
 
 
 def _compared(
-    examined: Examination, group: str, id: str, name: str, values: Mapping[int, str], fix: str, level: str = FAIL
+    examined: Examination,
+    finding: Callable[..., Finding],
+    name: str,
+    values: Mapping[int, str],
+    level: str,
+    fix: str,
 ) -> Iterator[Finding]:
     """``values`` of the nodes that have one: ``level`` for each that is not that of the majority; of equally many, the
     lowest node's value counts."""
     values = {index: value for index, value in values.items() if value}
     if not values:
         return
-    counts = Counter(values.values())
-    usual = max(counts, key=lambda value: (counts[value], -min(i for i, v in values.items() if v == value)))
+    usual = Counter(dict(sorted(values.items())).values()).most_common(1)[0][0]
     first = next(index for index, value in values.items() if value == usual)
     for index, value in values.items():
-        host, measured = (examined.host(index),), f"{name}: {value}"
+        host, measured, rule = (examined.host(index),), f"{name}: {value}", "the same on all nodes"
         if value == usual:
-            yield Finding(group, id, PASS, host, measured, "the same on all nodes")
+            yield finding(PASS, host, measured, rule)
         else:
-            different = f"{measured}, but {usual} on {examined.host(first)}"
-            yield Finding(group, id, level, host, different, "the same on all nodes", fix)
-
-
-MEMORY_USED_WARN = 1 << 30
-"""Memory in use of a GPU before a job: another process computes on it."""
-
-
-def _gpus(examined: Examination) -> Iterator[Finding]:
-    of_nodes = {i: report.facts.gpus for i, report in examined.reports.items() if report.facts.gpus is not None}
-    for index, gpus in of_nodes.items():
-        yield from _of_gpus(examined.host(index), gpus)
-    drivers = {index: ", ".join(sorted({gpu.driver for gpu in gpus.found})) for index, gpus in of_nodes.items()}
-    yield from _compared(
-        examined, "gpus", "gpu_driver", "driver", drivers, "sudo apt-get install the same nvidia-driver everywhere"
-    )
-    versions = {index: gpus.nccl for index, gpus in of_nodes.items()}
-    yield from _compared(examined, "gpus", "nccl", "NCCL", versions, "pip install the same paddlepaddle-gpu everywhere")
-    counts = {index: f"{len(gpus.found)} x {_models(gpus)}" for index, gpus in of_nodes.items()}
-    yield from _compared(examined, "gpus", "gpu_models", "GPUs", counts, "nvidia-smi -L; start with --selected_gpus")
+            yield finding(level, host, f"{measured}, but {usual} on {examined.host(first)}", rule, fix)
 
 
 def _models(gpus: Gpus) -> str:
-    return ", ".join(sorted({gpu.name for gpu in gpus.found})) or "nothing"
+    names = ", ".join(sorted({gpu.name for gpu in gpus.found})) or "nothing"
+    return f"{len(gpus.found)} x {names}"
 
 
 def _of_gpus(host: str, gpus: Gpus) -> Iterator[Finding]:
+    finding = partial(Finding, "gpus")
     if gpus.error:
         fix = "sudo dmesg | grep -i nvrm; reboot if the driver hangs"
-        yield Finding("gpus", "gpu", FAIL, (host,), gpus.error, "nvidia-smi answers", fix)
+        yield finding("gpu", FAIL, (host,), gpus.error, "nvidia-smi answers", fix)
         return
     for gpu in gpus.found:
         place = (f"{host} GPU {gpu.index}",)
         if gpu.ecc_errors:
             measured, fix = f"{gpu.ecc_errors} uncorrected ECC errors", f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
-            yield Finding("gpus", "ecc", FAIL, place, measured, "none", fix)
+            yield finding("ecc", FAIL, place, measured, "none", fix)
         if gpu.links_down:
             measured, fix = f"{gpu.links_down} NVLinks are inactive", f"nvidia-smi nvlink --status -i {gpu.index}"
-            yield Finding("gpus", "nvlink", WARN, place, measured, "none", fix)
-        if gpu.memory_used > MEMORY_USED_WARN:
+            yield finding("nvlink", WARN, place, measured, "none", fix)
+        if gpu.memory_used > GPU_MEMORY_WARN:
             measured, fix = f"{size(gpu.memory_used)} are in use already", "nvidia-smi, and end the processes there"
-            yield Finding("gpus", "gpu_memory", WARN, place, measured, size(MEMORY_USED_WARN), fix)
-    yield Finding("gpus", "gpu", PASS, (host,), f"{len(gpus.found)} x {_models(gpus)}", "nvidia-smi answers")
+            yield finding("gpu_memory", WARN, place, measured, size(GPU_MEMORY_WARN), fix)
+    yield finding("gpu", PASS, (host,), _models(gpus), "nvidia-smi answers")
+
+
+def group_findings(examined: Examination) -> Iterator[Finding]:
+    fix = "the logs of the group are beside the job's (doctor.N.log); python -m fleet_train selftest says more"
+    for index, result in examined.groups.items():
+        host = (examined.host(index),)
+        if result.skipped:
+            yield Finding("group", "group", WARN, host, f"not formed: {result.skipped}", "formed", fix)
+        else:
+            measured = f"{result.words} ({result.seconds:.0f} s)"
+            yield Finding("group", "group", PASS if result.ok else FAIL, host, measured, "exact sums", fix)
 
 
 _READERS = {
     "machine": machine_findings,
-    "software": _software,
-    "network": judge_network.network_findings,
-    "gpus": _gpus,
-    "group": group,
+    "software": software_findings,
+    "network": network_findings,
+    "gpus": gpu_findings,
+    "group": group_findings,
 }

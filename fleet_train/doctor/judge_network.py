@@ -4,7 +4,8 @@ pairs of nodes their ports, MTU, clocks, latency, bandwidth and retransmits."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fleet_train.doctor.facts import (
     ABSENT,
@@ -18,152 +19,11 @@ from fleet_train.doctor.facts import (
     Network,
     PortTry,
     Stream,
+    level_above,
     rate,
 )
 
-GROUP = "network"
 SPEEDS_DIFFER = 0.5
-
-
-def network_findings(examined: Examination) -> Iterator[Finding]:
-    several = len(examined.addresses) > 1
-    if several:
-        yield from absent(examined)
-    for index, report in examined.reports.items():
-        found = report.facts.network
-        if found is None:
-            continue
-        yield ports_held(examined, index, found)
-        yield ports_outgoing(examined, index, found)
-        if several:
-            yield name(examined, index, found)
-            yield from routes(examined, index, found)
-            yield proxies(examined, index, found)
-            yield variables(examined, index, found)
-    if several:
-        yield from cards(examined)
-    yield from of_pairs(examined)
-
-
-def absent(examined: Examination) -> Iterator[Finding]:
-    missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
-    for index in missing:
-        met = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
-        tried = next(
-            (one for r in examined.reports.values() for one in r.tries if one.target == index and one.seen_as), None
-        )
-        why = f"; seen by {', '.join(met)}, but its report did not arrive" if met else ""
-        why += f"; its answer: {tried.outcome}: {tried.seen_as}" if tried and not met else ""
-        yield Finding(
-            GROUP, ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
-            f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",
-        )  # fmt: skip
-    if not missing:
-        hosts = tuple(examined.host(index) for index in examined.reports)
-        yield Finding(GROUP, ABSENT, PASS, (f"all {len(hosts)} nodes",), "all connected")
-
-
-def name(examined: Examination, index: int, found: Network) -> Finding:
-    host, address = (examined.host(index),), examined.addresses[index]
-    own = {one for interface in found.interfaces for one in interface.addresses}
-    add = f"echo '{address} {found.host_name}' | sudo tee -a /etc/hosts"
-    fix = f"sudo sed -i '/^127/ s/[[:space:]]{found.host_name}\\b//g' /etc/hosts && {add}"
-    rule = "an address that the other nodes reach"
-    if not found.resolved:
-        told = f"its own name {found.host_name!r} cannot be resolved here"
-        return Finding(GROUP, "own_name", WARN, host, told, rule, add)
-    told = f"its own name {found.host_name!r} resolves to {found.resolved}"
-    if found.is_named:
-        return Finding(GROUP, "own_name", FAIL, host, f"{told} here, and the node list uses that name", rule, fix)
-    if found.resolved.startswith("127.") and not address.startswith("127."):
-        return Finding(GROUP, "own_name", WARN, host, told, rule, fix)
-    if found.resolved not in own and not found.resolved.startswith("127."):
-        return Finding(GROUP, "own_name", WARN, host, f"{told}, which is not an address of this machine", rule, fix)
-    return Finding(GROUP, "own_name", PASS, host, told, rule)
-
-
-def routes(examined: Examination, index: int, found: Network) -> Iterator[Finding]:
-    host, address = examined.host(index), examined.addresses[index]
-    wrong = False
-    for other, route in found.routes.items():
-        to, there = examined.host(other), examined.addresses[other]
-        if not route.source:
-            wrong = True
-            told, fix = f"there is no route to {there}", f"ip route get {there}; sudo ip route add {there} dev IFACE"
-            yield Finding(GROUP, "route", FAIL, (host, to), told, "a route", fix)
-        elif route.source != address and not address.startswith("127."):
-            wrong = True
-            told = f"packets to {there} leave from {route.source} ({route.interface}), not from {address}"
-            fix = f"sudo ip route replace {there} dev IFACE src {address}; or name this node by {route.source}"
-            yield Finding(GROUP, "route", WARN, (host, to), told, "the listed address", fix)
-    used = {route.interface for route in found.routes.values() if route.source}
-    if len(used) > 1:
-        wrong = True
-        told = f"the routes to the nodes leave by different interfaces: {', '.join(sorted(used))}"
-        fix = "ip route get ADDRESS for each node, and remove the wrong route: sudo ip route del"
-        yield Finding(GROUP, "route", WARN, (host,), told, "one interface", fix)
-    if not wrong:
-        yield Finding(GROUP, "route", PASS, (host,), f"by {', '.join(sorted(used)) or 'no interface'}", "one interface")
-
-
-def ports_held(examined: Examination, index: int, found: Network) -> Finding:
-    host = (examined.host(index),)
-    if not found.held:
-        return Finding(GROUP, "ports_held", PASS, host, "the ports of a job are free here", "free")
-    told = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(found.held.items()))
-    port = next(iter(sorted(found.held)))
-    fix = f"sudo ss -ltnp 'sport = :{port}', and end that process; or choose another --started_port on every node"
-    return Finding(GROUP, "ports_held", FAIL, host, told, "free", fix)
-
-
-def ports_outgoing(examined: Examination, index: int, found: Network) -> Finding:
-    first, last = found.outgoing_ports
-    is_inside = first <= examined.started_port <= last
-    return Finding(
-        GROUP, "ports_range", WARN if is_inside else PASS, (examined.host(index),),
-        f"first port {examined.started_port}, outgoing connections take {first} to {last}", "outside of these",
-        f"choose --started_port below {first}: the kernel uses ports of that range for outgoing connections",
-    )  # fmt: skip
-
-
-def proxies(examined: Examination, index: int, found: Network) -> Finding:
-    host = (examined.host(index),)
-    if not found.proxies:
-        return Finding(GROUP, "proxy", PASS, host, "no proxy between the nodes", "no_proxy lists all nodes")
-    told = f"{', '.join(found.proxies)} set, and no_proxy does not list all nodes (values are not shown)"
-    fix = f"export no_proxy=$no_proxy,{','.join(examined.addresses)}"
-    return Finding(GROUP, "proxy", WARN, host, told, "no_proxy lists all nodes", fix)
-
-
-def variables(examined: Examination, index: int, found: Network) -> Finding:
-    host, wrong = (examined.host(index),), found.wrong_interface_variables
-    rule = "an interface with the node's address"
-    if not wrong:
-        return Finding(GROUP, "interface_variables", PASS, host, "none names a wrong interface", rule)
-    here = ", ".join(one.name for one in found.interfaces)
-    told = f"{', '.join(wrong)} names no interface that has {examined.addresses[index]}; there are {here}"
-    return Finding(GROUP, "interface_variables", FAIL, host, told, rule, f"unset {' '.join(wrong)}")
-
-
-def cards(examined: Examination) -> Iterator[Finding]:
-    """The speeds that real network cards negotiated with the switch."""
-    speeds: dict[int, int] = {}
-    for index, report in examined.reports.items():
-        found = report.facts.network
-        used = {route.interface for route in found.routes.values()} if found else set()
-        for card in found.interfaces if found else ():
-            if card.name in used and card.megabits:
-                speeds[index] = min(card.megabits, speeds.get(index, card.megabits))
-    fastest = max(speeds.values(), default=0)
-    for index, speed in speeds.items():
-        level = WARN if speed < SPEEDS_DIFFER * fastest else PASS
-        told, fix = (
-            f"its network card runs at {speed} Mb/s",
-            "sudo ethtool IFACE; change the cable or the switch's port",
-        )
-        yield Finding(GROUP, "card", level, (examined.host(index),), told, f"{fastest} Mb/s, the fastest one's", fix)
-
-
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
@@ -176,132 +36,250 @@ RETRANSMITS_WARN, RETRANSMITS_FAIL = 0.01, 0.05
 """Share of retransmitted segments: TCP's speed falls with the square root of the loss."""
 FEWEST_SEGMENTS = 100
 
+_finding = partial(Finding, "network")
 
-def of_pairs(examined: Examination) -> Iterator[Finding]:
+
+def network_findings(examined: Examination) -> Iterator[Finding]:
+    several = len(examined.addresses) > 1
+    if several:
+        yield from absent(examined)
+    for index, report in examined.reports.items():
+        network = report.facts.network
+        if network is None:
+            continue
+        host = examined.host(index)
+        yield ports_held(host, network)
+        yield ports_outgoing(host, network, examined.started_port)
+        if several:
+            yield own_name(host, examined.addresses[index], network)
+            yield from routes(examined, index, network)
+            yield proxies(host, network, examined.addresses)
+            yield variables(host, examined.addresses[index], network)
+    if several:
+        yield from cards(examined)
     for index, report in examined.reports.items():
         yield from ports(examined, index, report.tries)
-        yield from mtus(examined, index, report.datagrams)
-        yield from clocks(examined, index, report.echoes)
-        yield from latencies(examined, index, report.echoes)
+        yield from (mtu(examined, index, datagrams) for datagrams in report.datagrams)
+        yield from (clock(_pair(examined, index, echo.target), echo) for echo in report.echoes)
+        for echo in report.echoes:
+            yield latency(_pair(examined, index, echo.target), examined.addresses[echo.target], echo)
     streams = [stream for report in examined.reports.values() for stream in report.streams]
     yield from bandwidths(examined, streams)
-    yield from retransmits(examined, streams)
+    for stream in streams:
+        if stream.segments >= FEWEST_SEGMENTS:
+            yield retransmits(_pair(examined, stream.source, stream.target), stream)
 
 
-def ports(examined: Examination, index: int, tries: Iterable[PortTry]) -> Iterator[Finding]:
+def absent(examined: Examination) -> Iterator[Finding]:
+    missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
+    tries = [attempt for report in examined.reports.values() for attempt in report.tries]
+    for index in missing:
+        seen_by = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
+        refusal = next((attempt for attempt in tries if attempt.target == index and attempt.seen_as), None)
+        why = f"; seen by {', '.join(seen_by)}, but its report did not arrive" if seen_by else ""
+        why += f"; its answer: {refusal.outcome}: {refusal.seen_as}" if refusal and not seen_by else ""
+        yield _finding(
+            ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
+            f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",
+        )  # fmt: skip
+    if not missing:
+        yield _finding(ABSENT, PASS, (f"all {len(examined.reports)} nodes",), "all connected")
+
+
+def own_name(host: str, address: str, network: Network) -> Finding:
+    name, resolved = f"its own name {network.host_name!r}", network.resolved
+    fix = add = f"echo '{address} {network.host_name}' | sudo tee -a /etc/hosts"
+    is_loopback = resolved.startswith("127.")
+    if not resolved:
+        level, measured = WARN, f"{name} cannot be resolved here"
+    else:
+        level, measured = PASS, f"{name} resolves to {resolved}"
+        fix = f"sudo sed -i '/^127/ s/[[:space:]]{network.host_name}\\b//g' /etc/hosts && {add}"
+        if network.is_named:
+            level, measured = FAIL, f"{measured} here, and the node list uses that name"
+        elif is_loopback and not address.startswith("127."):
+            level = WARN
+        elif not is_loopback and not any(resolved in interface.addresses for interface in network.interfaces):
+            level, measured = WARN, f"{measured}, which is not an address of this machine"
+    rule = "an address that the other nodes reach"
+    return _finding("own_name", level, (host,), measured, rule, fix if level != PASS else "")
+
+
+def routes(examined: Examination, index: int, network: Network) -> Iterator[Finding]:
+    host, address = examined.host(index), examined.addresses[index]
+    findings = []
+    for other, route in network.routes.items():
+        pair, there = (host, examined.host(other)), examined.addresses[other]
+        if not route.source:
+            fix = f"ip route get {there}; sudo ip route add {there} dev IFACE"
+            findings.append(_finding("route", FAIL, pair, f"there is no route to {there}", "a route", fix))
+        elif route.source != address and not address.startswith("127."):
+            measured = f"packets to {there} leave from {route.source} ({route.interface}), not from {address}"
+            fix = f"sudo ip route replace {there} dev IFACE src {address}; or name this node by {route.source}"
+            findings.append(_finding("route", WARN, pair, measured, "the listed address", fix))
+    used = sorted({route.interface for route in network.routes.values() if route.source})
+    if len(used) > 1:
+        measured = f"the routes to the nodes leave by different interfaces: {', '.join(used)}"
+        fix = "ip route get ADDRESS for each node, and remove the wrong route: sudo ip route del"
+        findings.append(_finding("route", WARN, (host,), measured, "one interface", fix))
+    yield from findings or [
+        _finding("route", PASS, (host,), f"by {', '.join(used) or 'no interface'}", "one interface")
+    ]
+
+
+def ports_held(host: str, network: Network) -> Finding:
+    if not network.held:
+        return _finding("ports_held", PASS, (host,), "the ports of a job are free here", "free")
+    measured = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(network.held.items()))
+    fix = f"sudo ss -ltnp 'sport = :{min(network.held)}', and end that process; or choose another --started_port"
+    return _finding("ports_held", FAIL, (host,), measured, "free", f"{fix} on every node")
+
+
+def ports_outgoing(host: str, network: Network, started_port: int) -> Finding:
+    first, last = network.outgoing_ports
+    return _finding(
+        "ports_range", WARN if first <= started_port <= last else PASS, (host,),
+        f"first port {started_port}, outgoing connections take {first} to {last}", "outside of these",
+        f"choose --started_port below {first}: the kernel uses ports of that range for outgoing connections",
+    )  # fmt: skip
+
+
+def proxies(host: str, network: Network, addresses: Sequence[str]) -> Finding:
+    rule = "no_proxy lists all nodes"
+    if not network.proxies:
+        return _finding("proxy", PASS, (host,), "no proxy between the nodes", rule)
+    measured = f"{', '.join(network.proxies)} set, and no_proxy does not list all nodes (values are not shown)"
+    return _finding("proxy", WARN, (host,), measured, rule, f"export no_proxy=$no_proxy,{','.join(addresses)}")
+
+
+def variables(host: str, address: str, network: Network) -> Finding:
+    wrong, rule = network.wrong_interface_variables, "an interface with the node's address"
+    if not wrong:
+        return _finding("interface_variables", PASS, (host,), "none names a wrong interface", rule)
+    names = ", ".join(interface.name for interface in network.interfaces)
+    measured = f"{', '.join(wrong)} names no interface that has {address}; there are {names}"
+    return _finding("interface_variables", FAIL, (host,), measured, rule, f"unset {' '.join(wrong)}")
+
+
+def cards(examined: Examination) -> Iterator[Finding]:
+    """The speeds that real network cards negotiated with the switch."""
+    speeds: dict[int, int] = {}
+    for index, report in examined.reports.items():
+        if report.facts.network is not None:
+            used = {route.interface for route in report.facts.network.routes.values()}
+            known = [card.megabits for card in report.facts.network.interfaces if card.name in used and card.megabits]
+            speeds |= {index: min(known)} if known else {}
+    fastest = max(speeds.values(), default=0)
+    for index, speed in speeds.items():
+        yield _finding(
+            "card", WARN if speed < SPEEDS_DIFFER * fastest else PASS, (examined.host(index),),
+            f"its network card runs at {speed} Mb/s", f"{fastest} Mb/s, the fastest one's",
+            "sudo ethtool IFACE; change the cable or the switch's port",
+        )  # fmt: skip
+
+
+def _pair(examined: Examination, source: int, target: int) -> tuple[str, str]:
+    return examined.host(source), examined.host(target)
+
+
+def ports(examined: Examination, index: int, tries: Sequence[PortTry]) -> Iterator[Finding]:
     """Of one node to each other one: closed ports by how they are closed, and addresses that are translated."""
-    by_target: dict[int, list[PortTry]] = {}
-    for one in tries:
-        by_target.setdefault(one.target, []).append(one)
-    for target, group in by_target.items():
-        pair, there = (examined.host(index), examined.host(target)), examined.addresses[target]
-        closed = [one for one in group if one.outcome != "open"]
-        for outcome in dict.fromkeys(one.outcome for one in closed):
-            named = ", ".join(str(one.port) for one in closed if one.outcome == outcome)
-            told = f"port {named}: {outcome}"
-            yield Finding(
-                GROUP, "port", FAIL, pair, told, "every port of a job is open", _open(examined, index, closed)
-            )
-        translated = next((one.seen_as for one in group if one.outcome == "open" and one.seen_as), "")
-        if translated:
-            told = f"is seen there as {translated[:80]}, not as {examined.addresses[index]}"
+    own, rule = examined.addresses[index], "every port of a job is open"
+    for target in dict.fromkeys(attempt.target for attempt in tries):
+        pair = _pair(examined, index, target)
+        attempts = [attempt for attempt in tries if attempt.target == target]
+        closed: dict[str, list[str]] = {}
+        for attempt in attempts:
+            if attempt.outcome != "open":
+                closed.setdefault(attempt.outcome, []).append(str(attempt.port))
+        for outcome, numbers in closed.items():
+            # Gloo and NCCL use ports chosen by the kernel, so the target must admit the host.
+            fix = f"on {pair[1]}: sudo iptables -I INPUT -p tcp -s {own} -j ACCEPT (ufw: sudo ufw allow from {own})"
+            yield _finding("port", FAIL, pair, f"port {', '.join(numbers)}: {outcome}", rule, fix)
+        seen_as = next((attempt.seen_as for attempt in attempts if attempt.outcome == "open" and attempt.seen_as), "")
+        if seen_as:
+            measured = f"is seen there as {seen_as[:80]}, not as {own}"
             fix = "name the node by the address that others see, or give all nodes the same --job_secret_file"
-            yield Finding(GROUP, "address", FAIL, pair, told, "the listed address", fix)
+            yield _finding("address", FAIL, pair, measured, "the listed address", fix)
         if not closed:
-            told = f"{there} answers at {len(group)} ports"
-            yield Finding(GROUP, "port", PASS, pair, told, "every port of a job is open")
+            measured = f"{examined.addresses[target]} answers at {len(attempts)} ports"
+            yield _finding("port", PASS, pair, measured, rule)
 
 
-def _open(examined: Examination, source: int, closed: list[PortTry]) -> str:
-    """The command to open them on the target: Gloo and NCCL use ports chosen by the kernel, so it admits the host."""
-    address, target = examined.addresses[source], examined.host(closed[0].target)
-    return f"on {target}: sudo iptables -I INPUT -p tcp -s {address} -j ACCEPT (ufw: sudo ufw allow from {address})"
-
-
-def mtus(examined: Examination, index: int, found: Iterable[Datagrams]) -> Iterator[Finding]:
-    for one in found:
-        pair = (examined.host(index), examined.host(one.target))
-        there = _mtu_at(examined, one.target, index)
-        need = min(one.tried, there) if there else one.tried
-        rule = f"packets of {need} bytes, as the interfaces are set"
-        if not one.largest:
-            told = "no UDP packet is answered: the MTU could not be measured"
-            yield Finding(
-                GROUP, "mtu", WARN, pair, told, rule, f"ping -M do -s {need - 28} {examined.addresses[one.target]}"
-            )
-        elif one.largest < need:
-            is_told = bool(one.known) and one.known < need
-            end = "; a router reports it, and TCP adapts" if is_told else "; no router reports it: large messages hang"
-            told = f"packets of {one.largest} bytes arrive, of {need} do not{end}"
-            fix = f"sudo ip link set dev {_interface(examined, index, one.target)} mtu {one.largest} on both nodes"
-            yield Finding(GROUP, "mtu", WARN if is_told else FAIL, pair, told, rule, fix)
-        elif there and there != one.tried:
-            told = f"the interface's MTU is {one.tried} here and {there} there"
-            fix = f"sudo ip link set dev {_interface(examined, index, one.target)} mtu {need} on both nodes"
-            yield Finding(GROUP, "mtu", WARN, pair, told, "the same on both", fix)
-        else:
-            yield Finding(GROUP, "mtu", PASS, pair, f"packets of {one.largest} bytes arrive", rule)
+def mtu(examined: Examination, index: int, datagrams: Datagrams) -> Finding:
+    target, largest, here = datagrams.target, datagrams.largest, datagrams.tried
+    there = _mtu_at(examined, target, index)
+    need = min(here, there) if there else here
+    pair, rule = _pair(examined, index, target), f"packets of {need} bytes, as the interfaces are set"
+    fix = f"sudo ip link set dev {_interface(examined, index, target)} mtu {min(largest, need)} on both nodes"
+    if not largest:
+        measured = "no UDP packet is answered: the MTU could not be measured"
+        fix = f"ping -M do -s {need - 28} {examined.addresses[target]}"
+        return _finding("mtu", WARN, pair, measured, rule, fix)
+    if largest < need:
+        is_reported = 0 < datagrams.known < need
+        end = "a router reports it, and TCP adapts" if is_reported else "no router reports it: large messages hang"
+        measured = f"packets of {largest} bytes arrive, of {need} do not; {end}"
+        return _finding("mtu", WARN if is_reported else FAIL, pair, measured, rule, fix)
+    if there and there != here:
+        measured = f"the interface's MTU is {here} here and {there} there"
+        return _finding("mtu", WARN, pair, measured, "the same on both", fix)
+    return _finding("mtu", PASS, pair, f"packets of {largest} bytes arrive", rule)
 
 
 def _interface(examined: Examination, index: int, target: int) -> str:
-    network = examined.reports[index].facts.network
+    """The name of the one by which the route to the target leaves."""
+    network = examined.reports[index].facts.network if index in examined.reports else None
     route = network.routes.get(target) if network else None
     return route.interface if route and route.interface else "IFACE"
 
 
 def _mtu_at(examined: Examination, index: int, towards: int) -> int:
-    report = examined.reports.get(index)
-    network = report.facts.network if report else None
-    name = _interface(examined, index, towards) if network else ""
-    return next((one.mtu for one in (network.interfaces if network else ()) if one.name == name), 0)
+    """0: unknown."""
+    network = examined.reports[index].facts.network if index in examined.reports else None
+    name = _interface(examined, index, towards)
+    return next((card.mtu for card in (network.interfaces if network else ()) if card.name == name), 0)
 
 
-def clocks(examined: Examination, index: int, echoes: Iterable[Echo]) -> Iterator[Finding]:
-    for one in echoes:
-        off = max(0.0, abs(one.ahead) - one.uncertainty)
-        level = FAIL if off > CLOCK_FAIL else WARN if off > CLOCK_WARN else PASS
-        told = f"the first one's clock is {abs(one.ahead):.3f} s {'ahead' if one.ahead > 0 else 'behind'}"
-        pair = (examined.host(index), examined.host(one.target))
-        fix = "sudo timedatectl set-ntp true on both, then timedatectl timesync-status"
-        yield Finding(GROUP, "clock", level, pair, told, f"{CLOCK_WARN:g} s", fix)
+def clock(pair: tuple[str, str], echo: Echo) -> Finding:
+    off = max(0.0, abs(echo.ahead) - echo.uncertainty)
+    return _finding(
+        "clock", level_above(off, CLOCK_FAIL, CLOCK_WARN), pair,
+        f"the first one's clock is {abs(echo.ahead):.3f} s {'ahead' if echo.ahead > 0 else 'behind'}",
+        f"{CLOCK_WARN:g} s", "sudo timedatectl set-ntp true on both, then timedatectl timesync-status",
+    )  # fmt: skip
 
 
-def latencies(examined: Examination, index: int, echoes: Iterable[Echo]) -> Iterator[Finding]:
-    for one in echoes:
-        fastest = 2 * one.uncertainty
-        level = FAIL if fastest > LATENCY_FAIL else WARN if fastest > LATENCY_WARN else PASS
-        there = examined.addresses[one.target]
-        fix = f"mtr {there}; for inherently slow links: python -m fleet_train recommend"
-        pair = (examined.host(index), examined.host(one.target))
-        told = f"round trip {one.median * 1e3:.2f} ms, the fastest {fastest * 1e3:.2f} ms"
-        yield Finding(GROUP, "latency", level, pair, told, f"{LATENCY_WARN * 1e3:g} ms", fix)
+def latency(pair: tuple[str, str], there: str, echo: Echo) -> Finding:
+    fastest = 2 * echo.uncertainty
+    return _finding(
+        "latency", level_above(fastest, LATENCY_FAIL, LATENCY_WARN), pair,
+        f"round trip {echo.median * 1e3:.2f} ms, the fastest {fastest * 1e3:.2f} ms", f"{LATENCY_WARN * 1e3:g} ms",
+        f"mtr {there}; for inherently slow links: python -m fleet_train recommend",
+    )  # fmt: skip
 
 
-def bandwidths(examined: Examination, streams: Iterable[Stream]) -> Iterator[Finding]:
-    streams = list(streams)
-    known = [one.best for one in streams if not one.error]
+def bandwidths(examined: Examination, streams: Sequence[Stream]) -> Iterator[Finding]:
+    known = [stream.best for stream in streams if not stream.error]
     # Of two: the faster one, so that one slow direction shows.
     median = statistics.median_high(known) if known else 0.0
-    for one in streams:
-        pair = (examined.host(one.source), examined.host(one.target))
-        there = examined.addresses[one.target]
+    for stream in streams:
+        pair, there = _pair(examined, stream.source, stream.target), examined.addresses[stream.target]
         fix = f"iperf3 -s there, then iperf3 -c {there}; sudo ethtool IFACE on both: speed, duplex, errors"
-        if one.error:
-            told = "the transfer stalls" if one.error == "stalled" else f"no bytes could be sent: {one.error}"
-            yield Finding(GROUP, "bandwidth", FAIL, pair, told, "flows", f"{fix}; a smaller MTU if mtu fails, too")
+        if stream.error:
+            is_stalled = stream.error == "stalled"
+            measured = "the transfer stalls" if is_stalled else f"no bytes could be sent: {stream.error}"
+            yield _finding("bandwidth", FAIL, pair, measured, "flows", f"{fix}; a smaller MTU if mtu fails, too")
             continue
-        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if one.alone else 0.0)
-        told = f"{rate(one.bytes_per_second)}, at best {rate(one.best)}"
-        yield Finding(GROUP, "bandwidth", WARN if one.best < least else PASS, pair, told, rate(least), fix)
+        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if stream.alone else 0.0)
+        measured = f"{rate(stream.bytes_per_second)}, at best {rate(stream.best)}"
+        yield _finding("bandwidth", WARN if stream.best < least else PASS, pair, measured, rate(least), fix)
 
 
-def retransmits(examined: Examination, streams: Iterable[Stream]) -> Iterator[Finding]:
-    for one in streams:
-        if one.segments < FEWEST_SEGMENTS:
-            continue
-        share = one.retransmits / one.segments
-        level = FAIL if share > RETRANSMITS_FAIL else WARN if share > RETRANSMITS_WARN else PASS
-        pair = (examined.host(one.source), examined.host(one.target))
-        told = f"{share:.2%} of {one.segments} segments were retransmitted"
-        fix = "ethtool -S IFACE | grep -iE 'err|drop' on both; change the cable or the switch's port"
-        yield Finding(GROUP, "retransmits", level, pair, told, f"{RETRANSMITS_WARN:.0%}", fix)
+def retransmits(pair: tuple[str, str], stream: Stream) -> Finding:
+    share = stream.retransmits / stream.segments
+    return _finding(
+        "retransmits", level_above(share, RETRANSMITS_FAIL, RETRANSMITS_WARN), pair,
+        f"{share:.2%} of {stream.segments} segments were retransmitted", f"{RETRANSMITS_WARN:.0%}",
+        "ethtool -S IFACE | grep -iE 'err|drop' on both; change the cable or the switch's port",
+    )  # fmt: skip

@@ -29,7 +29,7 @@ MARK = ".fleet_train-doctor-"
 def nearest(folder: Path) -> Path:
     """The folder, or its nearest existing parent."""
     folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...]:
@@ -68,22 +68,22 @@ def run_apart(seconds: float, *arguments: str) -> Any:
 def write_into(folder: Path, mark: str) -> dict[str, object]:
     """Free space and files, bytes per second including the sync to disk, and the error, if any."""
     there = nearest(folder)
-    found: dict[str, object] = {"path": str(there)}
+    facts: dict[str, object] = {"path": str(there)}
     trial = there / f"{mark}.trial"
     try:
         _remove_leftovers(there)
         space = os.statvfs(there)
-        found["free"] = space.f_bavail * space.f_frsize
-        found["free_files"] = space.f_favail if space.f_files else UNLIMITED
+        facts["free"] = space.f_bavail * space.f_frsize
+        facts["free_files"] = space.f_favail if space.f_files else UNLIMITED
         with open_new(there / mark) as file:
             file.write(b"Made by `python -m fleet_train doctor`; may be removed.\n")
-        found["bytes_per_second"] = _speed(trial)
+        facts["bytes_per_second"] = _speed(trial)
     except OSError as error:
-        found["error"] = f"cannot be written to: {error.strerror or error}"
+        facts["error"] = f"cannot be written to: {error.strerror or error}"
     finally:
         with contextlib.suppress(OSError):
             trial.unlink(missing_ok=True)
-    return found
+    return facts
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -54,10 +54,10 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 def space_of(folder: Path) -> tuple[int, int]:
     """(size, free bytes) of the file system; zeros if there is none."""
     try:
-        found = os.statvfs(folder)
+        space = os.statvfs(folder)
     except OSError:
         return 0, 0
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
 
 
 def limits() -> Limits:
@@ -106,7 +106,9 @@ def folders(controller: str, root: Path = _ROOT, cgroups: Path = _CGROUPS) -> It
             if not top.is_dir():
                 continue
             inner = top / path.lstrip("/")
-            yield from (one for one in (inner, *inner.parents) if one == top or (top in one.parents and one.is_dir()))
+            yield from (
+                group for group in (inner, *inner.parents) if group == top or (top in group.parents and group.is_dir())
+            )
             break
 
 
@@ -130,8 +132,8 @@ def memory_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int
 
 def processor_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> float:
     """Number of processors; UNLIMITED without a quota."""
-    found = [quota for folder in folders("cpu", root, cgroups) if (quota := _quota(folder)) is not None]
-    return min(found, default=float(UNLIMITED))
+    quotas = [quota for folder in folders("cpu", root, cgroups) if (quota := _quota(folder)) is not None]
+    return min(quotas, default=float(UNLIMITED))
 
 
 def _quota(folder: Path) -> float | None:
@@ -199,12 +201,12 @@ def _ask(command: Iterable[str]) -> tuple[str, str]:
 def parse_table(table: str, links_down: dict[int, int]) -> tuple[Gpu, ...]:
     """From ``--query-gpu``; values that a GPU lacks are ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(table))]
-    found = []
+    gpus = []
     for row in rows:
         if len(row) == 5 and row[0].isdigit():
             index = int(row[0])
-            found.append(Gpu(index, row[1], row[2], _whole(row[3]), _whole(row[4]) << 20, links_down.get(index, 0)))
-    return tuple(found)
+            gpus.append(Gpu(index, row[1], row[2], _whole(row[3]), _whole(row[4]) << 20, links_down.get(index, 0)))
+    return tuple(gpus)
 
 
 def _whole(text: str) -> int:

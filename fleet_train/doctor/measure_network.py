@@ -24,16 +24,16 @@ def network(
 ) -> Network:
     """``held``: ports that could not be opened, and the processes that use them."""
     name = socket.gethostname()
-    found = addresses_here.interface_addresses()
+    interfaces = addresses_here.interface_addresses()
     return Network(
         host_name=name,
         resolved=own_address(name),
         is_named=is_named,
-        interfaces=tuple(_interface(one, found[one]) for one in sorted(found)),
-        routes={i: _route(address, found) for i, address in enumerate(addresses) if i != index},
+        interfaces=tuple(_interface(name, interfaces[name]) for name in sorted(interfaces)),
+        routes={i: _route(address, interfaces) for i, address in enumerate(addresses) if i != index},
         held=dict(held),
-        proxies=proxies_in_the_way(environ, [one for i, one in enumerate(addresses) if i != index]),
-        wrong_interface_variables=wrong_interfaces(environ, found, addresses[index]),
+        proxies=proxies_in_the_way(environ, [address for i, address in enumerate(addresses) if i != index]),
+        wrong_interface_variables=wrong_interfaces(environ, interfaces, addresses[index]),
         outgoing_ports=outgoing_ports(),
     )
 
@@ -63,23 +63,23 @@ def _interface_by_route(address: str) -> str:
     """From ``ip``, because a packet may leave by another interface than the one that has its source address."""
     command = ["ip", "-o", "-4", "route", "get", address]
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, text=True, timeout=timeouts.DOCTOR_IP_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    found = re.search(r"\bdev (\S+)", told)
-    return found[1] if found else ""
+    match = re.search(r"\bdev (\S+)", output)
+    return match[1] if match else ""
 
 
 def proxies_in_the_way(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[str, ...]:
     """Names of the proxy variables that are set, unless no_proxy excludes every node. Values are never returned."""
-    said = {name.lower(): name for name, value in environ.items() if name.lower() in _PROXIES and value.strip()}
+    variables = {name.lower(): name for name, value in environ.items() if name.lower() in _PROXIES and value.strip()}
     excepted = [word.strip() for name in ("no_proxy", "NO_PROXY") for word in environ.get(name, "").split(",")]
-    outside = [one for one in addresses if not addresses_here.is_loopback(one)]
-    if not outside or all(_is_excepted(one, excepted) for one in outside):
+    outside = [address for address in addresses if not addresses_here.is_loopback(address)]
+    if not outside or all(_is_excepted(address, excepted) for address in outside):
         return ()
-    return tuple(sorted(said.values()))
+    return tuple(sorted(variables.values()))
 
 
 def _is_excepted(address: str, excepted: Sequence[str]) -> bool:

@@ -53,7 +53,7 @@ def find(where: Where, join_timeout_seconds: float) -> Participants | None:
     """
     if not is_rank(os.environ):
         return _of_flags(where, join_timeout_seconds)
-    if where.is_said:
+    if where.is_given:
         raise ClusterError(
             "--nproc, --ips, --node_ip and --started_port describe the machines, but a launcher has started this "
             "process as one of its ranks: give them to the launcher"
@@ -62,8 +62,8 @@ def find(where: Where, join_timeout_seconds: float) -> Participants | None:
 
 
 def _of_rank(join_timeout_seconds: float) -> Participants | None:
-    found = cluster_from_environ(launch_environment(), parent_command())
-    cluster, host = complete(found, join_timeout_seconds)
+    described = cluster_from_environ(launch_environment(), parent_command())
+    cluster, host = complete(described, join_timeout_seconds)
     if host is not None:
         host.release()
     return of_cluster(cluster, os.environ) if cluster.local_rank == 0 else None
@@ -92,8 +92,8 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
     hosts = request.hosts or (LOOPBACK,)
     addresses, named = without_loopback_name(hosts, tuple(map(network.resolve, hosts)), where.node_ip)
     check_addresses(hosts, addresses)
-    asked = request.node_host if named is None else addresses[named]
-    index = choose_node(hosts, addresses, asked, machine.addresses)
+    own_host = request.node_host if named is None else addresses[named]
+    index = choose_node(hosts, addresses, own_host, machine.addresses)
     processes, _ = choose_processes(None, request.processes_per_node, machine.gpus)
     check_port_range(request.first_port, processes)
     ports = tuple(range(request.first_port, request.first_port + processes + 1))  # the ranks', and the job store's
@@ -116,14 +116,14 @@ def without_loopback_name(
         if node_ip != given:
             return addresses, None
     other = next(a for i, a in enumerate(addresses) if i != own)
-    found = network.address_towards(other)
-    if found is None:
+    source = network.address_towards(other)
+    if source is None:
         return addresses, None
-    return (*addresses[:own], found, *addresses[own + 1 :]), own
+    return (*addresses[:own], source, *addresses[own + 1 :]), own
 
 
 def _access(environ: Mapping[str, str], hosts: tuple[str, ...], index: int, source: str = "") -> Access:
     digest = sha256("\0".join(hosts).encode(errors="replace")).hexdigest()[:10]
-    found = Access.of(environ, source or hosts[index])
+    access = Access.of(environ, source or hosts[index])
     # A job that runs under the same id is a different one: its store must not treat us as one of its members.
-    return Access(f"doctor-{found.job or digest}", found.secret, found.source)
+    return Access(f"doctor-{access.job or digest}", access.secret, access.source)

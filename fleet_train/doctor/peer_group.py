@@ -23,6 +23,8 @@ ERRORS = (OSError, ProtocolError, Refused)
 
 
 class PeerGroup:
+    """The doctors of all nodes as this one sees them: whom it reaches, what it measures with them."""
+
     def __init__(self, participants: Participants, state: ReplicatedState, responder: Responder) -> None:
         self.participants = participants
         self.state = state
@@ -34,33 +36,30 @@ class PeerGroup:
 
     def wait_for_nodes(self, seconds: float) -> tuple[int, ...]:
         """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
-        deadline = time.monotonic() + seconds
-        word_at = time.monotonic() + timeouts.DOCTOR_FIRST_WORD_SECONDS
-        everybody = set(range(len(self.participants.addresses)))
-        while True:
-            self._sync_with(everybody - {self.participants.index})
-            missing = everybody - self.state.nodes("here")
-            over = bool(self.state.nodes("over"))
-            if not missing or over or time.monotonic() > deadline:
-                break
-            if time.monotonic() > word_at:
-                named = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
-                logger.info(f"waiting for {named} ({max(0.0, deadline - time.monotonic()):.0f} s more)")
-                word_at = time.monotonic() + timeouts.DOCTOR_NEXT_WORD_SECONDS
-            self.state.wait(timeouts.DOCTOR_PAUSE_SECONDS)
-        present = tuple(sorted(self.state.nodes("here")))
-        self.state.put(f"over/{self.participants.index}", list(present))
-        self._sync_with(set(present) - {self.participants.index})
+        everybody = range(len(self.participants.addresses))
+        self._sync_with(everybody)
+        self.collect("here", everybody, seconds, is_joining=True)
+        present = self.state.nodes("here")
+        self.state.put(f"over/{self.participants.index}", sorted(present))
+        self._sync_with(present)
         return tuple(sorted(self.state.nodes("here")))
 
-    def collect(self, kinds: Sequence[str], present: Iterable[int], seconds: float) -> set[int]:
-        """Exchange until all present nodes have sent these; returns the nodes that have not within the time."""
-        wanted, deadline = set(present), time.monotonic() + seconds
+    def collect(self, kind: str, nodes: Iterable[int], seconds: float, is_joining: bool = False) -> set[int]:
+        """Exchange until all nodes have sent a value of this kind; returns those that have not within the time.
+
+        ``is_joining``: nodes may still have to be started; the wait ends as soon as any node has ended its own.
+        """
+        wanted, began = set(nodes), time.monotonic()
+        word_at = began + timeouts.DOCTOR_FIRST_WORD_SECONDS
         while True:
-            missing = {node for node in wanted if any(node not in self.state.nodes(kind) for kind in kinds)}
-            if not missing or time.monotonic() > deadline:
+            missing, now = wanted - self.state.nodes(kind), time.monotonic()
+            if not missing or now > began + seconds or (is_joining and self.state.nodes("over")):
                 return missing
-            self._sync_with(wanted - {self.participants.index})
+            if is_joining and now > word_at:
+                names = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])
+                logger.info(f"waiting for {names} ({began + seconds - now:.0f} s more)")
+                word_at = now + timeouts.DOCTOR_NEXT_WORD_SECONDS
+            self._sync_with(wanted)
             self.state.wait(timeouts.DOCTOR_PAUSE_SECONDS)
 
     def leave(self, present: Iterable[int], seconds: float) -> None:
@@ -77,7 +76,7 @@ class PeerGroup:
 
     def _sync_with(self, nodes: Iterable[int]) -> set[int]:
         """Returns those that cannot be reached from here."""
-        reached = self._each(sorted(nodes), self._sync)
+        reached = self._each(nodes, self._sync)
         return {node for node, was_reached in reached.items() if not was_reached}
 
     def _sync(self, node: int) -> bool:
@@ -88,7 +87,7 @@ class PeerGroup:
                     if not isinstance(answer, dict):
                         raise ProtocolError("the answer is empty")
                     self.state.add(dict(answer["values"]))
-                    channel.ask({"do": "tell"}, self.state.beyond(map(str, answer["keys"])))
+                    channel.ask({"do": "values"}, self.state.beyond(map(str, answer["keys"])))
                     if set(answer["keys"]) | set(answer["values"]) >= set(self.state.keys()):
                         self._complete.add(node)
                     self._ports[node] = port
@@ -110,12 +109,13 @@ class PeerGroup:
         ports = answer.get("open", self.participants.ports[node])
         return [*ports, *([answer["extra"]] if "extra" in answer else [])]
 
-    def _each(self, nodes: Sequence[int], task: Callable[[int], T]) -> dict[int, T]:
-        """For all nodes at once."""
-        if not nodes:
+    def _each(self, nodes: Iterable[int], task: Callable[[int], T]) -> dict[int, T]:
+        """For all of these nodes but this one, at once."""
+        others = sorted(set(nodes) - {self.participants.index})
+        if not others:
             return {}
-        with ThreadPoolExecutor(len(nodes), "doctor dials") as pool:
-            return dict(zip(nodes, pool.map(task, nodes), strict=True))
+        with ThreadPoolExecutor(len(others), "doctor dials") as pool:
+            return dict(zip(others, pool.map(task, others), strict=True))
 
     def try_ports(self, present: Iterable[int]) -> tuple[PortTry, ...]:
         """Every port of every other node on which a doctor listens."""
@@ -147,7 +147,7 @@ class PeerGroup:
             address, source = self.participants.addresses[node], self.participants.access.source
             return Datagrams(node, *sweep_packet_sizes(address, port, source, self.responder.nonce, mtu), mtu)
 
-        return tuple(self._each(sorted(set(present) - {self.participants.index}), sweep_to).values())
+        return tuple(self._each(present, sweep_to).values())
 
     def measure_pairs(self, present: Sequence[int], seconds: float) -> tuple[list[Echo], list[Stream]]:
         """Latency, clocks and bandwidth of the pairs that this node initiates: with higher nodes that it can reach, and

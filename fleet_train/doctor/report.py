@@ -23,34 +23,34 @@ _MOST_SHOWN = 2
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
     """Hosts that pass a check share one line, at the place of the check's first finding."""
     passed: dict[str, list[Finding]] = {}
-    for one in findings:
-        if one.level == PASS:
-            passed.setdefault(one.id, []).append(one)
-    for one in findings:
-        if one.level != PASS:
-            yield one.line
-        elif (same := passed.pop(one.id, None)) is not None:
+    for finding in findings:
+        if finding.level == PASS:
+            passed.setdefault(finding.id, []).append(finding)
+    for finding in findings:
+        if finding.level != PASS:
+            yield finding.line
+        elif (same := passed.pop(finding.id, None)) is not None:
             yield _together(same).line
 
 
 def _together(same: Sequence[Finding]) -> Finding:
     if len(same) == 1:
         return same[0]
-    told = list(dict.fromkeys(one.measured for one in same))
-    rest = f"; and {len(told) - _MOST_SHOWN} more" if len(told) > _MOST_SHOWN else ""
+    texts = list(dict.fromkeys(finding.measured for finding in same))
+    rest = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
     unit = "pairs" if len(same[0].hosts) == 2 else "hosts"
     first = same[0]
     return Finding(
-        first.group, first.id, PASS, (f"{len(same)} {unit}",), "; ".join(told[:_MOST_SHOWN]) + rest, first.threshold
+        first.group, first.id, PASS, (f"{len(same)} {unit}",), "; ".join(texts[:_MOST_SHOWN]) + rest, first.threshold
     )
 
 
 def matrix(examined: Examination) -> list[str]:
     """Rows send, columns receive; below the bandwidth the round trip time of a small message."""
     speeds = {
-        (one.source, one.target): one.error or rate(one.bytes_per_second)
+        (stream.source, stream.target): stream.error or rate(stream.bytes_per_second)
         for report in examined.reports.values()
-        for one in report.streams
+        for stream in report.streams
     }
     if not speeds:
         return []
@@ -105,14 +105,14 @@ class AfterFailure:
     def line(self) -> str:
         """At most one line; empty if nothing is found. Takes at most a few seconds, and raises nothing."""
         try:
-            found = next((one for one in self._findings() if one.level == FAIL), None)
+            finding = next((finding for finding in self._findings() if finding.level == FAIL), None)
         except (OSError, ValueError, RuntimeError):
             return ""
-        if found is None:
+        if finding is None:
             return ""
         ips = ",".join(self._node.addresses)
         more = f"python -m fleet_train doctor{f' --ips {ips}' if len(self._node.addresses) > 1 else ''}"
-        return f"doctor: {found.line}; more: {more}"
+        return f"doctor: {finding.line}; more: {more}"
 
     def _findings(self) -> Iterator[Finding]:
         host = self._node.describe()
@@ -135,11 +135,9 @@ class AfterFailure:
         for index, outcome in zip(others, self._dialled(others), strict=True):
             if outcome:
                 there = self._node.describe(index)
-                told, fix = (
-                    f"a connection to port {self._node.store_port}: {outcome}",
-                    f"ping {there.split('(')[-1][:-1]}",
-                )
-                yield Finding("network", "port", FAIL, (host, there), told, "answered or refused", fix)
+                measured = f"a connection to port {self._node.store_port}: {outcome}"
+                fix = f"ping {there.split('(')[-1][:-1]}"
+                yield Finding("network", "port", FAIL, (host, there), measured, "answered or refused", fix)
 
     def _dialled(self, others: Sequence[int]) -> list[str]:
         if not others:
@@ -159,11 +157,11 @@ class AfterFailure:
 
 
 def _name(host: str, address: str) -> Iterator[Finding]:
-    found = own_address(os.uname().nodename)
-    if found.startswith("127.") and not address.startswith("127."):
-        told = f"its own name resolves to {found}, and GLOO_SOCKET_IFNAME is not set: Gloo cannot be reached"
+    resolved = own_address(os.uname().nodename)
+    if resolved.startswith("127.") and not address.startswith("127."):
+        measured = f"its own name resolves to {resolved}, and GLOO_SOCKET_IFNAME is not set: Gloo cannot be reached"
         fix = "export GLOO_SOCKET_IFNAME=IFACE on every node"
-        yield Finding("network", "own_name", FAIL, (host,), told, "an address that the other nodes reach", fix)
+        yield Finding("network", "own_name", FAIL, (host,), measured, "an address that the other nodes reach", fix)
 
 
 def oom_kills(path: Path = _VMSTAT) -> int:

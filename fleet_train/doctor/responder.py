@@ -108,11 +108,11 @@ class Responder:
             self._connections -= 1
 
     def _greet(self, channel: Channel, address: str) -> int:
-        asked = challenge(self._access)
+        question = challenge(self._access)
         try:
-            channel.send(asked)
+            channel.send(question)
             hello, _ = channel.receive()
-            proof = accept(self._access, asked, hello)
+            proof = accept(self._access, question, hello)
             if self._callers is not None and not self._callers.hears(address):
                 raise Refused("another address", kind="address")
         except Refused as refusal:
@@ -143,7 +143,7 @@ class Responder:
         """Send the values that the caller lacks, and receive those that we lack."""
         if not isinstance(body, list):
             raise ProtocolError("no list of keys")
-        channel.send({"do": "told"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
+        channel.send({"do": "values"}, {"keys": self.state.keys(), "values": self.state.beyond(map(str, body))})
         _, values = channel.receive()
         if not isinstance(values, dict):
             raise ProtocolError("no values")

@@ -47,8 +47,8 @@ class _Measured:
     plan: CommPlan
     alone: float
     handing: float
-    beside: float
-    taken: float
+    concurrent: float
+    delay: float
 
 
 def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step: Step) -> tuple[Costs, list[float]]:
@@ -62,20 +62,25 @@ def calibrate(job: Job, gradients: Sequence[TensorSpec], network: Network, step:
     steps: list[float] = []
     paths = Paths(job.cluster, network)
     cases = {name: _plan(job, gradients, name, _LARGE_MB, paths) for name in COMPRESSIONS if name != "fp16"}
-    found = {name: _measure(job, *case, step, steps) for name, case in cases.items()}
+    measured = {name: _measure(job, *case, step, steps) for name, case in cases.items()}
     small = _measure(job, *_plan(job, gradients, "none", _SMALL_MB, paths), step, steps)
-    per_collective = _per_collective(found["none"], small, paths)
+    per_collective = _per_collective(measured["none"], small, paths)
 
     def per_byte(seconds: Callable[[_Measured], float], known: Mapping[str, float]) -> dict[str, float]:
-        return {**known, **{name: max(0.0, seconds(one)) / one.plan.gradient_bytes for name, one in found.items()}}
+        return {
+            **known,
+            **{name: max(0.0, seconds(case)) / case.plan.gradient_bytes for name, case in measured.items()},
+        }
 
     costs = replace(
         TYPICAL,
         collective_seconds=per_collective,
-        handing_seconds_per_byte=per_byte(lambda one: one.handing, TYPICAL.handing_seconds_per_byte),
-        codec_seconds_per_byte=per_byte(lambda one: _over(one, paths, per_collective), TYPICAL.codec_seconds_per_byte),
-        waiting_seconds_per_byte=per_byte(lambda one: one.beside - one.alone, TYPICAL.waiting_seconds_per_byte),
-        taken_seconds_per_byte=per_byte(lambda one: one.taken, TYPICAL.taken_seconds_per_byte),
+        handing_seconds_per_byte=per_byte(lambda case: case.handing, TYPICAL.handing_seconds_per_byte),
+        codec_seconds_per_byte=per_byte(
+            lambda case: _over(case, paths, per_collective), TYPICAL.codec_seconds_per_byte
+        ),
+        waiting_seconds_per_byte=per_byte(lambda case: case.concurrent - case.alone, TYPICAL.waiting_seconds_per_byte),
+        taken_seconds_per_byte=per_byte(lambda case: case.delay, TYPICAL.taken_seconds_per_byte),
     )
     return costs, steps
 
@@ -98,9 +103,11 @@ def _on_the_link(plan: CommPlan, paths: Paths) -> float:
     return sum(phase.seconds for sent in plan.exchanges() for phase in paths.of(plan, sent))
 
 
-def _over(one: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
+def _over(case: _Measured, paths: Paths, per_collective: float = 0.0) -> float:
     """The time of an exchange beyond the link, and of its collectives."""
-    return max(0.0, one.alone - one.handing - _on_the_link(one.plan, paths) - per_collective * len(one.plan.phases()))
+    return max(
+        0.0, case.alone - case.handing - _on_the_link(case.plan, paths) - per_collective * len(case.plan.phases())
+    )
 
 
 def _per_collective(large: _Measured, small: _Measured, paths: Paths) -> float:
@@ -124,10 +131,10 @@ def _alone(job: Job, step: Step) -> list[float]:
 
 def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list[float]) -> _Measured:
     """Repeat exchanges, first alone, then concurrently with steps. The times of steps alone are added to ``steps``."""
-    place = CallContext("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
+    context = CallContext("calibration", f"calibrating {profile.compression}", job.timeout_seconds)
     with dynamic_mode(job.place), paddle.no_grad():
         exchange = _Exchange(job, plan, profile)
-        took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), place)) for _ in range(_ALONE_ROUNDS)]
+        took = [_timed(job, lambda: job.engine.run_here(exchange.times(1), context)) for _ in range(_ALONE_ROUNDS)]
     # The first round connects.
     alone = _slowest(job, statistics.median(took[1:]))
     if not job.engine.side_by_side:
@@ -136,11 +143,11 @@ def _measure(job: Job, plan: CommPlan, profile: Profile, step: Step, steps: list
     own = _alone(job, step)
     steps += own
     number = max(_FEWEST, min(_MOST, int(timeouts.RECOMMEND_METHOD_SECONDS / alone)))
-    seconds, taken = _beside(job, exchange.times(number), place, step, statistics.median(own))
-    return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, taken / number))
+    seconds, delay = _run_concurrently(job, exchange.times(number), context, step, statistics.median(own))
+    return _Measured(plan, alone, handing, _slowest(job, seconds / number), _slowest(job, delay / number))
 
 
-def _beside(
+def _run_concurrently(
     job: Job, exchanges: Stages[None], context: CallContext, step: Step, step_alone: float
 ) -> tuple[float, float]:
     """Compute during ``exchanges``: returns the seconds from their start to their end, and by how many the computing
@@ -175,7 +182,8 @@ class _Exchange:
         sums = QuantisedSums(job, plan, [allreduce]) if plan.is_quantised else None
         self._methods = [Parts(bucket, job, plan, profile, allreduce, dgc, sums).make() for bucket in plan.buckets]
         self._values = [
-            [paddle.randn(list(one.shape)).cast(one.dtype) for one in bucket.gradients] for bucket in plan.buckets
+            [paddle.randn(list(gradient.shape)).cast(gradient.dtype) for gradient in bucket.gradients]
+            for bucket in plan.buckets
         ]
         self.handing: list[float] = []
         """Of each round, seconds until all buckets' methods would have released the computing thread."""

@@ -27,7 +27,7 @@ _PROGRAM_KNOBS = ("amp_level", "accumulate_steps", "recompute_segments", "sync_b
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurements:
     """Measurements: the script's gradients and other exchanged values, its computing, the links."""
 
     gradients: tuple[TensorSpec, ...]
@@ -88,7 +88,7 @@ def risk_of(profile: Profile) -> str:
 
 
 def consider(
-    found: Found, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS, settings: Sequence[str] = ()
+    measured: Measurements, cluster: Cluster, most_communicators: int = MOST_COMMUNICATORS, settings: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[RuledOut]]:
     """The catalogue, each profile with ``settings`` (``knob=value``), with predictions from the measurements; the
     shortest predicted step first.
@@ -100,34 +100,36 @@ def consider(
         shipped = load_profile(name)
         try:
             profile = with_assignments(shipped, settings)
-            reason = _unfit(shipped, profile, found, cluster)
+            reason = _unfit(shipped, profile, measured, cluster)
             if not reason:
                 allowed = [{}, *(changes for changes in variants(profile) if not fixed & changes.keys())]
-                priced = [_price(name, profile, each, found, cluster, most_communicators) for each in allowed]
+                priced = [_price(name, profile, each, measured, cluster, most_communicators) for each in allowed]
                 candidates += _worth_trying(priced[0], priced[1:])
                 continue
         except FleetTrainError as error:
             reason = str(error)
         ruled_out.append(RuledOut(name, reason))
-    distinct, same = _distinct(sorted(candidates, key=lambda one: one.step))
+    distinct, same = _distinct(sorted(candidates, key=lambda candidate: candidate.step))
     return distinct, [*ruled_out, *same]
 
 
-def predicted_at(candidate: Candidate, found: Found, cluster: Cluster, gigabits: float) -> float:
+def predicted_at(candidate: Candidate, measured: Measurements, cluster: Cluster, gigabits: float) -> float:
     """Seconds of the candidate's step if the link between nodes, or inside the only one, had that bandwidth."""
-    network = found.network
+    network = measured.network
     if cluster.node_num > 1:
         network = replace(network, between=replace(network.between, bytes_per_second=gigabits * 1e9 / 8))
     else:
         network = replace(network, inside=replace(network.inside, bytes_per_second=gigabits * 1e9 / 8))
-    return predict(candidate.plan, cluster, network, Compute.of(found.compute_seconds), costs=found.costs).step
+    return predict(candidate.plan, cluster, network, Compute.of(measured.compute_seconds), costs=measured.costs).step
 
 
-def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) -> list[tuple[float, str]]:
+def thresholds(candidates: Sequence[Candidate], measured: Measurements, cluster: Cluster) -> list[tuple[float, str]]:
     """(Gb/s, name): from this rate on the named candidate has the shortest predicted step."""
     changes: list[tuple[float, str]] = []
     for rate in RATES_GIGABITS:
-        steps: Mapping[str, float] = {one.name: predicted_at(one, found, cluster, rate) for one in candidates}
+        steps: Mapping[str, float] = {
+            candidate.name: predicted_at(candidate, measured, cluster, rate) for candidate in candidates
+        }
         best = min(steps, key=lambda name: steps[name])
         kept = changes[-1][1] if changes else best
         # A gain below 1 % does not justify a change.
@@ -138,36 +140,43 @@ def thresholds(candidates: Sequence[Candidate], found: Found, cluster: Cluster) 
 
 
 def _price(
-    name: str, profile: Profile, changes: Mapping[str, Any], found: Found, cluster: Cluster, most_communicators: int
+    name: str,
+    profile: Profile,
+    changes: Mapping[str, Any],
+    measured: Measurements,
+    cluster: Cluster,
+    most_communicators: int,
 ) -> Candidate:
-    compute = Compute.of(found.compute_seconds)
-    conditions = Conditions(found.network, found.costs, compute, most_communicators, "measured")
+    compute = Compute.of(measured.compute_seconds)
+    conditions = Conditions(measured.network, measured.costs, compute, most_communicators, "measured")
     changed = profile.with_settings("the recommendation", **changes) if changes else profile
-    settled = choose(changed, found.gradients, cluster, conditions).profile
-    plan = build_chosen(found.gradients, cluster, settled, found.averaged, found.statistics, found.state_values)
-    prediction = predict(plan, cluster, found.network, compute, costs=found.costs)
-    codec = found.costs.of(profile.compression).codec * plan.gradient_bytes
+    chosen = choose(changed, measured.gradients, cluster, conditions).profile
+    plan = build_chosen(
+        measured.gradients, cluster, chosen, measured.averaged, measured.statistics, measured.state_values
+    )
+    prediction = predict(plan, cluster, measured.network, compute, costs=measured.costs)
+    codec = measured.costs.of(profile.compression).codec * plan.gradient_bytes
     counted: Any = traffic(plan, cluster)
     leaving = counted.most_leaving if cluster.node_num > 1 else counted.most_sent
     called = f"{name} {in_words(changes)}".rstrip()
-    return Candidate(called, name, changes, risk_of(profile), settled, plan, prediction, codec, leaving)
+    return Candidate(called, name, changes, risk_of(profile), chosen, plan, prediction, codec, leaving)
 
 
 def _worth_trying(shipped: Candidate, turned: Sequence[Candidate]) -> list[Candidate]:
     """The shipped profile and, if changing its knobs pays, the mildest change that is about as good as any."""
-    best = min((one.step for one in turned), default=shipped.step)
+    best = min((candidate.step for candidate in turned), default=shipped.step)
     if best > _PAYS * shipped.step:
         return [shipped]
     enough = min(best / _PAYS, _PAYS * shipped.step)
-    return [shipped, next(one for one in turned if one.step <= enough)]
+    return [shipped, next(candidate for candidate in turned if candidate.step <= enough)]
 
 
-def _unfit(shipped: Profile, profile: Profile, found: Found, cluster: Cluster) -> str:
+def _unfit(shipped: Profile, profile: Profile, measured: Measurements, cluster: Cluster) -> str:
     """Why a profile is not a candidate here, or nothing. ``profile``: the shipped one with the user's settings."""
     changes = [knob for knob in _PROGRAM_KNOBS if getattr(shipped, knob) != getattr(Profile(), knob)]
     if changes:
         return f"{changes[0]} changes what a rank computes, not what it sends: decide about it separately"
-    if found.is_gloo and any(name.startswith("NCCL_") for name in profile.environment):
+    if measured.is_gloo and any(name.startswith("NCCL_") for name in profile.environment):
         return "sets variables that NCCL reads, but these ranks use Gloo"
     per_node = len(cluster.ranks_on_node(0))
     if profile.use_hierarchical_allreduce and not 1 < per_node < cluster.world_size:
@@ -179,15 +188,15 @@ def _unfit(shipped: Profile, profile: Profile, found: Found, cluster: Cluster) -
 
 def _distinct(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[RuledOut]]:
     """Profiles with the same plan here are one candidate."""
-    found: dict[str, Candidate] = {}
+    by_digest: dict[str, Candidate] = {}
     same: list[RuledOut] = []
-    for one in candidates:
-        plan = replace(one.plan, profile_name="", profile_digest="", chosen="", notes=())
-        if plan.digest in found:
-            same.append(RuledOut(one.name, f"has the same plan here as {found[plan.digest].name}"))
+    for candidate in candidates:
+        plan = replace(candidate.plan, profile_name="", profile_digest="", chosen="", notes=())
+        if plan.digest in by_digest:
+            same.append(RuledOut(candidate.name, f"has the same plan here as {by_digest[plan.digest].name}"))
         else:
-            found[plan.digest] = one
-    return list(found.values()), same
+            by_digest[plan.digest] = candidate
+    return list(by_digest.values()), same
 
 
 _LONGER = (1, 2, 4)
@@ -204,7 +213,7 @@ def variants(profile: Profile) -> Iterator[dict[str, Any]]:
     dtypes = (profile.local_sgd_dtype, *_COARSER.get(profile.local_sgd_dtype, ()))
     longer = _LONGER if profile.local_sgd_schedule == "constant" else (1,)
     turned = [(factor, dtype) for factor, dtype in product(longer, dtypes)][1:]
-    for factor, dtype in sorted(turned, key=lambda one: one[0] * (1 + dtypes.index(one[1]))):
+    for factor, dtype in sorted(turned, key=lambda change: change[0] * (1 + dtypes.index(change[1]))):
         changes: dict[str, Any] = {"local_sgd_steps": factor * profile.local_sgd_steps} if factor > 1 else {}
         if dtype != profile.local_sgd_dtype:
             changes["local_sgd_dtype"] = dtype

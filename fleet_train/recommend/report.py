@@ -35,15 +35,16 @@ def pick(results: Results, options: Options) -> Candidate | None:
     """Of the allowed profiles with about the shortest measured step, the one with the least risk; None if no trial
     completed.
     """
-    measured = [
-        one
-        for one in results.candidates
-        if options.allows(one.risk) and one.name in results.tried and not results.tried[one.name].failure
-    ]
-    steps = {one.name: results.tried[one.name].step_ms for one in measured}
-    close = [one for one in measured if steps[one.name] <= _CLOSE * min(steps.values())]
-    # Shipped profiles before changed ones, then the shortest.
-    return min(close, key=lambda one: (RISKS.index(one.risk), len(one.changes), steps[one.name]), default=None)
+    trials = {name: trial for name, trial in results.tried.items() if not trial.failure}
+    measured = [candidate for candidate in _allowed(results, options) if candidate.name in trials]
+    steps = {candidate.name: trials[candidate.name].step_ms for candidate in measured}
+    close = [candidate for candidate in measured if steps[candidate.name] <= _CLOSE * min(steps.values())]
+
+    def preference(candidate: Candidate) -> tuple[int, int, float]:
+        """The least risk, then shipped profiles before changed ones, then the shortest step."""
+        return RISKS.index(candidate.risk), len(candidate.changes), steps[candidate.name]
+
+    return min(close, key=preference, default=None)
 
 
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
@@ -68,14 +69,14 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
         "seconds": results.seconds,
         "ranks": cluster.world_size,
         "nodes": cluster.node_num,
-        "compute": results.found.compute_seconds,
+        "compute": results.measured.compute_seconds,
         "spread": results.spread,
-        "network": asdict(results.found.network),
+        "network": asdict(results.measured.network),
         "error_of_the_fit": results.link_error,
-        "costs": asdict(results.found.costs),
-        "profiles": [_row(one, results, options) for one in results.candidates],
-        "ruled_out": {one.name: one.reason for one in results.ruled_out},
-        "changes_gigabits": thresholds(_allowed(results, options), results.found, cluster),
+        "costs": asdict(results.measured.costs),
+        "profiles": [_row(candidate, results, options) for candidate in results.candidates],
+        "ruled_out": {profile.name: profile.reason for profile in results.ruled_out},
+        "changes_gigabits": thresholds(_allowed(results, options), results.measured, cluster),
     }
 
 
@@ -85,22 +86,24 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     assert best is not None
     tried = results.tried[best.name]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    link = results.found.network.between if cluster.node_num > 1 else results.found.network.inside
+    link = results.measured.network.between if cluster.node_num > 1 else results.measured.network.inside
     per_node = cluster.world_size // cluster.node_num
     reasons = [
         f"Recommended on {today} for {_script(options)} on {cluster.node_num} x {per_node} ranks: {best.name}, "
         f"{tried.step_ms:.1f} ms per step measured, {1e3 * best.step:.1f} predicted, of which "
-        f"{1e3 * results.found.compute_seconds:.1f} are computing; the link has {_rate(link)}, "
+        f"{1e3 * results.measured.compute_seconds:.1f} are computing; the link has {_rate(link)}, "
         f"{1e3 * link.latency_seconds:.2f} ms. Risk to accuracy: {best.risk.replace('_', ' ')}."
     ]
     others = [
-        f"{name} {one.step_ms:.1f} ms" for name, one in results.tried.items() if name != best.name and not one.failure
+        f"{name} {trial.step_ms:.1f} ms"
+        for name, trial in results.tried.items()
+        if name != best.name and not trial.failure
     ]
     reasons += [f"Also tried: {', '.join(others)}."] if others else []
     reasons.append(f"Made by: {command}")
     header = [line for reason in reasons for line in textwrap.wrap(reason, _WIDTH - 2)]
-    asked, settled = load_profile(best.extends), best.profile
-    numbers = {knob: getattr(settled, knob) for knob in BUCKET_KNOBS if getattr(asked, knob) != getattr(settled, knob)}
+    shipped, chosen = load_profile(best.extends), best.profile
+    numbers = {knob: getattr(chosen, knob) for knob in BUCKET_KNOBS if getattr(shipped, knob) != getattr(chosen, knob)}
     content = {
         "description": f"{best.name} with numbers measured for {_script(options)}.",
         "extends": best.extends,
@@ -116,22 +119,22 @@ def _script(options: Options) -> str:
 
 
 def _allowed(results: Results, options: Options) -> list[Candidate]:
-    return [one for one in results.candidates if options.allows(one.risk)]
+    return [candidate for candidate in results.candidates if options.allows(candidate.risk)]
 
 
 def _conditions(results: Results, cluster: Cluster) -> list[str]:
-    found = results.found
-    links = {"between nodes": found.network.between} if cluster.node_num > 1 else {}
+    measured = results.measured
+    links = {"between nodes": measured.network.between} if cluster.node_num > 1 else {}
     if len(cluster.ranks_on_node(0)) > 1:
-        links["inside a node"] = found.network.inside
+        links["inside a node"] = measured.network.inside
     lines = [
         f"{where}: {_rate(link)}, {1e3 * link.latency_seconds:.2f} ms per message" for where, link in links.items()
     ]
     lines.append(
-        f"computing: {1e3 * found.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times the "
-        f"fastest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in total"
+        f"computing: {1e3 * measured.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times "
+        f"the fastest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in total"
     )
-    return [*lines, *_costs(found.costs)]
+    return [*lines, *_costs(measured.costs)]
 
 
 def _costs(costs: Costs) -> list[str]:
@@ -151,18 +154,19 @@ def _per_gigabyte(seconds_per_byte: float) -> str:
 
 
 def _table(results: Results, options: Options, best: Candidate | None) -> list[str]:
-    width = max(len(one.name) for one in results.candidates)
+    width = max(len(candidate.name) for candidate in results.candidates)
     lines = [
         f"  {'profile':<{width}} {'risk':<12} {'predicted ms':>12} {'measured ms':>11} {'codec ms':>8} {'wire ms':>8} "
         f"{'exposed ms':>10} {'MB sent':>9} {'memory MB':>9}"
     ]
-    for one in results.candidates:
-        row = _row(one, results, options)
-        mark = "*" if one is best else " "
+    for candidate in results.candidates:
+        row = _row(candidate, results, options)
+        mark = "*" if candidate is best else " "
         measured = f"{row['measured_ms']:.1f}" if row["measured_ms"] else "failed" if row["failure"] else "-"
         memory = f"{row['memory_bytes'] / MEGABYTE:.0f}" if row["memory_bytes"] else "-"
         lines.append(
-            f"{mark} {one.name:<{width}} {one.risk.replace('_', ' '):<12} {row['predicted_ms']:>12.1f} {measured:>11} "
+            f"{mark} {candidate.name:<{width}} {candidate.risk.replace('_', ' '):<12} "
+            f"{row['predicted_ms']:>12.1f} {measured:>11} "
             f"{row['codec_ms']:>8.1f} {row['wire_ms']:>8.1f} {row['exposed_ms']:>10.1f} {row['sent_megabytes']:>9.3f} "
             f"{memory:>9}"
         )
@@ -170,33 +174,33 @@ def _table(results: Results, options: Options, best: Candidate | None) -> list[s
     return lines
 
 
-def _row(one: Candidate, results: Results, options: Options) -> dict[str, Any]:
-    tried = results.tried.get(one.name)
+def _row(candidate: Candidate, results: Results, options: Options) -> dict[str, Any]:
+    tried = results.tried.get(candidate.name)
     return {
-        "name": one.name,
-        "risk": one.risk,
-        "allowed": options.allows(one.risk),
-        "predicted_ms": 1e3 * one.step,
+        "name": candidate.name,
+        "risk": candidate.risk,
+        "allowed": options.allows(candidate.risk),
+        "predicted_ms": 1e3 * candidate.step,
         "measured_ms": tried.step_ms if tried and not tried.failure else None,
         "failure": tried.failure if tried else "",
-        "compute_ms": 1e3 * one.prediction.compute,
-        "codec_ms": 1e3 * one.codec_seconds,
-        "wire_ms": 1e3 * one.prediction.communication,
-        "exposed_ms": 1e3 * one.prediction.exposed,
-        "sent_megabytes": one.leaving_bytes / MEGABYTE,
+        "compute_ms": 1e3 * candidate.prediction.compute,
+        "codec_ms": 1e3 * candidate.codec_seconds,
+        "wire_ms": 1e3 * candidate.prediction.communication,
+        "exposed_ms": 1e3 * candidate.prediction.exposed,
+        "sent_megabytes": candidate.leaving_bytes / MEGABYTE,
         "memory_bytes": tried.memory_bytes if tried else 0,
-        "chosen": one.plan.chosen,
+        "chosen": candidate.plan.chosen,
     }
 
 
 def _ruled_out(results: Results) -> list[str]:
-    failed = [f"  {name}: {one.failure}" for name, one in results.tried.items() if one.failure]
-    rest = [f"  {one.name}: {one.reason}" for one in results.ruled_out]
+    failed = [f"  {name}: {trial.failure}" for name, trial in results.tried.items() if trial.failure]
+    rest = [f"  {profile.name}: {profile.reason}" for profile in results.ruled_out]
     return ["ruled out:", *failed, *rest]
 
 
 def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
-    changes = thresholds(_allowed(results, options), results.found, cluster)
+    changes = thresholds(_allowed(results, options), results.measured, cluster)
     (_, first), *rest = changes
     words = "".join(f", from {rate:.2g} Gb/s on {name}" for rate, name in rest)
     return [f"by the link's rate (predicted): {first}{words}"]
@@ -204,11 +208,12 @@ def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
 
 def _hint(results: Results, options: Options, best: Candidate) -> list[str]:
     """The predicted gain of a greater risk."""
-    quicker = [one for one in results.candidates if not options.allows(one.risk) and one.step < 0.9 * best.step]
+    others = [candidate for candidate in results.candidates if not options.allows(candidate.risk)]
+    quicker = [candidate for candidate in others if candidate.step < 0.9 * best.step]
     if not quicker:
         return []
-    one = quicker[0]
-    return [f"with --allow {one.risk}: {one.name}, {1e3 * one.step:.1f} ms predicted; compare its accuracy"]
+    first = quicker[0]
+    return [f"with --allow {first.risk}: {first.name}, {1e3 * first.step:.1f} ms predicted; compare its accuracy"]
 
 
 def _rate(link: Link) -> str:

@@ -37,8 +37,8 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     def computed(steps: list[float], again: Again) -> None:
         plan = fleet.plan()
         assert plan is not None
-        found = probe(current().job, float(task["measure_seconds"]), lambda _: None)
-        links = {where: asdict(measured) for where, measured in found.items()}
+        links_by_place = probe(current().job, float(task["measure_seconds"]), lambda _: None)
+        links = {where: asdict(measured) for where, measured in links_by_place.items()}
         network = network_of(links)
         gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         costs, further_steps = calibrate(current().job, gradients, network, again)
@@ -100,10 +100,10 @@ class Steps:
 
     def _begins(self) -> None:
         self._starts.append(time.perf_counter())
-        taken = self._starts[-1] - self._starts[0]
+        elapsed = self._starts[-1] - self._starts[0]
         # Ranks that communicate in their steps must all end after the same one.
         is_over = (
-            not self._together and not sends_statistics() and taken > self._longest_seconds and len(self._starts) > 3
+            not self._together and not sends_statistics() and elapsed > self._longest_seconds and len(self._starts) > 3
         )
         if len(self._starts) > self._number or is_over:
             self.end()

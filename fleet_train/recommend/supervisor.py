@@ -17,7 +17,7 @@ from fleet_train.plan.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.methods.base import CollectiveSpec
-from fleet_train.recommend.candidates import Candidate, Found, RuledOut, consider, network_of
+from fleet_train.recommend.candidates import Candidate, Measurements, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
 from fleet_train.selftest.child import describe_code
 from fleet_train.selftest.ranks import Peers
@@ -50,7 +50,7 @@ class Tried:
 class Results:
     """The basis of a recommendation."""
 
-    found: Found
+    measured: Measurements
     spread: float
     """Of the ranks' computing: the slowest over the fastest."""
     link_error: float
@@ -89,26 +89,28 @@ class Supervisor:
             reports = self._trial(_COMPUTING, task, timeouts.RECOMMEND_START_SECONDS + 2 * work)
         except TrialFailed as failed:
             raise FleetTrainError(f"{self._options.script} did not run long enough to be measured: {failed}") from None
-        found, spread, error = read_computing(reports)
-        most = MOST_COMMUNICATORS if found.is_gloo else 1
-        candidates, ruled_out = consider(found, self.cluster, most, self._options.settings)
+        measured, spread, error = read_computing(reports)
+        most = MOST_COMMUNICATORS if measured.is_gloo else 1
+        candidates, ruled_out = consider(measured, self.cluster, most, self._options.settings)
         self.peers.show(
-            f"computing {found.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
+            f"computing {measured.compute_seconds * 1e3:.1f} ms; {len(candidates)} profiles priced, "
             f"{len(ruled_out)} ruled out; trying the best of those that --allow permits"
         )
         tried = dict(self._tries(candidates))
         memory = max(report["memory"] for report in reports.values())
         seconds = time.monotonic() - self._began
-        return Results(found, spread, error, memory, tuple(candidates), tuple(ruled_out), tried, seconds)
+        return Results(measured, spread, error, memory, tuple(candidates), tuple(ruled_out), tried, seconds)
 
     def _tries(self, candidates: Sequence[Candidate]) -> Iterator[tuple[str, Tried]]:
         """The most promising ones in turn, until the time is over."""
-        allowed = [one for one in candidates if self._options.allows(one.risk)][: self._options.trials]
+        allowed = [candidate for candidate in candidates if self._options.allows(candidate.risk)][
+            : self._options.trials
+        ]
         for number, candidate in enumerate(allowed):
             steps = steps_for(candidate)
-            taken = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
-            expected = taken / (number + 1)
-            if number > 1 and taken + expected > self._options.seconds:
+            elapsed = self.peers.gather(f"time {number}", time.monotonic() - self._began)[0]
+            expected = elapsed / (number + 1)
+            if number > 1 and elapsed + expected > self._options.seconds:
                 self.peers.show(f"{candidate.name}: not tried, the time is over")
                 return
             tried = self._try(f"trial {number}", candidate, steps)
@@ -149,7 +151,7 @@ class Supervisor:
             return _LOST if is_over else ""
 
         ended, _ = self.peers.run(job, task, limit_seconds, reports.append, others_have_failed)
-        report = next((one for one in reversed(reports) if "steps" in one), None)
+        report = next((entry for entry in reversed(reports) if "steps" in entry), None)
         failure = ""
         if ended.why_killed:
             failure = f"{ended.why_killed} and was stopped"
@@ -165,9 +167,9 @@ class Supervisor:
         failures = {rank: words for rank, (_, words) in everybody.items() if words}
         if failures:
             # A rank that lost another one is not the cause.
-            rank, words = min(failures.items(), key=lambda one: (_is_loss(one[1]), one[0]))
+            rank, words = min(failures.items(), key=lambda item: (_is_loss(item[1]), item[0]))
             raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
-        return {rank: found for rank, (found, _) in everybody.items()}
+        return {rank: content for rank, (content, _) in everybody.items()}
 
 
 _LOST = "waited for a rank that had failed"
@@ -193,13 +195,13 @@ def _local_only(settings: Sequence[str] = ()) -> Profile:
     return with_assignments(silent, [text for text in settings if text.startswith(_OF_COMPUTING)])
 
 
-def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, float, float]:
+def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Measurements, float, float]:
     """The result of the ranks' local steps and links: measurements, the spread between ranks, the error of the fit."""
     plan = reports[0]["plan"]
-    gradients = tuple(_gradient(one) for bucket in plan["buckets"] for one in bucket["gradients"])
+    gradients = tuple(_gradient(gradient) for bucket in plan["buckets"] for gradient in bucket["gradients"])
     averaging = plan["averaging"]
-    averaged = tuple(_gradient(one) for one in (*averaging["values"], *averaging["statistics"]))
-    statistics_ = tuple(CollectiveSpec(**one) for one in plan["statistics"])
+    averaged = tuple(_gradient(value) for value in (*averaging["values"], *averaging["statistics"]))
+    statistics_ = tuple(CollectiveSpec(**content) for content in plan["statistics"])
     own = [_timed(report["steps"]) for report in reports.values()]
     medians = [statistics.median(steps) for steps in own]
     links = reports[0]["links"]
@@ -208,8 +210,10 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Found, flo
     state = int(averaging["state_values_per_parameter"])
     # A rank that exchanges gradients waits for the slowest rank of each step, not for the slowest one on average.
     slowest = max(statistics.median(max(steps) for steps in zip(*own, strict=False)), *medians)
-    found = Found(gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"]))
-    return found, max(medians) / max(min(medians), 1e-9), error
+    measured = Measurements(
+        gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"])
+    )
+    return measured, max(medians) / max(min(medians), 1e-9), error
 
 
 def steps_for(candidate: Candidate) -> int:

@@ -60,11 +60,12 @@ def _check_kind(job: Job, name: str) -> Result:
     dtypes = [dtype for dtype in DTYPES if dtype not in unsupported]
     wrong = [fault for dtype in dtypes if (fault := _try(job, name, dtype))]
     everybody = job.all_gather(f"selftest {name}", wrong)
-    told = [f"{job.cluster.describe(rank)}: {fault}" for rank, faults in everybody.items() for fault in faults]
+    described = [f"{job.cluster.describe(rank)}: {fault}" for rank, faults in everybody.items() for fault in faults]
     seconds = time.perf_counter() - began
-    figures = {"dtypes": dtypes, "unsupported": list(unsupported), "wrong": told}
-    if told:
-        words = f"{told[0]}{f' (and {len(told) - 1} more)' if len(told) > 1 else ''}; do not train on this cluster"
+    figures = {"dtypes": dtypes, "unsupported": list(unsupported), "wrong": described}
+    if described:
+        more = f" (and {len(described) - 1} more)" if len(described) > 1 else ""
+        words = f"{described[0]}{more}; do not train on this cluster"
         return Result("collectives", name, FAIL, words, seconds, figures)
     left_out = f"; left out: {', '.join(unsupported)}, which {backend_name()} adds wrongly" if unsupported else ""
     return Result("collectives", name, OK, f"{', '.join(dtypes)}: exact{left_out}", seconds, figures)
@@ -79,45 +80,45 @@ def values_of(rank: int, world_size: int) -> Array:
 def expected_of(name: str, rank: int, world_size: int) -> Array | None:
     """The rank's expected result; None if it gets none."""
     kind, op = KINDS[name]
-    brought = [values_of(other, world_size) for other in range(world_size)]
+    inputs = [values_of(other, world_size) for other in range(world_size)]
     root = world_size - 1
     if kind == "all_reduce":
-        return {"sum": np.sum, "max": np.max, "min": np.min}[op](brought, axis=0)  # type: ignore[no-any-return, operator]
+        return {"sum": np.sum, "max": np.max, "min": np.min}[op](inputs, axis=0)  # type: ignore[no-any-return, operator]
     if kind == "broadcast":
-        return brought[root]
+        return inputs[root]
     if kind == "all_gather":
-        return np.concatenate(brought)
+        return np.concatenate(inputs)
     if kind == "scatter":
-        return brought[(rank + 1) % world_size]
+        return inputs[(rank + 1) % world_size]
     if rank != root:
         return None
-    return np.asarray(np.sum(brought, axis=0)) if kind == "reduce" else np.concatenate(brought)
+    return np.asarray(np.sum(inputs, axis=0)) if kind == "reduce" else np.concatenate(inputs)
 
 
 def _try(job: Job, name: str, dtype: str) -> str:
     """Run one collective through the job's engine; returns the error in its result, or nothing."""
-    place = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", timeouts.SELFTEST_COLLECTIVE_SECONDS)
+    context = CallContext(f"selftest {name} {dtype}", f"{name} of {dtype}", timeouts.SELFTEST_COLLECTIVE_SECONDS)
     group = job.communicators(1)[0]
-    found = job.engine.start(_stages(job, group, name, dtype), place).result()
+    tensors = job.engine.start(_stages(job, group, name, dtype), context).result()
     expected = expected_of(name, job.cluster.rank, job.world_size)
     if expected is None:
         return ""
     with dynamic_mode():
-        held = np.concatenate([tensor.cast("float64").numpy().reshape(-1) for tensor in found])
-    return difference(dtype, held, expected)
+        actual = np.concatenate([tensor.cast("float64").numpy().reshape(-1) for tensor in tensors])
+    return difference(dtype, actual, expected)
 
 
-def difference(dtype: str, held: Array, expected: Array) -> str:
+def difference(dtype: str, actual: Array, expected: Array) -> str:
     """The error in a rank's values, or nothing."""
-    if held.shape != expected.shape:
-        return f"{dtype}: {held.size} values instead of {expected.size}"
-    differing = np.flatnonzero(held != expected)
+    if actual.shape != expected.shape:
+        return f"{dtype}: {actual.size} values instead of {expected.size}"
+    differing = np.flatnonzero(actual != expected)
     if not differing.size:
         return ""
     first = int(differing[0])
     return (
         f"{dtype}: {differing.size} of {expected.size} values are wrong, the first at {first}: "
-        f"{held[first]:g} instead of {expected[first]:g}"
+        f"{actual[first]:g} instead of {expected[first]:g}"
     )
 
 
@@ -152,8 +153,8 @@ def check_devices(job: Job, _: Options) -> Iterator[Result]:
     if backend_name() == "gloo":
         yield Result("devices", "devices", SKIP, "the ranks compute on CPUs")
         return
-    found = job.all_gather("selftest devices", _device(job.place.get_device_id()))
-    yield judge_devices(job, found, time.perf_counter() - began)
+    devices = job.all_gather("selftest devices", _device(job.place.get_device_id()))
+    yield judge_devices(job, devices, time.perf_counter() - began)
 
 
 def _versions() -> dict[str, Any]:
@@ -214,10 +215,10 @@ def uuid_of(visible_index: int, environ: Mapping[str, str], table: str) -> str:
     return next((uuid for uuid in uuids.values() if name and uuid.startswith(name)), "")
 
 
-def judge_devices(job: Job, found: Mapping[int, Mapping[str, Any]], seconds: float) -> Result:
+def judge_devices(job: Job, devices: Mapping[int, Mapping[str, Any]], seconds: float) -> Result:
     """Distinct UUIDs per node; a rank whose UUID is unknown is named."""
     holders: dict[tuple[int, str], int] = {}
-    for rank, device in found.items():
+    for rank, device in devices.items():
         where = (job.cluster.ranks[rank].node_index, str(device["uuid"]))
         if not device["uuid"]:
             words = f"the UUID of {job.cluster.describe(rank)}'s GPU is unknown (is nvidia-smi installed there?)"
@@ -229,6 +230,6 @@ def judge_devices(job: Job, found: Mapping[int, Mapping[str, Any]], seconds: flo
             )
             return Result("devices", "devices", FAIL, words, seconds)
         holders[where] = rank
-    names = sorted({str(device["name"]) for device in found.values()})
-    figures = {"names": names, "memory_bytes": sorted({device["memory_bytes"] for device in found.values()})}
-    return Result("devices", "devices", OK, f"{len(found)} distinct: {', '.join(names)}", seconds, figures)
+    names = sorted({str(device["name"]) for device in devices.values()})
+    figures = {"names": names, "memory_bytes": sorted({device["memory_bytes"] for device in devices.values()})}
+    return Result("devices", "devices", OK, f"{len(devices)} distinct: {', '.join(names)}", seconds, figures)

@@ -56,7 +56,7 @@ def check(job: Job, options: Options) -> Iterator[Result]:
     size = ON_GPU if computes_on_gpu() else ON_CPU
     times = _measure(job, _turns(job, size), size.steps_per_turn, options.rounds)
     everybody = job.all_gather("selftest overlap", times)
-    slowest = {turn: np.max([found[turn] for found in everybody.values()], axis=0).tolist() for turn in TURNS}
+    slowest = {turn: np.max([rank_times[turn] for rank_times in everybody.values()], axis=0).tolist() for turn in TURNS}
     yield judge(slowest, computes_on_gpu(), time.perf_counter() - began)
 
 
@@ -128,10 +128,10 @@ def _communication(job: Job, trained: Trained) -> Turn:
 
     def communicate() -> None:
         for (bucket, method), own in zip(exchange.methods, gradients, strict=True):
-            place = CallContext(
+            context = CallContext(
                 "selftest overlap", f"selftest: {bucket.describe()}", timeouts.SELFTEST_TRAINING_SECONDS
             )
-            job.engine.start(method.average(own), place, bucket.communicator).result()
+            job.engine.start(method.average(own), context, bucket.communicator).result()
         _await_device()
 
     return communicate
@@ -169,8 +169,8 @@ def overlap_of(times: Mapping[str, Sequence[float]], turn: str, one_after_the_ot
     """The share that ``turn`` has saved of what could be saved: 1 = the shorter one of computing and communication is
     hidden completely, 0 = nothing is. The median over the rounds."""
     return statistics.median(
-        (serial - taken) / min(compute, communication)
-        for serial, taken, compute, communication in zip(
+        (serial - overlapped) / min(compute, communication)
+        for serial, overlapped, compute, communication in zip(
             times[one_after_the_other], times[turn], times[COMPUTE], times[COMMUNICATION], strict=True
         )
     )

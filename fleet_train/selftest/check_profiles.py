@@ -103,8 +103,8 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     finally:
         os.environ.clear()
         os.environ.update(before)  # a profile's variables are not the next one's
-    found = {"end": digest(run.end), "moved": run.moved, "difference": difference}
-    everybody = job.all_gather(f"selftest {label}", found, timeouts.SELFTEST_SIMULATION_SECONDS)
+    outcome = {"end": digest(run.end), "moved": run.moved, "difference": difference}
+    everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
 
 
@@ -174,25 +174,25 @@ def _from_simulator(
     data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
     if fitted.profile.sync_batch_norm:
         return _from_joint_batch(fitted.network, run, data)
-    reference, found = Reference(fitted.network, _optimizer, run.start, precision), []
+    reference, distances = Reference(fitted.network, _optimizer, run.start, precision), []
     for step, (features, labels) in enumerate(data, 1):
         reference.step(features, labels)
         if step in run.seen:
-            found.append(run.difference(run.seen[step], reference.job.ranks[job.cluster.rank]))
+            distances.append(run.difference(run.seen[step], reference.job.ranks[job.cluster.rank]))
     reference.job.synchronise()
-    found.append(run.difference(run.end, reference.job.ranks[job.cluster.rank]))
-    return float(np.max(found))
+    distances.append(run.difference(run.end, reference.job.ranks[job.cluster.rank]))
+    return float(np.max(distances))
 
 
 def _from_joint_batch(network: Network, run: Run, data: list[tuple[Array, Array]]) -> float:
     """Ranks that communicate within their passes are not simulated: one process with the joint batch is equivalent."""
-    one, found = Trained(network, lambda inner: inner, _optimizer), []
-    one.start_from(run.start)
+    single, distances = Trained(network, lambda inner: inner, _optimizer), []
+    single.start_from(run.start)
     for step, (features, labels) in enumerate(data, 1):
-        one.step(features, labels)
+        single.step(features, labels)
         if step in run.seen:
-            found.append(run.difference(run.seen[step], one.parameters()))
-    return float(np.max(found))
+            distances.append(run.difference(run.seen[step], single.parameters()))
+    return float(np.max(distances))
 
 
 def judge(
@@ -209,7 +209,7 @@ def judge(
         "buckets": len(plan.buckets) if plan is not None else 0,
         "changed": dict(fitted.changed),
     }
-    unequal = [rank for rank, found in everybody.items() if found["end"] != everybody[0]["end"]]
+    unequal = [rank for rank, outcome in everybody.items() if outcome["end"] != everybody[0]["end"]]
     if unequal:
         words = f"after {steps} steps {job.cluster.describe(unequal[0])} holds other parameters than rank 0"
         return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)

@@ -55,20 +55,20 @@ def start_on_ranks(command: Command, where: Where, supervise: Callable[[Peers], 
     started this process, and it was told where to start ranks."""
     if not is_rank(os.environ):
         return _launch(command, where)
-    if where.is_said:
+    if where.is_given:
         raise ClusterError(
             "--nproc, --ips, --node_ip and --started_port start ranks, but a launcher has started this process as one: "
             "give them to the launcher"
         )
     with Peers.join(command) as peers:
-        made = supervise(peers)
+        result = supervise(peers)
     if command.outcome is not None:
         if peers.cluster.local_rank == 0:
-            command.outcome.write_text(json.dumps(made))
+            command.outcome.write_text(json.dumps(result))
         return 0  # the process that started us evaluates the result
     if command.as_json and peers.cluster.rank == 0:
-        click.echo(json.dumps(made, indent=1))
-    return int(made["exit_code"])
+        click.echo(json.dumps(result, indent=1))
+    return int(result["exit_code"])
 
 
 def _launch(command: Command, where: Where) -> int:
@@ -80,12 +80,12 @@ def _launch(command: Command, where: Where) -> int:
             code = run(launch, os.environ)
         if code or not outcome.exists():
             return code or 1
-        made: dict[str, Any] = json.loads(outcome.read_text())
+        result: dict[str, Any] = json.loads(outcome.read_text())
     finally:
         outcome.unlink(missing_ok=True)
     if command.as_json:
-        click.echo(json.dumps(made, indent=1))
-    return int(made["exit_code"])
+        click.echo(json.dumps(result, indent=1))
+    return int(result["exit_code"])
 
 
 def request_of(command: Command, where: Where, outcome: Path) -> LaunchRequest:
@@ -115,7 +115,7 @@ class Where:
     started_port: int | None = None
 
     @property
-    def is_said(self) -> bool:
+    def is_given(self) -> bool:
         return any(value is not None for value in (self.nproc, self.ips, self.node_ip, self.started_port))
 
 
@@ -199,7 +199,7 @@ class Peers:
         environ = environ_of(cluster, self._command.join_timeout_seconds, os.environ)
         log = self._command.folder / "log" / f"{job.replace(' ', '_')}.{cluster.rank}.log"
         child = Child(job, argument, environ, log, f"fleet_train.{self._command.name}.subject")
-        deadline, look_at = time.monotonic() + limit_seconds, 0.0
+        deadline, next_check = time.monotonic() + limit_seconds, 0.0
         why_killed, began = "", "start"
         try:
             while True:
@@ -210,8 +210,8 @@ class Peers:
                 if has_ended:
                     assert child.status is not None
                     return End(child.status, self.clock(), why_killed, began, child.last_lines()), cluster
-                if time.monotonic() > look_at:
-                    look_at = time.monotonic() + timeouts.SUPERVISOR_LOOK_SECONDS
+                if time.monotonic() > next_check:
+                    next_check = time.monotonic() + timeouts.SUPERVISOR_LOOK_SECONDS
                     self._check_others()
                     is_late = time.monotonic() > deadline
                     why_killed = why_killed or (f"did not end within {limit_seconds:.0f} s" if is_late else why_over())

@@ -36,8 +36,8 @@ def facts() -> dict[str, Any]:
 
 def backend_of(environ: Mapping[str, str]) -> str:
     """The backend of the ranks by Paddle's build, or the environment; Paddle is not imported for it."""
-    asked = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
-    return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and asked != "gloo" else "gloo"
+    requested = environ.get("PADDLE_DISTRI_BACKEND", "").lower()
+    return "nccl" if installed_paddle()[0] == "paddlepaddle-gpu" and requested != "gloo" else "gloo"
 
 
 def make(
@@ -86,9 +86,9 @@ def _versions() -> dict[str, str]:
 
 def _cleaned(value: Any, cluster: Cluster) -> Any:
     if isinstance(value, dict):
-        return {name: _cleaned(one, cluster) for name, one in value.items()}
+        return {name: _cleaned(item, cluster) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_cleaned(one, cluster) for one in value]
+        return [_cleaned(item, cluster) for item in value]
     return without_names(value, cluster) if isinstance(value, str) else value
 
 
@@ -119,9 +119,9 @@ def page(record: Mapping[str, Any]) -> str:
     """The record for people."""
     at = record["circumstances"]
     machines = "; ".join(
-        f"{one['processor']}, {one['processors']} processors, Linux {one['kernel']}, load average "
-        f"{one['load_average_before']} before the start"
-        for one in at["machines"]
+        f"{machine['processor']}, {machine['processors']} processors, Linux {machine['kernel']}, load average "
+        f"{machine['load_average_before']} before the start"
+        for machine in at["machines"]
     )
     commit = ""
     if at.get("commit"):
@@ -137,8 +137,8 @@ def page(record: Mapping[str, Any]) -> str:
         "| check | result | seconds | what was found |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {one['name']} | {one['status']} | {one['seconds']:.1f} | {_cell(one['words'])} |"
-            for one in record["checks"]
+            f"| {check['name']} | {check['status']} | {check['seconds']:.1f} | {_cell(check['words'])} |"
+            for check in record["checks"]
         ),
         "",
     ]

@@ -26,15 +26,15 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
     def supervise(peers: Peers) -> dict[str, Any]:
         results, machines = Supervisor(peers, options).run()
         seconds = time.monotonic() - began
-        made: dict[str, Any] = peers.gather(
+        content: dict[str, Any] = peers.gather(
             "record",
             record.make(peers.cluster, options, machines, results, seconds) if not peers.cluster.rank else None,
         )[0]
         if peers.cluster.rank == 0:
-            path = record.write(folder, made)
+            path = record.write(folder, content)
             peers.show(verdict(results, seconds))
             peers.show(f"record: {path} (and .md); logs: {folder / 'log'}")
-        return made
+        return content
 
     return start_on_ranks(command_of(options, folder, as_json, outcome), where, supervise)
 
@@ -67,7 +67,7 @@ class Supervisor:
             self._run_faults()
         shared = self.peers.gather("results", [result.to_json() for result in self.results])[0]  # rank 0's count
         firsts = [self.cluster.ranks_on_node(node)[0] for node in range(self.cluster.node_num)]
-        return [Result.from_json(one) for one in shared], [facts[rank] for rank in firsts]
+        return [Result.from_json(content) for content in shared], [facts[rank] for rank in firsts]
 
     def add(self, results: Iterable[Result]) -> None:
         """Final results."""
@@ -111,7 +111,7 @@ class Supervisor:
         end, subjects = self.peers.run(job, self.options.to_json(), limit_seconds, on_report, why_over)
         self.peers.note(f"end of {job} {self.cluster.rank}")
         ends = self.peers.gather(f"ends of {job}", asdict(end), limit_seconds)
-        return {rank: End.from_json(one) for rank, one in ends.items()}, subjects
+        return {rank: End.from_json(content) for rank, content in ends.items()}, subjects
 
     def _is_over(self, job: str) -> bool:
         """Whether this rank's subject can be stopped: all others have ended, or its time after a fault is over."""
@@ -137,7 +137,7 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
     wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
     if not wrong:
         return []
-    rank, end = min(wrong.items(), key=lambda one: (one[1].exit_code == WorkerFailed.exit_code, one[1].ended_at))
+    rank, end = min(wrong.items(), key=lambda item: (item[1].exit_code == WorkerFailed.exit_code, item[1].ended_at))
     how = "did not end and was killed" if end.why_killed else f"ended with {end.how}"
     return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {end.last_words}")]
 
@@ -145,13 +145,15 @@ def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:
     """The checks of the same job after the one in which it ended; ``start`` comes before all."""
     behind = TOGETHER_GROUPS[TOGETHER_GROUPS.index(failed) + 1 :] if failed in TOGETHER_GROUPS else TOGETHER_GROUPS
-    return [Result(one, one, SKIP, f"not run: the ranks ended in '{failed}'") for one in behind if one in groups]
+    return [
+        Result(group, group, SKIP, f"not run: the ranks ended in '{failed}'") for group in behind if group in groups
+    ]
 
 
 def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
     """The ranks did not reach the fault."""
-    found = judge_ends(cluster, others)
-    why = found[0].words if found else "no rank reported why"
+    failures = judge_ends(cluster, others)
+    why = failures[0].words if failures else "no rank reported why"
     return Result("faults", f"a rank {kind}", FAIL, f"the ranks did not reach the fault: {why}")
 
 

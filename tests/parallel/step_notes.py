@@ -43,7 +43,7 @@ def steps(settings: dict[str, Any]) -> Any:
 def stop(step_of_request: int, settings: dict[str, Any]) -> list[str | None]:
     """What this rank knows after each step."""
     notes = fleet._current().job.notes
-    notes.stop = notes._asked = None  # a job has one stop in its life, this one has one per case
+    notes.stop = notes._stop_reason = None  # a job has one stop in its life, this one has one per case
     known: list[str | None] = []
     for step in steps(settings):
         known.append(fleet.stop_requested())

@@ -153,8 +153,8 @@ class DgcMethod:
         values = [paddle.gather(self._pending[g.name], p) for g, p in zip(gradients, places, strict=True)]
         # As integers: the bits of indices are not floats, and not every copy of a float32 keeps the bits of a NaN.
         gathered = yield from self._all_gather(paddle.concat([*(paddle.view(v, "int32") for v in values), *places]))
-        for gradient, taken in zip(gradients, places, strict=True):
-            self._take_out(gradient.name, taken)
+        for gradient, positions in zip(gradients, places, strict=True):
+            self._clear_sent(gradient.name, positions)
         results = [self._kept_zeros(gradient) for gradient in gradients]
         finite = [self._add_up(results, counts, wire) for wire in gathered]
         self._forget_unless(finite, gradients)
@@ -188,7 +188,7 @@ class DgcMethod:
         sizes = paddle.where(paddle.isnan(sizes), paddle.full_like(sizes, float("inf")), sizes)
         return _top_on_device(sizes, count).cast("int32")
 
-    def _take_out(self, name: str, places: Any) -> None:
+    def _clear_sent(self, name: str, places: Any) -> None:
         zeros = paddle.zeros([places.shape[0]], "float32")
         paddle.scatter_(self._pending[name], places, zeros)
         if self._settings.momentum_factor_masking:

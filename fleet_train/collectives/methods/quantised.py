@@ -68,10 +68,10 @@ def _of_size(error: Any, elements: int) -> Any:
 class QuantisedMethod(KeptErrors):
     """Sends integers with a scale per block; with local groups, only between their leaders."""
 
-    def __init__(self, bucket: Bucket, carried: Carried, world_size: int, cut: Cut | None = None) -> None:
-        super().__init__("quantised", bucket.gradients, carried.rounded)
+    def __init__(self, bucket: Bucket, rounded_sum: RoundedSum, world_size: int, cut: Cut | None = None) -> None:
+        super().__init__("quantised", bucket.gradients, rounded_sum.rounded)
         self._bucket = bucket
-        self._sums = carried.sums
+        self._sums = rounded_sum.allreduce
         self._scale = 1.0 / world_size
         self._cut = cut or unflatten
 
@@ -187,10 +187,10 @@ def _parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Carried:
-    """``sums`` over all ranks, and ``rounded`` where values are quantised: the same without local groups."""
+class RoundedSum:
+    """``allreduce`` sums over all ranks, and ``rounded`` where values are quantised: the same without local groups."""
 
-    sums: Allreduce
+    allreduce: Allreduce
     rounded: QuantisedAllreduce
 
 
@@ -211,15 +211,15 @@ class QuantisedSums:
         self.notices = notices_of(self._on_host)
         """Notes to users about the codec, once."""
 
-    def make(self, communicator: int, name: str, elements: int, settings: QuantisedSettings) -> Carried:
+    def make(self, communicator: int, name: str, elements: int, settings: QuantisedSettings) -> RoundedSum:
         """The sum of a buffer [elements], float32, on a communicator."""
         layout = QuantisedLayout(elements, len(self._members), settings)
         codec = make_codec(settings, self._on_host)
         rounded = QuantisedAllreduce(name, self._all_to_all[communicator], codec, layout)
         allreduce = self._allreduces[communicator]
         if isinstance(allreduce, HierarchicalAllreduce):
-            return Carried(allreduce.with_between(rounded), rounded)
-        return Carried(rounded, rounded)
+            return RoundedSum(allreduce.with_between(rounded), rounded)
+        return RoundedSum(rounded, rounded)
 
 
 def _group_of(allreduce: Allreduce) -> Any:

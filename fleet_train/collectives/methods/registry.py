@@ -114,8 +114,8 @@ def quantised(parts: Parts) -> BucketMethod:
     if parts.quantised is None:
         raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
     settings = quantised_settings(parts.profile, bucket.compression)
-    carried = parts.quantised.make(bucket.communicator, bucket.gradients[0].name, bucket.elements, settings)
-    return QuantisedMethod(bucket, carried, parts.plan.world_size, parts.cut)
+    rounded_sum = parts.quantised.make(bucket.communicator, bucket.gradients[0].name, bucket.elements, settings)
+    return QuantisedMethod(bucket, rounded_sum, parts.plan.world_size, parts.cut)
 
 
 Array = np.ndarray[Any, Any]

@@ -192,8 +192,8 @@ def test_adaptive_period_follows_from_the_mean_loss_that_is_read_once_later() ->
             heard = one._pending_loss
             assert heard is not None
             assert (heard[0].reads, heard[1], before) == (0, 0.5, 8)  # type: ignore[attr-defined]
-            one.settle()
-            one.settle()
+            one.drain_copies()
+            one.drain_copies()
             assert heard[0].reads == 1  # type: ignore[attr-defined]
             assert one.schedule.period == period
             assert one.schedule.local_steps == 0
@@ -203,7 +203,7 @@ def test_other_schedules_ask_for_no_loss() -> None:
     every = averagers(local_sgd_steps=8)
     average(every, [Held(full(1.0), [], []) for _ in every], losses=[float("nan")] * 3)
     for one in every:
-        one.settle()
+        one.drain_copies()
         assert (one.schedule.period, one.rate()) == (8, 0.5)
 
 

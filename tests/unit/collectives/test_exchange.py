@@ -109,7 +109,7 @@ def test_runs_between_updates_send_nothing_and_end_nothing(job: OneOfTwo, met: l
     assert step(exchange, 5.0, boundary=True) == [10.0]
     finish(exchange, Held(full(1.0), [], []))
     assert (exchange.step, job.backend.begun) == (1, 1)
-    exchange.settle()
+    exchange.drain_copies()
     assert [name for name in met if "digest" in name] == ["digest at step 1"]
 
 
@@ -251,13 +251,13 @@ def test_replicas_are_not_compared_unasked(job: OneOfTwo, met: list[str]) -> Non
     for _ in range(3):
         step(exchange)
         finish(exchange, Held(full(1.0), [], []))
-    assert (digests(met), exchange.looks_at_parameters) == ([], False)
+    assert (digests(met), exchange.reads_parameters) == ([], False)
 
 
 def test_local_steps_from_the_first_on_compare_the_start_once(job: OneOfTwo, met: list[str]) -> None:
     settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 100}
     exchange = exchange_of(job, SHAPES, **settings)
-    assert exchange.looks_at_parameters
+    assert exchange.reads_parameters
     for _ in range(4):
         step(exchange)
         finish(exchange, Held(full(1.0), [], []))
@@ -277,7 +277,7 @@ def test_start_is_compared_once_whatever_is_run_before_the_first_update(job: One
 def test_start_is_not_compared_unasked(job: OneOfTwo, met: list[str]) -> None:
     settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 0}
     exchange = exchange_of(job, SHAPES, **settings)
-    assert not exchange.looks_at_parameters
+    assert not exchange.reads_parameters
     for _ in range(3):
         step(exchange)
     assert digests(met) == []
@@ -285,7 +285,7 @@ def test_start_is_not_compared_unasked(job: OneOfTwo, met: list[str]) -> None:
 
 def test_after_a_period_what_was_agreed_is_compared(job: OneOfTwo, met: list[str]) -> None:
     exchange = exchange_of(job, SHAPES, **LOCAL, divergence_check_steps=1)
-    assert not exchange.looks_at_parameters
+    assert not exchange.reads_parameters
     for _ in range(8):
         step(exchange)
         finish(exchange, Held(full(1.0), [], []))

@@ -91,7 +91,11 @@ def with_report(index: int, **changed: Any) -> Examination:
 
 
 def alarms(examined: Examination) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(one.level, one.id, one.hosts) for one in judge(examined, tuple(GROUPS)) if one.level != PASS]
+    return [
+        (finding.level, finding.id, finding.hosts)
+        for finding in judge(examined, tuple(GROUPS))
+        if finding.level != PASS
+    ]
 
 
 def host(index: int) -> str:
@@ -100,7 +104,7 @@ def host(index: int) -> str:
 
 def test_healthy_nodes_give_no_alarm() -> None:
     assert alarms(HEALTHY) == []
-    assert {one.id for one in judge(HEALTHY, tuple(GROUPS))} >= {"memory", "python", "port", "clock", "group"}
+    assert {finding.id for finding in judge(HEALTHY, tuple(GROUPS))} >= {"memory", "python", "port", "clock", "group"}
 
 
 SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
@@ -210,32 +214,32 @@ def test_a_group_that_was_not_formed() -> None:
 
 def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
     without = replace(HEALTHY, reports={i: HEALTHY.reports[i] for i in (0, 2)})
-    without = replace(without, reports={i: replace(one, present=(0, 2)) for i, one in without.reports.items()})
-    found = judge(without, ("network",))
-    (absent,) = [one for one in found if one.level == FAIL]
+    without = replace(without, reports={i: replace(report, present=(0, 2)) for i, report in without.reports.items()})
+    findings = judge(without, ("network",))
+    (absent,) = [finding for finding in findings if finding.level == FAIL]
     assert (absent.hosts, absent.measured) == ((host(1),), "did not connect")
-    assert exit_code(found) == 6
+    assert exit_code(findings) == 6
 
 
 def test_exit_codes_and_verdicts() -> None:
     good, odd, bad = (Finding("machine", "memory", level, ("a",), "m") for level in (PASS, WARN, FAIL))
-    assert [exit_code(found) for found in ([good], [good, odd], [odd, bad])] == [0, 0, 1]
+    assert [exit_code(findings) for findings in ([good], [good, odd], [odd, bad])] == [0, 0, 1]
     assert verdict([good, good], 3.2) == "FIT (2 PASS, in 3 s)"
     assert verdict([good, odd], 3.2) == "FIT, with warnings (1 WARN, 1 PASS, in 3 s)"
     assert verdict([bad, odd], 3.2) == "FAIL: memory on a (1 FAIL, 1 WARN, in 3 s)"
 
 
 def test_every_finding_but_a_pass_has_a_threshold_and_a_fix() -> None:
-    for examined in [with_facts(1, **one[0]) for one in OWN.values()] + [
-        with_report(1, **o[0]) for o in PAIRS.values()
+    for examined in [with_facts(1, **fault[0]) for fault in OWN.values()] + [
+        with_report(1, **fault[0]) for fault in PAIRS.values()
     ]:
-        for one in judge(examined, tuple(GROUPS)):
-            assert one.level == PASS or (one.threshold and one.fix), one
+        for finding in judge(examined, tuple(GROUPS)):
+            assert finding.level == PASS or (finding.threshold and finding.fix), finding
 
 
 def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
-    told = list(lines(judge(HEALTHY, tuple(GROUPS))))
-    assert len(told) == len({line.split("  ")[1] for line in told})
+    shown = list(lines(judge(HEALTHY, tuple(GROUPS))))
+    assert len(shown) == len({line.split("  ")[1] for line in shown})
     table = matrix(HEALTHY)
     assert table[1].split()[:4] == ["node", "0", "-", "936"]
     assert "not measured" not in "".join(table)

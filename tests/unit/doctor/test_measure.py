@@ -104,20 +104,20 @@ def test_ports_of_outgoing_connections(tmp_path: Path) -> None:
 
 
 def test_a_package_is_known_by_its_files(tmp_path: Path) -> None:
-    one, two = (
+    first, second = (
         tree(tmp_path / "one", {"a.py": "1", "b/c.py": "2"}),
         tree(tmp_path / "two", {"a.py": "1", "b/d.py": "2"}),
     )
-    assert package_digest(one) == package_digest(tree(tmp_path / "three", {"a.py": "1", "b/c.py": "2", "x.pyc": ""}))
-    assert package_digest(one) != package_digest(two)
+    assert package_digest(first) == package_digest(tree(tmp_path / "three", {"a.py": "1", "b/c.py": "2", "x.pyc": ""}))
+    assert package_digest(first) != package_digest(second)
 
 
 def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> None:
-    found = Folder("logs", **measure_apart.write_into(tmp_path / "not" / "there", f"{measure_apart.MARK}ab"))  # type: ignore[arg-type]
-    assert (found.path, found.error) == (str(tmp_path), "")
-    assert found.bytes_per_second > 0
-    assert measure_apart.seen(found, f"{measure_apart.MARK}ab")
-    measure_apart.clean((found,), f"{measure_apart.MARK}ab")
+    folder = Folder("logs", **measure_apart.write_into(tmp_path / "not" / "there", f"{measure_apart.MARK}ab"))  # type: ignore[arg-type]
+    assert (folder.path, folder.error) == (str(tmp_path), "")
+    assert folder.bytes_per_second > 0
+    assert measure_apart.seen(folder, f"{measure_apart.MARK}ab")
+    measure_apart.clean((folder,), f"{measure_apart.MARK}ab")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,8 +163,10 @@ def test_recorded_output_of_nvidia_smi() -> None:
 def test_findings_of_gpus() -> None:
     from fleet_train.doctor.facts import Gpus
 
-    found = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
-    levels = {(one.id, one.level, one.hosts) for one in _of_gpus("node 0", found) if one.level != "PASS"}
+    gpus = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
+    levels = {
+        (finding.id, finding.level, finding.hosts) for finding in _of_gpus("node 0", gpus) if finding.level != "PASS"
+    }
     second = ("node 0 GPU 1",)
     assert levels == {("ecc", "FAIL", second), ("nvlink", "WARN", second), ("gpu_memory", "WARN", second)}
     (silent,) = _of_gpus("node 0", Gpus(error="nvidia-smi has not answered within 10 s"))

@@ -28,8 +28,8 @@ def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: s
     participants = Participants(HOSTS, index, ((port, port + 1),) * 3, 1, access)
     state = ReplicatedState()
     responder = Responder(HOSTS[index], participants.ports[index], access, HOSTS, state, clock).start()
-    told = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
-    state.put(f"here/{index}", told)
+    presence = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
+    state.put(f"here/{index}", presence)
     try:
         yield PeerGroup(participants, state, responder)
     finally:
@@ -52,41 +52,41 @@ def rendezvous(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]
 
 def test_all_doctors_gather_all_facts() -> None:
     port = free_ports(2, HOSTS)
-    with doctor(0, port) as one, doctor(1, port) as two, doctor(2, port) as three:
-        assert rendezvous([one, two, three], 10.0) == [(0, 1, 2)] * 3
-        two.state.put("report/1", {"of": "node 1"})
-        assert one.collect(["report"], [1], 5.0) == set()
-        assert one.state.get("report/1") == {"of": "node 1"}
-        one.leave([0, 1], 5.0)
+    with doctor(0, port) as first, doctor(1, port) as second, doctor(2, port) as third:
+        assert rendezvous([first, second, third], 10.0) == [(0, 1, 2)] * 3
+        second.state.put("report/1", {"of": "node 1"})
+        assert first.collect("report", [1], 5.0) == set()
+        assert first.state.get("report/1") == {"of": "node 1"}
+        first.leave([0, 1], 5.0)
 
 
 def test_a_machine_that_does_not_connect_ends_the_wait_of_all_in_time() -> None:
     port = free_ports(2, HOSTS)
-    with doctor(0, port) as one, doctor(1, port) as two:
+    with doctor(0, port) as first, doctor(1, port) as second:
         began = time.monotonic()
-        assert rendezvous([one, two], 1.5) == [(0, 1)] * 2
+        assert rendezvous([first, second], 1.5) == [(0, 1)] * 2
         assert time.monotonic() - began < 30.0
 
 
 def test_a_clock_that_goes_wrong_is_measured() -> None:
     port = free_ports(2, HOSTS)
-    with doctor(0, port) as one, doctor(1, port, clock=lambda: time.time() - 7.5) as two:
-        assert rendezvous([one, two], 1.0) == [(0, 1)] * 2
-        (echo,), found = one.measure_pairs((0, 1), 2.0)
+    with doctor(0, port) as first, doctor(1, port, clock=lambda: time.time() - 7.5) as second:
+        assert rendezvous([first, second], 1.0) == [(0, 1)] * 2
+        (echo,), streams = first.measure_pairs((0, 1), 2.0)
         assert echo.ahead == pytest.approx(7.5, abs=0.2)
         assert echo.uncertainty < 0.2
-        assert [(stream.source, stream.target, stream.error) for stream in found] == [(0, 1, ""), (1, 0, "")]
-        assert all(stream.best >= stream.bytes_per_second > 0 for stream in found)
-        assert two.measure_pairs((0, 1), 2.0) == ([], [])  # the lower one has begun it
+        assert [(stream.source, stream.target, stream.error) for stream in streams] == [(0, 1, ""), (1, 0, "")]
+        assert all(stream.best >= stream.bytes_per_second > 0 for stream in streams)
+        assert second.measure_pairs((0, 1), 2.0) == ([], [])  # the lower one has begun it
 
 
 def test_a_port_that_another_program_has_is_held_and_named() -> None:
     port = free_ports(2, HOSTS)
-    with socket.create_server((HOSTS[1], port)), doctor(0, port) as one, doctor(1, port) as two:
-        assert list(two.responder.held) == [port]
-        assert str(two.responder.held[port]).startswith("process ")
-        assert rendezvous([one, two], 1.0) == [(0, 1)] * 2
-        assert {one.outcome for one in one.try_ports((0, 1))} == {"open"}
+    with socket.create_server((HOSTS[1], port)), doctor(0, port) as first, doctor(1, port) as second:
+        assert list(second.responder.held) == [port]
+        assert str(second.responder.held[port]).startswith("process ")
+        assert rendezvous([first, second], 1.0) == [(0, 1)] * 2
+        assert {attempt.outcome for attempt in first.try_ports((0, 1))} == {"open"}
 
 
 def test_doctors_of_other_jobs_and_strangers_are_refused() -> None:

@@ -53,7 +53,7 @@ def test_computing_takes_the_slowest_rank_of_each_step(
     monkeypatch: pytest.MonkeyPatch, ranks: list[list[float]], seconds: float, spread: float
 ) -> None:
     monkeypatch.setattr("fleet_train.recommend.supervisor._UNTIMED_STEPS", 50)
-    found, apart, error = read_computing({rank: report(*steps) for rank, steps in enumerate(ranks)})
-    assert (found.compute_seconds, apart, error) == (seconds, spread, 0.0)
-    assert found.gradients == (TensorSpec("w", (3, 2), "float32"),)
-    assert found.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))
+    measured, apart, error = read_computing({rank: report(*steps) for rank, steps in enumerate(ranks)})
+    assert (measured.compute_seconds, apart, error) == (seconds, spread, 0.0)
+    assert measured.gradients == (TensorSpec("w", (3, 2), "float32"),)
+    assert measured.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))

@@ -43,9 +43,9 @@ class TestVerdict:
         assert exit_code(results) == 1
 
     def test_a_result_survives_json_and_is_one_line(self) -> None:
-        one = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
-        assert Result.from_json(one.to_json()) == one
-        assert one.line == "FAIL  a rank is killed: why"
+        result = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
+        assert Result.from_json(result.to_json()) == result
+        assert result.line == "FAIL  a rank is killed: why"
 
 
 class TestOptions:
@@ -74,12 +74,12 @@ class TestFaults:
         return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 100.0, 5.0)
 
     def test_all_have_ended_in_time_and_named_it(self) -> None:
-        found = self.judged(seconds=13.9)
-        assert found.status == OK
-        assert found.words == "3 other rank(s) ended within 13.9 s (14 s allowed) and named rank 3 (10.0.0.2:6171)"
+        result = self.judged(seconds=13.9)
+        assert result.status == OK
+        assert result.words == "3 other rank(s) ended within 13.9 s (14 s allowed) and named rank 3 (10.0.0.2:6171)"
 
     @pytest.mark.parametrize(
-        ("changes", "told"),
+        ("changes", "reason"),
         [
             ({"seconds": 14.1}, "rank 2 (10.0.0.2:6170) ended after 14.1 s, 14 s are allowed"),
             ({"why_killed": "late", "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
@@ -89,11 +89,11 @@ class TestFaults:
             ({"last_lines": ()}, "does not name rank 3 (10.0.0.2:6171): it printed nothing"),
         ],
     )
-    def test_one_rank_that_does_not_is_enough(self, changes: dict[str, Any], told: str) -> None:
-        found = self.judged(**changes)
-        assert found.status == FAIL
-        assert told in found.words
-        assert found.words.endswith("; rank 3 (10.0.0.2:6171) was killed")
+    def test_one_rank_that_does_not_is_enough(self, changes: dict[str, Any], reason: str) -> None:
+        result = self.judged(**changes)
+        assert result.status == FAIL
+        assert reason in result.words
+        assert result.words.endswith("; rank 3 (10.0.0.2:6171) was killed")
 
 
 class TestEnds:
@@ -105,18 +105,23 @@ class TestEnds:
     def test_who_has_lost_another_is_not_blamed(self) -> None:
         lost = End(WorkerFailed.exit_code, 1.0, "", "profiles", ("rank 2 was lost",))
         crashed = End(-11, 2.0, "", "profiles", ("", "Segmentation fault"))
-        (found,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
-        assert (found.group, found.status) == ("profiles", FAIL)
-        assert found.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
+        (result,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
+        assert (result.group, result.status) == ("profiles", FAIL)
+        assert result.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
 
     def test_a_subject_that_did_not_end(self) -> None:
-        (found,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
-        assert found.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
+        (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
+        assert result.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
 
     def test_what_comes_behind_is_not_done(self) -> None:
         groups = tuple(GROUPS)
-        assert [one.name for one in not_done(groups, "collectives")] == ["profiles", "overlap"]
-        assert [one.name for one in not_done(groups, "start")] == ["devices", "collectives", "profiles", "overlap"]
+        assert [result.name for result in not_done(groups, "collectives")] == ["profiles", "overlap"]
+        assert [result.name for result in not_done(groups, "start")] == [
+            "devices",
+            "collectives",
+            "profiles",
+            "overlap",
+        ]
         assert not_done(("faults", "devices"), "collectives") == []
 
 
@@ -145,8 +150,8 @@ class TestCollectives:
         assert check_collectives.difference("int32", np.arange(4.0), expected) == ""
         assert check_collectives.difference("int32", np.arange(8.0), expected) == "int32: 8 values instead of 4"
         inf = np.array([0, 1, np.inf, np.nan])
-        told = "float16: 2 of 4 values are wrong, the first at 2: inf instead of 2"
-        assert check_collectives.difference("float16", inf, expected) == told
+        expected_text = "float16: 2 of 4 values are wrong, the first at 2: inf instead of 2"
+        assert check_collectives.difference("float16", inf, expected) == expected_text
 
 
 class TestDevices:
@@ -172,17 +177,17 @@ class TestDevices:
         assert check_collectives.uuid_of(0, {}, "") == ""
 
     def judged(self, *uuids: str) -> Result:
-        found = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
+        devices = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
         job: Any = SimpleNamespace(cluster=CLUSTER)
-        return check_collectives.judge_devices(job, found, 0.0)
+        return check_collectives.judge_devices(job, devices, 0.0)
 
     def test_distinct_on_each_node(self) -> None:
         assert self.judged("a", "b", "a", "b").words == "4 distinct: A100"  # virtual machines may number alike
 
     def test_shared(self) -> None:
-        found = self.judged("a", "b", "c", "c")
-        assert found.status == FAIL
-        assert found.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
+        result = self.judged("a", "b", "c", "c")
+        assert result.status == FAIL
+        assert result.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
 
     def test_unknown(self) -> None:
         assert self.judged("a", "").words.startswith("the UUID of rank 1 (10.0.0.1:6171)'s GPU is unknown")
@@ -199,10 +204,10 @@ class TestOverlap:
         assert check_overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
 
     def test_control_beside_it(self) -> None:
-        found = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
-        assert found.status == OK
-        assert found.figures["overlap"] == pytest.approx(0.8)
-        assert found.figures["control"] == pytest.approx(-0.05)
+        result = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
+        assert result.status == OK
+        assert result.figures["overlap"] == pytest.approx(0.8)
+        assert result.figures["control"] == pytest.approx(-0.05)
 
     def test_a_control_that_is_not_0_spoils_the_figure(self) -> None:
         assert check_overlap.judge(self.times(22.0, 33.0), on_gpu=False, seconds=1.0).status == WARN
