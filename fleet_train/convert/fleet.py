@@ -40,10 +40,7 @@ from fleet_train.convert.calls import (  # noqa: E402
 )
 from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
 from fleet_train.convert.paddle_optimizers import unwrap  # noqa: E402
-from fleet_train.convert.resolving import (  # noqa: E402
-    apply_environment,
-    resolve,
-)
+from fleet_train.convert.planning import apply_environment, resolve  # noqa: E402
 from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
 from fleet_train.convert.saving import (  # noqa: E402
     capture_persistables,
@@ -54,7 +51,6 @@ from fleet_train.convert.saving import (  # noqa: E402
     synchronize_parameters,
 )
 from fleet_train.convert.session import current as _current  # noqa: E402
-from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
 from fleet_train.convert.strategy import (  # noqa: E402
     DistributedStrategy,
     needed,
@@ -194,10 +190,10 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     now = _current()
     rank, node_num = now.job.cluster.rank, now.job.cluster.node_num
     unwrapped = unwrap(optimizer)
-    if (prescribed := session.prescribed()) is not None:
-        asked, notices = unwrapped.added_to(prescribed), list[str]()
+    if session.prescribed_profile is not None:
+        asked, notices = unwrapped.added_to(session.prescribed_profile), list[str]()
     else:
-        asked, notices = resolve(strategy, now.strategy, session.offered(), unwrapped, node_num)
+        asked, notices = resolve(strategy, now.strategy, session.offered_profile, unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)

@@ -139,10 +139,10 @@ _INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_inner", "_optimi
 def owner_of(optimizer: Any, name: str) -> Any:
     """The optimizer that has the attribute ``name``: ``optimizer``, or one that a user's own class wraps; if none has
     it, ``optimizer``."""
-    found = optimizer
-    while found is not None and name not in vars(found) and not hasattr(type(found), name):
-        found = next((vars(found)[one] for one in _INNER_NAMES if one in vars(found)), None)
-    return optimizer if found is None else found
+    owner = optimizer
+    while owner is not None and name not in vars(owner) and not hasattr(type(owner), name):
+        owner = next((vars(owner)[inner] for inner in _INNER_NAMES if inner in vars(owner)), None)
+    return optimizer if owner is None else owner
 
 
 def _kind(optimizer: Any) -> str:
@@ -230,7 +230,7 @@ def _take_off_recompute(result: Unwrapped) -> None:
     checkpoints = list(wrapper._checkpoints or [])
     if wrapper.enable_offload:
         raise ProfileError(f"{name}: offload is not supported; remove _enable_offload()")
-    if not checkpoints or not all(isinstance(one, str) for one in checkpoints):
+    if not checkpoints or not all(isinstance(checkpoint, str) for checkpoint in checkpoints):
         raise ProfileError(
             f"{name}: values have no names in PIR programs, so it cannot split at them; _set_checkpoints takes "
             "names of parameters here, or set recompute_segments or recompute_every_blocks in the profile and wrap "

@@ -26,17 +26,9 @@ from fleet_train.collectives.host_ops import (
 )
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
-from fleet_train.convert.planning import (
-    ReadyGradient,
-    agree,
-    dtype_name,
-    positions_of,
-)
+from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
-
-# Operators whose second and third operand are a running mean and variance.
-_HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
 
 def insert_launches(
@@ -109,16 +101,6 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
             if behind is not None:
                 operator.operand(0).set_source(behind)
             behind = operator.result(0)
-
-
-def held_values(program: Any, trained: Sequence[Any]) -> Held:
-    """The values of ``program`` that LocalSGD and the divergence sentinel read."""
-    statistics = {}
-    for operator in program.global_block().ops:
-        if operator.name() in _HAS_STATISTICS:
-            for source in operator.operands_source()[1:3]:
-                statistics[source.get_defining_op().id()] = source
-    return Held(list(trained), list(statistics.values()), [])
 
 
 _SQUARES = "pd_op.squared_l2_norm"
