@@ -84,6 +84,11 @@ class Unwrapped:
                 )
             self.settings[knob] = (value, wrapper)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Knob -> value."""
+        return {knob: value for knob, (value, _) in self.settings.items()}
+
     def added_to(self, profile: Profile) -> Profile:
         """The profile with the wrappers' settings. Raises ProfileError if the profile sets something else."""
         for knob, (value, wrapper) in self.settings.items():
@@ -93,19 +98,17 @@ class Unwrapped:
                     f"{wrapper}: asks for {knob}: {shown(value)}, but the profile sets {knob}: {shown(own)} "
                     f"({profile.origin(knob)}); keep one of the two"
                 )
-        wanted = {knob: value for knob, (value, _) in self.settings.items()}
-        profile = profile.with_settings("the optimizer's wrapper", **wanted) if wanted else profile
+        if self.settings:
+            profile = profile.with_settings("the optimizer's wrapper", **self.asked)
         self.refuse_steps_without_updates(profile)
         return profile.with_notes(self.sentences) if self.sentences else profile
 
     def under(self, profile: Profile) -> Profile:
         """The profile of a flag, which wins over the wrappers' settings."""
-        wanted = {knob: value for knob, (value, _) in self.settings.items()}
-        if not wanted:
+        if not self.settings:
             return profile
-        return laid_over(Profile().with_settings("the optimizer's wrapper", **wanted), profile).with_notes(
-            self.sentences
-        )
+        wrappers = Profile().with_settings("the optimizer's wrapper", **self.asked)
+        return laid_over(wrappers, profile).with_notes(self.sentences)
 
     def refuse_steps_without_updates(self, profile: Profile) -> None:
         """Raise ProfileError where the wrapper that counts updates would count wrongly."""

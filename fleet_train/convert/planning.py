@@ -63,7 +63,7 @@ def resolve(
     profile = with_assignments(profile, settings)
     wrappers.refuse_steps_without_updates(profile)
     asked = {knob: getattr(of_script, knob) for knob in of_script.explicit} if of_script else {}
-    asked |= {knob: value for knob, (value, _) in wrappers.settings.items()}
+    asked |= wrappers.asked
     flags = " and ".join([f"--strategy {flag}"] * (flag is not None) + ["--set"] * bool(settings))
     return profile, notices + _overruled(flags, profile, asked)
 

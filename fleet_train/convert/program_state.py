@@ -375,7 +375,7 @@ def _are_of_a_schedule(numbers: Array) -> bool:
     return 1 <= period < 2**53 and 0 <= steps < 2**53
 
 
-def take_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
+def restore_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
     """Continue from a saved position. With state saved without LocalSGD, periods start at the loaded parameters."""
     exchange.drop_averaging()
     if _STEP in arrays:

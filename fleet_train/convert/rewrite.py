@@ -131,10 +131,10 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
     with paddle.static.program_guard(updated.program, paddle.static.Program()):
         if updated.boundary is None:
             squares = [_sum_of_squares(gradient) for gradient in gradients]
-            _go_behind(squares)
+            _insert_after_last_of(squares)
             norm = _norm(squares, updated.scale)
         else:
-            _go_behind([*gradients, updated.boundary])
+            _insert_after_last_of([*gradients, updated.boundary])
             norm = paddle.static.nn.cond(
                 updated.boundary.reshape([]),
                 lambda: _norm([_squares(gradient) for gradient in gradients], updated.scale),
@@ -175,7 +175,7 @@ def _norm(squares: Sequence[Any], scale: Any) -> Any:
     return norm if scale is None else norm / scale.reshape([1])
 
 
-def _go_behind(values: Sequence[Any]) -> None:
+def _insert_after_last_of(values: Sequence[Any]) -> None:
     """Move the insertion point after the last of the operators that make ``values``."""
     positions = positions_of(values[0])
     operators = [value.get_defining_op() for value in values]
@@ -229,7 +229,7 @@ def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
 
 def _share_now(job: Job, names: Sequence[str]) -> None:
     scope = paddle.static.global_scope()
-    begun = {name: tensor for name in names if (tensor := begun_tensor(scope, name)) is not None}
+    begun = {name: tensor for name in names if (tensor := initialized_tensor(scope, name)) is not None}
     agree(job, "the parameters that have values before minimize", sorted(begun))
     if begun:
         for name, array in broadcast_arrays(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
@@ -241,7 +241,7 @@ def names_stored_by(startup: Any) -> set[str]:
     return {_name(operator) for operator in _stores(startup)}
 
 
-def begun_tensor(scope: Any, name: str) -> Any:
+def initialized_tensor(scope: Any, name: str) -> Any:
     """The tensor of a variable that has a value in ``scope``; None if it has none."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
@@ -272,7 +272,7 @@ def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
     scope = paddle.static.global_scope()
     if not names or any(names & names_stored_by(startup) for startup in startups):
         return
-    if any(begun_tensor(scope, name) is not None for name in names):
+    if any(initialized_tensor(scope, name) is not None for name in names):
         return
     raise ConversionError(
         f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "

@@ -33,7 +33,7 @@ from fleet_train.convert.program_state import (
     mean_of_ranks,
     position_of,
     refuse_damaged_position,
-    take_position,
+    restore_position,
     to_dgc,
     to_momentum,
     what_is_not_finite,
@@ -266,7 +266,7 @@ def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Pat
     arrays = broadcast_arrays(job, saved.arrays) | _own_part(job, saved.ranks, answer["ranks"])
     state.write({name: arrays[name] for name in answer["names"]}, job.place)
     if exchange is not None:
-        take_position(exchange, arrays, job.place)
+        restore_position(exchange, arrays, job.place)
         memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
         method_state.write_state(exchange.memories, memories, job.place)
 
