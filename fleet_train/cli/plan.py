@@ -27,7 +27,7 @@ from fleet_train.train.settings import MODELS, VISION_MODELS
 
 if TYPE_CHECKING:
     from fleet_train.cluster import Cluster
-    from fleet_train.convert.dry_run import Planned
+    from fleet_train.convert.session import Planned
     from fleet_train.plan import CommPlan
     from fleet_train.plan.price import Network
     from fleet_train.plan.pricing import Conditions, Pricing
@@ -239,7 +239,7 @@ def _repeated(
 
 
 def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
-    from fleet_train.convert.dry_run import measure_cluster
+    from fleet_train.convert.session import measure_cluster
     from fleet_train.plan.choose import describe as describe_link
     from fleet_train.plan.choose import plan_command
 
@@ -262,7 +262,7 @@ def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
 def _plan(
     script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster, network: Network
 ) -> Planned:
-    from fleet_train.convert.dry_run import plan_of, plan_of_script
+    from fleet_train.convert.session import plan_of, plan_of_script
 
     if script is not None:
         return plan_of_script(Path(script), arguments, cluster, network)

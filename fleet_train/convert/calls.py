@@ -90,115 +90,75 @@ def _refuse_servers(name: str, comm_world: str) -> None:
 
 
 _SERVERS = "belongs to parameter servers, which are out of scope here; every rank holds the whole model"
-_DYNAMIC = (
-    "belongs to dynamic graphs; fleet_train converts static programs: build the network under paddle.enable_static() "
-    "and use fleet.distributed_optimizer"
-)
-_MODEL_PARALLEL = "splits the model; only data parallelism is supported, every rank holds the whole model"
-_SLOTS = "reads the slot files of parameter-server jobs; read data with paddle.io.DataLoader, or fleet_train.data"
-_COMPAT = "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
-_CHECKPOINTS = (
-    "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, folder) on "
-    "all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
-)
-_PERFORMANCE = "is not supported; python -m fleet_train plan --measure times allreduces over this network"
-_LOGGING = "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"
-_QUANTIZATION = "quantizes, which is out of scope here; use paddle.quantization on the model"
-_ON_OPTIMIZER = "is a call of the optimizer that fleet.distributed_optimizer returns"
-_STATE = "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
-
-ABSENT: dict[str, str] = {
-    "Fleet": "is not needed: fleet itself is the instance; from fleet_train import fleet",
-    "Collective": "is not needed: fleet itself is the instance; from fleet_train import fleet",
+_ABSENT = {
+    "Fleet Collective": "is not needed: fleet itself is the instance; from fleet_train import fleet",
     "CollectiveOpBasedOptimizer": "is not needed; call fleet.distributed_optimizer(optimizer, strategy)",
-    "TrainStatus": _CHECKPOINTS,
+    (
+        "TrainStatus save_check_point load_check_point save_checkpoint load_checkpoint clean_redundant_check_points "
+        "clean_redundant_checkpoints"
+    ): (
+        "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, "
+        "folder) on all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
+    ),
     "LambConfig": "belongs to the optimizer: build paddle.optimizer.Lamb yourself and wrap that",
-    "DistFCConfig": _MODEL_PARALLEL,
-    "CommunicateTopology": _MODEL_PARALLEL,
-    "HybridCommunicateGroup": _MODEL_PARALLEL,
-    "get_hybrid_communicate_group": _MODEL_PARALLEL,
-    "get_hybrid_parallel_topology": _MODEL_PARALLEL,
-    "meta_parallel": _MODEL_PARALLEL,
-    "layers": _MODEL_PARALLEL,
+    (
+        "DistFCConfig CommunicateTopology HybridCommunicateGroup get_hybrid_communicate_group "
+        "get_hybrid_parallel_topology meta_parallel layers"
+    ): "splits the model; only data parallelism is supported, every rank holds the whole model",
     "meta_optimizers": "is Paddle's own conversion, which does not run on PIR programs; set the profile's knobs",
     "optimizer": "is Paddle's own module; call fleet.distributed_optimizer(optimizer, strategy)",
-    "model": _DYNAMIC,
-    "scaler": _DYNAMIC,
-    "distributed_model": _DYNAMIC,
-    "distributed_scaler": _DYNAMIC,
+    "model scaler distributed_model distributed_scaler": (
+        "belongs to dynamic graphs; fleet_train converts static programs: build the network under "
+        "paddle.enable_static() and use fleet.distributed_optimizer"
+    ),
     "recompute": "is a knob here: recompute_segments, recompute_every_blocks or recompute_checkpoints of the profile",
     "auto": "belongs to automatic parallelism, which is out of scope here; choose a profile instead",
     "base": "is Paddle's own package; use: from fleet_train import role_maker",
     "utils": "is Paddle's own package: for recompute set recompute_segments, for file systems use pathlib",
     "runtime": "is Paddle's own package, for parameter servers",
     "proto": "is Paddle's own package; fleet_train.DistributedStrategy has the fields of its strategy",
-    "dataset": _SLOTS,
-    "data_generator": _SLOTS,
-    "BoxPSDataset": _SLOTS,
-    "DatasetBase": _SLOTS,
-    "FileInstantDataset": _SLOTS,
-    "InMemoryDataset": _COMPAT,
-    "QueueDataset": _COMPAT,
-    "MultiSlotDataGenerator": _COMPAT,
-    "MultiSlotStringDataGenerator": _COMPAT,
+    "dataset data_generator BoxPSDataset DatasetBase FileInstantDataset": (
+        "reads the slot files of parameter-server jobs; read data with paddle.io.DataLoader, or fleet_train.data"
+    ),
+    "InMemoryDataset QueueDataset MultiSlotDataGenerator MultiSlotStringDataGenerator": (
+        "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
+    ),
     "launch": "is a command: python -m fleet_train launch --help",
     "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
     "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
     "elastic": "is an option of the launcher: python -m fleet_train launch --max_restarts 3 --min_nodes 2",
     "local_device_ids": "is not supported; fleet.place() is this rank's device, fleet.local_rank() its index",
     "world_device_ids": "is not supported; fleet.place() is this rank's device, fleet.node_num() the nodes",
-    "init_server": _SERVERS,
-    "run_server": _SERVERS,
-    "run_worker": _SERVERS,
-    "server_index": _SERVERS,
-    "init_coordinator": _SERVERS,
-    "make_fl_strategy": _SERVERS,
-    "get_fl_client": _SERVERS,
+    (
+        "init_server run_server run_worker server_index init_coordinator make_fl_strategy get_fl_client "
+        "load_one_table save_one_table save_cache_model save_cache_table check_save_pre_patch_done set_date "
+        "print_table_stat shrink shrink_sparse_table shrink_dense_table get_heter_file_shard"
+    ): _SERVERS,
     "load_model": f"{_SERVERS}; use fleet.load_persistables",
     "load_inference_model": f"{_SERVERS}; paddle.static.load_inference_model reads an exported network",
-    "load_one_table": _SERVERS,
-    "save_one_table": _SERVERS,
-    "save_cache_model": _SERVERS,
-    "save_cache_table": _SERVERS,
     "save_dense_params": f"{_SERVERS}; use fleet.save_persistables",
-    "check_save_pre_patch_done": _SERVERS,
-    "set_date": _SERVERS,
-    "print_table_stat": _SERVERS,
-    "shrink": _SERVERS,
-    "shrink_sparse_table": _SERVERS,
-    "shrink_dense_table": _SERVERS,
-    "get_heter_file_shard": _SERVERS,
     "save": "stands for two calls: fleet.save_persistables (to resume) and fleet.save_inference_model (to deploy)",
-    "save_check_point": _CHECKPOINTS,
-    "load_check_point": _CHECKPOINTS,
-    "save_checkpoint": _CHECKPOINTS,
-    "load_checkpoint": _CHECKPOINTS,
-    "clean_redundant_check_points": _CHECKPOINTS,
-    "clean_redundant_checkpoints": _CHECKPOINTS,
     "get_worker_endpoints": "is fleet.worker_endpoints()",
-    "get_current_id": "is fleet.worker_index()",
-    "current_id": "is fleet.worker_index()",
+    "get_current_id current_id": "is fleet.worker_index()",
     "current_endpoint": "is fleet.worker_endpoints()[fleet.worker_index()]",
-    "collective_perf": _PERFORMANCE,
-    "allreduce_perf": _PERFORMANCE,
-    "reduce_perf": _PERFORMANCE,
-    "broadcast_perf": _PERFORMANCE,
-    "allgather_perf": _PERFORMANCE,
-    "reduce_scatter_perf": _PERFORMANCE,
-    "check_memory_usage": _LOGGING,
-    "get_log_level_code": _LOGGING,
-    "get_log_level_name": _LOGGING,
-    "set_log_level": _LOGGING,
-    "log_util": _LOGGING,
-    "amp_init": _ON_OPTIMIZER,
+    "collective_perf allreduce_perf reduce_perf broadcast_perf allgather_perf reduce_scatter_perf": (
+        "is not supported; python -m fleet_train plan --measure times allreduces over this network"
+    ),
+    "check_memory_usage get_log_level_code get_log_level_name set_log_level log_util": (
+        "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"
+    ),
+    "amp_init": "is a call of the optimizer that fleet.distributed_optimizer returns",
     "get_loss_scaling": "is fleet.loss_scale()",
-    "qat_init": _QUANTIZATION,
+    "qat_init": "quantizes, which is out of scope here; use paddle.quantization on the model",
     "is_xpu": "is not supported; fleet.place() is this rank's device",
     "stop": "is fleet.shutdown(), which also runs when the script ends",
-    "_final_strategy": _STATE,
-    "_get_applied_meta_list": _STATE,
-    "_get_applied_graph_list": _STATE,
+    "_final_strategy _get_applied_meta_list _get_applied_graph_list": (
+        "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
+    ),
 }
+"""Names, and the reason that they share."""
+ABSENT = {name: reason for names, reason in _ABSENT.items() for name in names.split()}
+"""Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 
 
 class UnknownName(ConversionError, AttributeError):

@@ -4,6 +4,7 @@
 ``save_persistables`` saves. With one process nothing is sent, and only the profile's passes change the program.
 """
 
+# ruff: noqa: E402 (the installed Paddle is checked before anything imports it)
 from __future__ import annotations
 
 import os
@@ -23,29 +24,16 @@ from fleet_train.errors import ClusterError, ConversionError
 process.install()
 require_paddle()
 
-import paddle  # noqa: E402
+import paddle
 
-from fleet_train.collectives.step_notes import Communication as Communication  # noqa: E402
-from fleet_train.convert import (  # noqa: E402
-    metrics,
-    planning,
-    session,
-)
-from fleet_train.convert.calls import (  # noqa: E402
-    UtilBase,
-    meet,
-    reduce,
-    unknown,
-    values_of_all,
-)
-from fleet_train.convert.optimizer import DistributedOptimizer  # noqa: E402
-from fleet_train.convert.paddle_optimizers import unwrap  # noqa: E402
-from fleet_train.convert.resolving import (  # noqa: E402
-    apply_environment,
-    resolve,
-)
-from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker  # noqa: E402
-from fleet_train.convert.saving import (  # noqa: E402
+from fleet_train.collectives.step_notes import Communication as Communication
+from fleet_train.convert import metrics, planning, session
+from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.paddle_optimizers import unwrap
+from fleet_train.convert.planning import apply_environment, resolve
+from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker
+from fleet_train.convert.saving import (
     capture_persistables,
     first_not_finite,
     load_persistables,
@@ -53,16 +41,11 @@ from fleet_train.convert.saving import (  # noqa: E402
     save_persistables,
     synchronize_parameters,
 )
-from fleet_train.convert.session import current as _current  # noqa: E402
-from fleet_train.convert.session import exchange_of as _exchange_of  # noqa: E402, F401
-from fleet_train.convert.strategy import (  # noqa: E402
-    DistributedStrategy,
-    needed,
-    one_of,
-)
-from fleet_train.log import log_once  # noqa: E402
-from fleet_train.plan import CommPlan  # noqa: E402
-from fleet_train.profile import Profile, applied_mappings  # noqa: E402
+from fleet_train.convert.session import current as _current
+from fleet_train.convert.strategy import DistributedStrategy, needed, one_of
+from fleet_train.log import log_once
+from fleet_train.plan import CommPlan
+from fleet_train.profile import Profile, applied_mappings
 
 if TYPE_CHECKING:
     main_program: Any
@@ -194,10 +177,10 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     now = _current()
     rank, node_num = now.job.cluster.rank, now.job.cluster.node_num
     unwrapped = unwrap(optimizer)
-    if (prescribed := session.prescribed()) is not None:
-        asked, notices = unwrapped.added_to(prescribed), list[str]()
+    if session.prescribed_profile is not None:
+        asked, notices = unwrapped.added_to(session.prescribed_profile), list[str]()
     else:
-        asked, notices = resolve(strategy, now.strategy, session.offered(), unwrapped, node_num)
+        asked, notices = resolve(strategy, now.strategy, session.offered_profile, unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)

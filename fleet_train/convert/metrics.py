@@ -40,12 +40,12 @@ def auc(stat_pos: Any, stat_neg: Any, scope: Any = None, util: Any = None) -> fl
     Without samples of both kinds: 0.5, as in Fleet.
     """
     both = [_value(stat, scope) for stat in (stat_pos, stat_neg)]
-    counts = np.stack([one.reshape(-1, one.shape[-1] if one.ndim else 1)[0] for one in both])
+    counts = np.stack([stat.reshape(-1, stat.shape[-1] if stat.ndim else 1)[0] for stat in both])
     positive, negative = _total("auc", counts, "sum", util).astype(np.float64)[:, ::-1]
     if positive.sum() * negative.sum() == 0:
         return 0.5
-    found = np.concatenate([[0.0], np.cumsum(positive)])
-    area = np.dot(negative, (found[:-1] + found[1:]) / 2)
+    hits = np.concatenate([[0.0], np.cumsum(positive)])
+    area = np.dot(negative, (hits[:-1] + hits[1:]) / 2)
     return float(area / (positive.sum() * negative.sum()))
 
 
@@ -71,7 +71,7 @@ def acc(correct: Any, total: Any, scope: Any = None, util: Any = None) -> float:
 
 def _quotient(name: str, above: Any, below: Any, scope: Any, util: Any) -> float:
     """The first element of one sum divided by that of the other."""
-    mine = [float(_value(one, scope).reshape(-1)[0]) for one in (above, below)]
+    mine = [float(_value(statistic, scope).reshape(-1)[0]) for statistic in (above, below)]
     over, under = _total(name, np.array(mine), "sum", util)
     if under == 0:
         raise ConversionError(f"fleet.metrics.{name}: the number of samples is 0 on all ranks")
@@ -81,8 +81,8 @@ def _quotient(name: str, above: Any, below: Any, scope: Any, util: Any) -> float
 def _over_ranks(mode: str, statistic: Any, scope: Any, util: Any) -> Array:
     value = _value(statistic, scope)
     total = _total(mode, value, mode, util)
-    kept: Array = total.astype(value.dtype) if value.dtype.kind == "f" else total
-    return kept
+    result: Array = total.astype(value.dtype) if value.dtype.kind == "f" else total
+    return result
 
 
 def _total(name: str, values: Array, mode: str, util: Any) -> Array:

@@ -20,20 +20,20 @@ from fleet_train.convert.paddle_optimizers import (
     take_over_momentum,
     updates_each_alone,
 )
-from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
+from fleet_train.convert.passes.program import held_values
 from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.convert.planning import (
     agreed_plan,
+    fitted_to,
     in_ready_order,
+    refuse_on_this_device,
     summed_over_uses,
     uses_a_name_twice,
 )
-from fleet_train.convert.resolving import fitted_to, refuse_on_this_device
 from fleet_train.convert.rewrite import (
     UpdatedGradients,
     chain_in_program_order,
-    held_values,
     insert_gradient_norm,
     insert_launches,
     insert_waits,
@@ -153,8 +153,6 @@ class DistributedOptimizer:
         main, startup = self._programs_of(loss, startup_program)
         self._refuse_what_needs_the_program_alone(main)
         self._job.optimizers.append((main, self))
-        if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
-            log_once([remark], self._rank)
         with paddle.static.program_guard(main, startup):
             return self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
@@ -169,7 +167,7 @@ class DistributedOptimizer:
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
         params_grads, several = summed_over_uses(params_grads)
-        log_once(map(_said_of_sum, several), self._rank)
+        log_once(map(_notice_of_sum, several), self._rank)
         merged = self._passes.merge(params_grads)
         averaged, plan, exchange = merged.pairs, None, None
         if self._job.world_size == 1:
@@ -321,7 +319,7 @@ class DistributedOptimizer:
         raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
 
 
-def _said_of_sum(name: str) -> str:
+def _notice_of_sum(name: str) -> str:
     return (
         f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. "
         "Paddle 3.3.1 alone updates it once per use, which is the same for SGD only"

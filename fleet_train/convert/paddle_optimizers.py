@@ -84,6 +84,11 @@ class Unwrapped:
                 )
             self.settings[knob] = (value, wrapper)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Knob -> value."""
+        return {knob: value for knob, (value, _) in self.settings.items()}
+
     def added_to(self, profile: Profile) -> Profile:
         """The profile with the wrappers' settings. Raises ProfileError if the profile sets something else."""
         for knob, (value, wrapper) in self.settings.items():
@@ -93,19 +98,17 @@ class Unwrapped:
                     f"{wrapper}: asks for {knob}: {shown(value)}, but the profile sets {knob}: {shown(own)} "
                     f"({profile.origin(knob)}); keep one of the two"
                 )
-        wanted = {knob: value for knob, (value, _) in self.settings.items()}
-        profile = profile.with_settings("the optimizer's wrapper", **wanted) if wanted else profile
+        if self.settings:
+            profile = profile.with_settings("the optimizer's wrapper", **self.asked)
         self.refuse_steps_without_updates(profile)
         return profile.with_notes(self.sentences) if self.sentences else profile
 
     def under(self, profile: Profile) -> Profile:
         """The profile of a flag, which wins over the wrappers' settings."""
-        wanted = {knob: value for knob, (value, _) in self.settings.items()}
-        if not wanted:
+        if not self.settings:
             return profile
-        return laid_over(Profile().with_settings("the optimizer's wrapper", **wanted), profile).with_notes(
-            self.sentences
-        )
+        wrappers = Profile().with_settings("the optimizer's wrapper", **self.asked)
+        return laid_over(wrappers, profile).with_notes(self.sentences)
 
     def refuse_steps_without_updates(self, profile: Profile) -> None:
         """Raise ProfileError where the wrapper that counts updates would count wrongly."""
@@ -139,10 +142,10 @@ _INNER_NAMES = ("inner_optimizer", "inner_opt", "_inner_opt", "_inner", "_optimi
 def owner_of(optimizer: Any, name: str) -> Any:
     """The optimizer that has the attribute ``name``: ``optimizer``, or one that a user's own class wraps; if none has
     it, ``optimizer``."""
-    found = optimizer
-    while found is not None and name not in vars(found) and not hasattr(type(found), name):
-        found = next((vars(found)[one] for one in _INNER_NAMES if one in vars(found)), None)
-    return optimizer if found is None else found
+    owner = optimizer
+    while owner is not None and name not in vars(owner) and not hasattr(type(owner), name):
+        owner = next((vars(owner)[inner] for inner in _INNER_NAMES if inner in vars(owner)), None)
+    return optimizer if owner is None else owner
 
 
 def _kind(optimizer: Any) -> str:
@@ -230,7 +233,7 @@ def _take_off_recompute(result: Unwrapped) -> None:
     checkpoints = list(wrapper._checkpoints or [])
     if wrapper.enable_offload:
         raise ProfileError(f"{name}: offload is not supported; remove _enable_offload()")
-    if not checkpoints or not all(isinstance(one, str) for one in checkpoints):
+    if not checkpoints or not all(isinstance(checkpoint, str) for checkpoint in checkpoints):
         raise ProfileError(
             f"{name}: values have no names in PIR programs, so it cannot split at them; _set_checkpoints takes "
             "names of parameters here, or set recompute_segments or recompute_every_blocks in the profile and wrap "

@@ -20,8 +20,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +29,7 @@ import numpy as np
 
 import fleet_train
 from fleet_train.collectives.paddle_compat import installed_version
-from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, Array, Arrays
+from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, Array, Arrays, State
 from fleet_train.errors import CheckpointError
 from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, read_regular, write_all
 
@@ -46,36 +45,19 @@ _OF_A_RANK = re.compile(r"rank (0|[1-9][0-9]{0,8})/(.+)", re.DOTALL)
 _SEAL = b'{"sha256": "%s",'
 _SEAL_BYTES = len(_SEAL % bytes(64))
 
-_CODES = {"f": "F", "i": "I", "u": "U"}
-_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-DTYPES = frozenset((*_DTYPES, "float16", "float32", "float64"))
+_CODES = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"}
+_CODES |= {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 _LENGTH_BYTES = 8
 _MOST_DIMENSIONS = 32  # numpy's, before 2.0
 WAY_OUT = "load another saved state, or remove this folder: a run resumes from the checkpoint before it"
 _CHUNK = 16 << 20
 
 
-@dataclass(frozen=True)
-class State:
-    """The saved state. Names that begin with ``fleet_train/`` are not tensors of the program."""
-
-    arrays: Arrays
-    kinds: dict[str, str] = field(default_factory=dict)
-    """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
-    ranks: list[Arrays] = field(default_factory=list)
-    """What differs between the ranks, by rank; all have the same names. Empty if nothing differs."""
-
-
-def write_folder(folder: Path, state: State) -> None:
-    """Write and publish the state. Raises OSError with what was saved there before unchanged."""
-    publish(folder, write_tensors(folder, state))
-
-
 def write_tensors(folder: Path, state: State) -> dict[str, Any]:
     """Write the tensors under temporary names, synced; returns what ``publish`` is to say of them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {TENSORS: state.arrays, RANKS: _with_ranks(state.ranks)}
-    written = {name: write_safetensors(_beside(folder, name), arrays) for name, arrays in files.items() if arrays}
+    written = {name: write_safetensors(_draft_of(folder, name), arrays) for name, arrays in files.items() if arrays}
     return {
         "fleet_train": fleet_train.__version__,
         "paddle": installed_version(),
@@ -93,11 +75,11 @@ def publish(folder: Path, entries: Mapping[str, Any]) -> None:
 
     Raises OSError.
     """
-    with open_new(_beside(folder, DESCRIPTION)) as file:
+    with open_new(_draft_of(folder, DESCRIPTION)) as file:
         write_all(file, sealed({"format": FORMAT, **entries}))
         os.fsync(file.fileno())
     for name in (*entries["files"], DESCRIPTION):
-        os.replace(_beside(folder, name), folder / name)
+        os.replace(_draft_of(folder, name), folder / name)
     (folder / _TENSORS_OF_FORMAT_2).unlink(missing_ok=True)  # it described the tensors that were here before
 
 
@@ -111,7 +93,7 @@ def _seal_of(rest: bytes) -> bytes:
     return _SEAL % hashlib.sha256(rest).hexdigest().encode()
 
 
-def _beside(folder: Path, name: str) -> Path:
+def _draft_of(folder: Path, name: str) -> Path:
     return folder / f"{name}.part"
 
 
@@ -120,7 +102,7 @@ def _with_ranks(ranks: list[Arrays]) -> Arrays:
 
 
 def read_folder(folder: Path) -> State:
-    """The state that ``write_folder`` wrote. CheckpointError names what is missing, and the first tensor that is cut
+    """The state that ``publish`` has completed. CheckpointError names what is missing, and the first tensor that is cut
     off or altered.
     """
     entries = read_entries(folder)
@@ -190,8 +172,8 @@ def _read_format_2(folder: Path, marker: Mapping[str, Any] | None) -> dict[str, 
 
 
 def _refuse_format(path: Path, entries: Mapping[str, Any]) -> NoReturn:
-    told = f"{entries.get('format')!r:.40}"
-    raise CheckpointError(f"{path}: format {told}; this version reads formats 2 and {FORMAT}")
+    written = f"{entries.get('format')!r:.40}"
+    raise CheckpointError(f"{path}: format {written}; this version reads formats 2 and {FORMAT}")
 
 
 def _content(path: Path) -> bytes:
@@ -246,66 +228,26 @@ def _contents(entries: Any) -> dict[str, Content]:
 
 def _rank_and_name(name: str) -> tuple[int, str]:
     """``rank 3/w`` -> ``(3, "w")``. Raises ValueError."""
-    found = _OF_A_RANK.fullmatch(name)
-    if found is None:
+    match = _OF_A_RANK.fullmatch(name)
+    if match is None:
         raise ValueError(f"'{name}' is not a tensor of a rank")
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
-def _number_of_ranks(told: Any, contents: dict[str, Content]) -> int:
-    """Returns ``told``. Raises ValueError unless this number of ranks have the same tensors, except for their
+def _number_of_ranks(given: Any, contents: dict[str, Content]) -> int:
+    """Returns ``given``. Raises ValueError unless this number of ranks have the same tensors, except for their
     values."""
     by_rank: dict[int, dict[str, tuple[str, list[int]]]] = {}
     for name, content in contents.items():
         rank, own = _rank_and_name(name)
         by_rank.setdefault(rank, {})[own] = (content.dtype, content.shape)
     number = len(by_rank)
-    if type(told) is not int or told != number or by_rank.keys() != set(range(number)):
-        raise ValueError(f"it has tensors of {len(by_rank)} ranks, which is not the number that it gives")
+    if type(given) is not int or given != number or by_rank.keys() != set(range(number)):
+        raise ValueError(f"it has tensors of {number} ranks, which is not the number that it gives")
     for rank, tensors in by_rank.items():
         if tensors != by_rank[0]:
             raise ValueError(f"rank {rank} has different tensors from rank 0")
     return number
-
-
-Described = Mapping[str, tuple[str, list[int], str]]
-"""Kind, shape and dtype by name."""
-
-
-def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list[str]]:
-    """Compare saved tensors with the program's own: the names of those to load, and notes to the user about the rest.
-
-    Parameters and optimizer state must exist, with the same shapes and dtypes, and nothing may be left over; but a
-    program without an optimizer (for evaluation) ignores saved optimizer state. State of the profile's passes (gradient
-    merge's sums, the loss scale) may exist on one side only. CheckpointError names the first tensor that does not fit.
-    """
-    for name in sorted(ours):
-        kind, shape, dtype = ours[name]
-        if name in saved and (shape, dtype) != tuple(saved[name][1:]):
-            raise CheckpointError(
-                f"{source}: '{name}' is {saved[name][1]} {saved[name][2]}, this program needs {shape} {dtype}"
-            )
-        if name not in saved and kind != PASS:
-            raise CheckpointError(
-                f"{source} has no tensor '{name}', which this program needs: is it from another model?"
-            )
-    trains = any(kind == OPTIMIZER for kind, _, _ in ours.values())
-    aside = {PASS} if trains else {PASS, OPTIMIZER}
-    left_over = sorted(name for name in saved if name not in ours)
-    for name in left_over:
-        if saved[name][0] not in aside:
-            raise CheckpointError(f"{source} has a tensor '{name}' that this program does not have")
-    notes = []
-    if started := sorted(name for name in ours if name not in saved):
-        notes.append(f"{source} has no {_several(started)}, which keep their start values")
-    if trains and left_over:
-        notes.append(f"{source} has {_several(left_over)}, which this profile does not use")
-    return [name for name in ours if name in saved], notes
-
-
-def _several(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"'{names[0]}'{more}"
 
 
 @dataclass(frozen=True)
@@ -325,7 +267,7 @@ class Content:
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "sha256"}:
             raise ValueError("it is not an entry of dtype, shape and sha256")
         dtype, shape, sha256 = entry["dtype"], entry["shape"], entry["sha256"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in _CODES:
             raise ValueError("its dtype is unknown")
         if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
             raise ValueError("its shape is not a list of sizes")
@@ -362,30 +304,37 @@ def read_safetensors(path: Path, written: Mapping[str, Content]) -> Arrays:
     No memory is allocated for data that the file does not have. What was written determines the header, which is
     therefore compared and not parsed.
     """
+    try:
+        with open_regular(path) as file:
+            return _read_tensors(file, path, written)
+    except NotThatFile as error:
+        raise CheckpointError(f"{path} {error}; {WAY_OUT}") from None
+
+
+def _read_tensors(file: BufferedReader, path: Path, written: Mapping[str, Content]) -> Arrays:
     arrays = {}
     header, ends = _layout(written)
     first = f"before its first tensor '{next(iter(written))}'" if written else "in its header"
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < len(header):
-            raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes; {WAY_OUT}")
-        if file.read(len(header)) != header:
-            raise CheckpointError(f"{path} was altered {first}: its header is not the one that was written; {WAY_OUT}")
-        for name, end in ends.items():
-            if end > size:
-                raise CheckpointError(
-                    f"{path} is cut off in tensor '{name}', which ends at byte {end}: it has {size}; {WAY_OUT}"
-                )
-        for name, content in written.items():
-            arrays[name] = array = np.empty(content.shape, content.dtype)
-            digest = hashlib.sha256()
-            for chunk in _chunks(array):
-                file.readinto(chunk)
-                digest.update(chunk)
-            if digest.hexdigest() != content.sha256:
-                raise CheckpointError(
-                    f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs); {WAY_OUT}"
-                )
+    size = os.fstat(file.fileno()).st_size
+    if size < len(header):
+        raise CheckpointError(f"{path} is cut off {first}: it has {size} bytes; {WAY_OUT}")
+    if file.read(len(header)) != header:
+        raise CheckpointError(f"{path} was altered {first}: its header is not the one that was written; {WAY_OUT}")
+    for name, end in ends.items():
+        if end > size:
+            raise CheckpointError(
+                f"{path} is cut off in tensor '{name}', which ends at byte {end}: it has {size}; {WAY_OUT}"
+            )
+    for name, content in written.items():
+        arrays[name] = array = np.empty(content.shape, content.dtype)
+        digest = hashlib.sha256()
+        for chunk in _chunks(array):
+            file.readinto(chunk)
+            digest.update(chunk)
+        if digest.hexdigest() != content.sha256:
+            raise CheckpointError(
+                f"{path}: tensor '{name}' was altered after it was written (SHA-256 differs); {WAY_OUT}"
+            )
     return arrays
 
 
@@ -395,7 +344,7 @@ def _layout(contents: Mapping[str, Content]) -> tuple[bytes, dict[str, int]]:
     end = 0
     for name, content in contents.items():
         begin, end = end, end + content.nbytes
-        entries[name] = {"dtype": _code(content.dtype), "shape": content.shape, "data_offsets": [begin, end]}
+        entries[name] = {"dtype": _CODES[content.dtype], "shape": content.shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # the tensors begin on a multiple of 8
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -406,25 +355,11 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 48
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    with ExitStack() as opened:
-        try:
-            file = opened.enter_context(open_regular(path))
-        except NotThatFile as error:
-            raise CheckpointError(f"{path} {error}; {WAY_OUT}") from None
-        yield file
-
-
 def _dtype(array: Array) -> str:
     """Its name; CheckpointError for one that no file can have."""
-    if array.dtype.name not in DTYPES or array.dtype.byteorder == ">":
+    if array.dtype.name not in _CODES or array.dtype.byteorder == ">":
         raise CheckpointError(f"tensors of dtype {array.dtype} cannot be saved")
     return str(array.dtype.name)
-
-
-def _code(dtype: str) -> str:
-    return "BOOL" if dtype == "bool" else f"{_CODES[dtype[0]]}{8 * np.dtype(dtype).itemsize}"
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:

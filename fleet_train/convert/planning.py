@@ -1,26 +1,158 @@
-"""From a program's gradients to the plan that all ranks carry out: their order, open settings, the agreement."""
+"""Which profile and plan a program is trained with: what the script asks for, what the process and its device can carry
+out, and what all ranks agree on.
+
+Flags of the command line win over the script, the script over a profile's file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import paddle
 
+from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engine import Engine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance, refuse_other_ranks
-from fleet_train.convert.paddle_optimizers import state_values_per_parameter
-from fleet_train.errors import ConversionError, ScheduleMismatch
+from fleet_train.convert import process
+from fleet_train.convert.paddle_optimizers import Unwrapped, state_values_per_parameter
+from fleet_train.convert.strategy import DistributedStrategy
+from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
 from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Choice, Conditions, choose, decline, needs_link
 from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
-from fleet_train.profile import Profile
+from fleet_train.profile import Profile, check_flags, load_profile
+from fleet_train.profile.catalogue import with_assignments
+from fleet_train.profile.fleet_objects import asked_of_stock
+from fleet_train.profile.knobs import AUTO, hidden, shown
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import comparable, first_differing_knob
+
+
+def resolve(
+    strategy: Any, by_init: Any, offered: Profile | None, wrappers: Unwrapped, node_num: int
+) -> tuple[Profile, list[str]]:
+    """The profile, and sentences for rank 0 about what was asked for in vain.
+
+    ``strategy`` is that of ``distributed_optimizer``, ``by_init`` that of ``init``: the first one in which something
+    was set is the script's, else ``offered``, that of ``spawn``. The launcher's ``--strategy`` replaces it, ``--set``
+    changes single knobs of either. Raises ProfileError.
+    """
+    flag, settings = asked_strategy(os.environ), asked_settings(os.environ)
+    given = [each for each in (strategy, by_init) if not _is_empty(each)]
+    notices = []
+    if len(given) == 2 and strategy is not by_init:
+        notices.append("the strategy of fleet.distributed_optimizer is used, that of fleet.init is not")
+    if given and offered is not None:
+        notices.append(f"the function gives its own strategy; that of spawn is not used ({offered.name})")
+    of_script = _profile_of(given[0]) if given else offered
+    if flag is not None:
+        profile = wrappers.under(load_profile(flag))
+    else:
+        profile = of_script or load_profile("multi_node" if node_num > 1 else "single_node")
+        profile = wrappers.added_to(profile)
+    if not given and (strategy is not None or by_init is not None):
+        notices.append(f"nothing was set in the script's strategy: profile '{profile.name}' is used")
+    profile = with_assignments(profile, settings)
+    wrappers.refuse_steps_without_updates(profile)
+    asked = {knob: getattr(of_script, knob) for knob in of_script.explicit} if of_script else {}
+    asked |= wrappers.asked
+    flags = " and ".join([f"--strategy {flag}"] * (flag is not None) + ["--set"] * bool(settings))
+    return profile, notices + _overruled(flags, profile, asked)
+
+
+def _overruled(flags: str, used: Profile, asked: Mapping[str, Any]) -> list[str]:
+    """The sentence about what the script asks for and does not get."""
+    lost = [
+        f"{knob} is {_in_words(knob, getattr(used, knob))}, not {_in_words(knob, value)}"
+        for knob, value in sorted(asked.items())
+        if getattr(used, knob) != value
+    ]
+    return [f"{flags} wins over the script: {'; '.join(lost)}"] if lost and flags else []
+
+
+def _in_words(knob: str, value: Any) -> str:
+    return shown(hidden(value) if knob == "environment" else value)
+
+
+def _is_empty(strategy: Any) -> bool:
+    """Whether a strategy of ours or of Paddle asks for nothing: no object, or one in which nothing was set."""
+    if strategy is None or isinstance(strategy, (str, Path, Profile)):
+        return strategy is None
+    return strategy.is_empty() if isinstance(strategy, DistributedStrategy) else not asked_of_stock(strategy)
+
+
+def _profile_of(strategy: Any) -> Profile:
+    if isinstance(strategy, (str, Path)):
+        return load_profile(str(strategy))
+    if isinstance(strategy, Profile):
+        return strategy
+    if isinstance(strategy, DistributedStrategy):
+        return strategy.to_profile()
+    return DistributedStrategy.from_stock(strategy).to_profile()
+
+
+def apply_environment(profile: Profile) -> list[str]:
+    """Set what can still be set; returns notes to the user.
+
+    Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
+    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
+    """
+    check_flags(profile, paddle.base.core.globals().keys())
+    wanted = profile.worker_environment()
+    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
+    late = sorted(missing.keys() - flags.keys())
+    os.environ.update({name: missing[name] for name in late})
+    if flags:
+        process.set_flags(flags)
+    notices = []
+    if kept:
+        notices.append(f"the environment's own {', '.join(kept)} overrides profile '{profile.name}'")
+    if late:
+        notices.append(
+            f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
+            "read at start: start with python -m fleet_train launch --strategy"
+        )
+    return notices
+
+
+def _typed(name: str, text: str) -> Any:
+    """``text`` converted to the type of this flag in Paddle; ``set_flags`` takes no other."""
+    kind = type(paddle.get_flags(name)[name])
+    try:
+        return text.strip().lower() in ("1", "true") if kind is bool else kind(text)
+    except ValueError:
+        raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None
+
+
+def refuse_on_this_device(profile: Profile, place: Any) -> None:
+    """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
+    if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):
+        raise ProfileError(
+            "compression: fp16 is refused on Gloo: Paddle 3.3.1's Gloo returns inf for every sum of float16; use "
+            "compression: bf16 (the same bytes, float32's range), or NCCL"
+        )
+
+
+def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
+    """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
+    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
+        return profile, []
+    sentence = (
+        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
+        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
+        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+    )
+    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [sentence]
 
 
 @dataclass(frozen=True)
@@ -114,6 +246,12 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).rsplit(".", 1)[-1]
 
 
+def spec_of(value: Any) -> TensorSpec:
+    """A parameter's or statistic's name, shape and dtype."""
+    name = str(value.get_defining_op().attrs().get("parameter_name", value.name))
+    return TensorSpec(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
+
+
 def agree(job: Job, name: str, value: Any) -> None:
     """Raise ScheduleMismatch on every rank unless all of them pass the same JSON value for ``name``."""
     brought = job.compare(f"agree on {name} {job.count(f'agree on {name}')}", {name: value})
@@ -135,7 +273,7 @@ def agreed_plan(
     ``exchanges``: what passes over the program send.
     """
     gradients = [item.gradient for item in ready]
-    averaged = [_spec_of(value) for value in (*values.parameters, *values.statistics)]
+    averaged = [spec_of(value) for value in (*values.parameters, *values.statistics)]
 
     def planned(chosen: Profile) -> CommPlan:
         return build_plan(gradients, job.cluster, chosen, averaged, exchanges, state_values_per_parameter(optimizer))
@@ -148,9 +286,9 @@ def agreed_plan(
         job.network = _measured(job)
     conditions = _conditions(job)
     is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
-    kept = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
-    choice = choose(kept.profile, gradients, job.cluster, conditions)
-    log_once([*kept.sentences, *choice.sentences], job.cluster.rank)
+    judgement = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
+    choice = choose(judgement.profile, gradients, job.cluster, conditions)
+    log_once([*judgement.sentences, *choice.sentences], job.cluster.rank)
     if choice.profile != profile:
         plan = planned(choice.profile)
         agree_on_plan(job, plan, choice.profile)
@@ -168,12 +306,6 @@ def _conditions(job: Job) -> Conditions:
     source = job.network_source if job.network else "assumed"
     most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
     return Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
-
-
-def _spec_of(value: Any) -> TensorSpec:
-    """A parameter's or statistic's name, shape and dtype."""
-    name = str(value.get_defining_op().attrs().get("parameter_name", value.name))
-    return TensorSpec(name, tuple(int(size) for size in value.shape), dtype_name(value.dtype))
 
 
 def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:

@@ -60,7 +60,7 @@ _job: Job | None = None
 _pid = 0  # of the process that joined the job
 _exit_code: int | None = None
 _noted: tuple[BaseException, BaseException] | None = None  # the exception that ends this rank, and its cause
-_is_said = False  # our own hook has printed it
+_is_printed = False  # our own hook has printed it
 _installed = False
 _earlier_hook: Callable[..., Any] = sys.__excepthook__
 
@@ -197,22 +197,22 @@ def _note(error: BaseException) -> BaseException | None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    global _is_said
+    global _is_printed
     cause = _note(error)
     if cause is None:
         if not isinstance(error, FleetTrainError):
             _earlier_hook(kind, error, traceback)
         return
     if isinstance(cause, _ONE_LINE):
-        _say(cause)
+        _print(cause)
     else:
         _earlier_hook(kind, error, traceback)
-    _is_said = True
+    _is_printed = True
     if isinstance(cause, FleetTrainError):
         raise SystemExit(cause.exit_code)
 
 
-def _say(cause: BaseException) -> None:
+def _print(cause: BaseException) -> None:
     sys.stdout.flush()
     print(f"fleet_train: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
 
@@ -257,8 +257,8 @@ def _on_exit() -> None:
     job = _watched()
     if job is None:
         return
-    if _noted is not None and not _is_said and isinstance(_noted[1], _ONE_LINE):
-        _say(_noted[1])
+    if _noted is not None and not _is_printed and isinstance(_noted[1], _ONE_LINE):
+        _print(_noted[1])
     job.leave()
     if _exit_code is not None and job.world_size > 1:
         # A step was interrupted: threads of Paddle's executor may still run, and tearing down under them has crashed.

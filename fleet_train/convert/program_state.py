@@ -1,23 +1,41 @@
-"""A program's persistable values in a scope: their kinds, copies of them, and writing values back."""
+"""A program's state in memory: its values in a scope, the position of its communication, and which of what was saved,
+perhaps by another program, fits it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import paddle
 from paddle.base.data_feeder import convert_dtype
 
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.paddle_compat import dynamic_mode
+from fleet_train.convert.passes.program import BATCH_NORMS
+from fleet_train.convert.planning import dtype_name
 from fleet_train.errors import CheckpointError
+from fleet_train.plan.plan import MEAN_DTYPES
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
+Described = Mapping[str, tuple[str, list[int], str]]
+"""Kind, shape and dtype by name."""
 
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
 """Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
 
+PREFIX = "fleet_train/"
+"""Names of state saved in addition to the program's tensors; a program that does not need it ignores it."""
+
+_STEP, _NUMBERS, _ANCHOR, _VELOCITY = (
+    PREFIX + name for name in ("step", "local_sgd/numbers", "local_sgd/anchor", "local_sgd/outer_velocity")
+)
 # Named by unique_name, so they begin with the prefix of a unique_name.guard("...") that the script may have set.
 _SUMS = re.compile(r".+@gradient_merge")
 _COUNT = re.compile(r".*gradient_merge_count_\d+")
@@ -27,18 +45,17 @@ _OF_THE_TRAINER = re.compile(r".+@average|weight_average_updates|skipped_updates
 _NOT_AVERAGED = re.compile(rf".*learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
 # The bits of a bfloat16, as in Paddle's arrays; Paddle makes a bfloat16 tensor from them again.
 _BFLOAT16 = "uint16"
-# Running mean and variance are the second and third operand.
-_WITH_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
 
 class ProgramState:
-    """The variables of ``program`` in ``scope``, by name in sorted order: the same on every rank."""
+    """The variables of ``program`` in Paddle's global scope, by name in sorted order: the same on every rank."""
 
-    def __init__(self, program: Any, scope: Any) -> None:
-        found = program.state_dict("all", scope)
-        if not found:
+    def __init__(self, program: Any) -> None:
+        scope = paddle.static.global_scope()
+        values = program.state_dict("all", scope)
+        if not values:
             raise CheckpointError("the program has no persistable values in this scope: run the startup program first")
-        self.variables: dict[str, Any] = {name: found[name] for name in sorted(found)}
+        self.variables: dict[str, Any] = dict(sorted(values.items()))
         parameters = program.state_dict("param", scope)
         self.kinds = {name: _kind(name, name in parameters) for name in self.variables}
         self._program = program
@@ -47,11 +64,11 @@ class ProgramState:
         """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and reused."""
         copies = {}
         for name in names:
-            value, kept = borrowed(self.variables[name]), (into or {}).get(name)
-            if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-                kept = np.empty(value.shape, value.dtype)
-            np.copyto(kept, value)
-            copies[name] = kept
+            value, copy = borrowed(self.variables[name]), (into or {}).get(name)
+            if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+                copy = np.empty(value.shape, value.dtype)
+            np.copyto(copy, value)
+            copies[name] = copy
         return copies
 
     def write(self, arrays: Mapping[str, Array], place: Any) -> None:
@@ -95,7 +112,7 @@ class ProgramState:
     @property
     def constant(self) -> frozenset[str]:
         """Parameters that no step changes, such as a mask."""
-        frozen = {one.name for one in self._program.global_block().all_parameters() if one.stop_gradient}
+        frozen = {value.name for value in self._program.global_block().all_parameters() if value.stop_gradient}
         return frozenset(frozen.difference(self.statistics))
 
     @property
@@ -104,7 +121,7 @@ class ProgramState:
         names = {
             str(source.get_defining_op().attrs().get("parameter_name"))
             for operator in self._program.global_block().ops
-            if operator.name() in _WITH_STATISTICS and not _is_frozen(operator.attrs())
+            if operator.name() in BATCH_NORMS and not _is_frozen(operator.attrs())
             for source in operator.operands_source()[1:3]
         }
         return sorted(names & self.variables.keys())
@@ -122,11 +139,6 @@ def _kind(name: str, is_parameter: bool) -> str:
     if not is_parameter and any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
         return PASS
     return PARAMETER if is_parameter else OPTIMIZER
-
-
-def is_sum(name: str) -> bool:
-    """Whether it is a sum of gradient merge: saved only in the middle of an update."""
-    return _SUMS.fullmatch(name) is not None
 
 
 def float_values(array: Array) -> Array:
@@ -172,3 +184,206 @@ def borrowed(variable: Any) -> Array:
 def _numpy_dtype(variable: Any) -> str:
     name = str(convert_dtype(variable._dtype()))
     return _BFLOAT16 if name == "bfloat16" else name
+
+
+@dataclass(frozen=True)
+class State:
+    """A state to save, or that was saved. Names that begin with ``fleet_train/`` are not tensors of the program."""
+
+    arrays: Arrays
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
+    ranks: list[Arrays] = field(default_factory=list)
+    """What differs between the ranks, by rank; all have the same names. Empty if nothing differs."""
+
+    def describe(self) -> Described:
+        """The tensors of the program, including those of the ranks."""
+        own = self.ranks[0] if self.ranks else {}
+        return {
+            name: (self.kinds.get(name, PASS), list(array.shape), array.dtype.name)
+            for name, array in {**self.arrays, **own}.items()
+            if not name.startswith(PREFIX)
+        }
+
+
+def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list[str]]:
+    """Compare saved tensors with the program's own: the names of those to load, and notes to the user about the rest.
+
+    Parameters and optimizer state must exist, with the same shapes and dtypes, and nothing may be left over; but a
+    program without an optimizer (for evaluation) ignores saved optimizer state. State of the profile's passes (gradient
+    merge's sums, the loss scale) may exist on one side only. CheckpointError names the first tensor that does not fit.
+    """
+    for name in sorted(ours):
+        kind, shape, dtype = ours[name]
+        if name in saved and (shape, dtype) != tuple(saved[name][1:]):
+            raise CheckpointError(
+                f"{source}: '{name}' is {saved[name][1]} {saved[name][2]}, this program needs {shape} {dtype}"
+            )
+        if name not in saved and kind != PASS:
+            raise CheckpointError(
+                f"{source} has no tensor '{name}', which this program needs: is it from another model?"
+            )
+    trains = any(kind == OPTIMIZER for kind, _, _ in ours.values())
+    aside = {PASS} if trains else {PASS, OPTIMIZER}
+    left_over = sorted(name for name in saved if name not in ours)
+    for name in left_over:
+        if saved[name][0] not in aside:
+            raise CheckpointError(f"{source} has a tensor '{name}' that this program does not have")
+    notes = []
+    if started := sorted(name for name in ours if name not in saved):
+        notes.append(f"{source} has no {_several(started)}, which keep their start values")
+    if trains and left_over:
+        notes.append(f"{source} has {_several(left_over)}, which this profile does not use")
+    return [name for name in ours if name in saved], notes
+
+
+def _several(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{names[0]}'{more}"
+
+
+_FROZEN = (
+    "; this is state of the optimizer: where it is infinite, the weights never change again, or become infinite "
+    "themselves (a gradient was too large)"
+)
+
+
+def what_is_not_finite(state: State, constant: Collection[str], when: str = "") -> str | None:
+    """What is wrong with the first tensor that holds NaN or infinity, by name; None if there is none.
+
+    May contain them: sums of a gradient merge in the middle of an update, which the update may skip; the first loss of
+    an adaptive period; variables that a script has made itself and that belong to no parameter. ``constant``:
+    parameters that are not trained, and may be infinite, such as a mask. ``when``: for the text, ``after step 4``.
+    """
+    parameters = [name for name, kind in state.kinds.items() if kind == PARAMETER]
+    named = [("", state.arrays), *((f"rank {rank}'s ", arrays) for rank, arrays in enumerate(state.ranks))]
+    for whose, arrays in named:
+        for name, values in not_finite(arrays.items(), constant):
+            kind = state.kinds.get(name)
+            if name == _NUMBERS or _SUMS.fullmatch(name):
+                continue
+            if kind == OPTIMIZER and not any(f"{parameter}_" in name for parameter in parameters):
+                continue
+            nans = int(np.isnan(values).sum())
+            problem = f"{whose}'{name}' is {_counted(values, nans)} {when}".rstrip()
+            return f"{problem}{_FROZEN}" if kind == OPTIMIZER and not nans else problem
+    return None
+
+
+def _counted(values: Array, nans: int) -> str:
+    """``NaN in 2 and infinite in 1 of 12 elements``."""
+    infinite = int(np.isinf(values).sum())
+    parts = [f"{what} in {count}" for what, count in (("NaN", nans), ("infinite", infinite)) if count]
+    return f"{' and '.join(parts)} of {values.size} elements"
+
+
+_OF_MOMENTUM, _OF_DGC = "_velocity_0", ".velocity"
+_DGC = f"{PREFIX}dgc/"
+
+
+def to_momentum(saved: State, ours: Described) -> State:
+    """State saved with DGC, plus the velocities that a program with Momentum needs: the means over the ranks.
+
+    DGC takes over the optimizer's momentum only on several ranks; this way one card can continue a checkpoint of many
+    ranks, and vice versa. Updates that DGC has not sent yet are dropped.
+    """
+    missing = [name for name in ours if name.endswith(_OF_MOMENTUM) and name not in saved.arrays]
+    if not missing or f"{_DGC}step" not in saved.arrays:
+        return saved
+    means = mean_of_ranks(saved.ranks) if saved.ranks else {}
+    velocities = {}
+    for name in missing:
+        _, shape, dtype = ours[name]
+        flat = means.get(_dgc_name(name, ours))
+        if flat is not None and flat.size != math.prod(shape):
+            raise CheckpointError(
+                f"the velocity of '{name}' was saved with {flat.size} elements, this program has {shape}"
+            )
+        velocities[name] = np.zeros(shape, dtype) if flat is None else flat.reshape(shape).astype(dtype)
+    kinds = saved.kinds | dict.fromkeys(velocities, OPTIMIZER)
+    return replace(saved, arrays={**saved.arrays, **velocities}, kinds=kinds)
+
+
+def to_dgc(saved: State, ours: Described) -> State:
+    """State saved with Momentum, with its velocities under the names that a program with DGC reads."""
+    left_over = [
+        name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours and name in saved.arrays
+    ]
+    arrays = {name: array for name, array in saved.arrays.items() if name not in left_over}
+    for name in left_over:
+        velocity = saved.arrays[name].reshape(-1).astype(np.float32)
+        arrays[_dgc_name(name, ours)] = velocity
+    return replace(saved, arrays=arrays)
+
+
+def _dgc_name(velocity: str, ours: Described) -> str:
+    """DGC's name of what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard that Paddle
+    has added a second time.
+    """
+    stem = velocity.removesuffix(_OF_MOMENTUM)
+    owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]
+    return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"
+
+
+def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
+    """The mean over ranks of each array, in its dtype."""
+    return {
+        name: np.mean([arrays[name] for arrays in saved], axis=0, dtype=np.float64).astype(array.dtype)
+        for name, array in saved[0].items()
+    }
+
+
+def position_of(exchange: GradientExchange) -> Arrays:
+    """The positions of the exchange and LocalSGD, as arrays to save; equal on every rank."""
+    arrays: Arrays = {_STEP: np.array([exchange.step])}
+    averager = exchange.averager
+    if averager is not None:
+        averager.drain_copies()
+        arrays[_NUMBERS] = np.array(averager.schedule.numbers())
+        with dynamic_mode():
+            for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):
+                for buffer in buffers or ():
+                    arrays[_of_dtype(name, dtype_name(buffer.dtype))] = np.array(buffer.numpy())
+    return arrays
+
+
+def _of_dtype(name: str, dtype: str) -> str:
+    return name if dtype == MEAN_DTYPES[0] else f"{name}.{dtype}"
+
+
+def _buffers(arrays: Arrays, name: str, place: Any) -> list[Any] | None:
+    saved = [arrays[key] for dtype in MEAN_DTYPES if (key := _of_dtype(name, dtype)) in arrays]
+    return [paddle.to_tensor(array, place=place) for array in saved] or None
+
+
+def refuse_damaged_position(arrays: Arrays, source: str) -> None:
+    """Raise CheckpointError for invalid saved numbers: checked before anything is changed."""
+    for name, array in arrays.items():
+        is_step = name == _STEP or (name.startswith(PREFIX) and name.endswith("/step"))
+        if is_step and not (array.size == 1 and array.dtype.kind in "iuf" and 0 <= float(array.reshape(-1)[0]) < 2**53):
+            raise CheckpointError(f"{source}: '{name}' is not a single number of steps; load another saved state")
+    numbers = arrays.get(_NUMBERS)
+    if numbers is not None and not _are_of_a_schedule(numbers):
+        raise CheckpointError(f"{source}: '{_NUMBERS}' is not the state of a period; load another saved state")
+
+
+def _are_of_a_schedule(numbers: Array) -> bool:
+    """Period, steps since the averaging, first rate and first loss (which may be NaN)."""
+    if numbers.shape != (4,) or numbers.dtype.kind != "f":
+        return False
+    period, steps = float(numbers[0]), float(numbers[1])
+    return 1 <= period < 2**53 and 0 <= steps < 2**53
+
+
+def restore_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
+    """Continue from a saved position. With state saved without LocalSGD, periods start at the loaded parameters."""
+    exchange.drop_averaging()
+    if _STEP in arrays:
+        exchange.step = int(arrays[_STEP][0])
+    averager = exchange.averager
+    if averager is None:
+        return
+    if _NUMBERS in arrays:
+        averager.schedule.restore([float(number) for number in arrays[_NUMBERS]])
+    with dynamic_mode():
+        averager.restore(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))

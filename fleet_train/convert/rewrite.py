@@ -26,17 +26,9 @@ from fleet_train.collectives.host_ops import (
 )
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
-from fleet_train.convert.planning import (
-    ReadyGradient,
-    agree,
-    dtype_name,
-    positions_of,
-)
+from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
-
-# Operators whose second and third operand are a running mean and variance.
-_HAS_STATISTICS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 
 
 def insert_launches(
@@ -111,16 +103,6 @@ def chain_in_program_order(operators: Sequence[Any]) -> None:
             behind = operator.result(0)
 
 
-def held_values(program: Any, trained: Sequence[Any]) -> Held:
-    """The values of ``program`` that LocalSGD and the divergence sentinel read."""
-    statistics = {}
-    for operator in program.global_block().ops:
-        if operator.name() in _HAS_STATISTICS:
-            for source in operator.operands_source()[1:3]:
-                statistics[source.get_defining_op().id()] = source
-    return Held(list(trained), list(statistics.values()), [])
-
-
 _SQUARES = "pd_op.squared_l2_norm"
 
 
@@ -149,10 +131,10 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
     with paddle.static.program_guard(updated.program, paddle.static.Program()):
         if updated.boundary is None:
             squares = [_sum_of_squares(gradient) for gradient in gradients]
-            _go_behind(squares)
+            _insert_after_last_of(squares)
             norm = _norm(squares, updated.scale)
         else:
-            _go_behind([*gradients, updated.boundary])
+            _insert_after_last_of([*gradients, updated.boundary])
             norm = paddle.static.nn.cond(
                 updated.boundary.reshape([]),
                 lambda: _norm([_squares(gradient) for gradient in gradients], updated.scale),
@@ -193,7 +175,7 @@ def _norm(squares: Sequence[Any], scale: Any) -> Any:
     return norm if scale is None else norm / scale.reshape([1])
 
 
-def _go_behind(values: Sequence[Any]) -> None:
+def _insert_after_last_of(values: Sequence[Any]) -> None:
     """Move the insertion point after the last of the operators that make ``values``."""
     positions = positions_of(values[0])
     operators = [value.get_defining_op() for value in values]
@@ -247,7 +229,7 @@ def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:
 
 def _share_now(job: Job, names: Sequence[str]) -> None:
     scope = paddle.static.global_scope()
-    begun = {name: tensor for name in names if (tensor := begun_tensor(scope, name)) is not None}
+    begun = {name: tensor for name in names if (tensor := initialized_tensor(scope, name)) is not None}
     agree(job, "the parameters that have values before minimize", sorted(begun))
     if begun:
         for name, array in broadcast_arrays(job, {name: np.array(tensor) for name, tensor in begun.items()}).items():
@@ -259,7 +241,7 @@ def names_stored_by(startup: Any) -> set[str]:
     return {_name(operator) for operator in _stores(startup)}
 
 
-def begun_tensor(scope: Any, name: str) -> Any:
+def initialized_tensor(scope: Any, name: str) -> Any:
     """The tensor of a variable that has a value in ``scope``; None if it has none."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
@@ -290,7 +272,7 @@ def refuse_foreign_startup(main: Any, startups: Sequence[Any]) -> None:
     scope = paddle.static.global_scope()
     if not names or any(names & names_stored_by(startup) for startup in startups):
         return
-    if any(begun_tensor(scope, name) is not None for name in names):
+    if any(initialized_tensor(scope, name) is not None for name in names):
         return
     raise ConversionError(
         f"the startup program of minimize initializes no parameter of the loss (such as '{min(names)}'): "

@@ -93,15 +93,15 @@ class UserDefinedRoleMaker:
         launched = PaddleCloudRoleMaker(is_collective=True).cluster(environ)
         if launched.world_size == 1 and self._endpoints:
             return Cluster(from_endpoints(self._endpoints), self._current, formed_by="UserDefinedRoleMaker")
-        told = launched.endpoints if isinstance(launched, Cluster) else self._endpoints
-        ours = (self._current, self._number, self._endpoints or told)
-        theirs = (launched.rank, launched.world_size, told)
-        for what, one, other in zip(
-            ("current_id", "the number of ranks", "worker_endpoints"), ours, theirs, strict=True
+        endpoints = launched.endpoints if isinstance(launched, Cluster) else self._endpoints
+        for what, ours, theirs in (
+            ("current_id", self._current, launched.rank),
+            ("the number of ranks", self._number, launched.world_size),
+            ("worker_endpoints", self._endpoints or endpoints, endpoints),
         ):
-            if one != other:
+            if ours != theirs:
                 raise ClusterError(
-                    f"UserDefinedRoleMaker: {what} is {one}, but {launched.formed_by} says {other}; start the script "
+                    f"UserDefinedRoleMaker: {what} is {ours}, but {launched.formed_by} says {theirs}; start the script "
                     "without a launcher, or use PaddleCloudRoleMaker(is_collective=True), which reads its values"
                 )
         return launched

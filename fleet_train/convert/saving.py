@@ -1,21 +1,47 @@
-"""The facade's calls that save, load and export. They accept Fleet's argument names as well as ours."""
+"""The facade's calls that save, load and export a program's state. They accept Fleet's argument names as well as ours.
+
+All ranks call them: state that differs between ranks is averaged or gathered, rank 0 reads and writes files.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 
-from fleet_train.convert import save_load
-from fleet_train.convert.program_state import ProgramState
-from fleet_train.convert.save_load import Captured, compare_replicas, make_equal
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.methods import registry as method_state
+from fleet_train.collectives.paddle_compat import dynamic_mode
+from fleet_train.collectives.replica_check import digests
+from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays, scatter_arrays
+from fleet_train.convert import persistables
+from fleet_train.convert.program_state import (
+    PARAMETER,
+    PREFIX,
+    Arrays,
+    ProgramState,
+    State,
+    borrowed,
+    fit,
+    mean_of_ranks,
+    position_of,
+    refuse_damaged_position,
+    restore_position,
+    to_dgc,
+    to_momentum,
+    what_is_not_finite,
+)
 from fleet_train.convert.session import current, exchange_of, program_or_last
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
-from fleet_train.errors import ConversionError, NotFinite
+from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError, NotFinite
+from fleet_train.log import log_once
 
 Folder = str | os.PathLike[str]
 
@@ -35,14 +61,13 @@ def synchronize_parameters(main_program: Any = None) -> None:
     program = program_or_last(main_program)
     exchange = exchange_of(program)
     if exchange is not None:
-        state = ProgramState(program, paddle.static.global_scope())
         with current().job.inside("fleet.synchronize_parameters()"):
-            make_equal(current().job, state, exchange, with_optimizer=False)
+            make_equal(current().job, ProgramState(program), exchange, with_optimizer=False)
 
 
 def first_not_finite(main_program: Any = None) -> str | None:
     """The name of the first parameter or batch-norm statistic of this rank that holds NaN or infinity."""
-    return ProgramState(program_or_last(main_program), paddle.static.global_scope()).first_not_finite()
+    return ProgramState(program_or_last(main_program)).first_not_finite()
 
 
 def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
@@ -51,9 +76,9 @@ def capture_persistables(main_program: Any = None, memory: Captured | None = Non
 
     All ranks call it after the same step. ``memory``: an earlier capture that has been written; its memory is reused.
     """
-    program, scope = program_or_last(main_program), paddle.static.global_scope()
+    program = program_or_last(main_program)
     with current().job.inside("fleet.capture_persistables()"):
-        return save_load.capture(current().job, program, scope, exchange_of(program), memory)
+        return capture(current().job, program, exchange_of(program), memory)
 
 
 def save_persistables(
@@ -81,9 +106,10 @@ def save_persistables(
     folder = Path(needed("save_persistables", dirname=dirname))
     refuse("save_persistables", "filename", filename, _FILES)
     refuse("save_persistables", "mode", mode or None, _TABLES)
-    program, scope = program_or_last(main_program), paddle.static.global_scope()
-    with current().job.inside(f"fleet.save_persistables({str(folder)!r})"):
-        save_load.save(current().job, program, scope, exchange_of(program), folder)
+    program, job = program_or_last(main_program), current().job
+    with job.inside(f"fleet.save_persistables({str(folder)!r})"):
+        captured = capture(job, program, exchange_of(program))
+        on_first_worker(job, f"save to {folder}", lambda: captured.write(folder))
 
 
 def load_persistables(
@@ -103,9 +129,9 @@ def load_persistables(
     one_of("load_persistables", executor=executor, exe=exe)
     folder = Path(needed("load_persistables", dirname=dirname))
     refuse("load_persistables", "filename", filename, _FILES)
-    program, scope = program_or_last(main_program), paddle.static.global_scope()
-    with current().job.inside(f"fleet.load_persistables({str(folder)!r})"):
-        save_load.load(current().job, program, scope, exchange_of(program), folder)
+    program, job = program_or_last(main_program), current().job
+    with job.inside(f"fleet.load_persistables({str(folder)!r})"):
+        _load(job, program, exchange_of(program), folder)
 
 
 def save_inference_model(
@@ -141,18 +167,191 @@ def save_inference_model(
             "and build the network again"
         )
     _refuse_other_program(wanted, main_program)
-    scope, trained = paddle.static.global_scope(), program_or_last(None)
-    with current().job.inside(f"fleet.{name}({str(folder)!r})"):
+    trained, job = program_or_last(None), current().job
+    with job.inside(f"fleet.{name}({str(folder)!r})"):
         synchronize_parameters()
         if (exchange := exchange_of(trained)) is not None:
-            compare_replicas(ProgramState(trained, scope), exchange, with_optimizer=False)
+            compare_replicas(ProgramState(trained), exchange, with_optimizer=False)
 
         def export() -> None:
             if (broken := first_not_finite()) is not None:
                 raise NotFinite(f"'{broken}' holds NaN or infinity: a network that computes nothing is not exported")
-            export_inference_model(executor, folder, inputs, wanted, scope)
+            _export(executor, folder, inputs, wanted)
 
-        save_load.on_first_worker(current().job, f"export to {folder}", export)
+        on_first_worker(job, f"export to {folder}", export)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A program's state at one step, in rank 0's memory. Training may continue while it is written."""
+
+    state: State
+    """Copies; empty on every rank except 0."""
+    constant: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
+
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError, and NotFinite
+        instead of writing NaN or infinity.
+        """
+        persistables.publish(folder, self.write_tensors(folder))
+
+    def write_tensors(self, folder: Path, when: str = "") -> dict[str, Any]:
+        """The first part of ``write``: what is returned is for `persistables.publish`, which completes it.
+
+        ``when``, such as ``after step 4``, is for NotFinite's message.
+        """
+        problem = what_is_not_finite(self.state, self.constant, when)
+        if problem is not None:
+            raise NotFinite(
+                f"{problem}; this is not saved, and what was saved before is unchanged. Try a lower learning rate, a "
+                "clip of the gradients (--clip_norm), or --on_nan skip"
+            )
+        return persistables.write_tensors(folder, self.state)
+
+
+def capture(job: Job, program: Any, exchange: GradientExchange | None, memory: Captured | None = None) -> Captured:
+    """Copy the current state; all ranks call it.
+
+    State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0.
+    Raises ScheduleMismatch on every rank when the replicas have diverged (divergence_check_steps): nothing is saved.
+    ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
+    """
+    state = ProgramState(program)
+    is_first = job.cluster.rank == 0
+    sums: list[str] = []
+    if exchange is not None:
+        make_equal(job, state, exchange, with_optimizer=True)
+        sums = state.sums_under_way
+    arrays: Arrays = {}
+    if is_first:
+        names = [name for name in state.variables if name not in sums]
+        arrays = state.read(names, into=memory.state.arrays if memory else None)
+    ranks: list[Arrays] = []
+    if exchange is not None:
+        compare_replicas(state, exchange, with_optimizer=True, copies=arrays)
+        alike, own = method_state.read_state(exchange.memories)
+        arrays |= position_of(exchange) | _with_prefix(alike)
+        own = _with_prefix(own) | state.read(sums)
+        ranks = gather_arrays(job, own) if own else []
+    return Captured(State(arrays, state.kinds, ranks), state.constant) if is_first else Captured(State({}))
+
+
+def _with_prefix(arrays: Arrays) -> Arrays:
+    return {PREFIX + name: array for name, array in arrays.items()}
+
+
+def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Path) -> None:
+    """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
+    state = ProgramState(program)
+    saved = State({})
+
+    def read() -> dict[str, Any]:
+        nonlocal saved
+        ours = state.describe()
+        with_dgc = exchange is not None and any(method.kind == "dgc" for _, method in exchange.methods)
+        on_disk = persistables.read_folder(folder)
+        refuse_damaged_position(on_disk.arrays, str(folder))
+        saved = (to_dgc if with_dgc else to_momentum)(on_disk, ours)
+        names, notes = fit(saved.describe(), ours, str(folder))
+        loaded = {name: array for name, array in saved.arrays.items() if name in ours or name.startswith(PREFIX)}
+        if (problem := what_is_not_finite(replace(saved, arrays=loaded), state.constant)) is not None:
+            raise CheckpointError(
+                f"{folder}: {problem}: it was saved after the training had gone wrong; load an earlier one"
+            )
+        log_once(notes, rank=0)
+        return {"names": names, "ranks": len(saved.ranks)}
+
+    answer = on_first_worker(job, f"load from {folder}", read)
+    arrays = broadcast_arrays(job, saved.arrays) | _own_part(job, saved.ranks, answer["ranks"])
+    state.write({name: arrays[name] for name in answer["names"]}, job.place)
+    if exchange is not None:
+        restore_position(exchange, arrays, job.place)
+        memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+        method_state.write_state(exchange.memories, memories, job.place)
+
+
+def _own_part(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
+    """This rank's own part of the state that rank 0 has read (``number_saved`` ranks; every rank knows that number).
+
+    On the same number of ranks, each restores its own. On another number each takes the mean: the total that is still
+    to be added to the average of gradients stays the same.
+    """
+    if number_saved == 0:
+        return {}
+    if number_saved == job.world_size:
+        return scatter_arrays(job, saved)
+    return broadcast_arrays(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
+
+
+def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
+    """Run ``action`` on rank 0; its result (a JSON value) on every rank, or rank 0's NotFinite, or CheckpointError with
+    its reason.
+
+    ``what``: for the message; its first word names the broadcast, since each rank may pass a different folder.
+    """
+    answer: dict[str, Any] = {}
+    if job.cluster.rank == 0:
+        try:
+            answer = {"value": action()}
+        except (OSError, FleetTrainError) as error:
+            answer = {"problem": f"{what}: {error}", "not_finite": isinstance(error, NotFinite)}
+    name = what.partition(" ")[0]
+    answer = job.broadcast(f"{name} {job.count(name)}", answer)
+    if "problem" in answer:
+        raise (NotFinite if answer["not_finite"] else CheckpointError)(answer["problem"])
+    return answer["value"]
+
+
+def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
+    """Average state that differs between ranks but is needed once; all ranks call it.
+
+    This is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with ``with_optimizer``
+    the optimizer's state, so that one rank's file is valid for all of them.
+    """
+    exchange.drain_copies()
+    averager = exchange.averager
+    if averager is None or averager.schedule.is_synchronous(exchange.step):
+        _average_statistics(job, state)
+        return
+    names = [name for name in state.drifting if with_optimizer or state.kinds[name] == PARAMETER]
+    with dynamic_mode():
+        tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in state.read(names).items()}
+        exchange.synchronise(tensors)
+        state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
+
+
+def compare_replicas(
+    state: ProgramState,
+    exchange: GradientExchange,
+    with_optimizer: bool,
+    copies: Arrays | None = None,
+) -> None:
+    """Compare what one rank's file is to hold for all of them; all ranks call it after ``make_equal``.
+
+    The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each. Not the latter in
+    LocalSGD's local steps, where ranks may have skipped different updates. Does nothing with divergence_check_steps 0.
+    ``copies``: those values that are on the host already. Raises ScheduleMismatch.
+    """
+    if not exchange.check.is_asked_for:
+        return
+    names, averager = exchange.trained, exchange.averager
+    if with_optimizer and (averager is None or averager.schedule.is_synchronous(exchange.step)):
+        names += state.kept_of(names)
+    copied = copies or {}
+    values = (copied[name] if name in copied else borrowed(state.variables[name]) for name in names)
+    exchange.compare_saved(names, digests(values))
+
+
+def _average_statistics(job: Job, state: ProgramState) -> None:
+    arrays = state.read(state.statistics)
+    if not arrays:
+        return
+    flat = np.concatenate([array.reshape(-1) for array in arrays.values()])
+    mean = job.reduce(flat, "sum") / flat.dtype.type(job.world_size)
+    for array in arrays.values():
+        array.reshape(-1)[:], mean = mean[: array.size], mean[array.size :]
+    state.write(arrays, job.place)
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -175,27 +374,24 @@ def _refuse_other_program(targets: list[Any], main_program: Any) -> None:
         )
 
 
-_INFERENCE_EXPORT_FILES = ("model.json", "model.pdiparams")
+_EXPORTED_FILES = ("model.json", "model.pdiparams")
 
 
-def export_inference_model(exe: Any, dirname: Path, feeds: Sequence[Any], targets: Sequence[Any], scope: Any) -> None:
+def _export(exe: Any, folder: Path, feeds: Sequence[Any], targets: Sequence[Any]) -> None:
     """Write the program of ``targets``, pruned to what they need, and its parameters; old files are kept until both
     exist.
     """
-    program = targets[0].block.program
-    beside = dirname / ".exporting"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    with paddle.static.scope_guard(scope):
-        paddle.static.save_inference_model(
-            str(beside / "model"), [_value(program, feed) for feed in feeds], list(targets), exe, program=program
-        )
-    for name in _INFERENCE_EXPORT_FILES:
-        with (beside / name).open("rb") as file:
+    program, draft = targets[0].block.program, folder / ".exporting"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    inputs = [_value(program, feed) for feed in feeds]
+    paddle.static.save_inference_model(str(draft / "model"), inputs, list(targets), exe, program=program)
+    for name in _EXPORTED_FILES:
+        with (draft / name).open("rb") as file:
             os.fsync(file.fileno())
-    for name in _INFERENCE_EXPORT_FILES:
-        os.replace(beside / name, dirname / name)
-    beside.rmdir()
+    for name in _EXPORTED_FILES:
+        os.replace(draft / name, folder / name)
+    draft.rmdir()
 
 
 def _value(program: Any, feed: Any) -> Any:

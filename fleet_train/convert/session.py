@@ -1,34 +1,39 @@
-"""The state between ``fleet.init`` and ``fleet.shutdown``, which the facade's modules share, and what it looks for in
-each program that runs: updates without communication."""
+"""The state between ``fleet.init`` and ``fleet.shutdown``, which the facade's modules share.
+
+The job is the launcher's; for a plan without a cluster (`plan_of`) it is imagined: the script runs up to its
+``minimize`` as rank 0 of a job whose other ranks do not exist.
+"""
 
 from __future__ import annotations
 
 import os
-import re
+import runpy
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import paddle
 
-import fleet_train
+from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import is_strict, join_timeout_seconds
+from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import is_link
-from fleet_train.collectives.job import Job
-from fleet_train.collectives.join import join
+from fleet_train.collectives.job import Array, Job, refuse_unreducible
+from fleet_train.collectives.join import join, probe
+from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process
-from fleet_train.convert.one_card import (
-    leave_out_host_operators,
-)
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.passes.blocks import nested_operators
+from fleet_train.convert.passes.one_card import leave_out_host_operators
+from fleet_train.convert.passes.program import updates_alone
 from fleet_train.convert.role_maker import cluster_of
-from fleet_train.errors import ConversionError, FleetTrainError
+from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
+from fleet_train.plan.choose import PAPER, MeasuredLink
+from fleet_train.plan.price import Network
 from fleet_train.profile import Profile
 
 
@@ -81,11 +86,13 @@ class Session:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
 
 
+prescribed_profile: Profile | None = None
+"""For trials: the profile that is used, whatever the script or the launcher names."""
+offered_profile: Profile | None = None
+"""For spawned ranks: the profile if the script names none."""
 _session: Session | None = None
 _has_left_a_job = False
 _imagined_job: Callable[[], Job] | None = None
-_prescribed: Profile | None = None
-_offered: Profile | None = None
 
 
 def begin(role: Any, strategy: Any) -> Session:
@@ -101,36 +108,8 @@ def begin(role: Any, strategy: Any) -> Session:
     process.watch(job)
     job.advise = _session.advise
     if job.world_size > 1 and not _imagined_job:
-        watch(_session.on_first_run)
+        before_first_runs(_session.on_first_run)
     return _session
-
-
-def join_as(make_job: Callable[[], Job] | None) -> None:
-    """For planning: from now on ``begin`` uses this job instead of joining one; None ends this."""
-    global _imagined_job
-    _imagined_job = make_job
-
-
-def prescribe(profile: Profile | None) -> None:
-    """For trials: from now on this profile is used, whatever the script or launcher names; None ends this."""
-    global _prescribed
-    _prescribed = profile
-
-
-def prescribed() -> Profile | None:
-    """The profile given to `prescribe`."""
-    return _prescribed
-
-
-def offer(profile: Profile) -> None:
-    """For spawned ranks: the profile if a script names none, like the launcher's --strategy."""
-    global _offered
-    _offered = profile
-
-
-def offered() -> Profile | None:
-    """The profile given to `offer`."""
-    return _offered
 
 
 def is_open() -> bool:
@@ -161,16 +140,11 @@ def program_or_last(main_program: Any) -> Any:
 
 def exchange_of(program: Any) -> GradientExchange | None:
     """The communication of a converted program; None with one process."""
-    found = [exchange for main, exchange in current().exchanges if main is program]
-    return found[-1] if found else None
+    exchanges = [exchange for main, exchange in current().exchanges if main is program]
+    return exchanges[-1] if exchanges else None
 
 
-_FRAME = re.compile(r'File "(.+)", line (\d+)')
-_LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
-_NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
-
-
-def watch(first_run: Callable[[Any], None]) -> None:
+def before_first_runs(first_run: Callable[[Any], None]) -> None:
     """From now on ``first_run`` is called with each program before it runs as it is now for the first time.
 
     A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it
@@ -180,47 +154,127 @@ def watch(first_run: Callable[[Any], None]) -> None:
     # Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``.
     seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def look(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-        about = paddle.static.default_main_program() if program is None else program
-        if isinstance(about, paddle.static.Program) and seen.get(about) != about.num_ops():
-            seen[about] = about.num_ops()
-            first_run(about)
+    def check(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+        running = paddle.static.default_main_program() if program is None else program
+        if isinstance(running, paddle.static.Program) and seen.get(running) != running.num_ops():
+            seen[running] = running.num_ops()
+            first_run(running)
         return feed, fetch_list
 
-    process.before_each_run(look)
+    process.before_each_run(check)
 
 
-def updates_alone(program: Any, converted: set[str]) -> str:
-    """Where a program updates parameters without the other ranks, as words for a message; empty if nowhere.
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the profile that it was made from."""
 
-    ``converted``: the parameters that this process's converted programs update.
+    plan: CommPlan
+    profile: Profile
+
+
+def plan_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of the first program that ``action`` converts. Nothing is trained or sent. Settings that the profile
+    leaves open are chosen for ``network``.
+
+    Raises ConversionError when ``action`` ends without converting a program.
     """
-    block = program.global_block().ops
-    together = {*converted, ""} if any(map(is_link, block)) else set()
-    for operator in chain(block, *map(nested_operators, block)):
-        if _updates(operator) and (name := _parameter(operator)) not in together:
-            return _line_of(operator) or f"the program with parameter '{name}'"
-    return ""
+    global _imagined_job
+    require_paddle()
+    if cluster.world_size == 1:
+        raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")
+    end()
+    _imagined_job = lambda: _ImaginedJob(cluster, network)  # noqa: E731
+    try:
+        action()
+    except _PlanIsReady as ready:
+        return ready.planned
+    except SystemExit as stop:
+        raise ConversionError(f"the script ended (exit {stop.code}) before optimizer.minimize was called") from None
+    finally:
+        end()
+        _imagined_job = None
+    raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
 
 
-def _updates(operator: Any) -> bool:
-    """Whether it changes a parameter in place by a gradient; only Paddle's own operators can name their operands."""
-    name = operator.name()
-    return name.startswith("pd_op.") and name.endswith("_") and set(operator.get_input_names()) >= {"param", "grad"}
+def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, network: Network = PAPER) -> Planned:
+    """The plan of a training script, run with these arguments up to its ``minimize``; ``network`` as in `plan_of`."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
+    finally:
+        sys.argv, sys.path[:] = before
 
 
-def _parameter(update: Any) -> str:
-    value = update.operand_source(update.get_input_names().index("param"))
-    return str(value.get_defining_op().attrs().get("parameter_name", ""))
+class _PlanIsReady(BaseException):
+    """Ends the script at its first conversion. A BaseException: a script's ``except Exception`` lets it pass."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__("plan is ready")
+        self.planned = planned
 
 
-def _line_of(operator: Any) -> str:
-    """The script's line that made an operator, such as ``train.py, line 12 (optimizer.minimize(loss))``."""
-    stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
-    place = ""
-    for index, line in enumerate(stack):
-        frame = _FRAME.match(line)
-        if frame is not None and not frame[1].startswith(_NOT_THE_SCRIPT):
-            code = "".join(f" ({text[:80]})" for text in stack[index + 1 : index + 2] if not _FRAME.match(text))
-            place = f"{os.path.basename(frame[1])}, line {frame[2]}{code}"
-    return place
+class _ImaginedJob(Job):
+    """Rank 0 of a job whose other ranks do not exist; checks between ranks always pass."""
+
+    def __init__(self, cluster: Cluster, network: Network) -> None:
+        super().__init__(cluster, paddle.CPUPlace())
+        self.network, self.network_source = network, "on paper"
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Waits for no rank."""
+
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
+        del name, timeout_seconds
+        return dict.fromkeys(range(self.world_size), value)
+
+    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
+        del name, source, timeout_seconds
+        return value
+
+    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
+        del name, value, timeout_seconds
+        return []
+
+    def reduce(self, values: Array, op: str) -> Array:
+        refuse_unreducible(values, op)
+        return values * self.world_size if op == "sum" else values.copy()
+
+    def agreed(self, plan: CommPlan) -> None:
+        raise _PlanIsReady(Planned(plan, current().profile or Profile()))
+
+
+@dataclass(frozen=True)
+class MeasuredCluster:
+    """The results, the same on every rank; None for a kind of link that the cluster does not have."""
+
+    cluster: Cluster
+    between: MeasuredLink | None
+    inside: MeasuredLink | None
+
+
+def measure_cluster(seconds: float) -> MeasuredCluster:
+    """Time allreduces for about ``seconds`` on all ranks of the launcher's job; rank 0 prints the progress to stderr.
+
+    Raises ClusterError when there is no second rank to measure with.
+    """
+    require_paddle()
+    cluster = cluster_of(None)
+    if cluster.world_size == 1:
+        raise ClusterError(
+            "--measure found one rank; it needs at least two. Start it on every node through "
+            "`python -m fleet_train launch --cluster_node_ips=A,B ... -m fleet_train plan --measure`"
+        )
+    job = join(cluster, join_timeout_seconds(os.environ))
+    cluster = job.cluster
+    process.watch(job)
+
+    def show(text: str) -> None:
+        if cluster.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    show(f"measuring {cluster.world_size} ranks on {cluster.node_num} nodes for about {seconds:g} s")
+    links = probe(job, seconds, show)
+    process.leave(job)
+    return MeasuredCluster(cluster, links.get("between nodes"), links.get("inside a node"))

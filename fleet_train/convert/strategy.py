@@ -43,7 +43,7 @@ class _Part:
         return self._strategy._read(self._path(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._strategy._take(self._path(name), value)
+        self._strategy._assign(self._path(name), value)
 
     def _path(self, name: str) -> str:
         if self._name not in _PARTS:
@@ -109,7 +109,7 @@ class DistributedStrategy:
         for path, value in asked.items():
             before, written = dict(strategy._settings), dict(strategy._written)
             try:
-                strategy._take(path, value)
+                strategy._assign(path, value)
             except ProfileError as error:
                 problems.append(str(error))
             problems += [
@@ -169,7 +169,7 @@ class DistributedStrategy:
 
     def _overruled(self) -> list[str]:
         """Switches whose settings a later field has overridden: dgc with fp16_allreduce."""
-        asked, found = self._asked(), []
+        asked, problems = self._asked(), []
         for path, value in self._accepted.items():
             row = STOCK_FIELDS.get(path)
             if row is None or row.switch is None or row.switch.yields or value != row.switch.value:
@@ -178,11 +178,11 @@ class DistributedStrategy:
                 now = asked.get(knob, getattr(self._base, knob))
                 if now != wanted:
                     other = self._written.get(knob, knob)
-                    found.append(
+                    problems.append(
                         f"DistributedStrategy.{path}: asks for {knob}: {shown(wanted)}, but {other} asks for "
                         f"{shown(now)}; keep one of the two"
                     )
-        return found
+        return problems
 
     def _as_written(self, problem: str) -> str:
         """A problem of a knob, under the assigned name: ``localsgd_configs.k_steps`` for local_sgd_steps."""
@@ -203,18 +203,18 @@ class DistributedStrategy:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS or (name.endswith("_configs") and name in _TOP):
             for leaf, given in _members(_PARTS.get(name, name), value):
-                self._take(leaf, given)
+                self._assign(leaf, given)
         elif name in _TOP:
-            self._take(name, value)
+            self._assign(name, value)
         elif name in _INHERITED:
             # Fleet 1.8's strategy was a BuildStrategy itself.
-            self._take(f"build_strategy.{name}", value)
+            self._assign(f"build_strategy.{name}", value)
         else:
             raise UnknownAttribute(
                 f"DistributedStrategy.{name}: unknown attribute{suggestion(name, _TOP | _INHERITED)}"
             )
 
-    def _take(self, path: str, value: Any) -> None:
+    def _assign(self, path: str, value: Any) -> None:
         """Carry out, map or refuse one value of one field."""
         if path in DESCRIPTIVE:
             self._set(path, path, value)
@@ -238,8 +238,8 @@ class DistributedStrategy:
         section, _, variable = knob.partition(".")
         problems = value_problems({section: {variable: value}} if variable else {knob: value})
         if problems:
-            said_as = "" if path == knob else f" (read as {knob})"
-            raise ProfileError("\n".join(f"DistributedStrategy.{path}{said_as}: {item.message}" for item in problems))
+            mapped = "" if path == knob else f" (read as {knob})"
+            raise ProfileError("\n".join(f"DistributedStrategy.{path}{mapped}: {item.message}" for item in problems))
         if knob not in self._settings or self._settings[knob] != value:
             self._settings[knob] = value
             self._written[knob] = path
@@ -269,8 +269,8 @@ class DistributedStrategy:
 
     def __repr__(self) -> str:
         asked = self._base.shown_settings() | self._asked()
-        told = {name: _without_values(name, value) for name, value in asked.items()}
-        return f"DistributedStrategy({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        settings = {name: _without_values(name, value) for name, value in asked.items()}
+        return f"DistributedStrategy({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 def _without_values(name: str, value: Any) -> Any:

@@ -126,7 +126,7 @@ def sends_statistics() -> bool:
 
 def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps: Steps) -> None:
     """Run the script as its user would; it ends after ``steps``, or by itself."""
-    session.prescribe(profile)
+    session.prescribed_profile = profile
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     steps.watch()

@@ -14,7 +14,7 @@ import paddle
 from fleet_train import fleet, timeouts
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import dynamic_mode
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, refuse_unusable
+from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
 from fleet_train.errors import ConversionError
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob, Step
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
@@ -129,11 +129,14 @@ def _optimizer() -> Any:
     return paddle.optimizer.Momentum(0.01, 0.9)
 
 
-def _precision_of(profile: Profile) -> MixedPrecision | None:
-    return MixedPrecision(profile.amp_level, profile.amp_dtype) if profile.amp_level != "O0" else None
+def _precision_of(profile: Profile) -> Profile | None:
+    """The knobs of mixed precision alone."""
+    if profile.amp_level == "O0":
+        return None
+    return Profile(amp_level=profile.amp_level, amp_dtype=profile.amp_dtype)
 
 
-def _unusable(precision: MixedPrecision) -> str:
+def _unusable(precision: Profile) -> str:
     try:
         refuse_unusable(precision, on_gpu=computes_on_gpu())
     except ConversionError as error:
@@ -166,9 +169,7 @@ def _stumble(random: np.random.Generator) -> None:
                 square = paddle.matmul(square, square) / _KERNEL_SIDE
 
 
-def _from_simulator(
-    job: Job, fitted: Fitted, precision: MixedPrecision | None, run: Run, steps: int, seed: int
-) -> float:
+def _from_simulator(job: Job, fitted: Fitted, precision: Profile | None, run: Run, steps: int, seed: int) -> float:
     """The largest distance of this rank's parameters from those of the numpy job, at any time and at the end; NaN if
     one is."""
     data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
@@ -249,7 +250,7 @@ SimulatedValues = Mapping[str, Array]
 class Gradients(SmallProgram):
     """One program without optimizer and without communication, run for every simulated rank in turn."""
 
-    def __init__(self, network: Network, precision: MixedPrecision | None = None) -> None:
+    def __init__(self, network: Network, precision: Profile | None = None) -> None:
         self._pairs: list[Any] = []
 
         def backward(loss: Any, _: Any) -> None:
@@ -290,7 +291,7 @@ class Reference:
     same data."""
 
     def __init__(
-        self, network: Network, make: Callable[[], Any], start: SimulatedValues, precision: MixedPrecision | None = None
+        self, network: Network, make: Callable[[], Any], start: SimulatedValues, precision: Profile | None = None
     ) -> None:
         plan = fleet.plan()
         assert plan is not None

@@ -134,7 +134,7 @@ def _offer(profile: Any) -> None:
     """Make the parent's strategy this rank's default."""
     from fleet_train.convert import session
 
-    session.offer(profile)
+    session.offered_profile = profile
 
 
 def _traceback_text(error: BaseException, cause: BaseException) -> str:

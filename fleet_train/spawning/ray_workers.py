@@ -113,7 +113,7 @@ class InWorker:
         if self._profile is not None:
             from fleet_train.convert import session
 
-            session.offer(self._profile)
+            session.offered_profile = self._profile
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         import sys

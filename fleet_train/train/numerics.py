@@ -20,7 +20,7 @@ from paddle import _C_ops
 
 from fleet_train import fleet
 from fleet_train.convert import process
-from fleet_train.convert.passes.blocks import run_if
+from fleet_train.convert.passes.program import run_if
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
 from fleet_train.log import logger

@@ -16,7 +16,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.passes import pipeline
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
+from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train import SkipNotFinite, WeightAverage
@@ -58,7 +58,7 @@ def sgd() -> Any:
 
 
 def in_bfloat16(inner: Any, loss: Any) -> Any:
-    lower_precision(loss, MixedPrecision("O1"), on_gpu=False)
+    lower_precision(loss, Profile(amp_level="O1"), on_gpu=False)
     return inner.minimize(loss)
 
 

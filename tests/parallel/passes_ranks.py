@@ -16,7 +16,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.pipeline import LossScaler, ProgramPasses, merge_gradients
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
+from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.sync_norm import Arithmetic, Composed, Kernels, synchronize_batch_norms
 from fleet_train.profile import Profile
 from tests.support.worker import digest, report
@@ -232,7 +232,7 @@ def clipped_adamw() -> Any:
 
 
 def lowered(inner: Any, loss: Any) -> None:
-    lower_precision(loss, MixedPrecision("O2"), on_gpu=False)
+    lower_precision(loss, Profile(amp_level="O2"), on_gpu=False)
     fleet.distributed_optimizer(inner, Profile()).minimize(loss)
 
 

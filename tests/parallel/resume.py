@@ -16,7 +16,8 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.collectives.methods import registry
 from fleet_train.convert import persistables
-from fleet_train.convert.save_load import mean_of_ranks
+from fleet_train.convert.program_state import mean_of_ranks
+from fleet_train.convert.session import exchange_of
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches
 from tests.parallel import local_sgd
@@ -104,7 +105,7 @@ def steps(trained: Trained, first: int, last: int, seed: int) -> None:
 
 def memories(trained: Trained) -> dict[str, np.ndarray]:
     """What compression remembers on this rank."""
-    exchange = fleet._exchange_of(trained.main)
+    exchange = exchange_of(trained.main)
     if exchange is None:
         return {}
     alike, own = registry.read_state(exchange.memories)

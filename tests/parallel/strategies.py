@@ -12,7 +12,6 @@ import numpy as np
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.convert.passes.precision import MixedPrecision
 from fleet_train.profile import Profile
 from fleet_train.selftest.check_profiles import Reference
 from fleet_train.selftest.training import (
@@ -145,7 +144,9 @@ def run(network: Network, make: Any, settings: dict[str, Any], seed: int, counte
 
 def reference_of(network: Network, make: Any, start: dict[str, np.ndarray], profile: Profile) -> Reference | None:
     """The simulated job; none for synchronised batch norm, whose ranks talk within their passes."""
-    precision = MixedPrecision(profile.amp_level, profile.amp_dtype) if profile.amp_level != "O0" else None
+    precision = None
+    if profile.amp_level != "O0":
+        precision = Profile(amp_level=profile.amp_level, amp_dtype=profile.amp_dtype)
     return None if profile.sync_batch_norm else Reference(network, make, start, precision)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.convert import persistables
+from fleet_train.convert import persistables, program_state
 from fleet_train.train.checkpoint import storage
 
 
@@ -25,8 +25,13 @@ def publish(
     """``content``: the bytes of its only tensor; ``own``: those of the only rank's own one, none if empty."""
     draft = storage.begin(checkpoints, step)
     ranks = [{"own": np.frombuffer(own, "uint8")}] if own else []
-    tensors = persistables.write_tensors(draft, persistables.State({"w": np.frombuffer(content, "uint8")}, {}, ranks))
+    tensors = persistables.write_tensors(draft, program_state.State({"w": np.frombuffer(content, "uint8")}, {}, ranks))
     return storage.publish(checkpoints, step, state, score, run, tensors)
+
+
+def write_folder(folder: Path, state: program_state.State) -> None:
+    """A saved state alone, without a trainer's."""
+    persistables.publish(folder, persistables.write_tensors(folder, state))
 
 
 def change(folder: Path, **entries: Any) -> None:

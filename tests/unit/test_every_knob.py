@@ -21,7 +21,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.convert.passes.precision import MixedPrecision
+from fleet_train.convert.passes.precision import refuse_unusable
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
@@ -83,6 +83,11 @@ READ_BY_PASSES = [name for name in KNOBS if name.startswith(("amp_", "recompute_
 ]
 
 
+def precision(profile: Profile) -> list[Any]:
+    refuse_unusable(profile, on_gpu=True)
+    return [profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32]
+
+
 def evidence(profile: Profile) -> dict[str, Any]:
     """What the rest of the package does for a profile; nothing that is merely kept is in it."""
     plan = build_plan(GRADIENTS, CLUSTER, profile)
@@ -93,7 +98,7 @@ def evidence(profile: Profile) -> dict[str, Any]:
         "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
         "trained": trained(profile),
         "outer step": outer_steps(profile),
-        "precision": MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32),
+        "precision": precision(profile),
         "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
         "environment": profile.worker_environment(),
     }

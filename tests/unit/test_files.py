@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet_train.convert import persistables
-from fleet_train.convert.persistables import State
+from fleet_train.convert.program_state import State
 from fleet_train.files import NotThatFile, read_regular, write_new
 from fleet_train.launch.node import Node
 from fleet_train.launch.ranks import Ranks
@@ -20,6 +19,7 @@ from fleet_train.train.checkpoint.newest import write_record
 from fleet_train.train.checkpoint.storage import Run
 from fleet_train.train.metrics import JsonLinesSink, VisualDLSink
 from fleet_train.train.reference import publish_summary
+from tests.support.checkpoints import write_folder
 
 
 def _metrics(folder: Path) -> None:
@@ -41,7 +41,7 @@ def _summary(folder: Path) -> None:
 
 
 def _state(folder: Path) -> None:
-    persistables.write_folder(folder, State({"w": np.zeros(2)}, {"w": "parameter"}, [{"own": np.zeros(2)}]))
+    write_folder(folder, State({"w": np.zeros(2)}, {"w": "parameter"}, [{"own": np.zeros(2)}]))
 
 
 def _record_of_the_run(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine
-from fleet_train.convert.resolving import fitted_to
+from fleet_train.convert.planning import fitted_to
 from fleet_train.profile import Profile, load_profile
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.convert.persistables import fit
+from fleet_train.convert.program_state import fit
 from fleet_train.errors import CheckpointError
 
 WEIGHT = {"w": ("parameter", [3, 4], "float32")}

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert import save_load
+from fleet_train.convert import saving
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.convert.program_state import ProgramState
 from fleet_train.errors import CheckpointError
@@ -46,7 +46,8 @@ class Network:
             return self.exe.run(self.main, feed={"x": features}, fetch_list=[self.loss if fetch is None else fetch])[0]
 
     def state(self) -> dict[str, np.ndarray]:
-        state = ProgramState(self.main, self.scope)
+        with paddle.static.scope_guard(self.scope):
+            state = ProgramState(self.main)
         return state.read(state.variables)
 
     def save(self, folder: Path) -> None:
@@ -162,8 +163,9 @@ def test_momentum_stays_with_the_optimizer_without_other_ranks() -> None:
 
 def test_statistics_are_those_that_batches_move() -> None:
     training, frozen = Network(with_profile()), Network(None)
-    assert ProgramState(training.main, training.scope).statistics == ["batch_norm1d_0.w_1", "batch_norm1d_0.w_2"]
-    assert ProgramState(frozen.main, frozen.scope).statistics == []
+    for network, statistics in ((training, ["batch_norm1d_0.w_1", "batch_norm1d_0.w_2"]), (frozen, [])):
+        with paddle.static.scope_guard(network.scope):
+            assert ProgramState(network.main).statistics == statistics
 
 
 def test_ranks_communicate_alike_for_a_save_and_only_rank_0_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,17 +180,18 @@ def test_ranks_communicate_alike_for_a_save_and_only_rank_0_keeps_the_state(monk
         assert (copies.keys() == network.state().keys()) is (exchange.rank == 0)
         asked.append((exchange.rank, "compare"))
 
-    monkeypatch.setattr(save_load, "make_equal", lambda job, *_, **__: asked.append((job.cluster.rank, "average")))
-    monkeypatch.setattr(save_load, "compare_replicas", compared)
-    monkeypatch.setattr(save_load, "position_of", lambda _: {"fleet_train/step": np.array([7])})
+    monkeypatch.setattr(saving, "make_equal", lambda job, *_, **__: asked.append((job.cluster.rank, "average")))
+    monkeypatch.setattr(saving, "compare_replicas", compared)
+    monkeypatch.setattr(saving, "position_of", lambda _: {"fleet_train/step": np.array([7])})
     own, alike = {"int8/w.error": np.ones(2)}, {"powersgd/w.q": np.zeros(2)}
-    monkeypatch.setattr(save_load.method_state, "read_state", lambda _: (alike, own))
-    monkeypatch.setattr(save_load, "gather_arrays", lambda job, arrays: gathered(job.cluster.rank, arrays))
+    monkeypatch.setattr(saving.method_state, "read_state", lambda _: (alike, own))
+    monkeypatch.setattr(saving, "gather_arrays", lambda job, arrays: gathered(job.cluster.rank, arrays))
     captured = []
     for rank in (0, 1):
         job: Any = SimpleNamespace(cluster=SimpleNamespace(rank=rank))
         exchange: Any = SimpleNamespace(rank=rank, memories=[])
-        captured.append(save_load.capture(job, network.main, network.scope, exchange).state)
+        with paddle.static.scope_guard(network.scope):
+            captured.append(saving.capture(job, network.main, exchange).state)
     steps = [("average",), ("compare",), ("gather", ["fleet_train/int8/w.error"])]
     assert asked == [(rank, *step) for rank in (0, 1) for step in steps]
     expected = {*network.state(), "fleet_train/step", "fleet_train/powersgd/w.q"}

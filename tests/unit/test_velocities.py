@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleet_train.convert.persistables import State
-from fleet_train.convert.save_load import to_dgc, to_momentum
+from fleet_train.convert.program_state import State, to_dgc, to_momentum
 
 WEIGHT = np.ones((2, 3), "float32")
 MOMENTUM = {"w": ("parameter", [2, 3], "float32"), "w_velocity_0": ("optimizer", [2, 3], "float32")}

@@ -15,7 +15,7 @@ from paddle.incubate.optimizer import (
 
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import owner_of, unwrap
-from fleet_train.convert.resolving import resolve
+from fleet_train.convert.planning import resolve
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, applied_mappings
 

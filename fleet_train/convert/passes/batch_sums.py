@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fleet_train.convert.passes.blocks import inputs_of, operators_behind
+from fleet_train.convert.passes.program import inputs_of, operators_behind
 
 Degrees = dict[float | None, Any]
 """Degree -> the operator that made a sum of it, or None. Empty: the value does not depend on the batch."""
@@ -51,11 +51,11 @@ def sum_over_batch(loss: Any, parts: int) -> str:
         for result in operator.results():
             if result.initialized():
                 known[result.id] = _degrees(operator, result, known, parts)
-    found = known.get(loss.id, {})
-    return _place_of(found[1]) if 1 in found else ""
+    degrees = known.get(loss.id, {})
+    return _line_of(degrees[1]) if 1 in degrees else ""
 
 
-def _place_of(operator: Any) -> str:
+def _line_of(operator: Any) -> str:
     """The line of the script that made an operator, and its name."""
     frames = _attribute(operator, "op_callstack") or []
     lines = [frame.strip() for frame in frames if frame.strip().startswith("File ")]
@@ -135,17 +135,17 @@ def _reduced(operator: Any, sources: Sequence[Any], given: Degrees, *, is_sum: b
 
 def _summed(operator: Any, given: Degrees, reduced: int, unknown: int) -> Degrees:
     """``reduced`` of ``unknown`` dimensions of unknown size are summed."""
-    found: Degrees = {}
+    degrees: Degrees = {}
     for degree in given:
         if not reduced:
-            found[degree] = given[degree]
+            degrees[degree] = given[degree]
         elif degree is None:
-            found[None] = None
+            degrees[None] = None
         elif reduced == unknown:
-            found[1 if degree == _PARTLY else degree + 1] = operator
+            degrees[1 if degree == _PARTLY else degree + 1] = operator
         else:
-            found[_PARTLY if degree == 0 else None] = operator
-    return found
+            degrees[_PARTLY if degree == 0 else None] = operator
+    return degrees
 
 
 def _weighed(given: Degrees, factor: float, parts: int) -> Degrees:
@@ -157,14 +157,14 @@ def _weighed(given: Degrees, factor: float, parts: int) -> Degrees:
     return given
 
 
-def _product(one: Degrees, other: Degrees, *, divided: bool) -> Degrees:
-    if divided and len(other) > 1:
+def _product(first: Degrees, second: Degrees, *, divided: bool) -> Degrees:
+    if divided and len(second) > 1:
         return _UNKNOWN
-    found: Degrees = {}
-    for left, left_origin in (one or {0: None}).items():
-        for right, right_origin in (other or {0: None}).items():
-            found[_total(left, right, -1 if divided else 1)] = left_origin or right_origin
-    return found
+    degrees: Degrees = {}
+    for left, left_origin in (first or {0: None}).items():
+        for right, right_origin in (second or {0: None}).items():
+            degrees[_total(left, right, -1 if divided else 1)] = left_origin or right_origin
+    return degrees
 
 
 def _total(left: float | None, right: float | None, sign: int) -> float | None:
@@ -180,18 +180,18 @@ def _multiplied_out(operator: Any, sources: Sequence[Any], given: Sequence[Degre
     """A matrix product, which sums over the dimension that its factors share."""
     shape, attributes = list(sources[0].shape), operator.attrs()
     contracted = shape[-2] if attributes["transpose_x"] and len(shape) > 1 else shape[-1]
-    found = _product(given[0], given[1], divided=False)
-    return _summed(operator, found, 1, _unknown_axes(sources[0])) if contracted < 0 else found
+    degrees = _product(given[0], given[1], divided=False)
+    return _summed(operator, degrees, 1, _unknown_axes(sources[0])) if contracted < 0 else degrees
 
 
 def _added(result: Any, sources: Sequence[Any], given: Sequence[Degrees]) -> Degrees:
     """The terms of all; of numbers for the whole batch, without those that have no gradient if others have one."""
-    found: Degrees = {}
+    degrees: Degrees = {}
     is_number = result.is_dense_tensor_type() and not _unknown_axes(result) and not result.stop_gradient
-    for source, degrees in zip(sources, given, strict=True):
+    for source, own in zip(sources, given, strict=True):
         if not (is_number and source.is_dense_tensor_type() and source.stop_gradient):
-            found |= degrees
-    return found
+            degrees |= own
+    return degrees
 
 
 def _only_per_sample(given: Sequence[Degrees]) -> Degrees:
@@ -223,8 +223,8 @@ def _integers(value: Any) -> list[int] | None:
     operator = value.get_defining_op()
     if _short(operator) not in _CONSTANTS:
         return None
-    found = operator.attrs()["value"]
-    return [int(one) for one in found] if isinstance(found, (list, tuple)) else [int(found)]
+    value = operator.attrs()["value"]
+    return [int(number) for number in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
 def _attribute(operator: Any, name: str) -> Any:

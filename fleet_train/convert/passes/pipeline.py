@@ -17,15 +17,18 @@ from typing import Any
 
 import paddle
 from paddle import _C_ops
+from paddle.utils import unique_name
 
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.blocks import run_if
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision, said_of
-from fleet_train.convert.passes.recompute import recompute_segments, recomputes
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
+from fleet_train.convert.passes.precision import lower_precision, notices_of
+from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.convert.passes.sync_norm import Composed, Kernels, synchronize_batch_norms
 from fleet_train.convert.planning import in_ready_order
 from fleet_train.errors import ConversionError
+from fleet_train.log import log_once
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import CollectiveSpec
 
@@ -37,7 +40,6 @@ class ProgramPasses:
 
     def __init__(self, profile: Profile, job: Job) -> None:
         self._profile = profile
-        self._precision = MixedPrecision(profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32)
         self._job = job
         self._on_gpu = not isinstance(job.place, paddle.CPUPlace)
         self._synchronizes = profile.sync_batch_norm and job.world_size > 1
@@ -49,7 +51,7 @@ class ProgramPasses:
     @property
     def notices(self) -> list[str]:
         """Rank 0's notes on how the settings are carried out on this device."""
-        return said_of(self._precision, self._on_gpu, recomputes(self._profile))
+        return notices_of(self._profile, self._on_gpu)
 
     @property
     def update_each_alone(self) -> bool:
@@ -57,8 +59,13 @@ class ProgramPasses:
         return self._profile.accumulate_steps == 1 and self._scaler is None and self._statistics is None
 
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
-        """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs."""
-        lower_precision(loss, self._precision, on_gpu=self._on_gpu, recomputes=recomputes(self._profile))
+        """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs.
+
+        Rank 0 says first which term of ``loss`` is a sum over the batch.
+        """
+        if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
+            log_once([remark], self._job.cluster.rank)
+        lower_precision(loss, self._profile, on_gpu=self._on_gpu)
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
@@ -95,7 +102,7 @@ class ProgramPasses:
         return merged.apply(lambda: scaler.apply(averaged, update))
 
     def _scaled(self, loss: Any) -> Any:
-        if self._precision.level == "O0" or self._precision.dtype != "float16":
+        if self._profile.amp_level == "O0" or self._profile.amp_dtype != "float16":
             return loss
         if self._scaler is not None:
             raise ConversionError(
@@ -151,7 +158,7 @@ def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: i
     buffers = []
     for item in ready:
         paddle.pir.set_insertion_point_after(item.value.get_defining_op())
-        buffer = _persistable_zeros(item.value.dtype, item.value.shape, f"{item.parameter.name}@gradient_merge")
+        buffer = _persistable(f"{item.parameter.name}@gradient_merge", item.value.dtype, item.value.shape)
         total = buffer + item.value
         paddle.assign(total, buffer)
         means[item.parameter.name] = total.scale(1.0 / accumulate_steps)
@@ -163,17 +170,17 @@ def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: i
 
 def _count_micro_batches(accumulate_steps: int) -> Any:
     """Count this micro-batch; true for the last one of an update, after which the count starts again."""
-    name = paddle.utils.unique_name.generate("gradient_merge_count")
-    count = _persistable_zeros(paddle.int64, [1], name)
+    count = _persistable(unique_name.generate("gradient_merge_count"), paddle.int64)
     with_this_one = count + 1
     boundary = with_this_one >= accumulate_steps
     paddle.assign(paddle.where(boundary, paddle.zeros_like(with_this_one), with_this_one), count)
     return boundary
 
 
-def _persistable_zeros(dtype: Any, shape: Sequence[int], name: str) -> Any:
-    zero = paddle.nn.initializer.Constant(0.0)
-    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
+def _persistable(name: str, dtype: Any, shape: Sequence[int] = (1,), value: float = 0.0) -> Any:
+    """A variable of the program that starts with ``value``: a checkpoint holds it."""
+    start = paddle.nn.initializer.Constant(float(value))
+    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=start)
 
 
 class LossScaler:
@@ -187,9 +194,10 @@ class LossScaler:
     def __init__(self, profile: Profile) -> None:
         """Append the scale to the current program. Make it before the backward pass."""
         self._profile = profile
-        self.scale = _persistable("loss_scaling", paddle.float32, profile.amp_init_loss_scaling)
-        self._good_steps = _persistable("loss_scaling_good_steps", paddle.int32, 0)
-        self._bad_steps = _persistable("loss_scaling_bad_steps", paddle.int32, 0)
+        name, start = unique_name.generate("loss_scaling"), profile.amp_init_loss_scaling
+        self.scale = _persistable(name, paddle.float32, value=start)
+        self._good_steps = _persistable(unique_name.generate("loss_scaling_good_steps"), paddle.int32)
+        self._bad_steps = _persistable(unique_name.generate("loss_scaling_bad_steps"), paddle.int32)
 
     def scaled(self, loss: Any) -> Any:
         """The value to derive gradients from; ``loss`` itself is still fetched."""
@@ -202,12 +210,12 @@ class LossScaler:
         The optimizer's ``found_inf`` is not used: Paddle's Momentum updates its velocity anyway.
         """
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        values, found = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], self.scale)
+        values, overflow = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], self.scale)
         profile = self._profile
         if profile.amp_dynamic_loss_scaling:
             _C_ops.update_loss_scaling_(
                 values,
-                found,
+                overflow,
                 self.scale,
                 self._good_steps,
                 self._bad_steps,
@@ -218,10 +226,4 @@ class LossScaler:
                 False,
             )
         unscaled = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
-        return run_if(paddle.logical_not(found), lambda: update(unscaled))
-
-
-def _persistable(name: str, dtype: Any, value: float) -> Any:
-    start = paddle.nn.initializer.Constant(float(value))
-    unique = paddle.utils.unique_name.generate(name)
-    return paddle.pir.core.create_persistable_value(dtype, [1], unique, initializer=start)
+        return run_if(paddle.logical_not(overflow), lambda: update(unscaled))

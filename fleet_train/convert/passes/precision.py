@@ -8,36 +8,34 @@ unchanged, and gradients are communicated in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import paddle
 
-from fleet_train.convert.passes.blocks import operators_behind
+from fleet_train.convert.passes.program import BATCH_NORMS, operators_behind
+from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
 
 
-def lower_precision(
-    loss: Any, settings: MixedPrecision, *, on_gpu: bool, recomputes: bool = False, emulated: bool | None = None
-) -> int:
-    """Rewrite the operators that ``loss`` depends on; returns how many now compute in ``settings.dtype``.
+def lower_precision(loss: Any, profile: Profile, *, on_gpu: bool, emulated: bool | None = None) -> int:
+    """Rewrite the operators that ``loss`` depends on; returns how many now compute in ``amp_dtype``.
 
-    ``O1``: operators of ``precision_rules.LOW`` compute in low precision and return float32. ``O2``: operators of
-    ``FOLLOWERS`` that get their result continue in low precision. Raises ConversionError for settings that the device
-    cannot carry out. ``emulated``: round to ``settings.dtype`` and compute in float32; None = as ``is_emulated`` says,
-    which asks for ``recomputes``.
+    ``amp_level`` O1: operators of `LOW` compute in low precision and return float32. O2: operators of `FOLLOWERS` that
+    get their result continue in low precision. Raises ConversionError for settings that the device cannot carry out.
+    ``emulated``: round to ``amp_dtype`` and compute in float32; None = as `is_emulated` says.
     """
-    if settings.level == "O0":
+    if profile.amp_level == "O0":
         return 0
-    refuse_unusable(settings, on_gpu)
+    refuse_unusable(profile, on_gpu)
     if emulated is None:
-        emulated = is_emulated(settings, on_gpu, recomputes)
-    lowering = (_Rounding if emulated else _Lowering)(getattr(paddle, settings.dtype), on_gpu)
-    followers = _followers(settings)
+        emulated = is_emulated(profile, on_gpu)
+    lowering = (_Rounding if emulated else _Lowering)(getattr(paddle, profile.amp_dtype), on_gpu)
+    followers = _followers(profile)
     for operator in operators_behind(loss)[:-1]:  # the last one makes the loss, which stays float32 for the caller
         name, tensors = operator.name(), followers.get(operator.name()) or range(operator.num_operands())
-        if not has_kernels(name, settings.dtype, on_gpu):
+        if not has_kernels(name, profile.amp_dtype, on_gpu):
             continue
         if name in LOW or (name in followers and lowering.has_low_source(operator, tensors)):
             lowering.lower(operator, tensors)
@@ -46,10 +44,10 @@ def lower_precision(
     return lowering.count
 
 
-def _followers(settings: MixedPrecision) -> dict[str, tuple[int, ...]]:
-    if settings.level == "O1":
+def _followers(profile: Profile) -> dict[str, tuple[int, ...]]:
+    if profile.amp_level == "O1":
         return {}
-    return FOLLOWERS if settings.keep_batch_norm_fp32 else FOLLOWERS | dict.fromkeys(BATCH_NORMS, (0,))
+    return FOLLOWERS if profile.amp_keep_batch_norm_fp32 else FOLLOWERS | dict.fromkeys(BATCH_NORMS, (0,))
 
 
 class _Lowering:
@@ -161,8 +159,6 @@ fused operators, which only later passes create."""
 FLOAT32_RESULT_ON_CPU = frozenset({"pd_op.conv2d", "pd_op.depthwise_conv2d"})
 """On CPU their bfloat16 kernels return float32 declared as bfloat16: a cast can read that, other operators fail."""
 
-BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
-
 _ALL: tuple[int, ...] = ()
 _FIRST = (0,)  # the other operands are scalars that the kernel reads as float32
 
@@ -179,63 +175,43 @@ named). All others compute in float32: normalisation, softmax, losses, sums, exp
 splitting of tensors. So does an operator without a kernel for the dtype on this device."""
 
 
-@dataclass(frozen=True)
-class MixedPrecision:
-    """``level``: O0 = float32, O1 = sums of products in low precision, O2 = also the operators that follow them.
-
-    ``dtype``: bfloat16 needs no loss scaling; float16 needs it, and a GPU. ``keep_batch_norm_fp32``: batch norm
-    computes in float32 (always so in O1).
-    """
-
-    level: str = "O0"
-    dtype: str = "bfloat16"
-    keep_batch_norm_fp32: bool = True
-
-    def __post_init__(self) -> None:
-        if self.level == "O3":
-            raise ConversionError(
-                "amp level O3 (Apex: parameters and updates in low precision too) is not supported: updates smaller "
-                "than 1/256 of a bfloat16 parameter are lost; use O2, which keeps float32 parameters"
-            )
-        if self.level not in LEVELS:
-            raise ConversionError(f"amp level {self.level!r} is unknown; use {', '.join(LEVELS)}")
-        if self.dtype not in DTYPES:
-            raise ConversionError(f"amp dtype {self.dtype!r} is unknown; use {' or '.join(DTYPES)}")
-
-
-def refuse_unusable(settings: MixedPrecision, on_gpu: bool) -> None:
-    """Raise ConversionError for settings that this device has no kernels for."""
+def refuse_unusable(profile: Profile, on_gpu: bool) -> None:
+    """Raise ConversionError for settings that this pass does not know, or this device has no kernels for."""
+    if profile.amp_level not in LEVELS:
+        raise ConversionError(f"amp level {profile.amp_level!r} is unknown; use {', '.join(LEVELS)}")
+    if profile.amp_dtype not in DTYPES:
+        raise ConversionError(f"amp dtype {profile.amp_dtype!r} is unknown; use {' or '.join(DTYPES)}")
     if on_gpu:
         return
-    if settings.dtype == "float16":
+    if profile.amp_dtype == "float16":
         raise ConversionError("amp dtype float16 needs a GPU: Paddle has no float16 matmul on CPU; use bfloat16")
-    if not settings.keep_batch_norm_fp32:
+    if not profile.amp_keep_batch_norm_fp32:
         raise ConversionError(
             "keep_batch_norm_fp32: false needs a GPU: Paddle has no bfloat16 batch norm on CPU; leave it on"
         )
 
 
-def is_emulated(settings: MixedPrecision, on_gpu: bool, recomputes: bool = False) -> bool:
-    """Whether values are rounded to ``settings.dtype`` and computed in float32.
+def is_emulated(profile: Profile, on_gpu: bool) -> bool:
+    """Whether values are rounded to ``amp_dtype`` and computed in float32.
 
     oneDNN has bfloat16 from AVX-512 on and raises an exception without a message below it (Paddle's own tests make the
-    same check). ``recomputes``: beside recompute it gave wrong gradients with AVX-512, because values that are kept
+    same check). Beside recompute it gave wrong gradients with AVX-512, because values that are kept
     reached it in its own memory layout; ``collectives/host_ops.py`` has mended that, which has not run on AVX-512 yet.
     """
-    asked = settings.level != "O0" and settings.dtype == "bfloat16"
-    return asked and not on_gpu and (recomputes or not paddle.base.core.supports_bfloat16())
+    in_bfloat16 = profile.amp_level != "O0" and profile.amp_dtype == "bfloat16"
+    return in_bfloat16 and not on_gpu and (recomputes(profile) or not paddle.base.core.supports_bfloat16())
 
 
-def said_of(settings: MixedPrecision, on_gpu: bool, recomputes: bool = False) -> list[str]:
-    """Rank 0's notes on how ``settings`` are carried out."""
-    if not is_emulated(settings, on_gpu, recomputes):
+def notices_of(profile: Profile, on_gpu: bool) -> list[str]:
+    """Rank 0's notes on how mixed precision is carried out on this device."""
+    if not is_emulated(profile, on_gpu):
         return []
     where = "on this processor, which has no AVX-512"
-    if not is_emulated(settings, on_gpu):
+    if paddle.base.core.supports_bfloat16():
         where = "on CPUs beside recompute, whose values oneDNN may read wrongly in bfloat16"
     return [
-        f"amp_level: {settings.level} in bfloat16 is emulated {where}: values are rounded to bfloat16 and computed in "
-        "float32; the results are bfloat16's, but no time is saved"
+        f"amp_level: {profile.amp_level} in bfloat16 is emulated {where}: values are rounded to bfloat16 and computed "
+        "in float32; the results are bfloat16's, but no time is saved"
     ]
 
 
@@ -245,9 +221,9 @@ def has_kernels(operator_name: str, dtype: str, on_gpu: bool) -> bool:
     name = operator_name.removeprefix("pd_op.").rstrip("_")
     registered = _registered_kernels()
     # The registry lists some kernels under names of Paddle 1.x (add: elementwise_add). FOLLOWERS that it does not list
-    # # under the current name were tried on CPU: they exist.
-    found = [registered[one] for one in (name, f"{name}_grad") if one in registered]
-    return all(any(_serves(kernel, dtype, on_gpu) for kernel in kernels) for kernels in found)
+    # under the current name were tried on CPU: they exist.
+    named = [registered[each] for each in (name, f"{name}_grad") if each in registered]
+    return all(any(_serves(kernel, dtype, on_gpu) for kernel in kernels) for kernels in named)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.host_ops import emit_hold
-from fleet_train.convert.passes.blocks import all_inputs_of, inputs_of, operators_behind
+from fleet_train.convert.passes.program import all_inputs_of, inputs_of, operators_behind
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 
@@ -90,8 +90,9 @@ def _recompute(piece: Sequence[Any], forward: Sequence[Any], backward: Sequence[
         if _is_repeatable(operator) and all(
             source.id in makers for source in inputs_of(operator) if _is_vector(source)
         ):
-            found = [result for result in operator.results() if result.initialized()]
-            makers |= {one.id: operator for one in found if one.id not in crossing or operator.name() == _COMBINE}
+            for result in operator.results():
+                if result.initialized() and (result.id not in crossing or operator.name() == _COMBINE):
+                    makers[result.id] = operator
     readers = [operator for operator in backward if any(source.id in makers for source in _needed_by(operator))]
     if not readers:
         return 0
@@ -108,7 +109,7 @@ def _combined_outside(piece: Sequence[Any], inside: set[int]) -> list[Any]:
     """The operators of other segments that combine tensors for operators of this one, each once."""
     vectors = [source for operator in piece for source in inputs_of(operator) if _is_vector(source)]
     makers = {source.id: source.get_defining_op() for source in vectors}
-    return [one for one in makers.values() if one.name() == _COMBINE and one.id() not in inside]
+    return [maker for maker in makers.values() if maker.name() == _COMBINE and maker.id() not in inside]
 
 
 def _is_vector(value: Any) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
-from fleet_train.convert.passes.blocks import all_inputs_of, inputs_of, nested_operators
+from fleet_train.convert.passes.program import all_inputs_of, inputs_of, nested_operators
 from fleet_train.errors import ConversionError
 
 _BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.batch_norm")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fleet_train.convert.resolving import apply_environment
+from fleet_train.convert.planning import apply_environment
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile
 from tests.integration.launch.conftest import Bench

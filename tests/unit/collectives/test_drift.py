@@ -12,7 +12,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import replica_check
-from fleet_train.convert import save_load
+from fleet_train.convert import saving
 from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, ProgramState
 from fleet_train.errors import ScheduleMismatch
 
@@ -127,7 +127,7 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
 ) -> None:
     told: list[Any] = []
     values = {name: np.full(2, number, "float32") for number, name in enumerate(KINDS)}
-    monkeypatch.setattr(save_load, "borrowed", lambda variable: variable)
+    monkeypatch.setattr(saving, "borrowed", lambda variable: variable)
     state = ProgramState.__new__(ProgramState)
     state.kinds, state.variables = KINDS, values
     schedule = SimpleNamespace(is_synchronous=lambda _: averager == "before them")
@@ -138,13 +138,13 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
         check=SimpleNamespace(is_asked_for=every > 0),
         compare_saved=lambda names, digests: told.append((names, digests)),
     )
-    save_load.compare_replicas(state, exchange, with_optimizer)
+    saving.compare_replicas(state, exchange, with_optimizer)
     assert told == ([] if expected is None else [(expected, [zlib.crc32(values[name].data) for name in expected])])
 
 
 def test_values_that_rank_0_has_copied_for_the_save_are_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(save_load, "borrowed", lambda name: pytest.fail(f"{name} was copied again"))
+    monkeypatch.setattr(saving, "borrowed", lambda name: pytest.fail(f"{name} was copied again"))
     state = ProgramState.__new__(ProgramState)
     state.kinds, state.variables = KINDS, {name: name for name in KINDS}
     exchange: Any = SimpleNamespace(
@@ -154,6 +154,6 @@ def test_values_that_rank_0_has_copied_for_the_save_are_not_copied_again(monkeyp
         compare_saved=lambda *what: told.append(what),
     )
     copies = {name: np.full(2, number, "float32") for number, name in enumerate(KINDS)}
-    save_load.compare_replicas(state, exchange, True, copies)
+    saving.compare_replicas(state, exchange, True, copies)
     names = ["w", "w_1", "w_moment1_0", "w_1_moment1_0", "w@average"]
     assert told == [(names, [zlib.crc32(copies[name].data) for name in names])]

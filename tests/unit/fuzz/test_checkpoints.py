@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_train.convert import persistables
-from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, State, fit
-from fleet_train.convert.save_load import _describe, mean_of_ranks, refuse_damaged_position, to_dgc, to_momentum
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS
+from fleet_train.convert.program_state import State, fit, mean_of_ranks, refuse_damaged_position, to_dgc, to_momentum
 from fleet_train.errors import UNPRINTABLE, CheckpointError
 from fleet_train.train.checkpoint import manager, storage
 from tests.support.processes import ROOT
@@ -104,7 +104,7 @@ def read_all(folder: Path) -> None:
         found = persistables.read_folder(folder)
         refuse_damaged_position(found.arrays, str(folder))
         for saved in (to_momentum(found, OURS), to_dgc(found, OURS)):
-            fit(_describe(saved), OURS, str(folder))
+            fit(saved.describe(), OURS, str(folder))
             mean_of_ranks(saved.ranks) if saved.ranks else None
     except CheckpointError as error:
         told = str(error)

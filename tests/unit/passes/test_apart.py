@@ -12,7 +12,7 @@ import pytest
 from paddle.incubate.optimizer import LarsMomentumOptimizer
 
 from fleet_train.convert import process, session
-from fleet_train.convert.passes.blocks import run_if
+from fleet_train.convert.passes.program import run_if, updates_alone
 
 OPTIMIZERS = {
     **{name: getattr(paddle.optimizer, name) for name in ("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "RMSProp")},
@@ -34,11 +34,11 @@ def network() -> Iterator[tuple[Any, Any, Any]]:
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_updates_of_every_optimizer_are_found(make: Callable[[float], Any]) -> None:
     with network() as (main, startup, loss):
-        assert session.updates_alone(main, set()) == ""
+        assert updates_alone(main, set()) == ""
         make(0.1).minimize(loss)
-    assert session.updates_alone(main, set()).startswith("test_apart.py, line ")
-    assert session.updates_alone(main, set()).endswith(" (make(0.1).minimize(loss))")
-    assert session.updates_alone(startup, set()) == ""
+    assert updates_alone(main, set()).startswith("test_apart.py, line ")
+    assert updates_alone(main, set()).endswith(" (make(0.1).minimize(loss))")
+    assert updates_alone(startup, set()) == ""
 
 
 def test_an_update_inside_a_condition_is_found() -> None:
@@ -47,13 +47,13 @@ def test_an_update_inside_a_condition_is_found() -> None:
         pairs = optimizer.backward(loss)
         optimizer._create_global_learning_rate()
         run_if(loss > 0, lambda: optimizer.apply_gradients(pairs))
-    assert "test_apart.py, line " in session.updates_alone(main, set())
+    assert "test_apart.py, line " in updates_alone(main, set())
 
 
 def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
     before, seen = paddle.static.Executor.run, []
     try:
-        session.watch(seen.append)
+        session.before_first_runs(seen.append)
         exe = paddle.static.Executor()
         with network() as (main, startup, loss), paddle.static.scope_guard(paddle.static.Scope()):
             exe.run(startup)
@@ -71,7 +71,7 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
 def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
-    session.watch(lambda _: ran.append("looked"))
+    session.before_first_runs(lambda _: ran.append("looked"))
     ours = paddle.static.Executor.run
     monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
     theirs = paddle.static.Executor.run

@@ -13,11 +13,13 @@ from paddle.nn import functional as F
 
 from fleet_train.convert.passes import precision
 from fleet_train.convert.passes import precision as precision_rules
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
+from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, mlp, relative_difference
 
-O1, O2 = MixedPrecision("O1"), MixedPrecision("O2")
+O1, O2 = Profile(amp_level="O1"), Profile(amp_level="O2")
+O1_RECOMPUTED = Profile(amp_level="O1", recompute_segments=2)
 
 
 NATIVE = pytest.param(
@@ -30,7 +32,7 @@ NATIVE = pytest.param(
 HOW = [pytest.param(True, id="emulated"), NATIVE]
 
 
-def minimize_lowered(settings: MixedPrecision, emulated: bool | None = None) -> Any:
+def minimize_lowered(settings: Profile, emulated: bool | None = None) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
         count = lower_precision(loss, settings, on_gpu=False, emulated=emulated)
         optimizer.minimize(loss)
@@ -85,7 +87,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
 @pytest.mark.parametrize("network", [mlp, convolutional])
-def test_trains_close_to_float32(optimizer: str, settings: MixedPrecision, network: Any) -> None:
+def test_trains_close_to_float32(optimizer: str, settings: Profile, network: Any) -> None:
     paddle.seed(1)
     exact = Trained(OPTIMIZERS[optimizer], network=network)
     lowered = Trained(OPTIMIZERS[optimizer], minimize_lowered(settings), network)
@@ -153,13 +155,13 @@ def test_a_processor_without_bfloat16_is_asked_and_rank_0_says_it(monkeypatch: p
         monkeypatch.setattr(paddle.base.core, "supports_bfloat16", lambda here=here: here)
         trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1))
         assert set(dtypes_of(trained, "pd_op.matmul")) == {"bfloat16" if here else "float32"}
-        said = precision_rules.said_of(O1, on_gpu=False)
-        assert [bool(said), bool(precision_rules.said_of(O1, on_gpu=True))] == [not here, False]
+        said = precision_rules.notices_of(O1, on_gpu=False)
+        assert [bool(said), bool(precision_rules.notices_of(O1, on_gpu=True))] == [not here, False]
         assert all("is emulated on this processor, which has no AVX-512" in line for line in said)
-        assert precision_rules.said_of(MixedPrecision("O0"), on_gpu=False) == []
-        beside_recompute = precision_rules.said_of(O1, False, recomputes=True)
+        assert precision_rules.notices_of(Profile(), on_gpu=False) == []
+        beside_recompute = precision_rules.notices_of(O1_RECOMPUTED, on_gpu=False)
         assert ["beside recompute" in line for line in beside_recompute] == [here]
-        assert precision_rules.said_of(O1, on_gpu=True, recomputes=True) == []
+        assert precision_rules.notices_of(O1_RECOMPUTED, on_gpu=True) == []
 
 
 @pytest.mark.parametrize("emulated", HOW)
@@ -176,7 +178,7 @@ def test_a_frozen_layer_before_a_product_trains_as_in_float32(emulated: bool) ->
 
 
 @pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
-def test_parameters_and_their_gradients_stay_float32(settings: MixedPrecision) -> None:
+def test_parameters_and_their_gradients_stay_float32(settings: Profile) -> None:
     def minimize(optimizer: Any, loss: Any) -> Any:
         lower_precision(loss, settings, on_gpu=False)
         pairs = optimizer.backward(loss)
@@ -243,7 +245,7 @@ def test_values_that_a_branch_reads_stay_float32() -> None:
 
 
 def test_o0_changes_nothing() -> None:
-    plain, lowered = Trained(OPTIMIZERS["SGD"]), Trained(OPTIMIZERS["SGD"], minimize_lowered(MixedPrecision("O0")))
+    plain, lowered = Trained(OPTIMIZERS["SGD"]), Trained(OPTIMIZERS["SGD"], minimize_lowered(Profile()))
     assert lowered.operators() == plain.operators()
 
 
@@ -258,7 +260,7 @@ def test_loss_that_is_itself_a_product_stays_float32() -> None:
 def test_float16_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its form only: nothing here runs it, and the registry of a CPU build does not know GPU kernels."""
     monkeypatch.setattr(precision, "has_kernels", lambda *_: True)
-    settings = MixedPrecision("O2", "float16", keep_batch_norm_fp32=False)
+    settings = Profile(amp_level="O2", amp_dtype="float16", amp_keep_batch_norm_fp32=False)
     main = paddle.static.Program()
     with paddle.static.program_guard(main, paddle.static.Program()):
         loss = convolutional(paddle.static.data("features", [None, FEATURES], "float32")).mean()
@@ -273,16 +275,15 @@ def test_float16_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"level": "O3"}, "O3 .* is not supported: .* use O2"),
-        ({"level": "O4"}, "'O4' is unknown; use O0, O1, O2"),
-        ({"level": "O1", "dtype": "int8"}, "'int8' is unknown; use bfloat16 or float16"),
-        ({"level": "O1", "dtype": "float16"}, "needs a GPU: .* use bfloat16"),
-        ({"level": "O2", "keep_batch_norm_fp32": False}, "no bfloat16 batch norm on CPU; leave it on"),
+        (Profile().model_copy(update={"amp_level": "O4"}), "'O4' is unknown; use O0, O1, O2"),
+        (O1.model_copy(update={"amp_dtype": "int8"}), "'int8' is unknown; use bfloat16 or float16"),
+        (Profile(amp_level="O1", amp_dtype="float16"), "needs a GPU: .* use bfloat16"),
+        (Profile(amp_level="O2", amp_keep_batch_norm_fp32=False), "no bfloat16 batch norm on CPU; leave it on"),
     ],
 )
-def test_refusals(settings: dict[str, Any], message: str) -> None:
+def test_refusals(settings: Profile, message: str) -> None:
     with pytest.raises(ConversionError, match=message):
-        Trained(OPTIMIZERS["SGD"], minimize_lowered(MixedPrecision(**settings)))
+        Trained(OPTIMIZERS["SGD"], minimize_lowered(settings))
 
 
 def test_float32_results_are_finite_where_bfloat16_has_the_same_range() -> None:

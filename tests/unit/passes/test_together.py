@@ -11,7 +11,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleet_train.convert.passes.pipeline import LossScaler, merge_gradients
-from fleet_train.convert.passes.precision import MixedPrecision, lower_precision
+from fleet_train.convert.passes.precision import lower_precision
 from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.convert.passes.sync_norm import Kernels, synchronize_batch_norms
 from fleet_train.profile import Profile
@@ -23,11 +23,12 @@ from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, rela
 
 def minimize_with(level: str, segments: int, accumulate_steps: int) -> Any:
     def minimize(optimizer: Any, loss: Any) -> Any:
-        lower_precision(loss, MixedPrecision(level), on_gpu=False, recomputes=True)
+        profile = Profile(amp_level=level, recompute_segments=segments)
+        lower_precision(loss, profile, on_gpu=False, emulated=True)  # with and without recompute
         scaler = LossScaler(Profile())
         pairs = optimizer.backward(scaler.scaled(loss))
         pairs = synchronize_batch_norms(pairs, SameBatchOn(2), Kernels())
-        count = recompute_segments(loss, Profile(recompute_segments=segments))
+        count = recompute_segments(loss, profile)
         merged = merge_gradients(pairs, accumulate_steps)
         merged.apply(lambda: scaler.apply(merged.pairs, optimizer.apply_gradients))
         return count

@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.registry import Parts
-from fleet_train.convert.resolving import refuse_on_this_device
+from fleet_train.convert.planning import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.price import TYPICAL

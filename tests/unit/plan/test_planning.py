@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
-from fleet_train.convert.dry_run import Planned, plan_of
+from fleet_train.convert.session import Planned, plan_of
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import CollectiveSpec
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from fleet_train.convert import persistables
-from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT, State
-from fleet_train.convert.save_load import refuse_damaged_position, to_dgc, to_momentum
+from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT
+from fleet_train.convert.program_state import State, refuse_damaged_position, to_dgc, to_momentum
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support import checkpoints
-from tests.support.checkpoints import change
+from tests.support.checkpoints import change, write_folder
 
 ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
 KINDS = {"b": "parameter", "w": "parameter", "own": "optimizer"}
@@ -35,7 +35,7 @@ def job(one_process: None) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     own = [{"own": np.full(2, rank, "float32")} for rank in range(2)]
-    persistables.write_folder(tmp_path, State(ARRAYS, KINDS, own))
+    write_folder(tmp_path, State(ARRAYS, KINDS, own))
     return tmp_path
 
 

@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleet_train import DistributedStrategy, fleet
-from fleet_train.convert import save_load
+from fleet_train.convert import saving
 from fleet_train.errors import CheckpointError, NotFinite, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train.checkpoint import storage
@@ -149,7 +149,7 @@ def test_state_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path: Path) ->
     # A file that an earlier version has written.
     set_values(trained, **{moment: 0.0, weight: 1.0})
     with paddle.static.scope_guard(trained.scope), pytest.MonkeyPatch.context() as earlier:
-        earlier.setattr(save_load, "first_not_finite", lambda *_: None)
+        earlier.setattr(saving, "what_is_not_finite", lambda *_: None)
         set_values(trained, **{weight: np.nan})
         fleet.save_persistables(None, tmp_path / "earlier", trained.main)
     set_values(trained, **{weight: 1.0})

@@ -201,13 +201,13 @@ SAVES_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
 import numpy as np
-from fleet_train.convert import persistables
+from fleet_train.convert import persistables, program_state
 from fleet_train.train.checkpoint import storage
 
 checkpoints = Path(sys.argv[1])
 for step in itertools.count(1):
     draft = storage.begin(checkpoints, step)
-    state = persistables.State({"w": np.full(100_000, step, "float32")}, {"w": "parameter"})
+    state = program_state.State({"w": np.full(100_000, step, "float32")}, {"w": "parameter"})
     tensors = persistables.write_tensors(draft, state)
     storage.publish(checkpoints, step, {"step": step}, -step, storage.Run(), tensors)
     storage.prune(checkpoints, keep=1, keep_best=True)

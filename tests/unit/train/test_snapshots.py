@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleet_train.convert import persistables
+from fleet_train.convert import program_state
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from tests.support.checkpoints import publish
+from tests.support.checkpoints import publish, write_folder
 
 ANOTHER = storage.Run(1, 9.0, "begun later")
 
@@ -176,7 +176,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_a_saved_state_without_a_training_is_no_checkpoint(tmp_path: Path) -> None:
-    persistables.write_folder(tmp_path / "step-00000020", persistables.State({"w": np.zeros(2)}))
+    write_folder(tmp_path / "step-00000020", program_state.State({"w": np.zeros(2)}))
     with pytest.raises(CheckpointError, match="it has no state of a training"):
         storage.read(tmp_path / "step-00000020")
 

@@ -16,7 +16,7 @@ from typing import Any
 import paddle
 
 from fleet_train.convert import process
-from fleet_train.convert.passes.blocks import inputs_of
+from fleet_train.convert.passes.program import inputs_of
 from fleet_train.convert.passes.sync_norm import BACKWARD_MARK, FORWARD_MARK
 from fleet_train.log import log_once
 
@@ -103,7 +103,7 @@ def make_norms_plain(program: Any, forward: Sequence[Any], backward: Sequence[An
     by_name = {operator.name(): operator for operator in forward}
     made: dict[tuple[str, int], tuple[dict[str, Any], Any, Any]] = {}
     gradients: dict[tuple[str, int], Any] = {}
-    replaced = [user for one in forward for result in one.results() for user in result.all_used_ops()]
+    replaced = [user for exchange in forward for result in exchange.results() for user in result.all_used_ops()]
     replaced = [user for user in replaced if user.name() == "pd_op.lerp_"]  # the running statistics
     with paddle.static.program_guard(program, paddle.static.Program()):
         for operator in operators:
@@ -170,7 +170,7 @@ def remove_unused(program: Any, operators: Sequence[Any]) -> None:
         name, operator = waiting.pop()
         if name in removed or operator.name().startswith(_KEPT) or not is_unused(operator):
             continue
-        waiting += [(one.id(), one) for one in makers_of(operator)]
+        waiting += [(maker.id(), maker) for maker in makers_of(operator)]
         removed.add(name)
         program.global_block().remove_op(operator)
 
