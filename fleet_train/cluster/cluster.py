@@ -1,9 +1,9 @@
-"""The members of a job: hosts -> ranks, as pure arithmetic."""
+"""The members of a job: hosts -> ranks, and the tree of its nodes' servers, as pure arithmetic."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,6 +118,28 @@ def _split(endpoint: str) -> tuple[str, int]:
     if not host or not is_number(port):
         raise ClusterError(f"endpoint {endpoint!r} is not of the form host:port")
     return host, int(port)
+
+
+FAN_IN = 32
+"""How many servers of the rendezvous store connect to one; up to this many ranks connect to its root directly."""
+
+
+def parent_of(node: int, fan_in: int = FAN_IN) -> int:
+    """The nodes of a job in their order form a tree, with node 0 as its root."""
+    return (node - 1) // fan_in
+
+
+def subtree(node: int, nodes: int, fan_in: int = FAN_IN) -> Iterator[int]:
+    """The node and all nodes below it."""
+    first = last = node
+    while first < nodes:
+        yield from range(first, min(last, nodes - 1) + 1)
+        first, last = first * fan_in + 1, last * fan_in + fan_in
+
+
+def below(node: int, ranks: Sequence[Sequence[int]], fan_in: int = FAN_IN) -> int:
+    """The ranks (bits of an integer) of a node's subtree; ``ranks``: of each node."""
+    return sum(1 << rank for each in subtree(node, len(ranks), fan_in) for rank in ranks[each])
 
 
 # A list of nodes in a flag.

@@ -27,9 +27,9 @@ class Heard:
         return [header for header, _ in self.frames]
 
 
-def arrival(mask: int, count: int, header: dict[str, Any], body: bytes = b"", *, is_part: bool = False) -> Arrival:
+def arrival(mask: int, count: int, header: dict[str, Any], body: bytes = b"") -> Arrival:
     """Members at a barrier, with their contribution."""
-    return Arrival(Key("rank", "barrier", "a"), Heard(), mask, count, 60.0, {}, Fields(header), body, is_part)
+    return Arrival(Key("rank", "barrier", "a"), Heard(), mask, count, 60.0, {}, Fields(header), body)
 
 
 class Transport(asyncio.Transport):
