@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fleet_train.cluster.store.payloads import Arrival, Key
-from fleet_train.cluster.store.wire import Decoder, Fields, parse
+from fleet_train.cluster.store.wire import Arrival, Decoder, Fields, Key, parse
 
 
 class Heard:

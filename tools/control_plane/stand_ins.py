@@ -16,8 +16,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access, Caller
-from fleet_train.cluster.store.payloads import pack, pack_times
-from fleet_train.cluster.store.wire import Decoder, Header, encode, parse, raise_descriptor_limit
+from fleet_train.cluster.store.wire import (
+    Decoder,
+    Header,
+    encode,
+    pack,
+    pack_times,
+    parse,
+    raise_descriptor_limit,
+)
 
 _AT_ONCE = 200
 _TIMEOUT = 120.0

@@ -175,34 +175,30 @@ class Callers:
         self._names = tuple(host for host in hosts if not is_address(host))
         self._fixed = frozenset(hosts) - frozenset(self._names)
         self._known = self._fixed.union(*map(addresses_of, self._names))
-        self._looked_at = time.monotonic()
-        self._is_looking = threading.Lock()
+        self._resolved_at = time.monotonic()
+        self._resolving: threading.Thread | None = None
 
     def hears(self, address: str) -> bool:
         """Whether it is one of theirs, as far as is known now."""
-        if address in self._known:
-            return True
-        self._look_again()
-        return False
+        if address not in self._known and self._names:
+            self._resolve_again()
+        return address in self._known
 
     @property
     def may_change(self) -> bool:
         """Whether an address that is refused now may be accepted later."""
         return bool(self._names)
 
-    def _look_again(self) -> None:
-        if not self._names or time.monotonic() - self._looked_at < timeouts.NAMES_SECONDS:
-            return
-        if self._is_looking.acquire(blocking=False):
-            self._looked_at = time.monotonic()
-            threading.Thread(target=self._look, name="fleet_train names", daemon=True).start()
+    def _resolve_again(self) -> None:
+        is_resolving = self._resolving is not None and self._resolving.is_alive()
+        if not is_resolving and time.monotonic() - self._resolved_at >= timeouts.NAMES_SECONDS:
+            self._resolved_at = time.monotonic()
+            self._resolving = threading.Thread(target=self._resolve, name="fleet_train names", daemon=True)
+            self._resolving.start()
 
-    def _look(self) -> None:
-        try:
-            for name in self._names:  # a lost one may have no address for a while, and must not block the others
-                self._known |= addresses_of(name)
-        finally:
-            self._is_looking.release()
+    def _resolve(self) -> None:
+        for name in self._names:  # a lost one may have no address for a while, and must not block the others
+            self._known |= addresses_of(name)
 
 
 class Strangers(Generic[Connection]):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
-from fleet_train.cluster.store.payloads import pack, pack_times, unpack
 from fleet_train.cluster.store.reports import Describe, Messages, with_absent
 from fleet_train.cluster.store.wire import (
     MOST_BODY_BYTES,
@@ -31,9 +30,12 @@ from fleet_train.cluster.store.wire import (
     first_member,
     from_ranges,
     keep_alive,
+    pack,
+    pack_times,
     parse,
     to_json,
     to_ranges,
+    unpack,
 )
 from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 
@@ -184,21 +186,20 @@ class StoreClient:
         the members that caused the error, and what they did.
         """
 
-        def read(_: Header, answer: Body) -> dict[int, Json]:
-            values = _values(answer)
-            return {member: values[member] for member in range(count)}
+        def read(values: list[tuple[int, Body]]) -> dict[int, Json]:
+            by_member = _by_member(values)
+            return {member: by_member[member] for member in range(count)}
 
-        body = self._packed(to_json(value))
-        return self._meet("all_gather", name, {}, body, count, timeout_seconds, call, read)
+        return self._gather("all_gather", name, to_json(value), count, timeout_seconds, call, read)
 
     def broadcast(
         self, name: str, value: Json, source: int, count: int, timeout_seconds: float, call: str = ""
     ) -> Json:
         """As ``all_gather``, but every member gets the value of ``source`` only; other values are not sent."""
-        body = self._packed(to_json(value)) if self.member == source else b""
+        own = to_json(value) if self.member == source else b""
         named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is named
-        return self._meet(
-            "all_gather", named, {}, body, count, timeout_seconds, call, lambda _, answer: _values(answer)[source]
+        return self._gather(
+            "all_gather", named, own, count, timeout_seconds, call, lambda values: _by_member(values)[source]
         )
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
@@ -208,26 +209,33 @@ class StoreClient:
         for the values beyond the first four. Hashes are gathered, and values only if these differ.
         """
 
-        def masks(_: Header, answer: Body) -> list[int]:
-            each = sorted((mask for mask, _ in unpack(answer)), key=first_member)
-            if sum(each) != all_members(count):
+        def masks(values: list[tuple[int, Body]]) -> list[int]:
+            if sum(mask for mask, _ in values) != all_members(count):
                 raise ValueError("not of every member")
-            return each
+            return sorted((mask for mask, _ in values), key=first_member)
 
-        text = to_json(value)
-        body = self._packed(hashlib.sha256(text).digest())
-        variants = self._meet("compare", name, {}, body, count, timeout_seconds, call, masks)
+        own = to_json(value)
+        variants = self._gather("compare", name, hashlib.sha256(own).digest(), count, timeout_seconds, call, masks)
         if len(variants) == 1:
             return []
         firsts = [first_member(mask) for mask in variants]
-        body = self._packed(text) if self.member in firsts[:_MOST_SHOWN] else b""
-        shown = self._meet(
-            "compare", f"{name}: values", {}, body, count, timeout_seconds, call, lambda _, b: _values(b)
-        )
+        own = own if self.member in firsts[:_MOST_SHOWN] else b""
+        shown = self._gather("compare", f"{name}: values", own, count, timeout_seconds, call, _by_member)
         return [(to_ranges(mask), shown.get(first)) for mask, first in zip(variants, firsts, strict=True)]
 
-    def _packed(self, value: Body) -> Body:
-        return pack({value: 1 << self.member})
+    def _gather(
+        self,
+        kind: str,
+        name: str,
+        own: Body,
+        count: int,
+        timeout_seconds: float,
+        call: str,
+        read: Callable[[list[tuple[int, Body]]], T],
+    ) -> T:
+        """What ``read`` makes of the members' values; an empty value is not sent."""
+        body = pack({own: 1 << self.member}) if own else b""
+        return self._meet(kind, name, {}, body, count, timeout_seconds, call, lambda _, answer: read(unpack(answer)))
 
     def _meet(
         self,
@@ -415,8 +423,8 @@ def _as_it_is(value: Json) -> Json:
     return value
 
 
-def _values(body: Body) -> dict[int, Json]:
-    return {member: json.loads(value) for mask, value in unpack(body) for member in each_member(mask)}
+def _by_member(values: list[tuple[int, Body]]) -> dict[int, Json]:
+    return {member: json.loads(value) for mask, value in values for member in each_member(mask)}
 
 
 def _step_answer(header: Header, _: Body) -> StepAnswer:

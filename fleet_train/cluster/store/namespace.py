@@ -14,22 +14,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant, Payload, TooLarge, unpack_times
 from fleet_train.cluster.store.reports import checked_report
 from fleet_train.cluster.store.wire import (
+    KINDS,
     MOST_MEMBERS,
     MOST_NAME,
+    Arrival,
     Body,
     Fields,
     Header,
     Json,
+    Key,
+    Participant,
+    Payload,
     ProtocolError,
+    TooLarge,
     all_members,
     encode,
     first_member,
     shortened,
     to_json,
     to_ranges,
+    unpack_times,
 )
 
 # How many bytes members may store under keys, and how many keys.
@@ -210,12 +216,12 @@ class Root(StoreNamespace):
             counts = [[barrier.first, barrier.count], [first_member(arrival.mask), arrival.count]]
             self._finish(barrier, barrier.frame({"error": "count", "counts": counts}))
         elif not barrier.missing:
-            header, body = barrier.payload.result()
+            header, body = barrier.payload.part()
             if barrier.key.kind == "barrier":
                 group = self._group(barrier.key.group)
                 group.barriers += 1
-                group.times.append((group.barriers, barrier.payload.part()[1]))
-                header["number"] = group.barriers
+                group.times.append((group.barriers, body))  # they are sent when they are read
+                header["number"], body = group.barriers, b""
             self._finish(barrier, barrier.frame(header, body))
         else:
             self._give_up_if_hopeless(barrier)

@@ -16,14 +16,17 @@ from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Refused
 from fleet_train.cluster.store.client import dial
 from fleet_train.cluster.store.namespace import Barrier, Reply, StoreNamespace
-from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant
 from fleet_train.cluster.store.wire import (
+    KINDS,
     LENGTHS,
     MOST_BODY_BYTES,
+    Arrival,
     Body,
     Decoder,
     Fields,
     Header,
+    Key,
+    Participant,
     ProtocolError,
     all_members,
     encode,

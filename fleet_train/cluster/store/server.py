@@ -21,17 +21,19 @@ from typing import Any
 from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Callers, Refused, Strangers, accept, challenge
 from fleet_train.cluster.store.namespace import Root, StoreNamespace, via_of
-from fleet_train.cluster.store.payloads import KINDS, Arrival, Key
 from fleet_train.cluster.store.relay import Connection, Parent, Relay
 from fleet_train.cluster.store.wire import (
+    KINDS,
     MOST_BODY_BYTES,
     MOST_MEMBERS,
     MOST_NAME,
     STRANGERS_BYTES,
+    Arrival,
     Body,
     Fields,
     Header,
     Json,
+    Key,
     ProtocolError,
     encode,
     from_ranges,
@@ -144,7 +146,11 @@ class StoreServer:
             await self._loop.create_connection(lambda: relay.link, sock=sock)
             self.namespaces[parent.namespace] = relay
 
-        self._do(attach)
+        try:
+            self._do(attach)
+        except BaseException:
+            sock.close()
+            raise
 
     def close_namespace(self, name: str) -> None:
         """Stop relaying a namespace and those within it; one whose root is here stays readable."""

@@ -11,9 +11,16 @@ import pytest
 from fleet_train.cluster.store import namespace
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.namespace import Root, StoreNamespace
-from fleet_train.cluster.store.payloads import Arrival, Key, pack, pack_times
 from fleet_train.cluster.store.relay import Link, Parent, Relay
-from fleet_train.cluster.store.wire import Fields, ProtocolError, encode
+from fleet_train.cluster.store.wire import (
+    Arrival,
+    Fields,
+    Key,
+    ProtocolError,
+    encode,
+    pack,
+    pack_times,
+)
 from tests.support.connections import Heard, Transport
 from tests.support.virtual_time import in_virtual_time
 
@@ -516,7 +523,7 @@ async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -
 
 
 def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr("fleet_train.cluster.store.wire.MOST_GATHERED_BYTES", 10)
 
     @in_virtual_time
     async def body() -> None:

@@ -167,9 +167,7 @@ def test_strangers_cause_a_lookup_of_names_at_most_every_two_seconds(monkeypatch
     looks: list[float] = []
     monkeypatch.setattr(callers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(callers_module, "addresses_of", lambda _: frozenset())
-    monkeypatch.setattr(
-        callers_module.Callers, "_look", lambda self: looks.append(now[0]) or self._is_looking.release()
-    )
+    monkeypatch.setattr(callers_module.Callers, "_resolve", lambda _: looks.append(now[0]))
     named, fixed = Callers(["pod-0.set"]), Callers(["10.0.0.9"])
     for now[0] in (100.0, 101.9, 102.1, 103.0, 104.0, 104.2):
         assert not named.hears("10.0.0.6")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_train.cluster.store.payloads import Reduced, pack_times, unpack_times
-from fleet_train.cluster.store.wire import ProtocolError
+from fleet_train.cluster.store.wire import ProtocolError, Reduced, pack_times, unpack_times
 from tests.support.connections import arrival
 
 
@@ -23,7 +22,7 @@ def reduced(*headers: dict[str, object]) -> Reduced:
 )
 def test_the_slowest_member_has_the_longest_step(told: list[float | None], slowest: float | None) -> None:
     barrier = reduced(*({"slowest": milliseconds} for milliseconds in told))
-    assert barrier.result() == barrier.part() == ({"slowest": slowest, "stop": None}, b"")
+    assert barrier.part() == ({"slowest": slowest, "stop": None}, b"")
 
 
 @pytest.mark.parametrize(
@@ -32,9 +31,9 @@ def test_the_slowest_member_has_the_longest_step(told: list[float | None], slowe
 )
 def test_a_digest_counts_if_every_member_gave_the_same(told: list[int | None], same: int | None) -> None:
     digests: list[dict[str, object]] = [{} if digest is None else {"digest": digest} for digest in told]
-    assert reduced(*digests).result()[0].get("digest") == same
+    assert reduced(*digests).part()[0].get("digest") == same
     parts = [reduced(digest).part()[0] for digest in digests]  # of relays with one member each
-    assert reduced(*parts).result()[0].get("digest") == same
+    assert reduced(*parts).part()[0].get("digest") == same
 
 
 def test_the_lowest_member_that_requests_a_stop_counts() -> None:
@@ -54,7 +53,7 @@ def test_times_of_members_go_up_the_tree_and_the_newest_count() -> None:
         root.add(arrival(0b10, 3, *second.part()))
     second.add(arrival(0b100, 3, {}, pack_times(2, [3, 30, 7])))
     root.add(arrival(0b110, 3, *second.part()))
-    assert root.result() == ({"slowest": None, "stop": None}, b"")
+    assert root.part()[0] == {"slowest": None, "stop": None}
     assert len(root.part()[1]) <= 6 * len(first.part()[1])
     assert unpack_times(root.part()[1]) == [(0, [1.0, 10.0, 0.5]), (1, [2.0, 20.0, 6.0]), (2, [3.0, 30.0, 7.0])]
 

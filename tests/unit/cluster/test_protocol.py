@@ -11,20 +11,23 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.cluster import below, parent_of, subtree
 from fleet_train.cluster.store.access import Access, Caller, Refused, accept, access_of, challenge, job_secret
-from fleet_train.cluster.store.payloads import TooLarge, Values, pack, unpack
 from fleet_train.cluster.store.reports import Messages, checked_report
 from fleet_train.cluster.store.wire import (
     Decoder,
     Fields,
     ProtocolError,
+    TooLarge,
+    Values,
     all_members,
     each_member,
     encode,
     first_member,
     from_ranges,
+    pack,
     parse,
     shortened,
     to_ranges,
+    unpack,
 )
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.support.connections import arrival
@@ -152,7 +155,7 @@ def test_values_travel_once_with_the_members_that_have_them() -> None:
 
 
 def test_a_repeated_part_replaces_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr("fleet_train.cluster.store.wire.MOST_GATHERED_BYTES", 10)
     above = Values()
     for value in (b"12345", b"1234567", b"123"):
         above.add(arrival(0b1, 2, *gathered(value).part()))
@@ -260,7 +263,7 @@ def test_a_server_without_a_proof_is_no_server_of_a_job_with_a_secret() -> None:
                 caller.heard({"welcome": True} | proof)
 
 
-@pytest.mark.parametrize("version", [2, None, "3"])
+@pytest.mark.parametrize("version", [3, None, "4"])
 def test_a_server_of_another_version_is_left(version: object) -> None:
     with pytest.raises(Refused, match="another version of fleet_train"):
         Caller(Access("job"), {}).heard(challenge(Access("job")) | {"version": version})

@@ -15,10 +15,9 @@ import pytest
 
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.namespace import Reply
-from fleet_train.cluster.store.payloads import pack_times
 from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.server import Session, StoreServer
-from fleet_train.cluster.store.wire import encode, raise_descriptor_limit
+from fleet_train.cluster.store.wire import encode, pack_times, raise_descriptor_limit
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ

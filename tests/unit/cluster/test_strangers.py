@@ -19,12 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet_train import timeouts
-from fleet_train.cluster.store import payloads
 from fleet_train.cluster.store import server as servers_server
+from fleet_train.cluster.store import wire
 from fleet_train.cluster.store.access import Access, Callers, challenge, job_secret
 from fleet_train.cluster.store.client import StepNote, StoreClient
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.cluster.store.wire import LENGTHS, Decoder, encode, parse, raise_descriptor_limit
+from fleet_train.cluster.store.wire import (
+    LENGTHS,
+    Decoder,
+    ProtocolError,
+    encode,
+    parse,
+    raise_descriptor_limit,
+)
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 
 SECRET = b"correct horse battery staple"
@@ -424,7 +431,7 @@ def test_a_value_may_be_large_and_too_large_is_refused_before_it_travels(server:
 
 
 def test_what_all_members_bring_together_is_bounded(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payloads, "MOST_GATHERED_BYTES", 1000)
+    monkeypatch.setattr(wire, "MOST_GATHERED_BYTES", 1000)
     clients = [StoreClient.connect(server.endpoint, i, timeout_seconds=5) for i in range(3)]
     found: list[str] = []
 
@@ -535,7 +542,6 @@ def test_whatever_a_connection_sends_the_others_pass_the_barrier(
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(said=st.lists(st.binary(max_size=200) | _FRAMES, max_size=5), cut=st.integers(1, 50))
 def test_a_decoder_gives_frames_or_refuses(said: list[bytes], cut: int) -> None:
-    from fleet_train.cluster.store.wire import ProtocolError
 
     decoder = Decoder(4096)
     data = b"".join(said)
