@@ -25,13 +25,10 @@ _launched: dict[str, str | None] = {}
 """The launcher's values of the corrected variables; None = it was not set."""
 
 
-def parent_command() -> list[str]:
-    """The argument list of the parent process; empty if the system does not provide it (not Linux)."""
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [word.decode(errors="replace") for word in raw.rstrip(b"\0").split(b"\0")]
+def correct_this_process() -> None:
+    """Correct ``os.environ``, once; called when fleet_train is imported."""
+    if not _launched:
+        _launched.update(correct(os.environ, parent_command()))
 
 
 def correct(environ: MutableMapping[str, str], command: Sequence[str]) -> dict[str, str | None]:
@@ -61,10 +58,13 @@ def correct(environ: MutableMapping[str, str], command: Sequence[str]) -> dict[s
     return before
 
 
-def correct_this_process() -> None:
-    """Correct ``os.environ``, once; called when fleet_train is imported."""
-    if not _launched:
-        _launched.update(correct(os.environ, parent_command()))
+def parent_command() -> list[str]:
+    """The argument list of the parent process; empty if the system does not provide it (not Linux)."""
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in raw.rstrip(b"\0").split(b"\0")]
 
 
 def launch_environment() -> dict[str, str]:

@@ -16,6 +16,12 @@ from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
 
 ENGINE = "FLEET_TRAIN_ENGINE"
+MASTER = "FLEET_TRAIN_MASTER"
+DEFAULT_PORT = 6170
+OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
+"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
+# Nothing is sent there: it only selects the route by which packets leave this machine.
+_ANYWHERE = "192.0.2.1"
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Started | None:
@@ -105,17 +111,6 @@ def _refuse_contradiction(first: Started, by_hand: Started | None) -> None:
             f"{first.index} of {first.count}; unset RANK and WORLD_SIZE, or choose one: {ENGINE}=torchrun, or the "
             "other's name (launch: --engine)"
         )
-
-
-# The rendezvous address of a job whose engine gives only names, or no variables for it at all.
-
-
-MASTER = "FLEET_TRAIN_MASTER"
-DEFAULT_PORT = 6170
-OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
-# Nothing is sent there: it only selects the route by which packets leave this machine.
-_ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)

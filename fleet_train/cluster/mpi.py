@@ -90,9 +90,9 @@ def _exchange(pmi: _Pmi, own: str | None) -> str:
     if own is not None:
         pmi.ask("put", "put_result", kvsname=space, key=_KEY, value=own)
     pmi.ask("barrier_in", "barrier_out")
-    told = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
+    value = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
     pmi.ask("finalize", "finalize_ack")
-    return told
+    return value
 
 
 class _Pmi:
@@ -104,10 +104,10 @@ class _Pmi:
         """Raises OSError, and ValueError for an error or an unexpected answer."""
         line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in words.items())])
         self._sock.sendall(f"{line}\n".encode())
-        told = dict(word.split("=", 1) for word in self._line().split() if "=" in word)
-        if told.get("cmd") != answer or told.get("rc", "0") != "0":
-            raise ValueError(f"{command} was answered with {told.get('cmd')}, rc {told.get('rc')}")
-        return told
+        reply = dict(word.split("=", 1) for word in self._line().split() if "=" in word)
+        if reply.get("cmd") != answer or reply.get("rc", "0") != "0":
+            raise ValueError(f"{command} was answered with {reply.get('cmd')}, rc {reply.get('rc')}")
+        return reply
 
     def _line(self) -> str:
         while b"\n" not in self._rest:
@@ -181,11 +181,11 @@ def _exchange_pmix(library: ctypes.CDLL, own: str | None) -> str:
         if library.PMIx_Fence(None, ctypes.c_size_t(0), ctypes.byref(collect), ctypes.c_size_t(1)) != _SUCCESS:
             return ""
         first = _Process(process.namespace, 0)
-        found = ctypes.POINTER(_Value)()
-        status = library.PMIx_Get(ctypes.byref(first), _PMIX_KEY, None, ctypes.c_size_t(0), ctypes.byref(found))
-        if status != _SUCCESS or not found or found.contents.type != _STRING:
+        answer = ctypes.POINTER(_Value)()
+        status = library.PMIx_Get(ctypes.byref(first), _PMIX_KEY, None, ctypes.c_size_t(0), ctypes.byref(answer))
+        if status != _SUCCESS or not answer or answer.contents.type != _STRING:
             return ""
-        return (found.contents.data.string or b"").decode(errors="replace")
+        return (answer.contents.data.string or b"").decode(errors="replace")
     finally:
         library.PMIx_Finalize(None, ctypes.c_size_t(0))
 

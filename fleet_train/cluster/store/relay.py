@@ -23,7 +23,6 @@ from fleet_train.cluster.store.wire import (
     Arrival,
     Body,
     Decoder,
-    Fields,
     Header,
     Key,
     Participant,
@@ -142,7 +141,7 @@ class Relay(StoreNamespace):
         if "to" in header:
             self._answered(LENGTHS.pack(len(head), len(body)) + head + body, header)
         elif "beat" not in header:
-            reply = self._asked.pop(Fields(header).integer("id", 0, 1 << 60), None)
+            reply = self._asked.pop(header.integer("id", 0, 1 << 60), None)
             if reply is not None:
                 reply({name: value for name, value in header.items() if name != "id"}, body)
 

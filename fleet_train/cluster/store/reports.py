@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -66,6 +67,15 @@ class FailureReport:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FailureReport:
         return cls(**{**data, "traceback": tuple(data["traceback"])})
+
+    @classmethod
+    def of_store(cls, entries: Iterable[tuple[Mapping[str, Any], float]], zero: float) -> list[FailureReport]:
+        """The ranks' reports in a store, in seconds since ``zero``; others (a launcher's) are skipped."""
+        reports = []
+        for data, at in entries:
+            with suppress(TypeError, KeyError, ValueError):
+                reports.append(cls.from_json(data).at(at - zero))
+        return reports
 
     def at(self, seconds: float) -> FailureReport:
         return replace(self, seconds=round(seconds, 3))

@@ -33,10 +33,8 @@ from fleet_train.cluster.store.wire import (
     Fields,
     Header,
     Json,
-    Key,
     ProtocolError,
     encode,
-    from_ranges,
     parse,
     raise_descriptor_limit,
     to_json,
@@ -54,8 +52,6 @@ _ACCEPTED_AT_ONCE = 64
 # Open files that a process needs besides the store's connections.
 _OTHER_DESCRIPTORS = 256
 _CONNECTIONS_PER_MEMBER = 3
-# How many different calls a relay may name, and of how many characters.
-_MOST_CALLS, _MOST_CALL = 64, 500
 
 
 class StoreServer:
@@ -90,10 +86,8 @@ class StoreServer:
         self._names = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
         self._printed: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
-        self._is_bound = threading.Event()
-        self._bind_error: OSError | None = None
-        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = asyncio.Event()
 
     # from any thread
 
@@ -103,19 +97,21 @@ class StoreServer:
 
     def start(self) -> StoreServer:
         raise_descriptor_limit(self._members * _CONNECTIONS_PER_MEMBER + _OTHER_DESCRIPTORS)
-        self._thread.start()
-        self._is_bound.wait()
-        if self._bind_error is not None:
-            why = self._bind_error.strerror or str(self._bind_error)
+        try:
+            listener = self._bind()
+        except OSError as error:
             raise ClusterError(
-                f"the rendezvous store cannot listen on {self.endpoint}: {why}; "
+                f"the rendezvous store cannot listen on {self.endpoint}: {error.strerror or error}; "
                 "free that port or choose another --started_port"
-            )
+            ) from None
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="fleet_train store", daemon=True)
+        self._thread.start()
         return self
 
     def stop(self) -> None:
         """Close the port and every connection; returns when the thread has ended."""
-        if self._thread.is_alive() and self._stopping is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout=timeouts.STORE_REQUEST_SECONDS)
 
@@ -168,22 +164,14 @@ class StoreServer:
 
     # the thread
 
-    def _run(self) -> None:
-        loop = asyncio.SelectorEventLoop()
+    def _run(self, listener: socket.socket) -> None:
         try:
-            loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serve(listener))
         finally:
-            self._is_bound.set()
-            loop.close()
+            self._loop.close()
 
-    async def _serve(self) -> None:
-        self._stopping = asyncio.Event()
-        try:
-            server = await self.listen()
-        except OSError as error:
-            self._bind_error = error
-            return
-        self._is_bound.set()
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await self._accept(listener)
         await self._stopping.wait()
         server.close()
         self._close_all()
@@ -197,17 +185,24 @@ class StoreServer:
 
     async def listen(self) -> asyncio.Server:
         """Accept connections on the running loop. Raises OSError if the address cannot be bound."""
-        self._begin()
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        return await self._accept(self._bind())
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((self.host, self.port))
-            server = await self._loop.create_server(lambda: Session(self), sock=sock, backlog=_ACCEPTED_AT_ONCE)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+            listener.listen(_BACKLOG)
         except BaseException:
-            sock.close()
+            listener.close()
             raise
-        sock.listen(_BACKLOG)
-        self.port = sock.getsockname()[1]
+        self.port = listener.getsockname()[1]
+        return listener
+
+    async def _accept(self, listener: socket.socket) -> asyncio.Server:
+        self._begin()
+        server = await self._loop.create_server(lambda: Session(self), sock=listener, backlog=_ACCEPTED_AT_ONCE)
+        listener.listen(_BACKLOG)
         return server
 
     def _begin(self) -> None:
@@ -390,12 +385,11 @@ class Session(Connection):
 
     # who it is
 
-    def _greet(self, header: Header) -> None:
+    def _greet(self, hello: Fields) -> None:
         try:
             if self._group is not None:
                 raise ProtocolError("a second hello")
-            proof = accept(self._server.access, self._challenge, header)
-            hello = Fields(header)
+            proof = accept(self._server.access, self._challenge, hello)
             self._identify(hello)
             namespace = self._server.find(hello.text("namespace", most=MOST_NAME), is_relay=self._is_relay)
             if namespace is None:
@@ -447,14 +441,14 @@ class Session(Connection):
     # what it asks
 
     def hear(self, head: bytes, body: Body) -> None:
-        header = parse(head)
+        fields = parse(head)
         if self._namespace is None:
-            self._greet(header)
+            self._greet(fields)
             return
-        fields = Fields(header)
         word = fields.text("do", most=20)
         if word in KINDS:
-            self._namespace.arrive(self._arrival(fields, body))
+            own = None if self._is_relay else (self._group or "", self._member)
+            self._namespace.arrive(Arrival.read(fields, body, self, own))
         elif word == "beat":
             self.send(encode({"beat": True}))
         elif word == "leave":
@@ -463,37 +457,9 @@ class Session(Connection):
         elif self._is_relay:  # it numbers its requests; the answers have the same numbers
             number = {"id": fields.integer("id", 0, 1 << 60)}
             if word == "join":
-                header["via"] = [*via_of(header), self._name]
-            self._namespace.ask(header, body, lambda answer, body: self.send(encode(answer | number, body)))
+                fields["via"] = [*via_of(fields), self._name]
+            self._namespace.ask(fields, body, lambda answer, body: self.send(encode(answer | number, body)))
         elif word in ("join", "depart"):
             raise ProtocolError("only a relay may ask for that")
         else:
-            self._namespace.ask(header, body, lambda answer, body: self.send(encode(answer, body)))
-
-    def _arrival(self, fields: Fields, body: Body) -> Arrival:
-        """A relay names the members that it speaks for and their group; a member is the only one of its own."""
-        if not self._is_relay and not fields.header.keys().isdisjoint(("members", "group", "again")):
-            raise ProtocolError("a member speaks for another")
-        count = fields.integer("count", 1, MOST_MEMBERS)
-        own = None if self._is_relay else [[self._member, self._member]]
-        group = fields.text("group", None if self._is_relay else self._group, most=MOST_NAME)
-        mask = from_ranges(fields.header.get("members", own), count)
-        if not mask:
-            raise ProtocolError("a part without members")
-        key = Key(group, fields.header["do"], fields.text("name", most=MOST_NAME))
-        timeout, calls = fields.number("timeout", 1e7), _read_calls(fields.header.get("calls", []), count, mask)
-        return Arrival(key, self, mask, count, timeout, calls, fields, body, fields.flag("again"))
-
-
-def _read_calls(pairs: Json, count: int, members: int) -> dict[str, int]:
-    """The calls in their scripts in which members are: call -> members. Raises ProtocolError."""
-    if not isinstance(pairs, list) or len(pairs) > _MOST_CALLS:
-        raise ProtocolError("calls are not a list, or too many")
-    calls: dict[str, int] = {}
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and pair[0]):
-            raise ProtocolError("a call is not a pair of text and members")
-        calls[pair[0][:_MOST_CALL]] = mask = from_ranges(pair[1], count)
-        if mask & ~members:
-            raise ProtocolError("a call of other members than declared")
-    return calls
+            self._namespace.ask(fields, body, lambda answer, body: self.send(encode(answer, body)))

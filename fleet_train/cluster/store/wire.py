@@ -42,6 +42,8 @@ MOST_MEMBERS = 1 << 17
 
 # The most bytes of all members together that a store holds for one barrier.
 MOST_GATHERED_BYTES = 4 * MOST_BODY_BYTES
+# How many different calls a relay may name, and of how many characters.
+_MOST_CALLS, _MOST_CALL = 64, 500
 _DIFFERENT, _MOST_DIGEST = -1, (1 << 32) - 1
 _INDEX = struct.Struct(">I")
 _MOST_INDEX_BYTES = 16 << 20
@@ -88,7 +90,7 @@ class Decoder:
             yield frame
 
 
-def parse(header: Body) -> Header:
+def parse(header: Body) -> Fields:
     """The header of a frame. Raises ProtocolError unless it is a JSON object of bounded depth and numbers."""
     try:
         text = header.decode()
@@ -97,7 +99,7 @@ def parse(header: Body) -> Header:
         raise ProtocolError("a header is not JSON") from None
     if not isinstance(parsed, dict) or end != len(text):
         raise ProtocolError("a header is not a JSON object")
-    return parsed
+    return Fields(parsed)
 
 
 def _refuse_constant(name: str) -> None:
@@ -107,36 +109,33 @@ def _refuse_constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-class Fields:
+class Fields(dict[str, Any]):
     """A header whose fields are read by name, type and bounds. Each raises ProtocolError naming the field."""
 
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
     def text(self, name: str, default: str | None = None, most: int = MOST_TEXT) -> str:
-        value = self.header.get(name, default)
+        value = self.get(name, default)
         if not isinstance(value, str) or len(value) > most:
             raise ProtocolError(f"{name} is not a text of at most {most} characters")
         return value
 
     def integer(self, name: str, least: int, most: int) -> int:
-        value = self.header.get(name)
+        value = self.get(name)
         if type(value) is not int or not least <= value <= most:
             raise ProtocolError(f"{name} is not a whole number from {least} to {most}")
         return value
 
     def number(self, name: str, most: float = 1e12) -> float:
         """From 0 on."""
-        value: Any = self.header.get(name)
+        value: Any = self.get(name)
         if type(value) not in (int, float) or not 0 <= value <= most:
             raise ProtocolError(f"{name} is not a number from 0 to {most:g}")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        return self.header.get(name) is True
+        return self.get(name) is True
 
     def optional_seconds(self, name: str) -> float | None:
-        return None if self.header.get(name) is None else max(0.05, self.number(name, 1e7))
+        return None if self.get(name) is None else max(0.05, self.number(name, 1e7))
 
 
 def all_members(count: int) -> int:
@@ -247,6 +246,34 @@ class Arrival:
     again: bool = False
     """Whether it has been sent before, with fewer members."""
 
+    @classmethod
+    def read(cls, fields: Fields, body: Body, participant: Participant, own: tuple[str, int] | None) -> Arrival:
+        """``own``: the participant's group and number if it is a member, the only one of its own; a relay names the
+        members that it speaks for, and their group. Raises ProtocolError."""
+        if own and not fields.keys().isdisjoint(("members", "group", "again")):
+            raise ProtocolError("a member speaks for another")
+        group, members = (own[0], [[own[1], own[1]]]) if own else (fields.text("group", most=MOST_NAME), None)
+        count = fields.integer("count", 1, MOST_MEMBERS)
+        mask = from_ranges(fields.get("members", members), count)
+        if not mask:
+            raise ProtocolError("a part without members")
+        key = Key(group, fields["do"], fields.text("name", most=MOST_NAME))
+        timeout, calls = fields.number("timeout", 1e7), _read_calls(fields.get("calls", []), mask)
+        return cls(key, participant, mask, count, timeout, calls, fields, body, fields.flag("again"))
+
+
+def _read_calls(pairs: Json, members: int) -> dict[str, int]:
+    if not isinstance(pairs, list) or len(pairs) > _MOST_CALLS:
+        raise ProtocolError("calls are not a list, or too many")
+    calls: dict[str, int] = {}
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and pair[0]):
+            raise ProtocolError("a call is not a pair of text and members")
+        calls[pair[0][:_MOST_CALL]] = mask = from_ranges(pair[1])
+        if mask & ~members:
+            raise ProtocolError("a call of other members than declared")
+    return calls
+
 
 class Payload(Protocol):
     def add(self, arrival: Arrival) -> None:
@@ -270,13 +297,13 @@ class Reduced:
 
     def add(self, arrival: Arrival) -> None:
         mask, count, fields, body = arrival.mask, arrival.count, arrival.fields, arrival.body
-        longest = None if fields.header.get("slowest") is None else fields.number("slowest")
+        longest = None if fields.get("slowest") is None else fields.number("slowest")
         self.slowest = None if longest is None or self.slowest is None else max(self.slowest, longest)
-        stop = fields.header.get("stop")
+        stop = fields.get("stop")
         if stop is not None:
             asked = _read_stop(stop, count)
             self.stop = min(self.stop or asked, asked)
-        has_digest = fields.header.get("digest") is not None
+        has_digest = fields.get("digest") is not None
         digest = fields.integer("digest", 0, _MOST_DIGEST) if has_digest else _DIFFERENT
         self.digest = digest if self.digest in (None, digest) else _DIFFERENT
         if len(body) % _TIMES.size or len(body) > 2 * count * _TIMES.size:

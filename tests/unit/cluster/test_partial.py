@@ -193,5 +193,5 @@ def test_each_rank_tells_its_address_its_node_and_how_it_sees_rank_0(
     monkeypatch.setattr(partial.StoreClient, "connect", lambda *_, **__: client)
     monkeypatch.setattr(partial.network, "address_towards", lambda _: "10.0.0.7")
     started = partial.PartialCluster(Started("an engine", 1, 3, node=2))
-    partial._tell(started, MeetingPoint(master, 6170), 5.0)
+    partial._exchange(started, MeetingPoint(master, 6170), 5.0)
     assert brought == [("addresses", ["10.0.0.7", 2, seen], 3)]
