@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fleet_train.cluster.correction import correct_this_process
+from fleet_train.cluster.at_import import correct_this_process
 from fleet_train.lazy import load_on_use
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["DistributedStrategy", "fleet", "role_maker", "spawn"]
 
 
 def _advise() -> None:
-    from fleet_train.cluster.advice import advise_this_process
+    from fleet_train.cluster.at_import import advise_this_process
 
     advise_this_process()  # before these modules import Paddle; the launcher imports none of them
 

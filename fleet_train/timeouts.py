@@ -17,8 +17,8 @@ STORE_TICK_SECONDS = 0.05
 """How exactly the store keeps timeouts."""
 STORE_REQUEST_SECONDS = 10.0
 """For a request of another thread of its process to the store's thread, which does nothing that takes longer."""
-STORE_INNER_ROUND_SECONDS = 30.0
-"""How long a relay tries to open a round within another one: its parent answers already."""
+STORE_INNER_NAMESPACE_SECONDS = 30.0
+"""How long a relay tries to open a namespace within another one: its parent answers already."""
 STRANGERS_SECONDS = 5.0
 """From a connection to its proof that it belongs to the job: one exchange of messages."""
 NAMES_SECONDS = 2.0
@@ -31,8 +31,8 @@ RELAY_UPDATE_SECONDS = 0.1
 """After that: how long further arrivals are collected."""
 RELAY_GRACE_SECONDS = 2.0
 """Beyond a waiter's timeout: for the parent to name the missing members."""
-RELAY_RETRY_SECONDS = 0.1
-"""Between two attempts of a relay to reach its parent."""
+STORE_RETRY_SECONDS = (0.02, 0.5)
+"""Between two attempts to reach a server: after the first one, and at most."""
 STORE_DIAL_SECONDS = 5.0
 """For accepting a connection: two round trips, and some lost packets."""
 STORE_OUTLIVES_SECONDS = 300.0

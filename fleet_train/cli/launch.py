@@ -21,9 +21,8 @@ from fleet_train.cli.options import (
     seconds,
     set_option,
 )
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, parse_hosts
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
 from fleet_train.cluster.engines import CHOICES
-from fleet_train.cluster.store.members import FAN_IN
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
 
 _EXAMPLES = """

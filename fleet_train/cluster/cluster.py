@@ -1,13 +1,21 @@
-"""The members of a job: hosts -> ranks, as pure arithmetic."""
+"""The members of a job: hosts -> ranks, and the tree of its nodes' servers, as pure arithmetic."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fleet_train.errors import ClusterError
+
+# Numbers that flags, variables and help texts share.
+DEFAULT_STARTED_PORT = 6170
+DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
+MOST_SECONDS = 1_000_000.0
+"""The longest time that any option accepts: 11 days; sockets accept no timeout of more than 24."""
+FAN_IN = 32
+"""How many servers of the rendezvous store connect to one; up to this many ranks connect to its root directly."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,22 @@ def _split(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# A list of nodes in a flag.
+def parent_of(node: int, fan_in: int = FAN_IN) -> int:
+    """The nodes of a job in their order form a tree, with node 0 as its root."""
+    return (node - 1) // fan_in
+
+
+def subtree(node: int, nodes: int, fan_in: int = FAN_IN) -> Iterator[int]:
+    """The node and all nodes below it."""
+    first = last = node
+    while first < nodes:
+        yield from range(first, min(last, nodes - 1) + 1)
+        first, last = first * fan_in + 1, last * fan_in + fan_in
+
+
+def below(node: int, ranks: Sequence[Sequence[int]], fan_in: int = FAN_IN) -> int:
+    """The ranks (bits of an integer) of a node's subtree; ``ranks``: of each node."""
+    return sum(1 << rank for each in subtree(node, len(ranks), fan_in) for rank in ranks[each])
 
 
 def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
@@ -146,12 +169,3 @@ def refuse_repeated(items: tuple[str, ...], given: str, rule: str) -> None:
     repeated = [item for item, count in Counter(items).items() if count > 1]
     if repeated:
         raise ClusterError(f"{given}: {', '.join(repeated)} is listed more than once; {rule}")
-
-
-# Numbers that flags, variables and help texts share. Imports nothing: every `--help` reads them.
-
-
-DEFAULT_STARTED_PORT = 6170
-DEFAULT_JOIN_TIMEOUT_SECONDS = 300.0
-MOST_SECONDS = 1_000_000.0
-"""The longest time that any option accepts: 11 days; sockets accept no timeout of more than 24."""

@@ -12,44 +12,16 @@ from dataclasses import dataclass
 from fleet_train import timeouts
 from fleet_train.cluster import kubernetes, mpi, network, slurm
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
-from fleet_train.cluster.started import Started, Variables, endpoint, port_of_job
+from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
 
 ENGINE = "FLEET_TRAIN_ENGINE"
-
-
-# MPI: neither library has a variable for the host of rank 0, `peers` finds it.
-
-
-def read_open_mpi(environ: Mapping[str, str]) -> Started | None:
-    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also under ``srun --mpi=pmix``."""
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    of = Variables(environ, "Open MPI")
-    job = of.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid") or "unnamed"
-    return of.started(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        local_index=of.needed("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_count=of.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        port=port_of_job(job),
-        job="openmpi-" + re.sub(r"[^A-Za-z0-9._@-]", "-", job)[:60],
-    )
-
-
-def read_hydra(environ: Mapping[str, str]) -> Started | None:
-    """MPICH, Intel MPI, MVAPICH: Hydra's variables. Slurm's own PMI sets PMI_RANK too, without the local numbers."""
-    if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys():
-        return None
-    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH (Hydra)"
-    of = Variables(environ, engine)
-    return of.started(
-        "PMI_RANK",
-        "PMI_SIZE",
-        local_index=of.needed("MPI_LOCALRANKID"),
-        local_count=of.number("MPI_LOCALNRANKS"),
-        job="hydra",
-    )
+MASTER = "FLEET_TRAIN_MASTER"
+DEFAULT_PORT = 6170
+OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
+"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
+# Nothing is sent there: it only selects the route by which packets leave this machine.
+_ANYWHERE = "192.0.2.1"
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Started | None:
@@ -82,8 +54,8 @@ Reader = Callable[[Mapping[str, str]], Started | None]
 # The innermost first: an engine further down may have started one further up. That RANK and WORLD_SIZE come after
 # MPI and Slurm is the one exception: scripts export them next to MASTER_ADDR, with the same numbers or old ones.
 _READERS: tuple[tuple[str, Reader], ...] = (
-    ("mpi", read_open_mpi),
-    ("mpi", read_hydra),
+    ("mpi", mpi.read_open_mpi),
+    ("mpi", mpi.read_hydra),
     ("slurm", slurm.read),
     ("torchrun", read_torchrun),
     ("kubernetes", kubernetes.read_indexed_job),
@@ -139,17 +111,6 @@ def _refuse_contradiction(first: Started, by_hand: Started | None) -> None:
             f"{first.index} of {first.count}; unset RANK and WORLD_SIZE, or choose one: {ENGINE}=torchrun, or the "
             "other's name (launch: --engine)"
         )
-
-
-# The rendezvous address of a job whose engine gives only names, or no variables for it at all.
-
-
-MASTER = "FLEET_TRAIN_MASTER"
-DEFAULT_PORT = 6170
-OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
-# Nothing is sent there: it only selects the route by which packets leave this machine.
-_ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True)

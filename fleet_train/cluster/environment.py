@@ -121,7 +121,7 @@ def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: 
     """Put flags of a program that a launcher may have started over the launcher's. Returns the sentence about what they
     overrule, on rank 0; or nothing.
     """
-    told = environ.get("FLEET_TRAIN_STRATEGY")
+    launched = environ.get("FLEET_TRAIN_STRATEGY")
     if strategy:
         environ["FLEET_TRAIN_STRATEGY"] = strategy
     own = {text.partition("=")[0] for text in settings}
@@ -129,7 +129,8 @@ def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: 
     lost = [text.partition("=")[0] for text in asked_settings(environ) if text not in (*kept, *settings)]
     if kept or settings:
         environ[SETTINGS] = json.dumps([*kept, *settings])
-    words = [f"--strategy {told}"] if told and strategy and told not in (strategy, os.path.abspath(strategy)) else []
+    is_other = strategy and launched not in (strategy, os.path.abspath(strategy))
+    words = [f"--strategy {launched}"] if launched and is_other else []
     words += [f"--set {knob}" for knob in lost]
     is_first = environ.get("PADDLE_TRAINER_ID", "0") == "0"
     return f"the launcher's {' and '.join(words)} is not used: the program has its own" if words and is_first else ""

@@ -38,17 +38,8 @@ def read_paddle_job(environ: Mapping[str, str]) -> Started | None:
             "the container POD_NAME from metadata.name (with hostNetwork the pod's host name is the machine's), or "
             "--engine none with --cluster_node_ips"
         )
-    hosts = tuple(f"{job}-worker-{number}" for number in range(count))
-    started = Started(
-        engine=f"PaddleJob {job}",
-        index=int(match[1]),
-        count=count,
-        hosts=hosts,
-        master=hosts[0] if hosts else "",
-        port=port,
-        job=f"paddlejob-{job}",
-    )
-    return checked(started, "the number of the pod's name", "PADDLE_NNODES")
+    started = Started(f"PaddleJob {job}", int(match[1]), count, port=port, job=f"paddlejob-{job}")
+    return _numbered(checked(started, "the number of the pod's name", "PADDLE_NNODES"), f"{job}-worker-")
 
 
 def read_paddle_operator(environ: Mapping[str, str]) -> Started | None:
@@ -80,18 +71,9 @@ def _elastic(environ: Mapping[str, str]) -> Started:
             "an elastic job of paddle-operator keeps its nodes in etcd, which is not queried; with intranet: Service "
             "in its spec POD_IP is the pod's name, <job>-worker-<number>, and the others' follow from it"
         )
-    count = of.needed("PADDLE_ELASTIC_NP")
-    hosts = tuple(f"{match[1]}{number}" for number in range(count))
-    started = Started(
-        engine="paddle-operator (elastic)",
-        index=int(match[2]),
-        count=count,
-        hosts=hosts,
-        master=hosts[0] if hosts else "",
-        port=of.port("PADDLE_PORT"),
-        job=of.text("PADDLE_ELASTIC_JOB_ID"),
-    )
-    return checked(started, "the number of POD_IP", "PADDLE_ELASTIC_NP")
+    count, port, job = of.needed("PADDLE_ELASTIC_NP"), of.port("PADDLE_PORT"), of.text("PADDLE_ELASTIC_JOB_ID")
+    started = Started("paddle-operator (elastic)", int(match[2]), count, port=port, job=job)
+    return _numbered(checked(started, "the number of POD_IP", "PADDLE_ELASTIC_NP"), match[1])
 
 
 def read_train_job(environ: Mapping[str, str]) -> Started | None:
@@ -136,10 +118,13 @@ def _with_names(started: Started) -> Started:
     """``train-0.train`` is pod 0 of a set with ``train-1.train``, ...: of an indexed Job or a StatefulSet."""
     first, dot, domain = started.master.partition(".")
     match = re.fullmatch(r"(.*[a-z].*-)0", first)
-    if match is None:
-        return started
-    hosts = tuple(f"{match[1]}{number}{dot}{domain}" for number in range(started.count))
-    return replace(started, hosts=hosts)
+    return started if match is None else _numbered(started, match[1], dot + domain)
+
+
+def _numbered(started: Started, prefix: str, suffix: str = "") -> Started:
+    """With the names of all pods, which differ in their numbers."""
+    hosts = tuple(f"{prefix}{number}{suffix}" for number in range(started.count))
+    return replace(started, hosts=hosts, master=hosts[0])
 
 
 # Reads the variables that PaddleCloud and the PaddleJob operator give to every pod: for the launcher and for ranks.

@@ -1,4 +1,5 @@
-"""Process management interfaces, through which rank 0 publishes where it listens and the others read it: PMI 1, PMIx.
+"""MPI: ranks that mpirun starts. Neither library has a variable for the host of rank 0, so rank 0 publishes where it
+listens through a process management interface, PMI 1 or PMIx, and the others read it there.
 
 PMI 1, as used by Hydra (MPICH, Intel MPI): lines of ``key=value`` over an inherited socket. No MPI library is needed
 and MPI is not initialized; Hydra allows this once per process, so MPI cannot be initialized in it afterwards. Source of
@@ -15,16 +16,48 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 import threading
 from collections.abc import Mapping
 
 from fleet_train.cluster.cluster import is_number
-from fleet_train.cluster.started import Started
+from fleet_train.cluster.started import Started, Variables, port_of_job
 from fleet_train.errors import ClusterError
 
 _KEY = "fleet_train_rank_0"
 _MOST_BYTES = 65_536
+
+
+def read_open_mpi(environ: Mapping[str, str]) -> Started | None:
+    """Open MPI 4 and 5 (docs.open-mpi.org, "Environment variables"), also under ``srun --mpi=pmix``."""
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    of = Variables(environ, "Open MPI")
+    job = of.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid") or "unnamed"
+    return of.started(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_index=of.needed("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_count=of.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        port=port_of_job(job),
+        job="openmpi-" + re.sub(r"[^A-Za-z0-9._@-]", "-", job)[:60],
+    )
+
+
+def read_hydra(environ: Mapping[str, str]) -> Started | None:
+    """MPICH, Intel MPI, MVAPICH: Hydra's variables. Slurm's own PMI sets PMI_RANK too, without the local numbers."""
+    if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys():
+        return None
+    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH (Hydra)"
+    of = Variables(environ, engine)
+    return of.started(
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_index=of.needed("MPI_LOCALRANKID"),
+        local_count=of.number("MPI_LOCALNRANKS"),
+        job="hydra",
+    )
 
 
 def exchange_pmi(started: Started, own: str | None, environ: Mapping[str, str], timeout_seconds: float) -> str:
@@ -57,9 +90,9 @@ def _exchange(pmi: _Pmi, own: str | None) -> str:
     if own is not None:
         pmi.ask("put", "put_result", kvsname=space, key=_KEY, value=own)
     pmi.ask("barrier_in", "barrier_out")
-    told = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
+    value = pmi.ask("get", "get_result", kvsname=space, key=_KEY)["value"]
     pmi.ask("finalize", "finalize_ack")
-    return told
+    return value
 
 
 class _Pmi:
@@ -71,10 +104,10 @@ class _Pmi:
         """Raises OSError, and ValueError for an error or an unexpected answer."""
         line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in words.items())])
         self._sock.sendall(f"{line}\n".encode())
-        told = dict(word.split("=", 1) for word in self._line().split() if "=" in word)
-        if told.get("cmd") != answer or told.get("rc", "0") != "0":
-            raise ValueError(f"{command} was answered with {told.get('cmd')}, rc {told.get('rc')}")
-        return told
+        reply = dict(word.split("=", 1) for word in self._line().split() if "=" in word)
+        if reply.get("cmd") != answer or reply.get("rc", "0") != "0":
+            raise ValueError(f"{command} was answered with {reply.get('cmd')}, rc {reply.get('rc')}")
+        return reply
 
     def _line(self) -> str:
         while b"\n" not in self._rest:
@@ -148,11 +181,11 @@ def _exchange_pmix(library: ctypes.CDLL, own: str | None) -> str:
         if library.PMIx_Fence(None, ctypes.c_size_t(0), ctypes.byref(collect), ctypes.c_size_t(1)) != _SUCCESS:
             return ""
         first = _Process(process.namespace, 0)
-        found = ctypes.POINTER(_Value)()
-        status = library.PMIx_Get(ctypes.byref(first), _PMIX_KEY, None, ctypes.c_size_t(0), ctypes.byref(found))
-        if status != _SUCCESS or not found or found.contents.type != _STRING:
+        answer = ctypes.POINTER(_Value)()
+        status = library.PMIx_Get(ctypes.byref(first), _PMIX_KEY, None, ctypes.c_size_t(0), ctypes.byref(answer))
+        if status != _SUCCESS or not answer or answer.contents.type != _STRING:
             return ""
-        return (found.contents.data.string or b"").decode(errors="replace")
+        return (answer.contents.data.string or b"").decode(errors="replace")
     finally:
         library.PMIx_Finalize(None, ctypes.c_size_t(0))
 

@@ -67,7 +67,7 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
         os.environ[SECRET] = point.secret
     host = StoreHost(_root(cluster, point), os.environ[JOB_ID]) if cluster.rank == 0 else None
     try:
-        arrivals = _tell(cluster, point, timeout_seconds)
+        arrivals = _exchange(cluster, point, timeout_seconds)
         return Cluster(ranks_of(arrivals, point.port), cluster.rank, formed_by=cluster.formed_by), host
     except BaseException:
         if host is not None:
@@ -75,7 +75,7 @@ def complete(cluster: Cluster | PartialCluster, timeout_seconds: float) -> tuple
         raise
 
 
-def _tell(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) -> dict[int, Any]:
+def _exchange(cluster: PartialCluster, point: MeetingPoint, timeout_seconds: float) -> dict[int, Any]:
     own = own_address(cluster, point)
     client = StoreClient.connect(
         f"{point.master}:{point.port}/{_ROUND}",

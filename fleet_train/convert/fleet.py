@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet_train.cluster.at_import import warning_of
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.correction import warning_of
 from fleet_train.cluster.engines import alone_in_allocation, detect
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process

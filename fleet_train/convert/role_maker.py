@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleet_train.cluster import Cluster, cluster_from_environ
+from fleet_train.cluster.at_import import launch_environment, parent_command
 from fleet_train.cluster.cluster import from_endpoints
-from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.partial import PartialCluster
 from fleet_train.errors import ClusterError
 

@@ -97,7 +97,7 @@ def dialled(address: str, port: int, access: Access, node: int) -> Iterator[Chan
     """Authenticated connection to a doctor. Raises OSError (no listener), ProtocolError and Refused (another job)."""
     channel = Channel(connect_from(access.source, address, port, timeouts.DOCTOR_CONNECT_SECONDS))
     try:
-        caller = Caller(access, {"round": "", "group": "doctor", "member": node})
+        caller = Caller(access, {"namespace": "", "group": "doctor", "member": node})
         try:
             while (word := caller.heard(channel.receive()[0])) is not None:
                 channel.send(word)

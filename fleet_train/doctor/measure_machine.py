@@ -17,7 +17,7 @@ from pathlib import Path
 
 import fleet_train
 from fleet_train import timeouts
-from fleet_train.cluster.advice import usable_processors
+from fleet_train.cluster.at_import import usable_processors
 from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
 from fleet_train.doctor.measure_apart import run_apart
 from fleet_train.errors import FleetTrainError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from fleet_train.cluster import network
+from fleet_train.cluster.at_import import launch_environment, parent_command
 from fleet_train.cluster.cluster import Cluster, parse_hosts
-from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access

@@ -18,7 +18,7 @@ from typing import Any
 
 import fleet_train
 from fleet_train import timeouts
-from fleet_train.cluster.advice import usable_processors
+from fleet_train.cluster.at_import import usable_processors
 from fleet_train.launch.node import installed_paddle
 
 # Packages that results and errors depend on, besides Paddle; also optional ones, whose absence is reported.

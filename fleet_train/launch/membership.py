@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from fleet_train import timeouts
+from fleet_train.cluster.cluster import FAN_IN, below, parent_of
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.client import StoreClient
-from fleet_train.cluster.store.members import FAN_IN, below, parent_of
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -75,7 +75,7 @@ class Membership:
         self._heart: threading.Thread | None = None
         most = node.processes + max(direct_ranks, FAN_IN) + len(node.addresses)
         callers = Callers(node.every_host)
-        self._server = StoreServer(node.address, node.store_port, access, callers, most, logger.warning).start()
+        self._server = StoreServer(node.address, node.store_port, access, callers, most).start()
         try:
             self._publish(State.FRESH)
             self._find_at_start(timeout_seconds)
@@ -305,7 +305,7 @@ class Membership:
 
     def close_tree(self, round_name: str) -> None:
         with suppress(FleetTrainError, TimeoutError):
-            self._server.close_round(round_name)
+            self._server.close_namespace(round_name)
 
     # decisions
 

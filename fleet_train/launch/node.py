@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
-from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
+from fleet_train.cluster.at_import import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, rank_variables
 from fleet_train.cluster.network import is_local

@@ -267,7 +267,7 @@ def access_of_request(request: LaunchRequest, node: Node, environ: Mapping[str, 
     name = Path(request.command[0]).name
     name = re.sub(r"[^A-Za-z0-9._:@-]", "_", name)[:60]
     default = f"{name}-{hashlib.sha256(identity.encode(errors='replace')).hexdigest()[:10]}"
-    access = Access.of(environ, node.address, default, logger.warning)
+    access = Access.of(environ, node.address, default, warns=True)
     return replace(access, job=request.job_id or read_job_id(access.job, JOB_ID))
 
 

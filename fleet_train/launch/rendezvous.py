@@ -154,7 +154,7 @@ class Rendezvous:
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
                 f"{self.node.store_endpoint}, was lost: it was killed, or its machine cannot be reached any more"
             ) from None
-        reports = [report for data, at in entries if (report := _report_of(data, at - zero)) is not None]
+        reports = FailureReport.of_store(entries, zero)
         notice = next((report for report, _ in entries if "node" in report), None) or self._lost(gone)
         self._host_left = not entries and gone.get(self.node.leader) == "left" and not self.node.is_leader
         return notice, reports
@@ -283,14 +283,6 @@ class Rendezvous:
 def polling_seconds(node: Node, least: float) -> float:
     """How often a launcher polls the leader: the more launchers there are, the less often."""
     return max(least, len(node.addresses) / _NODES_PER_SECOND)
-
-
-def _report_of(data: Mapping[str, Any], seconds: float) -> FailureReport | None:
-    """A rank's report; None for a launcher's report, or anything else."""
-    with suppress(TypeError, KeyError, ValueError):
-        if "reporter" in data:
-            return FailureReport.from_json(data).at(seconds)
-    return None
 
 
 def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:

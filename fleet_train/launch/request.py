@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet_train import timeouts
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, is_number, refuse_repeated
-from fleet_train.cluster.store.members import FAN_IN
+from fleet_train.cluster.cluster import (
+    DEFAULT_JOIN_TIMEOUT_SECONDS,
+    DEFAULT_STARTED_PORT,
+    FAN_IN,
+    is_number,
+    refuse_repeated,
+)
 from fleet_train.errors import ClusterError
 
 DEFAULT_HOST = "127.0.0.1"

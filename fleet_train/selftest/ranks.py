@@ -19,8 +19,8 @@ from typing import Any
 import click
 
 from fleet_train import timeouts
+from fleet_train.cluster.at_import import launch_environment, parent_command
 from fleet_train.cluster.cluster import Cluster, parse_hosts
-from fleet_train.cluster.correction import launch_environment, parent_command
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import access_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fleet_train
-from fleet_train.cluster.advice import usable_processors
+from fleet_train.cluster.at_import import usable_processors
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.files import write_new
 from fleet_train.launch.installed import commit, processor

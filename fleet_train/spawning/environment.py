@@ -101,12 +101,9 @@ class SpawnStore:
 
     def reports(self) -> list[FailureReport]:
         """The ranks' reports so far, in seconds since the store was created; anything else is skipped."""
-        reports = []
         with contextlib.suppress(FleetTrainError):
-            for data, at in self._client.failures():
-                with contextlib.suppress(TypeError, KeyError):
-                    reports.append(FailureReport.from_json(data).at(at - self._zero))
-        return reports
+            return FailureReport.of_store(self._client.failures(), self._zero)
+        return []
 
     def report_ended(self, rank: int) -> None:
         """Report that the others need not wait for this rank: its call has returned."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fleet_train.cluster.store.payloads import Arrival, Key
-from fleet_train.cluster.store.wire import Decoder, Fields, parse
+from fleet_train.cluster.store.wire import Arrival, Decoder, Fields, Key, parse
 
 
 class Heard:
@@ -27,9 +26,9 @@ class Heard:
         return [header for header, _ in self.frames]
 
 
-def arrival(mask: int, count: int, header: dict[str, Any], body: bytes = b"", *, is_part: bool = False) -> Arrival:
+def arrival(mask: int, count: int, header: dict[str, Any], body: bytes = b"") -> Arrival:
     """Members at a barrier, with their contribution."""
-    return Arrival(Key("rank", "barrier", "a"), Heard(), mask, count, 60.0, {}, Fields(header), body, is_part)
+    return Arrival(Key("rank", "barrier", "a"), Heard(), mask, count, 60.0, {}, Fields(header), body)
 
 
 class Transport(asyncio.Transport):

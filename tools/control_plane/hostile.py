@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.wire import LENGTHS, encode, raise_descriptor_limit
 
-_HELLO = {"do": "hello", "job": "", "nonce": "n", "round": "", "group": "stranger", "member": 9, "watched": False}
+_HELLO = {"do": "hello", "job": "", "nonce": "n", "namespace": "", "group": "stranger", "member": 9, "watched": False}
 
 
 def idle(address: tuple[str, int], until: float) -> None:

@@ -55,7 +55,7 @@ async def serve(asked: dict[str, Any]) -> None:
                 HOST, ports[job.parent(node)], "0", node, f"node {node}", job.below(node), Access("bench"),
                 asked["silence"],
             )  # fmt: skip
-            await server.relay(parent, 60.0)
+            await asyncio.to_thread(server.open_relay, parent, 60.0)
         ports[node] = server.port
     print(json.dumps(ports), flush=True)
     loop = asyncio.get_running_loop()

@@ -16,10 +16,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.store.access import Access, Caller
-from fleet_train.cluster.store.wire import Decoder, Header, encode, parse, raise_descriptor_limit
+from fleet_train.cluster.store.wire import (
+    Decoder,
+    Header,
+    encode,
+    pack,
+    pack_times,
+    parse,
+    raise_descriptor_limit,
+)
 
 _AT_ONCE = 200
 _TIMEOUT = 120.0
+_TIMES = (1, 23.45, 0.21)
 
 
 class StandIn(asyncio.Protocol):
@@ -29,7 +38,7 @@ class StandIn(asyncio.Protocol):
         self.rank = rank
         self._all_ranks = all_ranks
         self._decoder = Decoder()
-        identity = {"round": "0", "group": "rank", "member": rank, "watched": True, "machine": "", "silence": None}
+        identity = {"namespace": "0", "group": "rank", "member": rank, "watched": True, "machine": "", "silence": None}
         self._caller = Caller(Access("bench"), identity)
         self._is_welcome = False
         self.transport: asyncio.Transport | None = None
@@ -93,9 +102,14 @@ class AllRanks:
         """All enter one barrier (of ``size`` ranks, if some are missing); returns its duration."""
         self.expect(len(self.ranks))
         count = size or len(self.ranks)
-        frame = encode({**header, "count": count, "timeout": 100, "call": ""}, body)
+        header = {**header, "count": count, "timeout": 100}
+        is_step = header["do"] == "barrier"
+        frames = [
+            encode(header, pack_times(rank.rank, _TIMES) if is_step else pack({body: 1 << rank.rank}))
+            for rank in self.ranks
+        ]
         began = time.perf_counter()
-        for rank in self.ranks:
+        for rank, frame in zip(self.ranks, frames, strict=True):
             assert rank.transport is not None
             rank.transport.write(frame)
         await self.wait()
@@ -130,7 +144,7 @@ async def run(asked: dict[str, Any]) -> None:
     await all_ranks.exchange({"do": "barrier", "name": "formed"})
     say({"joined_seconds": time.perf_counter() - began})
     barriers = asked["barriers"]
-    note: Header = {"do": "barrier", "times": [1, 23.45, 0.21], "slowest": 23.45, "stop": None}
+    note: Header = {"do": "barrier", "slowest": 23.45, "stop": None}
     warm_up = [await all_ranks.exchange({**note, "name": f"warm-up {i}"}) for i in range(3)]
     say({"warm_up": warm_up})
     seconds = [await all_ranks.exchange({**note, "name": f"step {i}"}) for i in range(barriers)]

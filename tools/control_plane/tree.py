@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleet_train.cluster.store.members import below, parent_of
+from fleet_train.cluster.cluster import below, parent_of
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
+from fleet_train.log import logger
 
 JOB_ID = "FLEET_TRAIN_JOB_ID"
 
@@ -39,11 +40,11 @@ class Access:
         environ: Mapping[str, str] | None = None,
         source: str = "",
         job: str = "",
-        say: Callable[[str], None] = lambda _: None,
+        warns: bool = False,
     ) -> Access:
-        """From this process's environment. ``say``: see ``job_secret``. Raises ClusterError for an unusable secret."""
+        """From this process's environment. ``warns``: as of ``job_secret``; raises ClusterError as that does."""
         environ = os.environ if environ is None else environ
-        return cls(environ.get(JOB_ID, "") or job, job_secret(environ, say), source)
+        return cls(environ.get(JOB_ID, "") or job, job_secret(environ, warns), source)
 
 
 def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
@@ -55,7 +56,7 @@ def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Acc
 # The handshake of a connection: member and job, and the proof on both sides that the secret is known.
 
 
-_SIGNED = ("job", "nonce", "round", "group", "member", "role")
+_SIGNED = ("job", "nonce", "namespace", "group", "member", "role")
 
 
 class Refused(Exception):
@@ -174,34 +175,30 @@ class Callers:
         self._names = tuple(host for host in hosts if not is_address(host))
         self._fixed = frozenset(hosts) - frozenset(self._names)
         self._known = self._fixed.union(*map(addresses_of, self._names))
-        self._looked_at = time.monotonic()
-        self._is_looking = threading.Lock()
+        self._resolved_at = time.monotonic()
+        self._resolving: threading.Thread | None = None
 
     def hears(self, address: str) -> bool:
         """Whether it is one of theirs, as far as is known now."""
-        if address in self._known:
-            return True
-        self._look_again()
-        return False
+        if address not in self._known and self._names:
+            self._resolve_again()
+        return address in self._known
 
     @property
     def may_change(self) -> bool:
         """Whether an address that is refused now may be accepted later."""
         return bool(self._names)
 
-    def _look_again(self) -> None:
-        if not self._names or time.monotonic() - self._looked_at < timeouts.NAMES_SECONDS:
-            return
-        if self._is_looking.acquire(blocking=False):
-            self._looked_at = time.monotonic()
-            threading.Thread(target=self._look, name="fleet_train names", daemon=True).start()
+    def _resolve_again(self) -> None:
+        is_resolving = self._resolving is not None and self._resolving.is_alive()
+        if not is_resolving and time.monotonic() - self._resolved_at >= timeouts.NAMES_SECONDS:
+            self._resolved_at = time.monotonic()
+            self._resolving = threading.Thread(target=self._resolve, name="fleet_train names", daemon=True)
+            self._resolving.start()
 
-    def _look(self) -> None:
-        try:
-            for name in self._names:  # a lost one may have no address for a while, and must not block the others
-                self._known |= addresses_of(name)
-        finally:
-            self._is_looking.release()
+    def _resolve(self) -> None:
+        for name in self._names:  # a lost one may have no address for a while, and must not block the others
+            self._known |= addresses_of(name)
 
 
 class Strangers(Generic[Connection]):
@@ -261,12 +258,12 @@ _MOST_BYTES = 4096
 _FIX = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; then copy it to every node"
 
 
-def job_secret(environ: Mapping[str, str], say: Callable[[str], None] = lambda _: None) -> bytes | None:
+def job_secret(environ: Mapping[str, str], warns: bool = False) -> bytes | None:
     """The secret that all processes of the job share, or None if there is none.
 
     FLEET_TRAIN_JOB_SECRET_FILE (set by ``launch --job_secret_file``) or FLEET_TRAIN_JOB_SECRET. Surrounding white space
     is ignored. Raises ClusterError for both at once, for a file that is missing, not a regular file, or writable by
-    others, and for a secret of fewer than 16 bytes; the message never contains the secret. ``say`` is told of a file
+    others, and for a secret of fewer than 16 bytes; the message never contains the secret. ``warns``: also of a file
     that every user of the machine can read, unless its file system is read-only here: Kubernetes mounts secrets so, in
     a container of their own, with modes that a container cannot change.
     """
@@ -275,7 +272,7 @@ def job_secret(environ: Mapping[str, str], say: Callable[[str], None] = lambda _
         raise ClusterError(f"{SECRET_FILE} and {SECRET} are both set; set one of them")
     if not path and not text:
         return None
-    secret = _read(Path(path), say) if path else text.encode().strip()
+    secret = _read(Path(path), warns) if path else text.encode().strip()
     where = f"{SECRET_FILE}={path}" if path else SECRET
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ClusterError(
@@ -284,7 +281,7 @@ def job_secret(environ: Mapping[str, str], say: Callable[[str], None] = lambda _
     return secret
 
 
-def _read(path: Path, say: Callable[[str], None]) -> bytes:
+def _read(path: Path, warns: bool) -> bytes:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -292,9 +289,11 @@ def _read(path: Path, say: Callable[[str], None]) -> bytes:
                 raise ClusterError(f"the job's secret file {path} is not a regular file: {_FIX}")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ClusterError(f"the job's secret file {path} can be changed by other users; chmod 600 {path}")
-            if status.st_mode & stat.S_IROTH and not os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY:
+            if warns and status.st_mode & stat.S_IROTH and not os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY:
                 mode = stat.S_IMODE(status.st_mode)
-                say(f"every user here can read the job's secret in {path} (mode {mode:04o}); chmod 600 {path}")
+                logger.warning(
+                    f"every user here can read the job's secret in {path} (mode {mode:04o}); chmod 600 {path}"
+                )
             return file.read(_MOST_BYTES + 2).strip()
     except OSError as error:
         raise ClusterError(f"the job's secret file {path} cannot be read: {error.strerror or error}; {_FIX}") from None

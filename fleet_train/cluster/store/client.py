@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -15,8 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 from fleet_train import timeouts
 from fleet_train.cluster.network import connect_from
 from fleet_train.cluster.store.access import Access, Caller, Refused
-from fleet_train.cluster.store.members import MOST_MEMBERS, each, from_ranges, ranges
-from fleet_train.cluster.store.payloads import unpack
 from fleet_train.cluster.store.reports import Describe, Messages, with_absent
 from fleet_train.cluster.store.wire import (
     MOST_BODY_BYTES,
@@ -25,13 +24,24 @@ from fleet_train.cluster.store.wire import (
     Header,
     Json,
     ProtocolError,
+    all_members,
+    each_member,
     encode,
+    first_member,
+    from_ranges,
     keep_alive,
+    pack,
+    pack_times,
     parse,
+    to_json,
+    to_ranges,
+    unpack,
 )
 from fleet_train.errors import ClusterError, JoinTimeout, WorkerFailed
 
 _CHUNK_BYTES = 1 << 18
+# How many values are shown of those that differ.
+_MOST_SHOWN = 4
 JOINED = "joined"
 """Rank 0 sets it in the store once all ranks have joined."""
 
@@ -122,7 +132,7 @@ class StoreClient:
         access: Access | None = None,
     ) -> StoreClient:
         """Connect, retrying for ``timeout_seconds`` until the server listens (0: one try). ``endpoint`` is
-        ``host:port``, or ``host:port/round``.
+        ``host:port``, or ``host:port/namespace``.
 
         A *watched* connection represents the member: if it breaks without ``leave()``, the member counts as lost; if
         it sends nothing for ``silence_seconds``, so do all members on the same ``machine``, in every round.
@@ -131,44 +141,21 @@ class StoreClient:
         Raises JoinTimeout if no server listens within the time, ClusterError if the member is already connected or
         the server belongs to another job, has another secret, or does not accept this address.
         """
-        address, _, round_name = endpoint.partition("/")
+        address, _, namespace = endpoint.partition("/")
         describe = describe or (lambda i: f"{group} {i}")
-        identity: Header = {"round": round_name, "group": group, "member": member, "watched": watched}
+        identity: Header = {"namespace": namespace, "group": group, "member": member, "watched": watched}
         identity |= {"machine": machine, "silence": silence_seconds}
-        deadline = time.monotonic() + timeout_seconds
-        access, pause = access or Access(), 0.02
-        host, port = address.rsplit(":", 1)
-        while True:
-            try:
-                left = deadline - time.monotonic() if timeout_seconds else dial_seconds
-                sock = connect_from(access.source, host, int(port), max(0.1, min(dial_seconds, left)))
-                keep_alive(sock)
-                client = cls(sock, address, member, group, describe, answer_seconds)
-                client._greet(Caller(access, identity))
-                return client
-            except (OSError, Refused) as error:
-                if isinstance(error, Refused) and not error.is_temporary:
-                    raise _refused(error, describe(member), address) from None
-                if time.monotonic() + pause >= deadline:
-                    raise JoinTimeout(
-                        f"nobody answers at {address}, where the rendezvous store of this job should be, within "
-                        f"{timeout_seconds:g} s ({error}); start the job on the first node, and check that the node "
-                        "list is the same everywhere and that the port can be reached"
-                    ) from error
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.5)
-
-    def _greet(self, caller: Caller) -> None:
         try:
-            self._sock.settimeout(self._answer_seconds)
-            while (word := caller.heard(self._receive()[0])) is not None:
-                self._sock.sendall(encode(word))
-        except ProtocolError as error:
-            self.close()
-            raise OSError(f"the server there is not a rendezvous store of this version: {error}") from None
-        except BaseException:
-            self.close()
-            raise
+            sock = dial(address, access or Access(), identity, timeout_seconds, answer_seconds, dial_seconds)
+        except (OSError, Refused) as error:
+            if isinstance(error, Refused) and not error.is_temporary:
+                raise _refused(error, describe(member), address) from None
+            raise JoinTimeout(
+                f"nobody answers at {address}, where the rendezvous store of this job should be, within "
+                f"{timeout_seconds:g} s ({error}); start the job on the first node, and check that the node "
+                "list is the same everywhere and that the port can be reached"
+            ) from error
+        return cls(sock, address, member, group, describe, answer_seconds)
 
     # barriers
 
@@ -184,9 +171,8 @@ class StoreClient:
             if note.gradients is not None:
                 header["digest"] = note.gradients
             times = [times[0] + note.steps, times[1] + note.busy_ms, times[2] + note.wait_ms]
-        if any(times):
-            header["times"] = times
-        answer = self._meet("barrier", name, header, b"", count, timeout_seconds, call, _step_answer)
+        body = pack_times(self.member, times) if any(times) else b""
+        answer = self._meet("barrier", name, header, body, count, timeout_seconds, call, _step_answer)
         self._times = times
         return answer
 
@@ -200,29 +186,56 @@ class StoreClient:
         the members that caused the error, and what they did.
         """
 
-        def read(_: Header, body: Body) -> dict[int, Json]:
-            values = _values(body)
-            return {member: values[member] for member in range(count)}
+        def read(values: list[tuple[int, Body]]) -> dict[int, Json]:
+            by_member = _by_member(values)
+            return {member: by_member[member] for member in range(count)}
 
-        return self._meet("all_gather", name, {}, _json(value), count, timeout_seconds, call, read)
+        return self._gather("all_gather", name, to_json(value), count, timeout_seconds, call, read)
 
     def broadcast(
         self, name: str, value: Json, source: int, count: int, timeout_seconds: float, call: str = ""
     ) -> Json:
         """As ``all_gather``, but every member gets the value of ``source`` only; other values are not sent."""
-        body = _json(value) if self.member == source else b""
-        named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is told so
-        return self._meet(
-            "all_gather", named, {}, body, count, timeout_seconds, call, lambda _, answer: _values(answer)[source]
+        own = to_json(value) if self.member == source else b""
+        named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is named
+        return self._gather(
+            "all_gather", named, own, count, timeout_seconds, call, lambda values: _by_member(values)[source]
         )
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
         """As ``all_gather``, but only compares the values: returns an empty list if they are equal.
 
         Else ``(ranges of members, their value)`` for each value, the one of the lowest member first; ``None`` is used
-        for the values beyond the first four.
+        for the values beyond the first four. Hashes are gathered, and values only if these differ.
         """
-        return self._meet("compare", name, {}, _json(value), count, timeout_seconds, call, _variants)
+
+        def masks(values: list[tuple[int, Body]]) -> list[int]:
+            if sum(mask for mask, _ in values) != all_members(count):
+                raise ValueError("not of every member")
+            return sorted((mask for mask, _ in values), key=first_member)
+
+        own = to_json(value)
+        variants = self._gather("compare", name, hashlib.sha256(own).digest(), count, timeout_seconds, call, masks)
+        if len(variants) == 1:
+            return []
+        firsts = [first_member(mask) for mask in variants]
+        own = own if self.member in firsts[:_MOST_SHOWN] else b""
+        shown = self._gather("compare", f"{name}: values", own, count, timeout_seconds, call, _by_member)
+        return [(to_ranges(mask), shown.get(first)) for mask, first in zip(variants, firsts, strict=True)]
+
+    def _gather(
+        self,
+        kind: str,
+        name: str,
+        own: Body,
+        count: int,
+        timeout_seconds: float,
+        call: str,
+        read: Callable[[list[tuple[int, Body]]], T],
+    ) -> T:
+        """What ``read`` makes of the members' values; an empty value is not sent."""
+        body = pack({own: 1 << self.member}) if own else b""
+        return self._meet(kind, name, {}, body, count, timeout_seconds, call, lambda _, answer: read(unpack(answer)))
 
     def _meet(
         self,
@@ -235,9 +248,11 @@ class StoreClient:
         call: str,
         read: Read[T],
     ) -> T:
-        header = {"do": kind, "name": name, "count": count, "timeout": timeout_seconds, "call": call, **header}
+        header = {"do": kind, "name": name, "count": count, "timeout": timeout_seconds, **header}
+        if call:
+            header["calls"] = [[call, [[self.member, self.member]]]]
         try:
-            return self._call(header, body, read, timeout_seconds)
+            return self._call(header, body, read, call or name, timeout_seconds)
         except JoinTimeout as error:
             on_all = self._messages.on_all(call)
             timeout = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{on_all}")
@@ -248,7 +263,7 @@ class StoreClient:
     # calls that do not wait for other members
 
     def set(self, key: str, value: Json) -> None:
-        self._ask("set", _as_it_is, _json(value), key=key)
+        self._ask("set", _as_it_is, to_json(value), key=key)
 
     def get(self, key: str) -> Json:
         """The value of ``key``, or None."""
@@ -265,7 +280,7 @@ class StoreClient:
 
     def fail(self, report: dict[str, Json]) -> None:
         """Publish why this job has failed. The first report counts; every waiting member receives it."""
-        self._ask("fail", _as_it_is, _json(report))
+        self._ask("fail", _as_it_is, to_json(report))
 
     def failure(self) -> dict[str, Json] | None:
         """The first failure that a member reported, or None."""
@@ -299,7 +314,12 @@ class StoreClient:
 
     def _ask(self, do: str, read: Callable[[Json], T], body: Body = b"", **fields: Json) -> T:
         """What ``read`` makes of the answer's JSON."""
-        return self._call({"do": do, **fields}, body, lambda _, answer: read(json.loads(answer) if answer else None))
+        return self._call(
+            {"do": do, **fields},
+            body,
+            lambda _, answer: read(json.loads(answer) if answer else None),
+            fields.get("key"),
+        )
 
     # the connection
 
@@ -317,7 +337,7 @@ class StoreClient:
         with contextlib.suppress(OSError):
             self._sock.close()
 
-    def _call(self, header: Header, body: Body, read: Read[T], patience_seconds: float = 0.0) -> T:
+    def _call(self, header: Header, body: Body, read: Read[T], name: str | None, patience_seconds: float = 0.0) -> T:
         if self._is_in_child:
             raise ClusterError(
                 f"process {os.getpid()} was forked from {self._describe(self.member)} and has no place in the job: "
@@ -325,14 +345,14 @@ class StoreClient:
             )
         if len(body) > MOST_BODY_BYTES:
             raise ClusterError(
-                f"{header.get('call') or header.get('name') or header.get('key')}: the value has {len(body)} bytes as "
-                f"JSON; the rendezvous store takes {MOST_BODY_BYTES >> 20} MB; send arrays with fleet.all_reduce"
+                f"{name}: the value has {len(body)} bytes as JSON; the rendezvous store takes "
+                f"{MOST_BODY_BYTES >> 20} MB; send arrays with fleet.all_reduce"
             )
         with self._lock:
             try:
                 self._sock.settimeout(patience_seconds + self._answer_seconds)
                 self._sock.sendall(encode(header, body))
-                answer, body = self._receive()
+                answer, body = _receive(self._sock, self._decoder)
             except (OSError, ValueError, ProtocolError) as error:
                 raise WorkerFailed(self._messages.lost_server(str(error))) from error
         try:
@@ -343,22 +363,68 @@ class StoreClient:
             raise WorkerFailed(self._messages.lost_server(f"its answer is invalid: {nonsense!r}"[:200])) from None
         raise refusal
 
-    def _receive(self) -> tuple[Header, Body]:
-        """The next frame. Raises OSError, ProtocolError."""
-        while True:
-            data = self._sock.recv(_CHUNK_BYTES)
-            if not data:
-                raise OSError("the connection was closed")
-            for header, body in self._decoder.feed(data):
-                return parse(header), body
+
+def dial(
+    address: str,
+    access: Access,
+    identity: Header,
+    timeout_seconds: float,
+    answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
+    dial_seconds: float = timeouts.STORE_DIAL_SECONDS,
+) -> socket.socket:
+    """A connection that the server at ``host:port`` has accepted, of a member or a relay with this ``identity``.
+
+    Tries for ``timeout_seconds`` until the server listens and has what is asked for (0: one try). Raises Refused, or
+    OSError, with the reason of the last attempt.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause, longest_pause = timeouts.STORE_RETRY_SECONDS
+    host, port = address.rsplit(":", 1)
+    while True:
+        try:
+            left = deadline - time.monotonic() if timeout_seconds else dial_seconds
+            sock = connect_from(access.source, host, int(port), max(0.1, min(dial_seconds, left)))
+            return _greeted(sock, Caller(access, identity), answer_seconds)
+        except (OSError, Refused) as error:
+            is_final = isinstance(error, Refused) and not error.is_temporary
+            if is_final or time.monotonic() + pause >= deadline:
+                raise
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest_pause)
+
+
+def _greeted(sock: socket.socket, caller: Caller, answer_seconds: float) -> socket.socket:
+    decoder = Decoder()
+    try:
+        keep_alive(sock)
+        sock.settimeout(answer_seconds)
+        while (word := caller.heard(_receive(sock, decoder)[0])) is not None:
+            sock.sendall(encode(word))
+        return sock
+    except ProtocolError as error:
+        sock.close()
+        raise OSError(f"the server there is not a rendezvous store of this version: {error}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _receive(sock: socket.socket, decoder: Decoder) -> tuple[Header, Body]:
+    """The next frame. Raises OSError, ProtocolError."""
+    while True:
+        data = sock.recv(_CHUNK_BYTES)
+        if not data:
+            raise OSError("the connection was closed")
+        for header, body in decoder.feed(data):
+            return parse(header), body
 
 
 def _as_it_is(value: Json) -> Json:
     return value
 
 
-def _values(body: Body) -> dict[int, Json]:
-    return {member: json.loads(value) for mask, value in unpack(body) for member in each(mask)}
+def _by_member(values: list[tuple[int, Body]]) -> dict[int, Json]:
+    return {member: json.loads(value) for mask, value in values for member in each_member(mask)}
 
 
 def _step_answer(header: Header, _: Body) -> StepAnswer:
@@ -368,20 +434,12 @@ def _step_answer(header: Header, _: Body) -> StepAnswer:
     return StepAnswer(None if slowest is None else float(slowest), asked, int(header["number"]), same)
 
 
-def _variants(_: Header, body: Body) -> Variants:
-    values = unpack(body)
-    if len(values) == 1:
-        return []
-    variants = [(ranges(mask), None if isinstance(value, str) else json.loads(value)) for mask, value in values]
-    return sorted(variants, key=lambda variant: variant[0])
-
-
 def _reports(answer: Json) -> list[tuple[dict[str, Json], float]]:
     return [(dict(report), float(seconds)) for report, seconds in answer]
 
 
 def _gone(answer: Json) -> dict[int, str]:
-    return {member: str(how) for who, how in answer for member in each(from_ranges(who, MOST_MEMBERS))}
+    return {member: str(how) for who, how in answer for member in each_member(from_ranges(who))}
 
 
 def _refused(refusal: Refused, who: str, address: str) -> ClusterError:
@@ -391,7 +449,3 @@ def _refused(refusal: Refused, who: str, address: str) -> ClusterError:
             "same rank: check that --node_ip differs on every machine, and that no earlier job still runs"
         )
     return ClusterError(f"the rendezvous store at {address} refuses {who}: {refusal}")
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train import timeouts
-from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.cluster import FAN_IN, Cluster, below, parent_of
 from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of
 from fleet_train.cluster.store.client import close_after_fork
-from fleet_train.cluster.store.members import FAN_IN, below, parent_of
 from fleet_train.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _start(place: BindAddress) -> StoreServer:
     access = Access.of(os.environ, place.host)
     callers = None if place.hosts is None else Callers(place.hosts)
     is_root = not place.parent
-    server = StoreServer(place.host, place.port, access, callers, place.members, begins_rounds=is_root).start()
+    server = StoreServer(place.host, place.port, access, callers, place.members, begins_namespaces=is_root).start()
     if is_root:
         server.open_root("")
         return server

@@ -8,26 +8,32 @@ other requests are forwarded to the parent. A relay that loses its parent report
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fleet_train import timeouts
-from fleet_train.cluster.store import members
-from fleet_train.cluster.store.access import Access, Caller, Refused
-from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, Participant
-from fleet_train.cluster.store.rounds import Barrier, Reply, Round
+from fleet_train.cluster.store.access import Access, Refused
+from fleet_train.cluster.store.client import dial
+from fleet_train.cluster.store.namespace import Barrier, Reply, StoreNamespace
 from fleet_train.cluster.store.wire import (
+    KINDS,
     LENGTHS,
     MOST_BODY_BYTES,
+    Arrival,
     Body,
     Decoder,
-    Fields,
     Header,
+    Key,
+    Participant,
     ProtocolError,
+    all_members,
     encode,
     keep_alive,
     parse,
+    to_ranges,
 )
+from fleet_train.errors import ClusterError
 
 _BEATS_PER_SILENCE = 4
 
@@ -38,7 +44,7 @@ class Parent:
 
     host: str
     port: int
-    round_name: str
+    namespace: str
     number: int
     """The relay's own number among relays (its node's), for messages."""
     machine: str
@@ -51,44 +57,26 @@ class Parent:
     def endpoint(self) -> str:
         return f"{self.host}:{self.port}"
 
+    def dial(self, timeout_seconds: float) -> socket.socket:
+        """Raises ClusterError if the parent does not accept this relay in that time."""
+        identity = {"role": "relay", "namespace": self.namespace, "group": "relay", "member": self.number}
+        identity |= {"machine": self.machine, "silence": self.silence_seconds}
+        try:
+            return dial(self.endpoint, self.access, identity, timeout_seconds, timeouts.STORE_DIAL_SECONDS)
+        except (OSError, Refused) as error:
+            raise ClusterError(f"the relay cannot reach its parent at {self.endpoint}: {error}") from None
 
-class Relay(Round):
-    """A node's part of a round whose root is elsewhere."""
+
+class Relay(StoreNamespace):
+    """A node's part of a namespace whose root is elsewhere."""
 
     def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
         super().__init__(clock, grace_seconds=timeouts.RELAY_GRACE_SECONDS)
         self.parent = parent
+        self.link = Link(self)
         self._asked: dict[int, Reply] = {}
         self._number = 0
-        self._link: Link | None = None
         self._lost = ""
-
-    # towards the parent
-
-    async def connect(self, timeout_seconds: float) -> None:
-        """Raises Refused, with the parent's reason, or after this long without an answer."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
-        while True:
-            link = Link(self)
-            try:
-                source = (self.parent.access.source, 0) if self.parent.access.source else None
-                host, port = self.parent.host, self.parent.port
-                dialled = loop.create_connection(lambda link=link: link, host, port, local_addr=source)
-                await asyncio.wait_for(dialled, timeouts.STORE_DIAL_SECONDS)
-                await asyncio.wait_for(link.ready, timeouts.STORE_DIAL_SECONDS)
-            except (OSError, asyncio.TimeoutError, Refused) as error:
-                link.close()
-                if loop.time() > deadline or (isinstance(error, Refused) and not error.is_temporary):
-                    raise Refused(f"the relay cannot reach its parent at {self.parent.endpoint}: {error}") from None
-                await asyncio.sleep(timeouts.RELAY_RETRY_SECONDS)
-            else:
-                self._link = link
-                return
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
 
     def parent_lost(self, why: str) -> None:
         """Report it to all that wait, or ask from now on."""
@@ -99,40 +87,35 @@ class Relay(Round):
         for reply in asked.values():
             reply({"error": "store", "why": self._lost}, b"")
 
-    def _send(self, header: Header, body: Body = b"") -> None:
-        if self._link is not None:
-            self._link.send(encode(header, body))
-
     # from members and from relays below
 
     def _arrived(self, barrier: Barrier, arrival: Arrival) -> None:
-        expected = self.parent.below & members.all_of(barrier.count)
+        expected = self.parent.below & all_members(barrier.count)
         if self._lost:
             self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
         elif barrier.count != arrival.count or not expected & ~barrier.arrived:
-            self._tell(barrier, arrival.count)
-        elif barrier.tell_at is None:
+            self._report(barrier, arrival.count)
+        elif barrier.report_at is None:
             delay = timeouts.RELAY_UPDATE_SECONDS if barrier.is_reported else timeouts.RELAY_PARTIAL_SECONDS
-            barrier.tell_at = self.clock() + delay
+            barrier.report_at = self.clock() + delay
 
     def tick(self, now: float) -> None:
         super().tick(now)
         for barrier in self.pending.values():
-            if barrier.tell_at is not None and barrier.tell_at <= now:
-                self._tell(barrier, barrier.count)
-        if self._link is not None:
-            self._link.tick(now)
+            if barrier.report_at is not None and barrier.report_at <= now:
+                self._report(barrier, barrier.count)
+        self.link.tick(now)
 
-    def _tell(self, barrier: Barrier, count: int) -> None:
+    def _report(self, barrier: Barrier, count: int) -> None:
         """Send the members that have arrived so far and their data; again when more have arrived."""
         header, body = barrier.payload.part()
         patience = min(waiter.deadline for waiter in barrier.waiters.values()) - self.clock()
-        calls = [[call, members.ranges(mask & barrier.arrived)] for call, mask in barrier.calls.items()]
+        calls = [[call, to_ranges(mask & barrier.arrived)] for call, mask in barrier.calls.items()]
         group, kind, name = barrier.key
         header |= {"do": kind, "group": group, "name": name, "count": count, "timeout": round(max(0.0, patience), 3)}
-        header |= {"members": members.ranges(barrier.arrived), "calls": calls}
-        self._send(header | {"again": barrier.is_reported}, body)
-        barrier.is_reported, barrier.tell_at = True, None
+        header |= {"members": to_ranges(barrier.arrived), "calls": calls, "again": barrier.is_reported}
+        self.link.send(encode(header, body))
+        barrier.is_reported, barrier.report_at = True, None
 
     def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
         """The parent has not named the missing members in time: here only its silence is known."""
@@ -145,7 +128,7 @@ class Relay(Round):
             return
         self._number += 1
         self._asked[self._number] = reply
-        self._send(request | {"id": self._number}, body)
+        self.link.send(encode(request | {"id": self._number}, body))
 
     # from the parent
 
@@ -158,7 +141,7 @@ class Relay(Round):
         if "to" in header:
             self._answered(LENGTHS.pack(len(head), len(body)) + head + body, header)
         elif "beat" not in header:
-            reply = self._asked.pop(Fields(header).integer("id", 0, 1 << 60), None)
+            reply = self._asked.pop(header.integer("id", 0, 1 << 60), None)
             if reply is not None:
                 reply({name: value for name, value in header.items() if name != "id"}, body)
 
@@ -173,7 +156,7 @@ class Relay(Round):
         self._withdraw(barrier, [who for who, waiter in barrier.waiters.items() if waiter.deadline <= soon], frame)
         barrier.is_reported = False
         if barrier.waiters:
-            self._tell(barrier, barrier.count)
+            self._report(barrier, barrier.count)
 
 
 def _key(parts: object) -> Key:
@@ -234,33 +217,16 @@ class Connection(asyncio.Protocol):
 
 
 class Link(Connection):
-    """The relay's connection to its parent."""
+    """The relay's connection to its parent, which has accepted it."""
 
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay.clock, MOST_BODY_BYTES)
         self._relay = relay
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        parent = relay.parent
-        identity = {"role": "relay", "round": parent.round_name, "group": "relay", "member": parent.number}
-        identity |= {"machine": parent.machine, "silence": parent.silence_seconds}
-        self._caller = Caller(parent.access, identity)
         self._is_closed = False
         self._beat_at = 0.0
 
     def hear(self, head: bytes, body: Body) -> None:
-        if self.ready.done():
-            self._relay.heard(head, body)
-            return
-        try:
-            word = self._caller.heard(parse(head))
-        except Refused as refusal:
-            self.ready.set_exception(refusal)
-            self.close()
-            return
-        if word is not None:
-            self.send(encode(word))
-        else:
-            self.ready.set_result(None)
+        self._relay.heard(head, body)
 
     def tick(self, now: float) -> None:
         silence = self._relay.parent.silence_seconds
@@ -271,16 +237,12 @@ class Link(Connection):
             self.send(encode({"do": "beat"}))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(OSError("the connection was closed"))
-            self.ready.exception()  # mark as retrieved: possibly nothing waits for it any more
-        else:
-            self.broken(str(error or "the connection was closed"))
+        self.broken(str(error or "the connection was closed"))
 
     def broken(self, why: str) -> None:
         is_ours = self._is_closed
         self.close()
-        if not is_ours and self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None:
+        if not is_ours:
             self._relay.parent_lost(why)
 
     def close(self) -> None:

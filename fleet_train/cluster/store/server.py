@@ -2,31 +2,33 @@
 
 Beyond a key-value store it offers *barriers* that know which members are missing, notice a member whose connection
 breaks, and report it to every waiting member. It needs no Paddle, so that launchers can host it and outlive the ranks.
-In a job of many nodes each has a server: one is the root of a round, the others relay to it.
+In a job of many nodes each has a server: one is the root of a namespace, the others relay to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import secrets
 import socket
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster.store import members
 from fleet_train.cluster.store.access import Access, Callers, Refused, Strangers, accept, challenge
-from fleet_train.cluster.store.payloads import KINDS, Arrival, Key, read_calls
+from fleet_train.cluster.store.namespace import Root, StoreNamespace, via_of
 from fleet_train.cluster.store.relay import Connection, Parent, Relay
-from fleet_train.cluster.store.rounds import MOST_NAME, Root, Round, via_of
 from fleet_train.cluster.store.wire import (
+    KINDS,
     MOST_BODY_BYTES,
+    MOST_MEMBERS,
+    MOST_NAME,
     STRANGERS_BYTES,
+    Arrival,
     Body,
     Fields,
     Header,
@@ -35,20 +37,21 @@ from fleet_train.cluster.store.wire import (
     encode,
     parse,
     raise_descriptor_limit,
+    to_json,
 )
 from fleet_train.errors import ClusterError
+from fleet_train.log import logger
 
 # The most unauthenticated connections: beyond these the oldest one is closed.
 _MOST_STRANGERS = 256
-_MOST_ROUNDS = 4096
-_MOST_REFUSALS_SAID = 8
+_MOST_NAMESPACES = 4096
+_MOST_REFUSALS_LOGGED = 8
 _BACKLOG = 4096
 # How many connections are accepted in one iteration of the loop, so that many of them do not delay a barrier.
 _ACCEPTED_AT_ONCE = 64
 # Open files that a process needs besides the store's connections.
 _OTHER_DESCRIPTORS = 256
 _CONNECTIONS_PER_MEMBER = 3
-_RELAYS_ONLY = ("join", "depart")
 
 
 class StoreServer:
@@ -56,8 +59,7 @@ class StoreServer:
 
     ``callers``: the accepted addresses; None for all. With a secret in ``access`` they are ignored.
     ``members``: how many connect here at most; the process's limit of open files is raised for them.
-    ``say``: called with messages about refused connections, from the server's thread.
-    ``begins_rounds``: whether a member may begin a round that has not been opened.
+    ``begins_namespaces``: whether a member may begin a namespace that has not been opened.
     ``start`` raises ClusterError if the address cannot be bound, or the limit cannot be raised.
     """
 
@@ -68,28 +70,24 @@ class StoreServer:
         access: Access | None = None,
         callers: Callers | None = None,
         members: int = 0,
-        say: Callable[[str], None] = lambda _: None,
-        begins_rounds: bool = True,
+        begins_namespaces: bool = True,
     ) -> None:
         self.host = host
         self.port = port
         self.access = access or Access()
-        self.rounds: dict[str, Round] = {}
+        self.namespaces: dict[str, StoreNamespace] = {}
         self._callers = callers if self.access.secret is None else None
         self._members = members
-        self._say = say
-        self._begins_rounds = begins_rounds
+        self._begins_namespaces = begins_namespaces
         self._strangers: Strangers[Session] = Strangers(_MOST_STRANGERS, lambda stranger: stranger.abort())
         self._known: set[Session] = set()
         self._refused: set[str] = set()
-        self._opening: dict[str, asyncio.Future[None]] = {}
+        self._opening: set[str] = set()
         self._names = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
         self._printed: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, name="fleet_train store", daemon=True)
-        self._is_bound = threading.Event()
-        self._bind_error: OSError | None = None
-        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = asyncio.Event()
 
     # from any thread
 
@@ -99,58 +97,62 @@ class StoreServer:
 
     def start(self) -> StoreServer:
         raise_descriptor_limit(self._members * _CONNECTIONS_PER_MEMBER + _OTHER_DESCRIPTORS)
-        self._thread.start()
-        self._is_bound.wait()
-        if self._bind_error is not None:
-            why = self._bind_error.strerror or str(self._bind_error)
+        try:
+            listener = self._bind()
+        except OSError as error:
             raise ClusterError(
-                f"the rendezvous store cannot listen on {self.endpoint}: {why}; "
+                f"the rendezvous store cannot listen on {self.endpoint}: {error.strerror or error}; "
                 "free that port or choose another --started_port"
-            )
+            ) from None
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="fleet_train store", daemon=True)
+        self._thread.start()
         return self
 
     def stop(self) -> None:
         """Close the port and every connection; returns when the thread has ended."""
-        if self._thread.is_alive() and self._stopping is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=timeouts.STORE_REQUEST_SECONDS)
 
-    def connected_members(self, group: str = "rank", scope: str = "") -> set[int]:
-        """The members of ``group`` that are connected now to a round whose root is here (a racy reading)."""
-        scoped = self.rounds.get(scope)
-        return scoped.present(group) if isinstance(scoped, Root) else set()
+    def connected_members(self, group: str = "rank", namespace: str = "") -> set[int]:
+        """The members of ``group`` that are connected now to a namespace whose root is here (a racy reading)."""
+        root = self.namespaces.get(namespace)
+        return root.present(group) if isinstance(root, Root) else set()
 
     def has_members(self) -> bool:
         """Whether any member is connected (a racy reading)."""
-        roots = [round_ for round_ in self.rounds.copy().values() if isinstance(round_, Root)]
+        roots = [each for each in self.namespaces.copy().values() if isinstance(each, Root)]
         return any(root.has_members for root in roots) or any(each.stands_for_members for each in self._known.copy())
 
     def publish(self, name: str, key: str, value: Json) -> None:
-        """Set a value in the round ``name``, as a member's ``set`` does, without a connection."""
-        self._do(lambda: self.root(name).put(key, json.dumps(value).encode()))
+        """Set a value in the namespace ``name``, as a member's ``set`` does, without a connection."""
+        self._do(lambda: self.root(name).put(key, to_json(value)))
 
     def open_root(self, name: str) -> None:
-        """Let relays of other nodes connect to the round ``name``, whose root is here."""
+        """Let relays of other nodes connect to the namespace ``name``, whose root is here."""
         self._do(lambda: self.root(name))
 
     def open_relay(self, parent: Parent, timeout_seconds: float) -> None:
-        """Relay a round to ``parent``. Raises ClusterError if the parent does not accept this relay in that time."""
+        """Relay a namespace to ``parent``. Raises ClusterError if it does not accept this relay in that time."""
+        sock = parent.dial(timeout_seconds)
+
+        async def attach() -> None:
+            relay = Relay(self.clock, parent)
+            await self._loop.create_connection(lambda: relay.link, sock=sock)
+            self.namespaces[parent.namespace] = relay
+
         try:
-            self._do(lambda: self.relay(parent, timeout_seconds), timeout_seconds)
-        except Refused as refusal:
-            raise ClusterError(str(refusal)) from None
+            self._do(attach)
+        except BaseException:
+            sock.close()
+            raise
 
-    def close_round(self, name: str) -> None:
-        """Stop relaying a round and those within it; a round whose root is here stays readable."""
-        self._do(lambda: self._close_round(name))
+    def close_namespace(self, name: str) -> None:
+        """Stop relaying a namespace and those within it; one whose root is here stays readable."""
+        self._do(lambda: self._close_namespace(name))
 
-    def _close_round(self, name: str) -> None:
-        for inner, round_ in list(self.rounds.items()):
-            if inner.partition(".")[0] == name and isinstance(round_, Relay):
-                round_.close()
-                del self.rounds[inner]
-
-    def _do(self, work: Callable[[], object], timeout_seconds: float = 0.0) -> None:
+    def _do(self, work: Callable[[], object]) -> None:
         """In the server's thread; waits for it, also for a coroutine."""
 
         async def done() -> None:
@@ -158,50 +160,49 @@ class StoreServer:
             if asyncio.iscoroutine(answer):
                 await answer
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeout_seconds + timeouts.STORE_REQUEST_SECONDS)
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeouts.STORE_REQUEST_SECONDS)
 
     # the thread
 
-    def _run(self) -> None:
-        loop = asyncio.SelectorEventLoop()
+    def _run(self, listener: socket.socket) -> None:
         try:
-            loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serve(listener))
         finally:
-            self._is_bound.set()
-            loop.close()
+            self._loop.close()
 
-    async def _serve(self) -> None:
-        self._stopping = asyncio.Event()
-        try:
-            server = await self.listen()
-        except OSError as error:
-            self._bind_error = error
-            return
-        self._is_bound.set()
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await self._accept(listener)
         await self._stopping.wait()
         server.close()
         self._close_all()
         await asyncio.sleep(0)  # connections send their last message in the loop's next iteration
 
     def _close_all(self) -> None:
-        for name in list(self.rounds):
-            self._close_round(name)
+        for name in list(self.namespaces):
+            self._close_namespace(name)
         for session in [*self._strangers, *self._known]:
             session.abort()
 
     async def listen(self) -> asyncio.Server:
         """Accept connections on the running loop. Raises OSError if the address cannot be bound."""
-        self._begin()
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        return await self._accept(self._bind())
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((self.host, self.port))
-            server = await self._loop.create_server(lambda: Session(self), sock=sock, backlog=_ACCEPTED_AT_ONCE)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+            listener.listen(_BACKLOG)
         except BaseException:
-            sock.close()
+            listener.close()
             raise
-        sock.listen(_BACKLOG)
-        self.port = sock.getsockname()[1]
+        self.port = listener.getsockname()[1]
+        return listener
+
+    async def _accept(self, listener: socket.socket) -> asyncio.Server:
+        self._begin()
+        server = await self._loop.create_server(lambda: Session(self), sock=listener, backlog=_ACCEPTED_AT_ONCE)
+        listener.listen(_BACKLOG)
         return server
 
     def _begin(self) -> None:
@@ -218,8 +219,8 @@ class StoreServer:
         now = self.clock()
         for session in [*self._strangers, *self._known]:
             session.tick(now)
-        for round_ in list(self.rounds.values()):
-            round_.tick(now)
+        for namespace in list(self.namespaces.values()):
+            namespace.tick(now)
 
     def _no_traceback(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Asyncio's handler prints a traceback per refused connection when descriptors run out. Errors of a connection
@@ -244,9 +245,9 @@ class StoreServer:
         if self._callers is None or self._callers.hears(address):
             self._strangers.add(session)
             return True
-        if not self.may_admit_later and address not in self._refused and len(self._refused) < _MOST_REFUSALS_SAID:
+        if not self.may_admit_later and address not in self._refused and len(self._refused) < _MOST_REFUSALS_LOGGED:
             self._refused.add(address)
-            self._say(f"refused a connection from {address}, which is not in the node list")
+            logger.warning(f"refused a connection from {address}, which is not in the node list")
         return False
 
     @property
@@ -262,47 +263,52 @@ class StoreServer:
         self._strangers.remove(session)
         self._known.discard(session)
 
-    # rounds
+    # namespaces
 
-    def find_round(self, name: str, *, is_relay: bool, then: Callable[[Round | None], None]) -> None:
-        """Call ``then`` with the round of that name; None if it is not open.
+    def find(self, name: str, *, is_relay: bool) -> StoreNamespace | None:
+        """The namespace of that name; None if it is not open, now or at all.
 
-        Members may begin a round if the server is not a relay, others wait until it is opened. A round within another
-        (``0.selftest`` in ``0``) has its tree, and is opened on the first request for it.
+        Members may begin a namespace if the server is not a relay, others wait until it is opened. A namespace within
+        another (``0.selftest`` in ``0``) has its tree, and is opened on the first request for it.
         """
-        outer = self.rounds.get(name.partition(".")[0])
-        if name in self.rounds:
-            then(self.rounds[name])
-        elif isinstance(outer, Relay):
+        if name in self.namespaces:
+            return self.namespaces[name]
+        outer = self.namespaces.get(name.partition(".")[0])
+        if isinstance(outer, Relay):
             if name not in self._opening:
-                parent = replace(outer.parent, round_name=name)
-                self._opening[name] = asyncio.ensure_future(self.relay(parent, timeouts.STORE_INNER_ROUND_SECONDS))
-                self._opening[name].add_done_callback(lambda _: self._opening.pop(name, None))
-            self._opening[name].add_done_callback(
-                lambda done: then(None if done.cancelled() or done.exception() else self.rounds[name])
-            )
-        elif (outer is None and (is_relay or not self._begins_rounds)) or len(self.rounds) >= _MOST_ROUNDS:
-            then(None)
-        else:
-            then(self.root(name))
+                self._opening.add(name)
+                parent = replace(outer.parent, namespace=name)
+                threading.Thread(target=self._open_inner, args=(parent,), name="fleet_train relay", daemon=True).start()
+            return None
+        if (outer is None and (is_relay or not self._begins_namespaces)) or len(self.namespaces) >= _MOST_NAMESPACES:
+            return None
+        return self.root(name)
+
+    def _open_inner(self, parent: Parent) -> None:
+        """In a thread of its own. Whoever asks meanwhile is refused for now, and asks again."""
+        try:
+            with suppress(ClusterError, OSError, RuntimeError, TimeoutError):
+                self.open_relay(parent, timeouts.STORE_INNER_NAMESPACE_SECONDS)
+        finally:
+            self._opening.discard(parent.namespace)
 
     def root(self, name: str) -> Root:
-        """A round whose root is here. What members have begun is kept."""
-        round_ = self.rounds.setdefault(name, Root(self.clock))
-        assert isinstance(round_, Root)
-        return round_
+        """A namespace whose root is here. What members have begun is kept."""
+        root = self.namespaces.setdefault(name, Root(self.clock))
+        assert isinstance(root, Root)
+        return root
 
-    async def relay(self, parent: Parent, timeout_seconds: float) -> None:
-        """A round whose root is elsewhere. Raises Refused if the parent does not accept this relay."""
-        relay = Relay(self.clock, parent)
-        await relay.connect(timeout_seconds)
-        self.rounds[parent.round_name] = relay
+    def _close_namespace(self, name: str) -> None:
+        for inner, namespace in list(self.namespaces.items()):
+            if inner.partition(".")[0] == name and isinstance(namespace, Relay):
+                namespace.link.close()
+                del self.namespaces[inner]
 
     def lose(self, machine: str, how: str) -> None:
-        """The machine is silent: its members count as lost in every round."""
-        for round_ in list(self.rounds.values()):
-            if isinstance(round_, Root):
-                round_.depart(machine, how)
+        """The machine is silent: its members count as lost in every namespace."""
+        for namespace in list(self.namespaces.values()):
+            if isinstance(namespace, Root):
+                namespace.depart(machine, how)
 
 
 class Session(Connection):
@@ -312,11 +318,10 @@ class Session(Connection):
         super().__init__(server.clock, STRANGERS_BYTES)
         self._server = server
         self._challenge = challenge(server.access)
-        self._proof = ""
         self._name = server.new_name()
         """Distinguishes this connection from all others of the job: its members are present by way of it."""
         self._began = server.clock()
-        self._round: Round | None = None
+        self._namespace: StoreNamespace | None = None
         self._group: str | None = None
         """None before its hello."""
         self._member = -1
@@ -330,7 +335,7 @@ class Session(Connection):
     @property
     def stands_for_members(self) -> bool:
         """Of a relay's members only the root knows who is left: see ``Root.has_members``."""
-        return self._is_watched or (self._is_relay and self._round is not None and not isinstance(self._round, Root))
+        return self._is_watched or (self._is_relay and isinstance(self._namespace, Relay))
 
     # the connection
 
@@ -353,21 +358,21 @@ class Session(Connection):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._server.forget(self)
-        if self._round is not None:
-            self._round.forget(self)
+        if self._namespace is not None:
+            self._namespace.forget(self)
             self._depart(self._how_lost)
 
     def _depart(self, how: str) -> None:
-        if self._round is not None and (self._is_watched or self._is_relay):
+        if self._namespace is not None and (self._is_watched or self._is_relay):
             self._is_watched = False
-            self._round.depart(self._name, how)
+            self._namespace.depart(self._name, how)
 
     def tick(self, now: float) -> None:
         """Close it if it does not greet in time. Treat it as lost, and all members on the same machine, once it is
         silent for too long."""
         if not self.is_open:
             return
-        if self._round is None:
+        if self._namespace is None:
             if now - self._began >= timeouts.STRANGERS_SECONDS:
                 self.close()
         elif self._silence is not None and now - self.heard_at > self._silence:
@@ -378,36 +383,25 @@ class Session(Connection):
                 self._server.lose(self._machine, how)
             self.abort()
 
-    def hear(self, head: bytes, body: Body) -> None:
-        header = parse(head)
-        if self._round is None:
-            self._greet(header)
-            return
-        fields = Fields(header)
-        word = fields.text("do", most=20)
-        if word in KINDS:
-            self._arrive(self._round, fields, body)
-        elif word == "beat":
-            self.send(encode({"beat": True}))
-        elif word == "leave":
-            self._depart("left")
-            self.send(encode({}))
-        elif word in _RELAYS_ONLY and not self._is_relay:
-            raise ProtocolError("only a relay may ask for that")
-        else:
-            self._ask(self._round, fields, body)
-
     # who it is
 
-    def _greet(self, header: Header) -> None:
+    def _greet(self, hello: Fields) -> None:
         try:
             if self._group is not None:
                 raise ProtocolError("a second hello")
-            self._proof = accept(self._server.access, self._challenge, header)
+            proof = accept(self._server.access, self._challenge, hello)
+            self._identify(hello)
+            namespace = self._server.find(hello.text("namespace", most=MOST_NAME), is_relay=self._is_relay)
+            if namespace is None:
+                raise Refused("it is not open", kind="closed")
         except Refused as refusal:
             self._refuse(refusal.kind)
+            return
+        if self._is_watched:
+            request = {"do": "join", "group": self._group, "member": self._member, "via": [self._machine, self._name]}
+            namespace.ask(request, b"", lambda answer, _: self._welcome(namespace, answer, proof))
         else:
-            self._take(Fields(header))
+            self._welcome(namespace, {}, proof)
 
     def _refuse(self, kind: str) -> None:
         more: Header = {}
@@ -418,9 +412,9 @@ class Session(Connection):
         self.send(encode({"error": kind, **more}))
         self.close()
 
-    def _take(self, hello: Fields) -> None:
+    def _identify(self, hello: Fields) -> None:
         self._group = hello.text("group", most=MOST_NAME)
-        self._member = hello.integer("member", 0, members.MOST_MEMBERS - 1)
+        self._member = hello.integer("member", 0, MOST_MEMBERS - 1)
         self._is_relay = hello.text("role", "member", most=20) == "relay"
         self._machine = hello.text("machine", "", most=MOST_NAME)
         self._is_watched = hello.flag("watched") and not self._is_relay
@@ -430,53 +424,42 @@ class Session(Connection):
             self._machine = f"{self._machine} at {self._address}" if self._machine else self._name
         if self._is_relay or self._is_watched:
             self._silence = hello.optional_seconds("silence")
-        self._server.find_round(hello.text("round", most=MOST_NAME), is_relay=self._is_relay, then=self._join)
 
-    def _join(self, round_: Round | None) -> None:
-        if round_ is None:
-            self._refuse("closed")
-        elif self._is_watched:
-            request = {"do": "join", "group": self._group, "member": self._member, "via": [self._machine, self._name]}
-            round_.ask(request, b"", lambda header, _: self._welcome(round_, header))
-        else:
-            self._welcome(round_, {})
-
-    def _welcome(self, round_: Round, answer: Header) -> None:
+    def _welcome(self, namespace: StoreNamespace, answer: Header, proof: str) -> None:
         if not self.is_open:
             if self._is_watched and "error" not in answer:
-                round_.depart(self._name, self._how_lost)
+                namespace.depart(self._name, self._how_lost)
         elif "error" in answer:
             self.send(encode(answer))
             self.close()
         else:
             self._server.know(self)
-            self._round = round_
+            self._namespace = namespace
             self.decoder.most_bytes = MOST_BODY_BYTES
-            self.send(encode({"welcome": True, "proof": self._proof}))
+            self.send(encode({"welcome": True, "proof": proof}))
 
     # what it asks
 
-    def _arrive(self, round_: Round, fields: Fields, body: Body) -> None:
-        count = fields.integer("count", 1, members.MOST_MEMBERS)
-        key = Key(self._group or "", fields.header["do"], fields.text("name", most=MOST_NAME))
-        if self._is_relay:
-            key = key._replace(group=fields.text("group", most=MOST_NAME))
-            mask = members.from_ranges(fields.header.get("members"), count)
-            calls = read_calls(fields.header.get("calls"), count)
-            if not mask:
-                raise ProtocolError("a part without members")
+    def hear(self, head: bytes, body: Body) -> None:
+        fields = parse(head)
+        if self._namespace is None:
+            self._greet(fields)
+            return
+        word = fields.text("do", most=20)
+        if word in KINDS:
+            own = None if self._is_relay else (self._group or "", self._member)
+            self._namespace.arrive(Arrival.read(fields, body, self, own))
+        elif word == "beat":
+            self.send(encode({"beat": True}))
+        elif word == "leave":
+            self._depart("left")
+            self.send(encode({}))
+        elif self._is_relay:  # it numbers its requests; the answers have the same numbers
+            number = {"id": fields.integer("id", 0, 1 << 60)}
+            if word == "join":
+                fields["via"] = [*via_of(fields), self._name]
+            self._namespace.ask(fields, body, lambda answer, body: self.send(encode(answer | number, body)))
+        elif word in ("join", "depart"):
+            raise ProtocolError("only a relay may ask for that")
         else:
-            if self._member >= count:
-                raise ProtocolError("a member sends data of another")
-            mask = members.one(self._member)
-            calls = {fields.text("call", ""): mask}
-        timeout = fields.number("timeout", 1e7)
-        again = self._is_relay and fields.flag("again")
-        round_.arrive(Arrival(key, self, mask, count, timeout, calls, fields, body, self._is_relay, again))
-
-    def _ask(self, round_: Round, fields: Fields, body: Body) -> None:
-        """A relay numbers its requests; the answers have the same numbers."""
-        more = {"id": fields.integer("id", 0, 1 << 60)} if self._is_relay else {}
-        if self._is_relay and fields.header["do"] == "join":
-            fields.header["via"] = [*via_of(fields.header), self._name]
-        round_.ask(fields.header, body, lambda header, body: self.send(encode(header | more, body)))
+            self._namespace.ask(fields, body, lambda answer, body: self.send(encode(answer, body)))

@@ -85,7 +85,7 @@ def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, 
     for host in HOSTS:
         for nonce, proof in (("\ud800", "00"), ("n", "\ud800")):
             with socket.create_connection((host, bench.first_port + 1), timeout=10) as stranger:
-                hello = {"do": "hello", "job": "mine", "nonce": nonce, "round": "0", "group": "node", "member": 0}
+                hello = {"do": "hello", "job": "mine", "nonce": nonce, "namespace": "0", "group": "node", "member": 0}
                 stranger.sendall(encode(hello | {"proof": proof}))
                 with contextlib.suppress(ConnectionResetError):
                     while stranger.recv(4096):

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from fleet_train.cluster import Cluster, correction
-from fleet_train.cluster.correction import correct, read_before_import, warning_of
+from fleet_train.cluster import Cluster, at_import
+from fleet_train.cluster.at_import import correct, read_before_import, warning_of
 from fleet_train.cluster.environment import rank_variables
 
 RECIPE = (
@@ -85,7 +85,7 @@ def test_without_a_correction_nothing_is_logged() -> None:
 def uncorrected(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """This process as if nothing had been corrected yet; what is corrected is put there."""
     before: dict[str, str | None] = {}
-    monkeypatch.setattr(correction, "_launched", before)
+    monkeypatch.setattr(at_import, "_launched", before)
     for name in rank_variables(Cluster.single()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("FLEET_TRAIN_STORE", raising=False)
@@ -95,19 +95,19 @@ def uncorrected(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 def test_a_process_is_corrected_once_and_its_launchers_values_are_kept(
     uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(correction, "parent_command", lambda: RECIPE)
+    monkeypatch.setattr(at_import, "parent_command", lambda: RECIPE)
     legacy = {name: value for name, value in LEGACY.items() if name != "PADDLE_CURRENT_ENDPOINT"}
     for name, value in legacy.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "")
     monkeypatch.delenv("PADDLE_CURRENT_ENDPOINT")
     for _ in range(2):
-        correction.correct_this_process()
+        at_import.correct_this_process()
         assert os.environ["PADDLE_TRAINER_ID"] == "3"
         assert os.environ["PADDLE_CURRENT_ENDPOINT"] == "10.0.0.2:6171"
     assert uncorrected["PADDLE_TRAINER_ID"] == "1"
     assert uncorrected["PADDLE_CURRENT_ENDPOINT"] is None
-    launched = correction.launch_environment()
+    launched = at_import.launch_environment()
     assert {name: launched[name] for name in legacy} == legacy
     assert "PADDLE_CURRENT_ENDPOINT" not in launched
     assert warning_of(None).startswith("the stock launcher set PADDLE_TRAINER_ID")
@@ -116,10 +116,10 @@ def test_a_process_is_corrected_once_and_its_launchers_values_are_kept(
 def test_without_a_correction_the_launchers_values_are_the_environment(
     uncorrected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(correction, "parent_command", lambda: ["bash"])
-    correction.correct_this_process()
+    monkeypatch.setattr(at_import, "parent_command", lambda: ["bash"])
+    at_import.correct_this_process()
     assert uncorrected == {}
-    assert correction.launch_environment() == dict(os.environ)
+    assert at_import.launch_environment() == dict(os.environ)
     assert warning_of("RANK = os.environ['PADDLE_TRAINER_ID']") == ""
 
 

@@ -167,9 +167,7 @@ def test_strangers_cause_a_lookup_of_names_at_most_every_two_seconds(monkeypatch
     looks: list[float] = []
     monkeypatch.setattr(callers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(callers_module, "addresses_of", lambda _: frozenset())
-    monkeypatch.setattr(
-        callers_module.Callers, "_look", lambda self: looks.append(now[0]) or self._is_looking.release()
-    )
+    monkeypatch.setattr(callers_module.Callers, "_resolve", lambda _: looks.append(now[0]))
     named, fixed = Callers(["pod-0.set"]), Callers(["10.0.0.9"])
     for now[0] in (100.0, 101.9, 102.1, 103.0, 104.0, 104.2):
         assert not named.hears("10.0.0.6")
@@ -195,5 +193,5 @@ def test_each_rank_tells_its_address_its_node_and_how_it_sees_rank_0(
     monkeypatch.setattr(partial.StoreClient, "connect", lambda *_, **__: client)
     monkeypatch.setattr(partial.network, "address_towards", lambda _: "10.0.0.7")
     started = partial.PartialCluster(Started("an engine", 1, 3, node=2))
-    partial._tell(started, MeetingPoint(master, 6170), 5.0)
+    partial._exchange(started, MeetingPoint(master, 6170), 5.0)
     assert brought == [("addresses", ["10.0.0.7", 2, seen], 3)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from fleet_train.cluster.cluster import below, parent_of
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.members import below, parent_of
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
@@ -220,7 +220,7 @@ def test_the_same_member_twice_is_refused(tree: Tree) -> None:
         tree.connect(9)
 
 
-def test_a_round_within_a_round_has_its_tree(tree: Tree) -> None:
+def test_a_namespace_within_a_namespace_has_its_tree(tree: Tree) -> None:
     def meet(member: int) -> Any:
         endpoint = f"{tree.servers[member // EACH].endpoint}/0.selftest"
         client = StoreClient.connect(endpoint, member, group="supervisor", timeout_seconds=10)

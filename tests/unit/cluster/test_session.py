@@ -8,16 +8,16 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
 from typing import Any
 
 import pytest
 
-from fleet_train.cluster.store.access import Access, Callers, Refused
+from fleet_train.cluster.store.access import Access, Callers
+from fleet_train.cluster.store.namespace import Reply
 from fleet_train.cluster.store.relay import Parent, Relay
-from fleet_train.cluster.store.rounds import Round
 from fleet_train.cluster.store.server import Session, StoreServer
-from fleet_train.cluster.store.wire import encode, raise_descriptor_limit
+from fleet_train.cluster.store.wire import encode, pack_times, raise_descriptor_limit
 from fleet_train.errors import ClusterError
 from tests.support.connections import Transport
 from tests.support.processes import ROOT, clean_environ
@@ -31,7 +31,7 @@ def hall_here(**options: Any) -> StoreServer:
     """A server on this loop, without a port."""
     state = StoreServer("10.0.0.1", 0, **options)
     state._begin()
-    if options.get("begins_rounds", True):
+    if options.get("begins_namespaces", True):
         state.root("0")
     return state
 
@@ -55,7 +55,7 @@ class Caller:
         return self.transport.sent.headers
 
     def hello(self, **fields: Any) -> list[dict[str, Any]]:
-        told = {"do": "hello", "job": "", "nonce": "n", "round": "0", "group": "rank", "member": 0, "watched": True}
+        told = {"do": "hello", "job": "", "nonce": "n", "namespace": "0", "group": "rank", "member": 0, "watched": True}
         return self.say(told | fields)
 
     def lose(self) -> None:
@@ -76,21 +76,21 @@ def relay(state: StoreServer, number: int = 1, **fields: Any) -> Caller:
     return member(state, number, role="relay", group="relay", machine=f"node {number}", **fields)
 
 
-def keep_waiting(state: StoreServer) -> list[Callable[[Round | None], None]]:
-    """Who asks for a round gets it when the test says so."""
-    waiting: list[Callable[[Round | None], None]] = []
+class Waiting(Relay):
+    """A relay whose parent answers nothing; ``asked``: what waits for it."""
 
-    def find_round(_: str, *, is_relay: bool, then: Callable[[Round | None], None]) -> None:
-        assert not is_relay
-        waiting.append(then)
+    def __init__(self, state: StoreServer) -> None:
+        super().__init__(state.clock, Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access()))
+        self.asked: list[tuple[dict[str, Any], Reply]] = []
+        state.namespaces["0"] = self
 
-    state.find_round = find_round  # type: ignore[method-assign]
-    return waiting
+    def ask(self, request: dict[str, Any], body: bytes, reply: Reply) -> None:  # noqa: ARG002
+        self.asked.append((request, reply))
 
 
 def gone(state: StoreServer, group: str = "rank") -> Any:
     answers: list[bytes] = []
-    state.rounds["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
+    state.namespaces["0"].ask({"do": "gone", "group": group}, b"", lambda _, body: answers.append(bytes(body)))
     return json.loads(answers[0])
 
 
@@ -125,11 +125,9 @@ async def test_a_connection_is_watched_by_the_kernel() -> None:
 
 @in_virtual_time
 async def test_an_address_that_is_not_heard_is_told_and_closed() -> None:
-    said: list[str] = []
-    stranger = Caller(hall_here(callers=Callers(["10.0.0.1"]), say=said.append))
+    stranger = Caller(hall_here(callers=Callers(["10.0.0.1"])))
     assert stranger.transport.sent.headers == [{"error": "address", "address": "10.0.0.9", "later": False}]
     assert stranger.transport.ends == ["closed"]
-    assert said == ["refused a connection from 10.0.0.9, which is not in the node list"]
     heard = Caller(hall_here(callers=Callers(["10.0.0.1"])), "10.0.0.1")
     assert heard.hello() == [WELCOME]
 
@@ -142,12 +140,12 @@ async def test_an_address_that_may_be_heard_later_is_told_so() -> None:
 
 
 @in_virtual_time
-async def test_a_round_that_is_not_open_is_refused() -> None:
-    state = hall_here(begins_rounds=False)
+async def test_a_namespace_that_is_not_open_is_refused() -> None:
+    state = hall_here(begins_namespaces=False)
     caller = Caller(state)
     assert caller.hello() == [{"error": "closed"}]
     assert caller.is_ended
-    assert not state.rounds
+    assert not state.namespaces
 
 
 @in_virtual_time
@@ -183,7 +181,7 @@ async def test_large_frames_are_for_those_who_are_known() -> None:
 async def test_two_hellos_are_one_too_many() -> None:
     """The second comes while the first waits for its relay's parent, in the same packet."""
     state = hall_here()
-    keep_waiting(state)
+    Waiting(state)
     caller = Caller(state)
     assert caller.hello() == []
     assert not caller.is_ended
@@ -194,13 +192,13 @@ async def test_two_hellos_are_one_too_many() -> None:
 @in_virtual_time
 async def test_who_has_gone_before_it_was_taken_is_gone() -> None:
     state = hall_here()
-    waiting = keep_waiting(state)
+    waiting = Waiting(state)
     caller = Caller(state)
     caller.hello(member=2)
+    (_, reply) = waiting.asked.pop()
     caller.session.close()
-    waiting[0](state.rounds["0"])
-    assert state.connected_members("rank", "0") == set()
-    assert gone(state) == [[[[2, 2]], "its connection broke"]]
+    reply({}, b"")
+    assert [(request["do"], request["how"]) for request, _ in waiting.asked] == [("depart", "its connection broke")]
 
 
 # who is lost
@@ -278,7 +276,7 @@ async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
     one = member(state, 0, watched=False)
     assert one.say(barrier(2)) == []
     one.lose()
-    assert not state.rounds["0"].pending
+    assert not state.namespaces["0"].pending
 
 
 # what is said
@@ -288,9 +286,9 @@ async def test_a_lost_waiter_leaves_its_barrier_to_the_others() -> None:
 async def test_members_meet_and_their_times_are_kept() -> None:
     state = hall_here()
     one, two = member(state, 0), member(state, 1)
-    assert one.say(barrier(2, times=[1, 10, 5], call="fleet.save")) == []
+    assert one.say(barrier(2, calls=[["fleet.save", [[0, 0]]]]), pack_times(0, [1, 10, 5])) == []
     answer = {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
-    assert two.say(barrier(2, times=[2, 20, 6])) == [answer]
+    assert two.say(barrier(2), pack_times(1, [2, 20, 6])) == [answer]
     assert one.transport.sent.headers == [answer]
     one.say({"do": "times", "group": "rank", "number": 1})
     assert json.loads(one.transport.sent.frames[0][1]) == [[0, [1.0, 10.0, 5.0]], [1, [2.0, 20.0, 6.0]]]
@@ -304,8 +302,10 @@ async def test_members_meet_and_their_times_are_kept() -> None:
         barrier(1 << 18),
         barrier(3, name="n" * 501),
         barrier(3, timeout=2e7),
-        barrier(3, call=7),
-        barrier(3, times=[1, 2]),
+        barrier(3, calls=[[7, [[2, 2]]]]),
+        barrier(3, members=[[1, 1]]),
+        barrier(3, group="rank"),
+        barrier(3, calls=[["a", [[1, 1]]]]),
         {"do": "join", "group": "rank", "member": 5},
         {"do": "depart", "via": "m at 10.0.0.9", "how": "left"},
         {"do": "dance"},
@@ -340,7 +340,7 @@ async def test_nothing_is_heard_behind_what_breaks_the_rules() -> None:
     caller.say({"do": "set", "key": "b"}, b"1")
     assert member(state, 2).say({"do": "keys", "prefix": ""}) == [{}]
     answers: list[bytes] = []
-    state.rounds["0"].ask({"do": "keys", "prefix": ""}, b"", lambda _, body: answers.append(bytes(body)))
+    state.namespaces["0"].ask({"do": "keys", "prefix": ""}, b"", lambda _, body: answers.append(bytes(body)))
     assert answers == [b"[]"]
 
 
@@ -366,9 +366,9 @@ def part(members: object, calls: object = (), count: int = 4, **fields: Any) -> 
 async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> None:
     state = hall_here()
     caller = relay(state)
-    assert caller.say(part([[1, 2]], [["fleet.save", [[1, 1]]], ["", [[2, 2]]]])) == []
-    (waiting,) = state.rounds["0"].pending.values()
-    assert (waiting.arrived, waiting.calls) == (0b110, {"fleet.save": 0b010, "": 0b100})
+    assert caller.say(part([[1, 2]], [["fleet.save", [[1, 1]]]])) == []
+    (waiting,) = state.namespaces["0"].pending.values()
+    assert (waiting.arrived, waiting.calls) == (0b110, {"fleet.save": 0b010})
     assert caller.say(part([[1, 3]], again=True)) == []
     assert waiting.arrived == 0b1110
     member(state, 0).say(barrier(4))
@@ -377,7 +377,7 @@ async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> No
     ]
     # What it says again has crossed the answer on its way: no new round begins.
     assert caller.say(part([[1, 3]], again=True)) == []
-    assert not state.rounds["0"].pending
+    assert not state.namespaces["0"].pending
 
 
 @pytest.mark.parametrize(
@@ -388,6 +388,8 @@ async def test_a_relay_speaks_for_its_members_with_what_they_have_called() -> No
         part([[1, 1]], [["a"]]),
         part([[1, 1]], [[1, [[1, 1]]]]),
         part([[1, 1]], ["ab"]),
+        part([[1, 1]], [["", [[1, 1]]]]),
+        part([[1, 1]], [["a", [[2, 2]]]]),
         part([[1, 1]], [["a", [[4, 4]]]]),
         part([[1, 1]], [["a", [[1, 1]]]] * 65),
         part([[1, 1]]) | {"calls": {"a": [[1, 1]]}},
@@ -417,13 +419,13 @@ async def test_a_relay_may_tell_of_64_calls() -> None:
 async def test_a_relays_part_brings_its_members_times() -> None:
     state = hall_here()
     below = hall_here()
-    member(below, 1).say(barrier(2, times=[2, 20, 6]))
-    (waiting,) = below.rounds["0"].pending.values()
+    member(below, 1).say(barrier(2), pack_times(1, [2, 20, 6]))
+    (waiting,) = below.namespaces["0"].pending.values()
     caller = relay(state)
     for again in (False, True):
         caller.write(encode(part([[1, 1]], count=2, again=again), waiting.payload.part()[1]))
     one = member(state, 0)
-    one.say(barrier(2, times=[1, 10, 5]))
+    one.say(barrier(2), pack_times(0, [1, 10, 5]))
     for number, told in ((1, [[0, [1.0, 10.0, 5.0]], [1, [2.0, 20.0, 6.0]]]), (0, [])):
         one.say({"do": "times", "group": "rank", "number": number})
         assert json.loads(one.transport.sent.frames[0][1]) == told
@@ -485,94 +487,89 @@ async def test_of_too_many_strangers_the_oldest_is_closed() -> None:
     assert [stranger.aborted for stranger in (known, *strangers[:3])] == [1, 0, 1, 1]
 
 
-@in_virtual_time
-async def test_refused_addresses_are_told_once_each_and_not_all() -> None:
-    said: list[str] = []
-    state = hall_here(callers=Callers(["10.0.0.1"]), say=said.append)
-    for last in [*range(2, 12), 2, 3]:
-        assert not state.admit(Stranger(), f"10.0.0.{last}")
-    assert [line.split()[4] for line in said] == [f"10.0.0.{last}," for last in range(2, 10)]
-    for silent in (
-        hall_here(callers=Callers(["10.0.0.1"])),
-        hall_here(callers=Callers(["localhost"]), say=said.append),
-    ):
-        assert not silent.admit(Stranger(), "10.0.0.2")
-    assert len(said) == 8  # an address that may be heard a moment later is not told
-    assert hall_here(access=Access(secret=b"x" * 20), callers=Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
+def test_refused_addresses_are_logged_once_each_and_not_all(capsys: pytest.CaptureFixture[str]) -> None:
+    @in_virtual_time
+    async def body() -> None:
+        state = hall_here(callers=Callers(["10.0.0.1"]))
+        for last in [*range(2, 12), 2, 3]:
+            assert not state.admit(Stranger(), f"10.0.0.{last}")
+        # an address that may be heard a moment later is not named
+        assert not hall_here(callers=Callers(["localhost"])).admit(Stranger(), "10.0.0.2")
+        assert hall_here(access=Access(secret=b"x" * 20), callers=Callers(["10.0.0.1"])).admit(Stranger(), "10.0.0.2")
 
-
-def found_by(state: StoreServer, name: str, *, is_relay: bool = False) -> list[Round | None]:
-    """What somebody who asks for that round has been given so far."""
-    answers: list[Round | None] = []
-    state.find_round(name, is_relay=is_relay, then=answers.append)
-    return answers
+    body()
+    assert capsys.readouterr().err.splitlines() == [
+        f"fleet_train: refused a connection from 10.0.0.{last}, which is not in the node list" for last in range(2, 10)
+    ]
 
 
 @in_virtual_time
-async def test_who_may_begin_a_round() -> None:
+async def test_who_may_begin_a_namespace() -> None:
     state = hall_here()
-    assert found_by(state, "0") == [state.rounds["0"]]
-    assert found_by(state, "1", is_relay=True) == [None]
-    assert found_by(state, "0.selftest", is_relay=True) == [state.rounds["0.selftest"]]
-    assert found_by(state, "1") == [state.rounds["1"]]
-    assert found_by(state, "1", is_relay=True) == [state.rounds["1"]]
-    assert len({id(found) for found in state.rounds.values()}) == 3
-    closed = hall_here(begins_rounds=False)
-    assert found_by(closed, "0") == found_by(closed, "0.selftest") == [None]
+    assert state.find("0", is_relay=False) is state.namespaces["0"]
+    assert state.find("1", is_relay=True) is None
+    assert state.find("0.selftest", is_relay=True) is state.namespaces["0.selftest"]
+    assert state.find("1", is_relay=False) is state.namespaces["1"]
+    assert state.find("1", is_relay=True) is state.namespaces["1"]
+    assert len({id(namespace) for namespace in state.namespaces.values()}) == 3
+    closed = hall_here(begins_namespaces=False)
+    assert closed.find("0", is_relay=False) is closed.find("0.selftest", is_relay=False) is None
     closed.root("0")
-    assert found_by(closed, "0.selftest") == [closed.rounds["0.selftest"]]
-    assert closed.root("0") is closed.rounds["0"]
+    assert closed.find("0.selftest", is_relay=False) is closed.namespaces["0.selftest"]
+    assert closed.root("0") is closed.namespaces["0"]
 
 
 @in_virtual_time
-async def test_rounds_are_bounded() -> None:
+async def test_namespaces_are_bounded() -> None:
     state = hall_here()
     for number in range(4097):
-        state.find_round(str(number), is_relay=False, then=lambda _: None)
-    assert len(state.rounds) == 4096
-    assert found_by(state, "0.inner") == found_by(state, "4096") == [None]
+        state.find(str(number), is_relay=False)
+    assert len(state.namespaces) == 4096
+    assert state.find("0.inner", is_relay=False) is state.find("4096", is_relay=False) is None
 
 
 @in_virtual_time
-async def test_a_round_within_a_relays_round_is_opened_once_for_all_who_ask() -> None:
-    state = hall_here(begins_rounds=False)
-    parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access())
-    state.rounds["0"] = Relay(state.clock, parent)
+async def test_a_namespace_within_a_relays_is_opened_once_for_all_who_ask() -> None:
+    state = hall_here(begins_namespaces=False)
+    state.namespaces["0"] = Relay(state.clock, Parent("10.0.0.1", 6170, "0", 1, "node 1", 0b11, Access()))
+    may_open = threading.Event()
     opened: list[tuple[Parent, float]] = []
 
-    async def relay(parent: Parent, timeout_seconds: float) -> None:
+    def open_relay(parent: Parent, timeout_seconds: float) -> None:
         opened.append((parent, timeout_seconds))
-        await asyncio.sleep(1.0)
-        if parent.round_name == "0.closed":
-            raise Refused("not opened", kind="closed")
-        state.rounds[parent.round_name] = Relay(state.clock, parent)
+        may_open.wait(30)
+        if parent.namespace == "0.closed":
+            raise ClusterError("not opened")
+        state.namespaces[parent.namespace] = Relay(state.clock, parent)
 
-    state.relay = relay  # type: ignore[method-assign]
-    asked = [found_by(state, "0.selftest") for _ in range(2)]
-    refused = found_by(state, "0.closed")
-    await asyncio.sleep(0.5)
-    assert [*asked, refused] == [[], [], []]
-    await asyncio.sleep(1.0)
-    assert asked == [[state.rounds["0.selftest"]]] * 2
-    assert refused == [None]
-    assert [(one.round_name, one.number, seconds) for one, seconds in opened] == [
-        ("0.selftest", 1, 30.0),
-        ("0.closed", 1, 30.0),
-    ]
-    # A round that could not be opened may be tried again.
-    found_by(state, "0.closed")
-    await asyncio.sleep(2.0)
+    def open_all() -> None:
+        may_open.set()
+        for thread in [each for each in threading.enumerate() if each.name == "fleet_train relay"]:
+            thread.join(30)
+
+    state.open_relay = open_relay  # type: ignore[method-assign]
+    for name in ("0.selftest", "0.selftest", "0.closed"):
+        caller = Caller(state)
+        assert caller.hello(namespace=name) == [{"error": "closed"}]  # for now: it asks again
+        assert caller.is_ended
+    open_all()
+    assert state.find("0.selftest", is_relay=False) is state.namespaces["0.selftest"]
+    asked = sorted((parent.namespace, parent.number, seconds) for parent, seconds in opened)
+    assert asked == [("0.closed", 1, 30.0), ("0.selftest", 1, 30.0)]
+    # One that could not be opened may be tried again.
+    assert state.find("0.closed", is_relay=False) is None
+    open_all()
     assert len(opened) == 3
     state.root("1")
-    state._close_round("0")
-    state._close_round("1")
-    assert set(state.rounds) == {"1"}
+    state._close_namespace("0")
+    state._close_namespace("1")
+    assert set(state.namespaces) == {"1"}
 
 
 @in_virtual_time
-async def test_members_are_lost_in_every_round_and_seen_by_their_group() -> None:
+async def test_members_are_lost_in_every_namespace_and_seen_by_their_group() -> None:
     state = hall_here()
-    one, two = member(state, 0, machine="m"), member(state, 1, machine="m", round="1")
+    one, two = member(state, 0, machine="m"), member(state, 1, machine="m", namespace="1")
     member(state, 2, machine="other")
     assert (state.connected_members("rank", "0"), state.connected_members("rank", "1")) == ({0, 2}, {1})
     assert state.connected_members("supervisor", "0") == state.connected_members("rank", "2") == set()

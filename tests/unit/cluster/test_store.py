@@ -276,7 +276,7 @@ def test_members_that_wait_for_each_other_at_different_points_get_an_error(serve
     assert isinstance(results[0], ScheduleMismatch)
 
 
-def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
+def test_namespaces_share_a_port_and_nothing_else(server: StoreServer) -> None:
     first, second = connect(server, 0), StoreClient.connect(f"{server.endpoint}/1", 0, timeout_seconds=5)
     first.set("key", "of the first")
     first.fail({"message": "the first has failed"})
@@ -286,10 +286,10 @@ def test_scopes_share_a_port_and_nothing_else(server: StoreServer) -> None:
     assert second.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
     thread.join()
     assert results == [{0: "a", 1: "b"}]
-    assert server.connected_members(scope="1") >= {0}
+    assert server.connected_members(namespace="1") >= {0}
 
 
-def test_a_silent_member_is_lost_in_every_scope_and_may_return(server: StoreServer) -> None:
+def test_a_silent_member_is_lost_in_every_namespace_and_may_return(server: StoreServer) -> None:
     def participant() -> StoreClient:
         return connect(server, 1, machine="b", silence_seconds=0.3)
 

@@ -1,4 +1,4 @@
-"""The state of one barrier round, at its root and at a relay, on a virtual clock: no sockets, no waiting."""
+"""The state of one namespace, at its root and at a relay, on a virtual clock: no sockets, no waiting."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fleet_train.cluster.store import relay as relay_module
-from fleet_train.cluster.store import rounds
-from fleet_train.cluster.store.access import Access, challenge
-from fleet_train.cluster.store.payloads import Arrival, Key
-from fleet_train.cluster.store.relay import Parent, Relay
-from fleet_train.cluster.store.rounds import Root, Round
-from fleet_train.cluster.store.wire import Fields, ProtocolError, encode
+from fleet_train.cluster.store import namespace
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.namespace import Root, StoreNamespace
+from fleet_train.cluster.store.relay import Link, Parent, Relay
+from fleet_train.cluster.store.wire import (
+    Arrival,
+    Fields,
+    Key,
+    ProtocolError,
+    encode,
+    pack,
+    pack_times,
+)
 from tests.support.connections import Heard, Transport
 from tests.support.virtual_time import in_virtual_time
 
 BARRIER = ["rank", "barrier", "step 1"]
 
 
-R = TypeVar("R", bound=Round)
+R = TypeVar("R", bound=StoreNamespace)
 
 
 def ticking(found: R) -> R:
-    """A round whose server's clock ticks."""
+    """A namespace whose server's clock ticks."""
 
     def tick() -> None:
         loop.call_later(0.05, tick)
@@ -41,7 +47,7 @@ def root_here() -> Root:
 
 
 def arrive(
-    at: Round,
+    at: StoreNamespace,
     who: Heard,
     member: int,
     count: int,
@@ -54,13 +60,13 @@ def arrive(
     body: bytes = b"",
     told: list[float] | None = None,
 ) -> None:
-    fields = Fields({"slowest": 1.0} if told is None else {"slowest": 1.0, "times": told})
     mask = 1 << member
-    key = Key(group, kind, name)
-    at.arrive(Arrival(key, who, mask, count, timeout, {call: mask}, fields, body))
+    body = pack({body: mask}) if body else pack_times(member, told) if told else b""
+    calls = {call: mask} if call else {}
+    at.arrive(Arrival(Key(group, kind, name), who, mask, count, timeout, calls, Fields({"slowest": 1.0}), body))
 
 
-def ask(at: Round, header: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], Any]:
+def ask(at: StoreNamespace, header: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], Any]:
     """The answer to what needs no waiting: its header, and its body read."""
     answers: list[tuple[dict[str, Any], Any]] = []
     at.ask(header, body, lambda head, text: answers.append((head, json.loads(text) if text else None)))
@@ -195,7 +201,7 @@ async def test_a_value_that_is_refused_leaves_the_one_before() -> None:
 
 
 def test_keys_are_bounded_and_listed_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_MOST_KEYS", 3)
+    monkeypatch.setattr(namespace, "_MOST_KEYS", 3)
 
     @in_virtual_time
     async def body() -> None:
@@ -349,7 +355,7 @@ def relay_of(below: int = 0b111, silence: float = 4.0) -> tuple[Relay, Heard]:
     parent = Parent("10.0.0.1", 6170, "0", 1, "node 1", below, Access(), silence)
     relay = ticking(Relay(asyncio.get_running_loop().time, parent))
     link = Ticking()
-    relay._link = link  # type: ignore[assignment]
+    relay.link = link  # type: ignore[assignment]
     return relay, link
 
 
@@ -368,7 +374,7 @@ async def test_a_relay_speaks_once_for_all_below_it() -> None:
         assert link.frames == []
         arrive(relay, members[member], member, 6, timeout=timeout, call="" if member else "fleet.save")
     told = {"do": "barrier", "group": "rank", "name": "step 1", "count": 6, "timeout": 30.0}
-    told |= {"members": [[0, 2]], "calls": [["fleet.save", [[0, 0]]], ["", [[1, 2]]]], "again": False}
+    told |= {"members": [[0, 2]], "calls": [["fleet.save", [[0, 0]]]], "again": False}
     assert link.take() == [(told | {"slowest": 1.0, "stop": None}, b"")]
     answer(relay, {"number": 1, "slowest": 9.0, "to": BARRIER}, b"as it came")
     assert [heard.frames for heard in members] == [[({"number": 1, "slowest": 9.0, "to": BARRIER}, b"as it came")]] * 3
@@ -517,7 +523,7 @@ async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -
 
 
 def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet_train.cluster.store.payloads.MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr("fleet_train.cluster.store.wire.MOST_GATHERED_BYTES", 10)
 
     @in_virtual_time
     async def body() -> None:
@@ -534,28 +540,14 @@ def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyP
 # a relay's link
 
 
-def linked(silence: float = 4.0, *, is_welcome: bool = True) -> tuple[relay_module.Link, Transport, list[str]]:
-    """A link that its parent has taken, the connection, and why the parent counts as lost."""
+def linked(silence: float = 4.0) -> tuple[Link, Transport, list[str]]:
+    """A link that its parent has accepted, the connection, and why the parent counts as lost."""
     relay, _ = relay_of(silence=silence)
-    link, transport = relay_module.Link(relay), Transport()
-    relay._link = link
+    link, transport = Link(relay), Transport()
+    relay.link = link
     lost: list[str] = []
     relay.parent_lost = lost.append  # type: ignore[method-assign]
     link.connection_made(transport)
-    link.data_received(encode(challenge(Access())))
-    hello = transport.sent.take()[0][0]
-    assert {name: hello[name] for name in ("do", "role", "round", "group", "member", "machine", "silence")} == {
-        "do": "hello",
-        "role": "relay",
-        "round": "0",
-        "group": "relay",
-        "member": 1,
-        "machine": "node 1",
-        "silence": silence,
-    }
-    if is_welcome:
-        link.data_received(encode({"welcome": True}))
-        assert link.ready.done()
     return link, transport, lost
 
 
@@ -602,18 +594,8 @@ async def test_a_parent_that_ends_the_connection_is_lost() -> None:
 
 
 @in_virtual_time
-async def test_a_parent_that_does_not_take_the_link_is_no_loss() -> None:
-    link, _, lost = linked(is_welcome=False)
-    link.connection_lost(None)
-    with pytest.raises(OSError, match="the connection was closed"):
-        await link.ready
-    link, transport, lost_too = linked(is_welcome=False)
-    link.data_received(encode({"error": "closed"}))
-    with pytest.raises(relay_module.Refused, match="not opened this round yet"):
-        await link.ready
-    assert transport.is_closing()
-    link.connection_lost(None)
-    link, _, ours = linked()
+async def test_a_link_that_its_relay_closes_is_no_loss() -> None:
+    link, _, lost = linked()
     link.close()
     link.connection_lost(None)
-    assert lost == lost_too == ours == []
+    assert lost == []
