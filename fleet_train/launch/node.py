@@ -82,6 +82,11 @@ class Node:
         """The ranks that run on this node, in the order of their local index."""
         return range(self.index * self.processes, (self.index + 1) * self.processes)
 
+    def endpoint_of(self, rank: int) -> str:
+        """Its address and port; unlike the store's, nothing of ours listens there."""
+        index, local = divmod(rank, self.processes)
+        return f"{self.addresses[index]}:{self.started_port + local}"
+
     def among(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes only (positions in ``addresses``), which must contain it
         and the leader."""

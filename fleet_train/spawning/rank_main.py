@@ -69,16 +69,12 @@ class _Rank:
         shipping.write(self._answer, header, body)
 
     def _unpacked(self, body: bytes) -> Any:
-        from fleet_train.spawning import environment, shipping
+        from fleet_train.spawning import shipping
 
         sys.path[:] = self._header["path"]
         sys.argv[:] = self._header["argv"]
         shipping.take_sources(self._header["sources"])
-        environment.finding(self._train)
-        try:
-            return shipping.unship(body)
-        finally:
-            environment.finding("")
+        return shipping.unship_call(body, self._train)
 
     def _exited(self, end: SystemExit) -> int:
         from fleet_train.cluster.store.reports import exit_status, report_of_exit
@@ -95,7 +91,7 @@ class _Rank:
     def _failed(self, error: BaseException) -> int:
         from fleet_train.cluster.store.reports import reports_of
         from fleet_train.errors import FleetTrainError, Preempted
-        from fleet_train.spawning.environment import CalledWhileImported
+        from fleet_train.spawning.shipping import CalledWhileImported
 
         cause = _cause_reported(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
