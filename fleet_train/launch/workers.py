@@ -18,7 +18,15 @@ from fleet_train import timeouts
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
-from fleet_train.launch.processes import Guard, Process, Stopping, kill_descendants, request_name, stop
+from fleet_train.launch.processes import (
+    Guard,
+    Process,
+    Stopping,
+    adopt_orphans,
+    kill_descendants,
+    request_name,
+    stop,
+)
 from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
 
@@ -98,6 +106,8 @@ class Ranks(Generic[_Rank]):
 
     def start(self) -> None:
         """Start them all. Raises OSError if the kernel refuses that."""
+        if self._owns_descendants:
+            adopt_orphans()
         self._guard = Guard()
         for local in range(self.node.processes):
             rank = self._start_rank(local)

@@ -227,6 +227,30 @@ def test_ranks_and_their_children_end_with_a_killed_launcher(tmp_path: Path) -> 
     wait_for(lambda: is_gone(rank) and is_gone(child))
 
 
+_DAEMON = """
+import os, pathlib, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        path = pathlib.Path(sys.argv[1])
+        path.with_name("tmp").write_text(str(os.getpid()))
+        path.with_name("tmp").rename(path)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_rank_has_started_in_a_session_of_its_own_ends_when_the_ranks_are_stopped(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_DAEMON)
+    launcher = _LAUNCHER.replace(").start()\ntime.sleep(60)", ")\nranks.start()\nranks.started[0].wait()\nranks.stop()")
+    launcher = launcher.replace("Ranks(node", "ranks = Ranks(node")
+    subprocess.run(python("-c", launcher, str(tmp_path)), env=clean_environ(), check=True, timeout=60)
+    assert is_gone(int((tmp_path / "ready").read_text()))
+
+
 def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(
     tmp_path: Path, messages: list[str]
 ) -> None:
