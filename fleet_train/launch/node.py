@@ -12,7 +12,6 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from fleet_train import __version__, timeouts
@@ -20,6 +19,7 @@ from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, rank_variables
+from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -254,16 +254,6 @@ def look_around(environ: Mapping[str, str]) -> Machine:
             "paddle": f"{paddle_version} ({distribution})" if distribution else "not installed",
         },
     )
-
-
-def installed_paddle() -> tuple[str, str]:
-    """(distribution, version) of the installed Paddle; empty strings if there is none."""
-    for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
-        try:
-            return distribution, metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "", ""
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
