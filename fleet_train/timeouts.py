@@ -212,7 +212,7 @@ RESOLVE_NAMES_SECONDS = 1.0
 COMPARE_FOLDERS_SECONDS = 60.0
 """For all nodes to mark their log folders: a network file system may be slow."""
 TOOL_SECONDS = 30.0
-"""For a command of the system: git, nvidia-smi."""
+"""For a command of the system: git, nvidia-smi, which all ranks of a machine may ask at the same time."""
 SPAWN_EXIT_SECONDS = 20.0
 """A rank whose call has returned may wait for its threads, but not forever."""
 
@@ -276,8 +276,6 @@ SELFTEST_DELAY_SECONDS = 0.004
 """The longest random delay of a rank's step: several times what a small step takes."""
 SELFTEST_COMPUTE_ON_SECONDS = 120.0
 """How long a rank that skips collectives computes alone: far beyond the bound for the others' end."""
-SELFTEST_NVIDIA_SMI_SECONDS = 30.0
-"""For an answer of ``nvidia-smi``, which all ranks of a machine ask at the same time."""
 RECOMMEND_START_SECONDS = 60.0
 """Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
 RECOMMEND_MEASURE_SECONDS, RECOMMEND_CALIBRATE_SECONDS = 4.0, 10.0

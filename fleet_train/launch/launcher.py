@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -125,7 +125,7 @@ def _run_one(
             raise
         if rendezvous is not None:  # a relay that has not found its parent, for instance
             rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
-        return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_root_cause=True)
+        return attempt, _failure(str(error), error.exit_code)
     except StopRequested as stop:
         if rendezvous is not None:
             rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_root_cause=True, final=True)
@@ -220,7 +220,7 @@ class WorkerGroup:
         except ClusterError as error:
             message = f"{self.launch.node.describe()}: {error}"
             self.rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
-            return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
+            return _failure(message, error.exit_code, final=True)
         except StopRequested as request:
             return self._stopped(request.number, request.exit_code)
         finally:
@@ -260,8 +260,7 @@ class WorkerGroup:
             case Cause.STORE_LOST:
                 ends = self._end()
                 message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {self.launch.node.describe()}"
-                code = WorkerFailed.exit_code
-                return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, store_lost=True)
+                return _failure(message, WorkerFailed.exit_code, ends, store_lost=True)
 
     def _end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines."""
@@ -283,14 +282,7 @@ class WorkerGroup:
         if not apart or result.kind is not Kind.DONE:
             return result
         if self.launch.strict:
-            return replace(
-                result,
-                kind=Kind.FAILED,
-                exit_code=ConversionError.exit_code,
-                message=apart,
-                without_root_cause=True,
-                final=True,
-            )
+            return _failure(apart, ConversionError.exit_code, result.ends, final=True)
         if self.launch.node.index == 0:
             logger.warning(apart)
         return result
@@ -353,7 +345,7 @@ class WorkerGroup:
         code = int(report.get("exit_code", WorkerFailed.exit_code))
         self.rendezvous.fail(message, code, no_root_cause=True, final=final)
         message = f"{message}; {counted(len(ends), 'rank')} of {self.launch.node.describe()} ended with it"
-        return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, final=final)
+        return _failure(message, code, ends, final=final)
 
     def _over_all_nodes(self, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
         others, silent = self.rendezvous.results_of_others(timeouts.OTHER_RESULTS_SECONDS)
@@ -386,7 +378,16 @@ class WorkerGroup:
         message = (
             f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
         )
-        return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_root_cause=True)
+        return _failure(message, exit_code, ends, final=True)
+
+
+def _failure(
+    message: str, exit_code: int, ends: Sequence[WorkerResult] = (), *, final: bool = False, store_lost: bool = False
+) -> RunResult:
+    """One without a root cause in a rank: the message is complete."""
+    return RunResult(
+        Kind.FAILED, exit_code, message, tuple(ends), final=final, without_root_cause=True, store_lost=store_lost
+    )
 
 
 class Connections:

@@ -17,7 +17,7 @@ from pathlib import Path
 from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.advice import advice_for_rank, is_amd_processor, usable_processors
-from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
+from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, rank_variables
 from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import is_local
@@ -81,6 +81,10 @@ class Node:
     def ranks(self) -> range:
         """The ranks that run on this node, in the order of their local index."""
         return range(self.index * self.processes, (self.index + 1) * self.processes)
+
+    def cluster(self, rank: int) -> Cluster:
+        """The job, as one of its ranks sees it."""
+        return Cluster(assign(self.addresses, self.processes, self.started_port), rank)
 
     def endpoint_of(self, rank: int) -> str:
         """Its address and port; unlike the store's, nothing of ours listens there."""

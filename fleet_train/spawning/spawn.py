@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, Cluster, assign
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.launch.logs import log_name
 from fleet_train.launch.node import (
     LaunchEnvironment,
@@ -30,7 +30,7 @@ from fleet_train.launch.node import (
 from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.rendezvous import Rendezvous
-from fleet_train.launch.workers import GracefulStop, Monitor, Ranks
+from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Ranks
 from fleet_train.spawning import shipping
 from fleet_train.spawning.ranks import Output, SpawnedRank, end, interrupts_held, results, show
 from fleet_train.spawning.shipping import name_of, shown
@@ -90,9 +90,12 @@ def spawn(
         try:
             _start(ranks)
             stop = GracefulStop(ranks, rendezvous, Stopping(), math.inf)
-            Monitor(ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS).watch()
+            monitor = Monitor(ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS)
+            verdict = monitor.watch()
         finally:
             outcomes = end(ranks, output, rendezvous.start)
+        if verdict.cause is Cause.STORE_LOST:
+            raise WorkerFailed(verdict.message)
         returned = results(outcomes, rendezvous.reports(), node, "" if logs is None else str(logs))
     return [shipping.unship(result) for result in returned]
 
@@ -160,12 +163,9 @@ def environs(base: LaunchEnvironment, node: Node, access: Access, environ: Mappi
         SECRET: (access.secret or b"").decode(),
         "PYTHONUNBUFFERED": "1",
     }
-    ranks = assign(node.addresses, node.processes, node.started_port)
     # By position among the visible GPUs: CUDA_VISIBLE_DEVICES stays as it is.
     on_gpu = node.devices is not None
-    return [
-        common | variables_of_rank(Cluster(ranks, index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks
-    ]
+    return [common | variables_of_rank(node.cluster(index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks]
 
 
 def _start(ranks: Ranks[SpawnedRank]) -> None:
