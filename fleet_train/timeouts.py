@@ -144,9 +144,9 @@ LOST_NODE_SECONDS = 20.0
 GRACEFUL_STOP_SECONDS = 30.0
 """``--grace_seconds``: for ranks to save their state after SIGTERM; Kubernetes waits as long by default."""
 WATCH_TICK_SECONDS = 0.05
-"""How often a launcher, and ``spawn``, looks at its ranks."""
+"""How often a launcher, and ``spawn``, looks at its ranks, and a selftest's supervisor at its subject."""
 ASK_STORE_SECONDS = 0.5
-"""How often they ask the job store for reports; seldomer in a job of many nodes."""
+"""How often they ask the job store for reports (seldomer in a job of many nodes), and for other supervisors."""
 LIST_CONNECTIONS_SECONDS = 10.0
 """How often connections to the job's endpoints are listed: one that ends is listed for another minute."""
 ROOT_CAUSE_SECONDS = 2.0
@@ -154,8 +154,9 @@ ROOT_CAUSE_SECONDS = 2.0
 FAILED_RANK_EXIT_SECONDS = 5.0
 """A rank whose failure the store knows is about to exit: for its exit code and last lines. Exit handlers and threads
 may take longer; then the launcher stops it."""
-MISSED_RANK_SECONDS = 2.0
-"""A rank that others report as missing (frozen, in a loop) does not exit by itself: the time for those that report."""
+FOLLOWERS_SECONDS = 2.0
+"""For ranks that lose another one to report it and to print their last line. A rank that they miss (frozen, in a loop)
+does not exit by itself; and an error of ``spawn`` shows how they followed."""
 OTHERS_LAST_LINE_SECONDS = 1.0
 """For a process that misses a rank to print its message, before the launchers stop it."""
 FAILURE_NEWS_SECONDS = 3.0
@@ -211,15 +212,9 @@ RESOLVE_NAMES_SECONDS = 1.0
 COMPARE_FOLDERS_SECONDS = 60.0
 """For all nodes to mark their log folders: a network file system may be slow."""
 TOOL_SECONDS = 30.0
-"""For a command of the system: git, nvidia-smi."""
-SPAWN_FOLLOWERS_SECONDS = 2.0
-"""After a rank has failed by itself: for the others to print their last line, and for it to exit."""
-SPAWN_ROOT_CAUSE_SECONDS = 4.0
-"""After a failure that may be secondary (another rank was lost): for the root cause to arrive."""
+"""For a command of the system: git, nvidia-smi, which all ranks of a machine may ask at the same time."""
 SPAWN_EXIT_SECONDS = 20.0
 """A rank whose call has returned may wait for its threads, but not forever."""
-SPAWN_ANSWER_SECONDS = 5.0
-"""For the store, which is in the same process."""
 
 # Doctor, selftest and recommend.
 DOCTOR_JOIN_SECONDS, DOCTOR_MOST_JOIN_SECONDS = 20.0, 600.0
@@ -262,8 +257,6 @@ DOCTOR_SPEED_SECONDS, DOCTOR_SPEED_PROCESS_SECONDS = 0.8, 8.0
 """For measuring a processor, and for the process that does it: numpy's import takes longer on a busy machine."""
 DOCTOR_IP_SECONDS, DOCTOR_NVIDIA_SMI_SECONDS = 2.0, 10.0
 """For an answer of ``ip`` and of ``nvidia-smi``, which hangs with its driver."""
-SUBJECT_TICK_SECONDS, SUPERVISOR_LOOK_SECONDS = 0.05, 0.5
-"""How often a supervisor looks at its subject, and at the other supervisors."""
 SELFTEST_SECONDS, SELFTEST_SECONDS_PER_RANK = 900.0, 10.0
 """How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
 takes longer with more ranks."""
@@ -283,8 +276,6 @@ SELFTEST_DELAY_SECONDS = 0.004
 """The longest random delay of a rank's step: several times what a small step takes."""
 SELFTEST_COMPUTE_ON_SECONDS = 120.0
 """How long a rank that skips collectives computes alone: far beyond the bound for the others' end."""
-SELFTEST_NVIDIA_SMI_SECONDS = 30.0
-"""For an answer of ``nvidia-smi``, which all ranks of a machine ask at the same time."""
 RECOMMEND_START_SECONDS = 60.0
 """Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
 RECOMMEND_MEASURE_SECONDS, RECOMMEND_CALIBRATE_SECONDS = 4.0, 10.0

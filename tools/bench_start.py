@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fleet_train.launch.installed import git
+from fleet_train.cluster.installed import git
 from tools.benchmarks.jobs import shared_environment
 from tools.benchmarks.record import circumstances
 from tools.starting.page import page

@@ -24,11 +24,11 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fleet_train.files import publish_where_linked  # noqa: E402
-from fleet_train.launch.installed import (  # noqa: E402
+from fleet_train.cluster.installed import (  # noqa: E402
     git,
     processor,
 )
+from fleet_train.files import publish_where_linked  # noqa: E402
 from tests.integration.doctor.sick import HEALTHY, examine  # noqa: E402
 from tools.lab import Lab, why_no_lab  # noqa: E402
 

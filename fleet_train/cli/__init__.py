@@ -51,7 +51,7 @@ class _LazyGroup(click.Group):
 
 def _version(context: click.Context, _: click.Parameter, asked: bool) -> None:
     if asked:
-        from fleet_train.launch.installed import one_line
+        from fleet_train.cluster.installed import one_line
 
         click.echo(one_line())
         context.exit()

@@ -214,7 +214,7 @@ def command(**flags: Any) -> None:
     """Start this node's ranks of a job over a list of nodes.
 
     Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
-    the processes through paddle.distributed.launch, and monitors them.
+    the processes with the variables that paddle.distributed.launch sets, and monitors them.
     """
     from fleet_train.launch.launcher import run
     from fleet_train.launch.prepare import prepare

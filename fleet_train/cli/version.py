@@ -37,7 +37,7 @@ def command(as_json: bool) -> None:
 
 def facts_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """All facts, as in the JSON output; unavailable ones are absent or empty."""
-    from fleet_train.launch import installed
+    from fleet_train.cluster import installed
 
     return {
         "fleet_train": installed.own_version(),

@@ -18,11 +18,10 @@ from pathlib import Path
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster.at_import import usable_processors
+from fleet_train.cluster.installed import installed_paddle, processor
 from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
 from fleet_train.doctor.measure_apart import run_apart
 from fleet_train.errors import FleetTrainError
-from fleet_train.launch.installed import processor
-from fleet_train.launch.node import installed_paddle
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")

@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fleet_train import timeouts
+from fleet_train.cluster.network import connections_at
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
+from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
-from fleet_train.launch.monitor import Cause, Connections, GracefulStop, Monitor, Verdict, WaitingNodes
+from fleet_train.launch.node import Node
 from fleet_train.launch.prepare import Launch
-from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
-from fleet_train.launch.ranks import Ranks, take_log_dir
+from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals, why_not_started
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import (
     WorkerResult,
@@ -32,6 +33,7 @@ from fleet_train.launch.report import (
     with_reports,
 )
 from fleet_train.launch.terminal import Follower, StartupLines, messages_in_order, show_lines
+from fleet_train.launch.workers import Cause, GracefulStop, Monitor, RankProcess, Ranks, Verdict, WaitingNodes
 from fleet_train.log import logger
 
 
@@ -114,15 +116,16 @@ def _run_one(
         waiting_nodes = partial(coordinator.waiting_nodes, attempt)
         with _unwritable_logs_refused(launch, rendezvous, number):
             launch = _with_own_log_dir(launch, rendezvous)
-            Ranks(launch.node, launch.log_dir, number).prepare()
+            logs = LogFolder(launch.node, launch.log_dir, number, launch.request.verbose)
+            logs.prepare()
         logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
-        return attempt, WorkerGroup(launch, rendezvous, number, stopping, waiting_nodes).run(environ)
+        return attempt, WorkerGroup(launch, rendezvous, logs, environ, stopping, waiting_nodes).run()
     except (ClusterError, WorkerFailed) as error:
         if must_meet:
             raise
         if rendezvous is not None:  # a relay that has not found its parent, for instance
             rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
-        return attempt, RunResult(Kind.FAILED, error.exit_code, str(error), without_root_cause=True)
+        return attempt, _failure(str(error), error.exit_code)
     except StopRequested as stop:
         if rendezvous is not None:
             rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_root_cause=True, final=True)
@@ -183,40 +186,62 @@ class WorkerGroup:
     """This node's ranks in one attempt: started, monitored, stopped; how they ended is reported."""
 
     def __init__(
-        self, launch: Launch, rendezvous: Rendezvous, number: int, stopping: Stopping, waiting_nodes: WaitingNodes
+        self,
+        launch: Launch,
+        rendezvous: Rendezvous,
+        logs: LogFolder,
+        environ: Mapping[str, str],
+        stopping: Stopping,
+        waiting_nodes: WaitingNodes,
     ) -> None:
+        """``environ``: what the ranks' environments have in common."""
         node, request = launch.node, launch.request
         self.launch = launch
         self.rendezvous = rendezvous
+        self.logs = logs
+        self.environ = environ
         self.stopping = stopping
-        self.ranks = Ranks(node, launch.log_dir, number, request.verbose)
+        self.ranks = Ranks(node, self._start_rank, owns_descendants=True)
         passing = None if request.verbose else StartupLines()
-        self.follower = Follower(self.ranks.log_file(0), passing=passing) if node.index == 0 else None
+        self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
         self.connections = Connections(node)
-        grace = request.faults.grace_seconds
-        self.stop = GracefulStop(self.ranks, rendezvous, stopping, grace, waiting_nodes, time.monotonic)
+        self.stop = GracefulStop(self.ranks, rendezvous, stopping, request.faults.grace_seconds, waiting_nodes)
 
-    def run(self, environ: Mapping[str, str]) -> RunResult:
+    def run(self) -> RunResult:
         """Start the ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
-        launch, node = self.launch, self.launch.node
+        monitor = Monitor(
+            self.ranks, self.rendezvous, self.stop, wait=self._wait, look_at_connections=self.connections.look
+        )
         try:
-            self.ranks.start(
-                launch.command(), [{**environ, **launch.variables_of(each)} for each in range(node.processes)]
-            )
+            self._start()
             with self.stopping.gracefully():
-                look = self.connections.look
-                verdict = Monitor(
-                    self.ranks, self.rendezvous, self.follower, self.stop, look_at_connections=look
-                ).watch()
+                verdict = monitor.watch()
             return self._conclude(verdict)
         except ClusterError as error:
-            message = f"{node.describe()}: {error}"
+            message = f"{self.launch.node.describe()}: {error}"
             self.rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
-            return RunResult(Kind.FAILED, error.exit_code, message, without_root_cause=True, final=True)
+            return _failure(message, error.exit_code, final=True)
         except StopRequested as request:
             return self._stopped(request.number, request.exit_code)
         finally:
             self.ranks.close()
+
+    def _start(self) -> None:
+        try:
+            self.ranks.start()
+        except OSError as error:
+            raise why_not_started(error, self.launch.command(), self._environ_of(0)) from error
+
+    def _start_rank(self, local: int) -> RankProcess:
+        return self.logs.start_rank(local, self.launch.command(), self._environ_of(local))
+
+    def _environ_of(self, local: int) -> dict[str, str]:
+        return {**self.environ, **self.launch.variables_of(local)}
+
+    def _wait(self, seconds: float) -> None:
+        if self.follower is not None:
+            self.follower.pump()
+        time.sleep(seconds)
 
     def _conclude(self, verdict: Verdict) -> RunResult:
         match verdict.cause:
@@ -235,8 +260,7 @@ class WorkerGroup:
             case Cause.STORE_LOST:
                 ends = self._end()
                 message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {self.launch.node.describe()}"
-                code = WorkerFailed.exit_code
-                return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, store_lost=True)
+                return _failure(message, WorkerFailed.exit_code, ends, store_lost=True)
 
     def _end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines."""
@@ -248,7 +272,7 @@ class WorkerGroup:
         if self.follower is not None:
             self.follower.close()
         ended = self.ranks.ends(self.rendezvous.start)
-        ends = [replace(end, last_lines=self.ranks.tail(local)) for local, end in ended.items()]
+        ends = [replace(end, last_lines=self.logs.tail(local)) for local, end in ended.items()]
         self.rendezvous.report_results(ends)
         return ends
 
@@ -258,14 +282,7 @@ class WorkerGroup:
         if not apart or result.kind is not Kind.DONE:
             return result
         if self.launch.strict:
-            return replace(
-                result,
-                kind=Kind.FAILED,
-                exit_code=ConversionError.exit_code,
-                message=apart,
-                without_root_cause=True,
-                final=True,
-            )
+            return _failure(apart, ConversionError.exit_code, result.ends, final=True)
         if self.launch.node.index == 0:
             logger.warning(apart)
         return result
@@ -328,7 +345,7 @@ class WorkerGroup:
         code = int(report.get("exit_code", WorkerFailed.exit_code))
         self.rendezvous.fail(message, code, no_root_cause=True, final=final)
         message = f"{message}; {counted(len(ends), 'rank')} of {self.launch.node.describe()} ended with it"
-        return RunResult(Kind.FAILED, code, message, tuple(ends), without_root_cause=True, final=final)
+        return _failure(message, code, ends, final=final)
 
     def _over_all_nodes(self, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
         others, silent = self.rendezvous.results_of_others(timeouts.OTHER_RESULTS_SECONDS)
@@ -361,4 +378,27 @@ class WorkerGroup:
         message = (
             f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
         )
-        return RunResult(Kind.FAILED, exit_code, message, tuple(ends), final=True, without_root_cause=True)
+        return _failure(message, exit_code, ends, final=True)
+
+
+def _failure(
+    message: str, exit_code: int, ends: Sequence[WorkerResult] = (), *, final: bool = False, store_lost: bool = False
+) -> RunResult:
+    """One without a root cause in a rank: the message is complete."""
+    return RunResult(
+        Kind.FAILED, exit_code, message, tuple(ends), final=final, without_root_cause=True, store_lost=store_lost
+    )
+
+
+class Connections:
+    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
+    ``init_parallel_env`` forms a process group, is at rank 0's."""
+
+    def __init__(self, node: Node) -> None:
+        ports = range(node.started_port, node.started_port + node.processes)
+        self._endpoints = [(address, port) for address in node.addresses for port in ports]
+        self._before = connections_at(self._endpoints)
+        self.seen = False
+
+    def look(self) -> None:
+        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)

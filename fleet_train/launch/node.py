@@ -12,14 +12,14 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import advice_for_rank, is_amd_processor, usable_processors
-from fleet_train.cluster.cluster import Cluster, is_number, refuse_repeated
+from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, rank_variables
+from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -81,6 +81,15 @@ class Node:
     def ranks(self) -> range:
         """The ranks that run on this node, in the order of their local index."""
         return range(self.index * self.processes, (self.index + 1) * self.processes)
+
+    def cluster(self, rank: int) -> Cluster:
+        """The job, as one of its ranks sees it."""
+        return Cluster(assign(self.addresses, self.processes, self.started_port), rank)
+
+    def endpoint_of(self, rank: int) -> str:
+        """Its address and port; unlike the store's, nothing of ours listens there."""
+        index, local = divmod(rank, self.processes)
+        return f"{self.addresses[index]}:{self.started_port + local}"
 
     def among(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes only (positions in ``addresses``), which must contain it
@@ -249,16 +258,6 @@ def look_around(environ: Mapping[str, str]) -> Machine:
             "paddle": f"{paddle_version} ({distribution})" if distribution else "not installed",
         },
     )
-
-
-def installed_paddle() -> tuple[str, str]:
-    """(distribution, version) of the installed Paddle; empty strings if there is none."""
-    for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
-        try:
-            return distribution, metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "", ""
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:

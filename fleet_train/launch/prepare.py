@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster import network
-from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.environment import SETTINGS, is_strict
 from fleet_train.cluster.partial import PartialCluster, complete
@@ -73,12 +72,11 @@ class Launch:
     def variables_of(self, local: int) -> dict[str, str]:
         """Those of one rank of this node."""
         node = self.node
-        cluster = Cluster(assign(node.addresses, node.processes, node.started_port), node.ranks[local])
         gpu = None
         if node.devices is not None:
             assert self.visible_gpus is not None
             gpu = self.visible_gpus.index(node.devices[local])
-        variables = variables_of_rank(cluster, on_gpu=gpu is not None, selected_gpu=gpu)
+        variables = variables_of_rank(node.cluster(node.ranks[local]), on_gpu=gpu is not None, selected_gpu=gpu)
         return variables | {"PADDLE_LOG_DIR": str(self.log_dir)}
 
     def command(self) -> list[str]:

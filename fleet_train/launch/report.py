@@ -147,9 +147,8 @@ def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport],
 
 
 def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
-    index, local = divmod(rank, node.processes)
-    endpoint = f"{node.addresses[index]}:{node.started_port + local}"
-    return WorkerResult(rank, endpoint, index, None, None, report.seconds, False, "", has_ended=False)
+    index = rank // node.processes
+    return WorkerResult(rank, node.endpoint_of(rank), index, None, None, report.seconds, False, "", has_ended=False)
 
 
 def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:

@@ -147,7 +147,7 @@ class Supervisor:
 
         def others_have_failed() -> str:
             failed_at = self.peers.noted(f"failure of {job}")
-            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * timeouts.SUPERVISOR_LOOK_SECONDS
+            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * timeouts.ASK_STORE_SECONDS
             return _LOST if is_over else ""
 
         ended, _ = self.peers.run(job, task, limit_seconds, reports.append, others_have_failed)

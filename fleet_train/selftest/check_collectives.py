@@ -192,9 +192,7 @@ def _device(index: int) -> dict[str, Any]:
 def _ask_nvidia_smi() -> str:
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=timeouts.SELFTEST_NVIDIA_SMI_SECONDS
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.TOOL_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -203,7 +203,7 @@ class Peers:
         why_killed, began = "", "start"
         try:
             while True:
-                has_ended = child.wait(timeouts.SUBJECT_TICK_SECONDS) is not None
+                has_ended = child.wait(timeouts.WATCH_TICK_SECONDS) is not None
                 for report in child.reports():
                     began = report.get("begins", began)
                     on_report(report)
@@ -211,7 +211,7 @@ class Peers:
                     assert child.status is not None
                     return End(child.status, self.clock(), why_killed, began, child.last_lines()), cluster
                 if time.monotonic() > next_check:
-                    next_check = time.monotonic() + timeouts.SUPERVISOR_LOOK_SECONDS
+                    next_check = time.monotonic() + timeouts.ASK_STORE_SECONDS
                     self._check_others()
                     is_late = time.monotonic() > deadline
                     why_killed = why_killed or (f"did not end within {limit_seconds:.0f} s" if is_late else why_over())

@@ -16,9 +16,8 @@ from typing import Any
 import fleet_train
 from fleet_train.cluster.at_import import usable_processors
 from fleet_train.cluster.cluster import Cluster
+from fleet_train.cluster.installed import commit, installed_paddle, processor
 from fleet_train.files import write_new
-from fleet_train.launch.installed import commit, processor
-from fleet_train.launch.node import installed_paddle
 from fleet_train.selftest.options import GROUPS, Options, Result, exit_code, failed, verdict
 
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")

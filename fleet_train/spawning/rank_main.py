@@ -14,13 +14,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fleet_train.cluster.cluster import Rank
+from fleet_train.cluster.store.reports import FailureReport, exit_status, report_of_exit, reports_of
+from fleet_train.errors import FleetTrainError, Preempted
 from fleet_train.launch.processes import die_with_parent
-
-if TYPE_CHECKING:
-    from fleet_train.cluster.cluster import Rank
-    from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.spawning import shipping
 
 
 def main(greeting: int, answer: int, parent: int) -> int:
@@ -29,95 +29,68 @@ def main(greeting: int, answer: int, parent: int) -> int:
     if os.getppid() != parent:
         return 1
     os.set_inheritable(answer, False)
-    from fleet_train.spawning import shipping
-
     message = shipping.read(greeting)
     os.close(greeting)
     assert message is not None
     header, body = message
-    return _Rank(answer, header).run(body)
+    return _Call(answer, header).run(body)
 
 
-class _Rank:
-    """One call, and how it ended."""
+class _Call:
+    """The call of the function, and how it ended."""
 
     def __init__(self, answer: int, header: dict[str, Any]) -> None:
+        index = int(os.environ["PADDLE_TRAINER_ID"])
         self._answer = answer
-        self._index = int(os.environ["PADDLE_TRAINER_ID"])
+        self._rank = Rank(index, "", 0, 0, index)
+        self._name = f"rank {index}"
         self._train = str(header["train"])
-        self._header = header
+        sys.path[:] = header["path"]
+        sys.argv[:] = header["argv"]
+        shipping.take_sources(header["sources"])
 
     def run(self, body: bytes) -> int:
-        from fleet_train.spawning import shipping
-
         try:
-            train, args, profile = self._unpacked(body)
-            if profile is not None:
-                _offer(profile)
+            train, args, profile = shipping.unship_call(body, self._train)
+            if profile is not None:  # the parent's strategy is this rank's default
+                from fleet_train.convert import session
+
+                session.offered_profile = profile
             result = shipping.ship_result(train(*args), self._train)
         except SystemExit as end:
             return self._exited(end)
         except BaseException as error:
             return self._failed(error)
         sys.stdout.flush()
-        self._send({"kind": "result"}, result)
+        shipping.write(self._answer, {"kind": "result"}, result)
         return 0
 
-    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        from fleet_train.spawning import shipping
-
-        shipping.write(self._answer, header, body)
-
-    def _unpacked(self, body: bytes) -> Any:
-        from fleet_train.spawning import environment, shipping
-
-        sys.path[:] = self._header["path"]
-        sys.argv[:] = self._header["argv"]
-        shipping.take_sources(self._header["sources"])
-        environment.finding(self._train)
-        try:
-            return shipping.unship(body)
-        finally:
-            environment.finding("")
-
     def _exited(self, end: SystemExit) -> int:
-        from fleet_train.cluster.store.reports import exit_status, report_of_exit
-        from fleet_train.spawning import shipping
-
         if exit_status(end.code) == 0:
-            self._send({"kind": "result"}, shipping.ship_result(None, self._train))
+            shipping.write(self._answer, {"kind": "result"}, shipping.ship_result(None, self._train))
             return 0
-        report = report_of_exit(end.code, self._rank(), f"rank {self._index}")
+        report = report_of_exit(end.code, self._rank, self._name)
         assert report is not None
-        traceback_text = _traceback_text(end, end)
-        return self._send_failure("failed", f"sys.exit({end.code!r})", report.exit_code, [report], traceback_text)
+        what = f"sys.exit({end.code!r})"
+        return self._send_failure("failed", what, report.exit_code, [report], _traceback_text(end, end))
 
     def _failed(self, error: BaseException) -> int:
-        from fleet_train.cluster.store.reports import reports_of
-        from fleet_train.errors import FleetTrainError, Preempted
-        from fleet_train.spawning.environment import CalledWhileImported
-
         cause = _cause_reported(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
         sys.stdout.flush()
         if isinstance(cause, Preempted):
             return self._send_failure("preempted", str(cause), code, [], _traceback_text(error, cause))
         kind, message = "failed", f"{type(cause).__name__}: {cause}"
-        if isinstance(cause, CalledWhileImported):
+        if isinstance(cause, shipping.CalledWhileImported):
             kind, message = "unguarded", str(cause)
-        reports = reports_of(cause, self._rank(), f"rank {self._index}", "stopped with {kind}")
+        reports = reports_of(cause, self._rank, self._name, "stopped with {kind}")
         return self._send_failure(kind, message, code, reports, _traceback_text(error, cause))
-
-    def _rank(self) -> Rank:
-        from fleet_train.cluster.cluster import Rank
-
-        return Rank(self._index, "", 0, 0, self._index)
 
     def _send_failure(
         self, kind: str, message: str, exit_code: int, reports: Sequence[FailureReport], traceback_text: str
     ) -> int:
         header = {"kind": kind, "message": message, "exit_code": exit_code, "traceback": traceback_text}
-        self._send({**header, "reports": [report.to_json() for report in reports]})
+        shipping.write(self._answer, {**header, "reports": [report.to_json() for report in reports]})
         return exit_code
 
 
@@ -130,24 +103,15 @@ def _cause_reported(error: BaseException) -> BaseException:
     return process.report_caught(error)
 
 
-def _offer(profile: Any) -> None:
-    """Make the parent's strategy this rank's default."""
-    from fleet_train.convert import session
-
-    session.offered_profile = profile
-
-
 def _traceback_text(error: BaseException, cause: BaseException) -> str:
     """The traceback without our own frames; of an error that only repeats its cause, with the cause in one line.
 
     Empty if it would only show our own code.
     """
-    from fleet_train.spawning.shipping import NotSerializable
-
-    if isinstance(error, NotSerializable):
+    if isinstance(error, shipping.NotSerializable):
         return ""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, shipping.__file__):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     if cause is not error:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fleet_train.errors import FleetTrainError
+from fleet_train.errors import ClusterError, FleetTrainError
 
 _LONGEST_SHOWN = 80
 # Source of notebook cells, for tracebacks; a notebook has more than a rank needs.
@@ -58,6 +58,24 @@ def unship(body: bytes) -> Any:
     import cloudpickle
 
     return cloudpickle.loads(body)
+
+
+loading = ""
+"""The function that this rank is about to call; empty once it is loaded."""
+
+
+class CalledWhileImported(ClusterError):
+    """``spawn`` is called at the top level of a module that the ranks import."""
+
+
+def unship_call(body: bytes, train: str) -> Any:
+    """The call of ``train`` from `ship`, in a rank that imports its modules for that."""
+    global loading
+    loading = train
+    try:
+        return unship(body)
+    finally:
+        loading = ""
 
 
 def sources() -> dict[str, list[str]]:

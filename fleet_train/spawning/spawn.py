@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, Cluster, assign
-from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
-from fleet_train.errors import ClusterError
+from fleet_train import timeouts
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.engines import detect
+from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
+from fleet_train.cluster.store.server import StoreServer
+from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.launch.logs import log_name
 from fleet_train.launch.node import (
     LaunchEnvironment,
     Machine,
@@ -23,10 +28,11 @@ from fleet_train.launch.node import (
     variables_of_rank,
 )
 from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
-from fleet_train.launch.ranks import log_name
-from fleet_train.spawning import environment, shipping
-from fleet_train.spawning.environment import HOST, SpawnStore
-from fleet_train.spawning.ranks import RankProcess, Ranks, interrupts_held, results, show
+from fleet_train.launch.processes import Stopping
+from fleet_train.launch.rendezvous import Rendezvous
+from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Ranks
+from fleet_train.spawning import shipping
+from fleet_train.spawning.ranks import Output, SpawnedRank, end, interrupts_held, results, show
 from fleet_train.spawning.shipping import name_of, shown
 
 
@@ -50,7 +56,7 @@ def spawn(
     and none is to blame; Preempted if the ranks have stopped gracefully because they were asked to; ClusterError and
     ProfileError for invalid calls. Ctrl-C stops all ranks.
     """
-    environment.refuse_within_a_rank(os.environ)
+    refuse_within_a_rank(os.environ)
     arguments = check_call(train, args)
     machine = look_around(os.environ)
     devices = check_ranks(nprocs, machine)
@@ -60,10 +66,7 @@ def spawn(
     check_paddle(machine, profile)
     body = shipping.ship(train, arguments, profile)
     with ExitStack() as stack:
-        store = SpawnStore(nprocs)
-        stack.callback(store.close)
-        # The ranks' own ports are only names: the store alone listens, on the one after them.
-        node = Node((HOST,), 0, store.port - nprocs, nprocs, devices, "lo")
+        node, access, rendezvous = stack.enter_context(rendezvous_of(nprocs, devices))
         base = build_environment(
             node,
             machine,
@@ -76,46 +79,103 @@ def spawn(
         greeting = shipping.create()
         stack.callback(os.close, greeting)
         shipping.write(greeting, _greeting(train), body)
-        ranks = Ranks(store, show)
+        every, output = environs(base, node, access, os.environ), Output(show)
+
+        def start_rank(index: int) -> SpawnedRank:
+            rank = SpawnedRank(index, every[index], greeting, None if logs is None else logs / log_name(index))
+            output.add(rank)
+            return rank
+
+        ranks = Ranks(node, start_rank, owns_descendants=False)
         try:
-            _start(ranks, environs(base, node, store, os.environ), greeting, logs)
-            ranks.wait()
+            _start(ranks)
+            stop = GracefulStop(ranks, rendezvous, Stopping(), math.inf)
+            monitor = Monitor(ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS)
+            verdict = monitor.watch()
         finally:
-            outcomes = ranks.end()
-        returned = results(outcomes, ranks.reports, node, "" if logs is None else str(logs))
+            outcomes = end(ranks, output, rendezvous.start)
+        if verdict.cause is Cause.STORE_LOST:
+            raise WorkerFailed(verdict.message)
+        returned = results(outcomes, rendezvous.reports(), node, "" if logs is None else str(logs))
     return [shipping.unship(result) for result in returned]
 
 
-def environs(
-    base: LaunchEnvironment, node: Node, store: SpawnStore, environ: Mapping[str, str]
-) -> list[dict[str, str]]:
+def refuse_within_a_rank(environ: Mapping[str, str]) -> None:
+    """Raise ClusterError if this process is a rank itself, of any launcher."""
+    if shipping.loading:
+        module, place = _caller()
+        raise shipping.CalledWhileImported(
+            f"fleet_train.spawn is called at the top level of {module} ({place}), which every rank imports to find "
+            f'{shipping.loading}; put the call below `if __name__ == "__main__":`, or into a function'
+        )
+    number = environ.get("PADDLE_TRAINER_ID", "")
+    if environ.get("FLEET_TRAIN_STORE") or environ.get("PADDLE_TRAINERS_NUM", "1") not in ("", "1"):
+        raise ClusterError(
+            f"fleet_train.spawn was called in rank {number or '?'} of a job, and a rank cannot start ranks; "
+            "call it from a script or a notebook that no launcher has started, or call the function itself here"
+        )
+    started = detect(environ)
+    if started is not None and started.count > 1:
+        raise ClusterError(
+            f"fleet_train.spawn was called in process {started.index} of {started.count} that {started.engine} has "
+            "started, each of which would start a separate job; call fleet.init in them instead, or set "
+            "FLEET_TRAIN_ENGINE=none if that is intended"
+        )
+
+
+def _caller() -> tuple[str, str]:
+    """(module, file:line) of the code that called into this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("fleet_train."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "?")), f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_HOST = "127.0.0.1"
+_ROUND = 0
+
+
+@contextmanager
+def rendezvous_of(nprocs: int, devices: tuple[str, ...] | None) -> Iterator[tuple[Node, Access, Rendezvous]]:
+    """A store on this machine's loopback address, on a port chosen by the kernel, with a secret of its own, so that two
+    spawns cannot interfere; and this process in it, as the only launcher of the job."""
+    access = Access(f"spawn-{secrets.token_hex(6)}", secrets.token_hex(24).encode(), _HOST)
+    with ExitStack() as stack:
+        server = StoreServer(_HOST, 0, access, members=nprocs + 1).start()
+        stack.callback(server.stop)
+        server.open_root(str(_ROUND))
+        # The ranks' own ports are only names: the store alone listens, on the one after them.
+        node = Node((_HOST,), 0, server.port - nprocs, nprocs, devices, "lo")
+        rendezvous = Rendezvous(node, _ROUND, timeouts.STORE_ANSWER_SECONDS, access=access)
+        stack.callback(rendezvous.close)
+        rendezvous.join({}, 0, timeouts.STORE_ANSWER_SECONDS)
+        yield node, access, rendezvous
+
+
+def environs(base: LaunchEnvironment, node: Node, access: Access, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """One environment per rank: the same as under the launcher, and nothing of another job."""
     common = base.over({name: value for name, value in environ.items() if name not in (SECRET, SECRET_FILE)})
     common |= {
-        "FLEET_TRAIN_STORE": store.endpoint,
+        "FLEET_TRAIN_STORE": f"{node.store_endpoint}/{_ROUND}",
         "FLEET_TRAIN_ATTEMPT": "0",
         "FLEET_TRAIN_LAUNCHED": secrets.token_hex(8),
-        JOB_ID: store.job,
-        SECRET: store.secret,
+        JOB_ID: access.job,
+        SECRET: (access.secret or b"").decode(),
         "PYTHONUNBUFFERED": "1",
     }
-    ranks = assign(node.addresses, node.processes, node.started_port)
     # By position among the visible GPUs: CUDA_VISIBLE_DEVICES stays as it is.
     on_gpu = node.devices is not None
-    return [
-        common | variables_of_rank(Cluster(ranks, index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks
-    ]
+    return [common | variables_of_rank(node.cluster(index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks]
 
 
-def _start(ranks: Ranks, every: Sequence[Mapping[str, str]], greeting: int, logs: Path | None) -> None:
+def _start(ranks: Ranks[SpawnedRank]) -> None:
     """Start them all. A Ctrl-C meanwhile is raised once all can be stopped."""
     with interrupts_held():
-        for index, environ in enumerate(every):
-            log = None if logs is None else logs / log_name(index)
-            try:
-                ranks.add(RankProcess(index, environ, greeting, log))
-            except OSError as error:
-                raise ClusterError(f"rank {index} of {len(every)} could not be started: {error}") from error
+        try:
+            ranks.start()
+        except OSError as error:
+            index, count = len(ranks.started), ranks.node.processes
+            raise ClusterError(f"rank {index} of {count} could not be started: {error}") from error
 
 
 def _greeting(train: Callable[..., Any]) -> dict[str, Any]:

@@ -389,8 +389,8 @@ def test_ctrl_c_ends_all_ranks_and_a_spawn_afterwards_works(tmp_path: Path) -> N
         assert job.orphans() == []
 
 
-def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = write_script(SLOW_SCRIPT.replace('helper = subprocess.Popen(["sleep", "600"])', ""), tmp_path)
+def test_ranks_and_what_they_have_started_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = write_script(SLOW_SCRIPT, tmp_path)
     with Job(tmp_path / "job") as job:
         parent = job.start("parent", python(str(script)), clean_environ())
         job.wait_until(lambda: "started" in parent.output, 60, "a rank runs")

@@ -12,8 +12,8 @@ import pytest
 
 from fleet_train.convert.program_state import State
 from fleet_train.files import NotThatFile, read_regular, write_new
+from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
-from fleet_train.launch.ranks import Ranks
 from fleet_train.port.script import Ported, write
 from fleet_train.train.checkpoint.newest import write_record
 from fleet_train.train.checkpoint.storage import Run
@@ -54,9 +54,10 @@ def _ported(folder: Path) -> None:
 
 
 def _end_of_a_rank(folder: Path) -> None:
-    ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder)
-    ranks.start([sys.executable, "-c", ""], [{}])
-    ranks.close()
+    logs = LogFolder(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder)
+    rank = logs.start_rank(0, [sys.executable, "-c", ""], {})
+    rank.wait()
+    rank.await_record(60.0)
 
 
 WRITERS: list[tuple[str, Callable[[Path], None]]] = [

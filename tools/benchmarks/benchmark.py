@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from fleet_train.cluster.installed import git
 from fleet_train.errors import FleetTrainError
-from fleet_train.launch.installed import git
 from fleet_train.plan.price import Link, Network
 from tools.benchmarks import contestants
 from tools.benchmarks.contestants import Contestant

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fleet_train.launch.installed import git, processor
+from fleet_train.cluster.installed import git, processor
 from tools.benchmarks.figures import SETUP_STEPS, Summary
 from tools.benchmarks.report import row_of, table
 

@@ -12,8 +12,8 @@ import pytest
 
 import fleet_train
 from fleet_train.cli.version import facts_of
-from fleet_train.launch import installed
-from fleet_train.launch import installed as hardware
+from fleet_train.cluster import installed
+from fleet_train.cluster import installed as hardware
 from tests.support.processes import ROOT, clean_environ, python
 
 SECRET = "abc123-must-not-be-seen"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import WorkerFailed
-from fleet_train.launch.monitor import Cause, GracefulStop, Monitor, Verdict
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
+from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Verdict
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 
@@ -33,6 +32,7 @@ class World:
     ended: dict[int, WorkerResult] = field(default_factory=dict)
     word: dict[str, Any] | None = None
     reports: list[FailureReport] = field(default_factory=list)
+    answers: list[FailureReport] = field(default_factory=list)
     store_is_lost: bool = False
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
@@ -51,6 +51,9 @@ class World:
     def ends(self, _: float) -> dict[int, WorkerResult]:
         return dict(self.ended)
 
+    def own_reports(self, _: float) -> list[FailureReport]:
+        return self.answers
+
     def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         if self.store_is_lost:
             raise WorkerFailed("vanished")
@@ -60,12 +63,12 @@ class World:
         self.finished.append(rank)
 
 
-def monitored(world: World, look_at_connections: Callable[[], None] = lambda: None) -> Monitor:
+def monitored(world: World, **more: Any) -> Monitor:
     def clock() -> float:
         return world.now
 
     stop = GracefulStop(world, world, world.stopping, 30.0, lambda: world.waiting_nodes, clock)  # type: ignore[arg-type]
-    return Monitor(world, world, None, stop, clock, look_at_connections)  # type: ignore[arg-type]
+    return Monitor(world, world, stop, clock=clock, **more)  # type: ignore[arg-type]
 
 
 def look_at(world: World, monitor: Monitor, now: float) -> Verdict | None:
@@ -85,7 +88,7 @@ def test_it_waits_until_all_ranks_have_ended() -> None:
 
 def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
     world, looks = World(), []
-    monitor = monitored(world, lambda: looks.append(world.now))
+    monitor = monitored(world, look_at_connections=lambda: looks.append(world.now))
     for now in (0.0, 0.1, 9.9, 10.0, 10.1, 25.0):
         look_at(world, monitor, now)
     assert looks == [0.0, 10.0, 25.0]
@@ -150,6 +153,21 @@ def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever
     assert look_at(world, monitor, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)
     assert judged(world, monitor, 5.9) is None
+    assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
+
+
+def test_with_time_for_followers_a_failed_rank_ends_the_job_a_little_later() -> None:
+    world = World(ended={1: end(1, 1, code=3)})
+    monitor = monitored(world, followers_seconds=2.0)
+    assert judged(world, monitor, 1.0) is None
+    assert judged(world, monitor, 2.9) is None
+    assert judged(world, monitor, 3.1) == (Cause.RANK_FAILED, 1)
+
+
+def test_a_report_that_a_rank_gives_to_its_parent_alone_counts() -> None:
+    world = World(answers=[own(1, 0.9)])
+    monitor = monitored(world)
+    assert judged(world, monitor, 1.0) is None
     assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
 
 

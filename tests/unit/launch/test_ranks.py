@@ -14,28 +14,34 @@ from typing import Any
 import pytest
 
 from fleet_train import timeouts
-from fleet_train.errors import ClusterError
 from fleet_train.launch import processes
+from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Process, why_not_started
-from fleet_train.launch.ranks import RankProcess, Ranks
+from fleet_train.launch.workers import RankProcess, Ranks
 from tests.support.processes import clean_environ, python
 
 NODE = Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 1, None, None)
+Starter = Callable[..., Ranks[RankProcess]]
 NAMES = ("workerlog.0", "workerend.0.json", "workerend.0.json.tmp")
 
 
-@pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
-    """Starts the only rank of node 1; ``said`` of the result has what was reported."""
-    monkeypatch.setattr("fleet_train.launch.ranks.kill_descendants", lambda: None)  # the test has others
-    every: list[Ranks] = []
+def ranks_of(folder: Path, command: list[str]) -> Ranks[RankProcess]:
+    """The only rank of node 1; the process of the test has other descendants."""
+    logs = LogFolder(NODE, folder)
+    return Ranks(NODE, lambda local: logs.start_rank(local, command, clean_environ()), owns_descendants=False)
 
-    def start(code: str, *arguments: str) -> Ranks:
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Starter]:
+    """Starts the only rank of node 1; ``said`` of the result has what was reported."""
+    every: list[Ranks[RankProcess]] = []
+
+    def start(code: str, *arguments: str) -> Ranks[RankProcess]:
         (tmp_path / "script.py").write_text(code)
-        ranks = Ranks(NODE, tmp_path / "logs")
+        ranks = ranks_of(tmp_path / "logs", python("-u", str(tmp_path / "script.py"), *arguments))
         every.append(ranks)
-        ranks.start(python("-u", str(tmp_path / "script.py"), *arguments), [clean_environ()])
+        ranks.start()
         return ranks
 
     yield start
@@ -43,7 +49,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         ranks.close()
 
 
-def ended(ranks: Ranks) -> Any:
+def ended(ranks: Ranks[RankProcess]) -> Any:
     wait_for(lambda: ranks.running() == 0)
     return ranks.ends(0.0)[0]
 
@@ -65,7 +71,7 @@ def is_gone(pid: int) -> bool:
     return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, started: Starter) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "logs").mkdir()
@@ -90,7 +96,11 @@ def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, starte
     ],
 )
 def test_an_end_is_placed_in_the_job_and_written_down(
-    tmp_path: Path, started: Callable[..., Ranks], code: str, exit_code: int | None, signal_number: int | None
+    tmp_path: Path,
+    started: Starter,
+    code: str,
+    exit_code: int | None,
+    signal_number: int | None,
 ) -> None:
     (tmp_path / "logs").mkdir()
     before = time.monotonic()
@@ -111,7 +121,7 @@ def test_an_end_is_placed_in_the_job_and_written_down(
     assert written["wall_seconds"] == pytest.approx(written["ended_monotonic"] - written["began_monotonic"], abs=0.01)
 
 
-def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Starter) -> None:
     (tmp_path / "logs").mkdir()
     ranks = started("import time; time.sleep(60)")
     assert record(tmp_path).keys() == {"rank", "local_rank", "endpoint", "pid", "began_monotonic"}
@@ -120,16 +130,14 @@ def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Callable[
     assert ended(ranks).signal_number == signal.SIGTERM
 
 
-def test_output_and_arguments_of_the_script(tmp_path: Path, started: Callable[..., Ranks]) -> None:
+def test_output_and_arguments_of_the_script(tmp_path: Path, started: Starter) -> None:
     (tmp_path / "logs").mkdir()
     code = "import sys\nprint(sys.argv[1:])\nprint(sys.stdin.read() == '', file=sys.stderr)\n"
     assert ended(started(code, "--lr=1", "--", "-m")).succeeded
     assert (tmp_path / "logs" / "workerlog.0").read_text() == "['--lr=1', '--', '-m']\nTrue\n"
 
 
-def test_a_request_to_stop_comes_once_and_the_script_may_save_its_state(
-    tmp_path: Path, started: Callable[..., Ranks]
-) -> None:
+def test_a_request_to_stop_comes_once_and_the_script_may_save_its_state(tmp_path: Path, started: Starter) -> None:
     (tmp_path / "logs").mkdir()
     ready = tmp_path / "ready"
     code = (
@@ -160,9 +168,7 @@ time.sleep(60)
 """
 
 
-def test_a_script_that_ignores_the_signal_is_killed_with_its_children(
-    tmp_path: Path, started: Callable[..., Ranks]
-) -> None:
+def test_a_script_that_ignores_the_signal_is_killed_with_its_children(tmp_path: Path, started: Starter) -> None:
     (tmp_path / "logs").mkdir()
     ranks = started(_STUBBORN, str(tmp_path / "ready"))
     wait_for((tmp_path / "ready").exists)
@@ -176,7 +182,7 @@ def test_a_script_that_ignores_the_signal_is_killed_with_its_children(
 
 @pytest.mark.parametrize(("code", "stays"), [("0", True), ("3", False)])
 def test_what_a_rank_has_started_stays_only_if_it_has_succeeded(
-    tmp_path: Path, started: Callable[..., Ranks], code: str, stays: bool
+    tmp_path: Path, started: Starter, code: str, stays: bool
 ) -> None:
     (tmp_path / "logs").mkdir()
     ranks = started(_STUBBORN, str(tmp_path / "ready"), code)
@@ -197,11 +203,13 @@ _LAUNCHER = """
 import sys, time
 from pathlib import Path
 from fleet_train import timeouts
+from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
-from fleet_train.launch.ranks import RankProcess, Ranks
+from fleet_train.launch.workers import Ranks
 folder = Path(sys.argv[1])
-ranks = Ranks(Node(("127.0.0.1",), 0, 6170, 1, None, None), folder)
-ranks.start([sys.executable, str(folder / "script.py"), str(folder / "ready")], [{}])
+node = Node(("127.0.0.1",), 0, 6170, 1, None, None)
+logs, command = LogFolder(node, folder), [sys.executable, str(folder / "script.py"), str(folder / "ready")]
+Ranks(node, lambda local: logs.start_rank(local, command, {}), owns_descendants=True).start()
 time.sleep(60)
 """
 
@@ -219,13 +227,37 @@ def test_ranks_and_their_children_end_with_a_killed_launcher(tmp_path: Path) -> 
     wait_for(lambda: is_gone(rank) and is_gone(child))
 
 
+_DAEMON = """
+import os, pathlib, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        path = pathlib.Path(sys.argv[1])
+        path.with_name("tmp").write_text(str(os.getpid()))
+        path.with_name("tmp").rename(path)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_rank_has_started_in_a_session_of_its_own_ends_when_the_ranks_are_stopped(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_DAEMON)
+    launcher = _LAUNCHER.replace(").start()\ntime.sleep(60)", ")\nranks.start()\nranks.started[0].wait()\nranks.stop()")
+    launcher = launcher.replace("Ranks(node", "ranks = Ranks(node")
+    subprocess.run(python("-c", launcher, str(tmp_path)), env=clean_environ(), check=True, timeout=60)
+    assert is_gone(int((tmp_path / "ready").read_text()))
+
+
 def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(
     tmp_path: Path, messages: list[str]
 ) -> None:
     (tmp_path / "workerlog.0").mkdir()
     (tmp_path / "workerend.0.json.tmp").mkdir()
-    ranks = Ranks(NODE, tmp_path)
-    ranks.start(python("-c", "print('lost'); raise SystemExit(7)"), [clean_environ()])
+    ranks = ranks_of(tmp_path, python("-c", "print('lost'); raise SystemExit(7)"))
+    ranks.start()
     assert ended(ranks).exit_code == 7
     ranks.close()
     assert messages == [
@@ -236,24 +268,25 @@ def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(
 def test_files_of_an_earlier_job_are_removed_other_files_stay(tmp_path: Path) -> None:
     for name in ("workerlog.0", "workerend.0.json", "workerlog.7", "notes.txt"):
         (tmp_path / name).touch()
-    Ranks(NODE, tmp_path).prepare()
+    LogFolder(NODE, tmp_path).prepare()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "workerlog.7"]
 
 
 @pytest.mark.parametrize(("size", "starts"), [(32 * 4096 - 1, True), (32 * 4096, False)])
 def test_a_command_that_cannot_be_started_is_an_error_of_one_line(tmp_path: Path, size: int, starts: bool) -> None:
     command = python("-c", "", "x" * size)
-    ranks = Ranks(NODE, tmp_path)
+    ranks = ranks_of(tmp_path, command)
     if starts:
-        ranks.start(command, [{}])
+        ranks.start()
         assert ended(ranks).succeeded
         ranks.close()
         return
-    with pytest.raises(
-        ClusterError, match=r"^the ranks cannot be started: the environment has 8 bytes and the command"
-    ):
-        ranks.start(command, [{"NAME": "ab"}])
+    with pytest.raises(OSError, match="Argument list too long") as failed:
+        ranks.start()
     ranks.close()
+    assert str(why_not_started(failed.value, command, {"NAME": "ab"})).startswith(
+        "the ranks cannot be started: the environment has 8 bytes and the command"
+    )
     missing = FileNotFoundError(2, "No such file or directory", "/no/python")
     assert str(why_not_started(missing, ["/no/python"], {})) == (
         "the ranks cannot be started: No such file or directory (/no/python)"
@@ -276,11 +309,11 @@ def test_a_process_that_hangs_in_the_kernel_is_given_up(monkeypatch: pytest.Monk
 
 def test_the_end_of_a_rank_that_ends_at_once_is_the_last_record() -> None:
     written: list[dict[str, Any]] = []
-    rank = RankProcess(python("-c", ""), clean_environ(), subprocess.DEVNULL, written.append)
+    rank = RankProcess(python("-c", ""), clean_environ(), subprocess.DEVNULL, "", written.append)
     rank.wait(60.0)
     rank.await_record(60.0)
-    rank.write_began()
-    assert [record["exit_code"] for record in written] == [0]
+    rank.write_record()
+    assert [record["exit_code"] for record in written] == [0, 0]
 
 
 _WITH_SIGCHLD_IGNORED = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.launch import monitor
+from fleet_train.launch import launcher
 from fleet_train.launch.node import Node
 from fleet_train.launch.terminal import Follower
 
@@ -47,8 +47,8 @@ def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPa
         asked[:] = endpoints
         return frozenset(listed)
 
-    monkeypatch.setattr(monitor, "connections_at", connections_at)
-    connections = monitor.Connections(NODE)
+    monkeypatch.setattr(launcher, "connections_at", connections_at)
+    connections = launcher.Connections(NODE)
     assert asked == [(f"10.0.0.{node}", port) for node in (1, 2) for port in (6170, 6171)]
     connections.look()
     assert not connections.seen

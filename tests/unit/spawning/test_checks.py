@@ -12,9 +12,9 @@ import pytest
 
 from fleet_train.errors import ClusterError
 from fleet_train.launch.node import Machine
-from fleet_train.spawning import environment, shipping
+from fleet_train.spawning import shipping
 from fleet_train.spawning.shipping import NotSerializable, name_of, ship, ship_result, unship
-from fleet_train.spawning.spawn import check_call, check_ranks, check_seconds, profile_of
+from fleet_train.spawning.spawn import check_call, check_ranks, check_seconds, profile_of, refuse_within_a_rank
 
 LOCK = threading.Lock()
 
@@ -149,25 +149,20 @@ def test_functions_are_called_what_their_author_calls_them() -> None:
 
 
 def test_a_rank_is_recognised_by_its_environment() -> None:
-    environment.refuse_within_a_rank({})
-    environment.refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
+    refuse_within_a_rank({})
+    refuse_within_a_rank({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"})
     for environ in ({"FLEET_TRAIN_STORE": "a:1/0"}, {"PADDLE_TRAINERS_NUM": "4"}):
         with pytest.raises(ClusterError, match="in rank 3 of a job"):
-            environment.refuse_within_a_rank({"PADDLE_TRAINER_ID": "3", **environ})
+            refuse_within_a_rank({"PADDLE_TRAINER_ID": "3", **environ})
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ClusterError, match="process 1 of 2 that whoever set RANK and WORLD_SIZE has started"):
-        environment.refuse_within_a_rank(torchrun)
+        refuse_within_a_rank(torchrun)
 
 
-def test_a_call_while_the_rank_imports_names_the_module() -> None:
-    environment.finding("train")
-    try:
-        with pytest.raises(
-            environment.CalledWhileImported, match=rf"at the top level of {__name__} \(.*test_checks.py:"
-        ):
-            environment.refuse_within_a_rank({})
-    finally:
-        environment.finding("")
+def test_a_call_while_the_rank_imports_names_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "loading", "train")
+    with pytest.raises(shipping.CalledWhileImported, match=rf"at the top level of {__name__} \(.*test_checks.py:"):
+        refuse_within_a_rank({})
 
 
 def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,29 +8,24 @@ from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.launch.node import Machine, Node, build_environment
 from fleet_train.spawning import shipping
-from fleet_train.spawning.environment import HOST, SpawnStore
-from fleet_train.spawning.spawn import environs
+from fleet_train.spawning.spawn import environs, rendezvous_of
 
 MACHINE = Machine({"lo": ("127.0.0.1",)}, 8, False, None, {})
 
 
-def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[SpawnStore, list[dict[str, str]]]:
-    store = SpawnStore(2)
-    try:
-        node = Node((HOST,), 0, store.port - 2, 2, devices, "lo")
+def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[Node, list[dict[str, str]]]:
+    with rendezvous_of(2, devices) as (node, access, _):
         base = build_environment(node, MACHINE, users, profile={}, join_timeout_seconds=60.0)
-        return store, environs(base, node, store, users)
-    finally:
-        store.close()
+        return node, environs(base, node, access, users)
 
 
 def test_each_rank_finds_the_cluster_and_its_place() -> None:
-    store, both = told(None, {"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
+    node, both = told(None, {"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
     for rank, environ in enumerate(both):
         cluster = cluster_from_environ(environ)
         assert isinstance(cluster, Cluster)
         assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (rank, 2, 1, rank)
-        assert cluster.store_endpoint == f"127.0.0.1:{store.port}/0"
+        assert cluster.store_endpoint == f"127.0.0.1:{node.store_port}/0"
         assert environ["OMP_NUM_THREADS"] == "4"
         assert environ["HOME"] == "/home/me"
         assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLAGS_selected_gpus"} & environ.keys()

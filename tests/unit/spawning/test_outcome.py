@@ -12,7 +12,7 @@ from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
-from fleet_train.spawning.ranks import RankOutcome, results
+from fleet_train.spawning.ranks import RankOutcome, results, silent_end
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
 
@@ -94,7 +94,7 @@ def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
 
 
 def test_an_exit_without_a_report_is_a_failure_although_the_exit_code_is_0() -> None:
-    silent = RankOutcome(ended(1, 0, 1.0))
+    silent = RankOutcome(ended(1, 0, 1.0), None, (silent_end(1, 1.0),))
     error = failure([well(0), silent, well(2)])
     assert "rank 1 of 3 failed first: exit code 0 (its process ended with exit code 0 before its" in str(error)
 

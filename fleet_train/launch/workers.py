@@ -1,26 +1,171 @@
-"""Monitors the ranks of this node until all have succeeded, one has failed, or the job is asked to stop.
+"""The one supervisor of ranks: starts the processes of this node's ranks, watches them, and ends them.
 
-`GracefulStop` is the stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
+The launcher and ``spawn`` use it. They give it what differs: how the process of a rank is started, what is known about
+its end besides its exit code (`RankProcess`), and how to wait for the next look (`Monitor`). `GracefulStop` is the stop
+of one attempt: who requested it, which nodes are notified, how long ranks may take.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.cluster.network import connections_at
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
-from fleet_train.launch.processes import Stopping, request_name
-from fleet_train.launch.ranks import Ranks
+from fleet_train.launch.processes import (
+    Guard,
+    Process,
+    Stopping,
+    adopt_orphans,
+    kill_descendants,
+    request_name,
+    stop,
+)
 from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
-from fleet_train.launch.terminal import Follower
+
+
+class RankProcess(Process):
+    """The process of one rank. ``write`` gets the record of its start, and of its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        output: Any,
+        log_file: str = "",
+        write: Callable[[dict[str, Any]], None] = lambda _: None,
+        **more: Any,
+    ) -> None:
+        """``more``: as in `Process`."""
+        self.log_file = log_file
+        self._write = write
+        self._writing = threading.Lock()
+        super().__init__(command, environ, output, **more)
+
+    def end(self) -> tuple[int, float] | None:
+        """(status as in subprocess, time on the monotonic clock) once its end is known."""
+        if self.status is None:
+            return None
+        assert self.ended_at is not None
+        return self.status, self.ended_at
+
+    def reports(self, _start: float) -> list[FailureReport]:
+        """Reports about its failure that are not in the store, in seconds since the start."""
+        return []
+
+    def write_record(self) -> None:
+        with self._writing:
+            record: dict[str, Any] = {"pid": self.pid, "began_monotonic": self.began_at}
+            if self.status is not None:
+                assert self.ended_at is not None
+                record |= {
+                    "ended_monotonic": self.ended_at,
+                    "wall_seconds": round(self.ended_at - self.began_at, 3),
+                    "exit_code": self.status if self.status >= 0 else None,
+                    "signal": -self.status if self.status < 0 else None,
+                    "asked_to_stop": self.asked_to_stop or None,
+                }
+            self._write(record)
+
+    def await_record(self, seconds: float) -> None:
+        self._waiter.join(seconds)
+
+    def _await_end(self) -> None:
+        """No process of a failed rank stays; those of a rank that succeeded may (a server, on purpose)."""
+        status, at = self._waited()
+        if status and not self.asked_to_stop:
+            time.sleep(timeouts.SIGNAL_RACE_SECONDS)
+        if status or self.asked_to_stop:
+            self.kill_group()
+        self._set_ended(status, at)
+        self.write_record()
+
+
+_Rank = TypeVar("_Rank", bound=RankProcess)
+
+
+class Ranks(Generic[_Rank]):
+    """``start_rank`` starts the process of a local rank; it may raise OSError.
+
+    ``owns_descendants``: this process has started nothing else, so that every descendant of it can be ended.
+    """
+
+    def __init__(self, node: Node, start_rank: Callable[[int], _Rank], *, owns_descendants: bool) -> None:
+        self.node = node
+        self.started: list[_Rank] = []
+        self._start_rank = start_rank
+        self._owns_descendants = owns_descendants
+        self._guard: Guard | None = None
+
+    def start(self) -> None:
+        """Start them all. Raises OSError if the kernel refuses that."""
+        if self._owns_descendants:
+            adopt_orphans()
+        self._guard = Guard()
+        for local in range(self.node.processes):
+            rank = self._start_rank(local)
+            self.started.append(rank)
+            self._guard.add(rank.pid)
+            rank.write_record()
+
+    def running(self) -> int:
+        return sum(not rank.has_ended for rank in self.started)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to those that have not had it, without a bound on how long they take to end."""
+        for rank in self.started:
+            if not rank.asked_to_stop:
+                rank.ask_to_stop()
+
+    def stop(self, goes_on: Callable[[], bool] | None = None) -> None:
+        """SIGTERM, then SIGKILL: all have ended afterwards, and, if this process owns them, all descendants.
+
+        ``goes_on``: see `fleet_train.launch.processes.stop`.
+        """
+        stop(self.started, goes_on)
+        if self._owns_descendants:
+            kill_descendants()
+
+    def ends(self, start: float) -> dict[int, WorkerResult]:
+        """Local rank -> its end, for those whose end is known; ``start`` is on the monotonic clock."""
+        ends = ((local, rank, rank.end()) for local, rank in enumerate(self.started))
+        return {local: self._result(local, rank, *end, start) for local, rank, end in ends if end is not None}
+
+    def _result(self, local: int, process: _Rank, status: int, at: float, start: float) -> WorkerResult:
+        rank = self.node.ranks[local]
+        return WorkerResult(
+            rank=rank,
+            endpoint=self.node.endpoint_of(rank),
+            node_index=self.node.index,
+            exit_code=status if status >= 0 else None,
+            signal_number=-status if status < 0 else None,
+            seconds=round(at - start, 3),
+            asked_to_stop=bool(process.asked_to_stop),
+            log_file=process.log_file,
+        )
+
+    def own_reports(self, start: float) -> list[FailureReport]:
+        """Those of all ranks that are not in the store."""
+        return [report for rank in self.started for report in rank.reports(start)]
+
+    def close(self) -> None:
+        """No rank runs afterwards. Processes that a rank left running, and which succeeded, continue."""
+        if self.running():
+            self.stop()
+        deadline = time.monotonic() + timeouts.END_RECORD_SECONDS
+        for rank in self.started:
+            rank.await_record(max(0.0, deadline - time.monotonic()))
+            rank.wait(0.0)
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
 
 
 class Cause(Enum):
@@ -43,45 +188,48 @@ class Verdict:
 
 
 class Monitor:
-    """Each tick checks rank 0's output, how ranks have ended, signals, and the store."""
+    """Each look checks how ranks have ended, signals, and the store.
+
+    ``wait`` gets the seconds until the next look. ``followers_seconds``: how long after a failure the other ranks may
+    still report it, although the root cause is known.
+    """
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Ranks[Any],
         rendezvous: Rendezvous,
-        follower: Follower | None,
         stop: GracefulStop,
+        *,
+        wait: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         look_at_connections: Callable[[], None] = lambda: None,
+        followers_seconds: float = 0.0,
     ) -> None:
         self.ranks = ranks
         self.rendezvous = rendezvous
-        self.follower = follower
         self.stop = stop
+        self._wait = wait
         self._clock = clock
         self._look_at_connections = look_at_connections
+        self._followers_seconds = followers_seconds
         self._next_look_at_store = self._next_look_at_connections = 0.0
         self._failed_at: float | None = None
-        self._reports: list[FailureReport] = []
+        self._in_store: list[FailureReport] = []
         self._finished: set[int] = set()
 
     def watch(self) -> Verdict:
-        while True:
-            verdict = self.look()
-            if verdict is not None:
-                self._show_output()
-                return verdict
-            time.sleep(timeouts.WATCH_TICK_SECONDS)
+        while (verdict := self.look()) is None:
+            self._wait(timeouts.WATCH_TICK_SECONDS)
+        return verdict
 
     def look(self) -> Verdict | None:
-        self._show_output()
         ends = [end for _, end in sorted(self.ranks.ends(self.rendezvous.start).items())]
         self._report_finished(ends)
         all_ended = len(ends) == self.ranks.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
-        if failed or self._reports or self._clock() >= self._next_look_at_store:
+        if failed or self._reports() or self._clock() >= self._next_look_at_store:
             self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, timeouts.ASK_STORE_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
@@ -92,11 +240,10 @@ class Monitor:
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return self._unsaved(ends) or Verdict(Cause.STOPPED)
-        return self._judge(ends) if (failed or self._reports) and not self.stop.wanted_here else None
+        return self._judge(ends) if (failed or self._reports()) and not self.stop.wanted_here else None
 
-    def _show_output(self) -> None:
-        if self.follower is not None:
-            self.follower.pump()
+    def _reports(self) -> list[FailureReport]:
+        return [*self._in_store, *self.ranks.own_reports(self.rendezvous.start)]
 
     def _report_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
@@ -108,14 +255,13 @@ class Monitor:
         """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
         if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
             return None
-        return Verdict(
-            Cause.RANK_FAILED, root_cause=choose_root_cause(with_reports(ends, self._reports, self.ranks.node))
-        )
+        root_cause = choose_root_cause(with_reports(ends, self._reports(), self.ranks.node))
+        return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
-        node = self.ranks.node
-        root_cause = choose_root_cause(with_reports(ends, self._reports, node))
-        of_no_rank = next((report for report in self._reports if report.rank == NO_RANK), None)
+        node, reports = self.ranks.node, self._reports()
+        root_cause = choose_root_cause(with_reports(ends, reports, node))
+        of_no_rank = next((report for report in reports if report.rank == NO_RANK), None)
         if root_cause is None and of_no_rank is None:  # reports of ranks that this job does not have
             return None
         self._failed_at = self._failed_at or self._clock()
@@ -129,7 +275,8 @@ class Monitor:
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
-        if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
+        patience = max(self._followers_seconds, _patience(root_cause, is_here=root_cause.rank in node.ranks))
+        if self._clock() < self._failed_at + patience:
             return None
         if root_cause.rank in node.ranks:
             return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
@@ -138,7 +285,7 @@ class Monitor:
 
     def _ask_store(self) -> Verdict | None:
         try:
-            notice, self._reports = self.rendezvous.failures()
+            notice, self._in_store = self.rendezvous.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
         if notice is not None:
@@ -154,22 +301,8 @@ def _patience(root_cause: WorkerResult, *, is_here: bool) -> float:
         return timeouts.ROOT_CAUSE_SECONDS if root_cause.secondary else 0.0
     if is_here and root_cause.has_ended:
         return 0.0 if report.is_own else timeouts.OTHERS_LAST_LINE_SECONDS
-    own = timeouts.MISSED_RANK_SECONDS if report.kind == "missing" else timeouts.FAILED_RANK_EXIT_SECONDS
+    own = timeouts.FOLLOWERS_SECONDS if report.kind == "missing" else timeouts.FAILED_RANK_EXIT_SECONDS
     return own if is_here else own + timeouts.FAILURE_NEWS_SECONDS
-
-
-class Connections:
-    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
-    ``init_parallel_env`` forms a process group, is at rank 0's."""
-
-    def __init__(self, node: Node) -> None:
-        ports = range(node.started_port, node.started_port + node.processes)
-        self._endpoints = [(address, port) for address in node.addresses for port in ports]
-        self._before = connections_at(self._endpoints)
-        self.seen = False
-
-    def look(self) -> None:
-        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)
 
 
 WaitingNodes = Callable[[], str | None]
@@ -184,12 +317,12 @@ class GracefulStop:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Ranks[Any],
         rendezvous: Rendezvous,
         stopping: Stopping,
         grace_seconds: float,
-        waiting_nodes: WaitingNodes,
-        clock: Callable[[], float],
+        waiting_nodes: WaitingNodes = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.by_signal = False
         self.for_waiting_nodes = ""

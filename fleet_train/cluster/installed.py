@@ -19,7 +19,6 @@ from typing import Any
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster.at_import import usable_processors
-from fleet_train.launch.node import installed_paddle
 
 # Packages that results and errors depend on, besides Paddle; also optional ones, whose absence is reported.
 _PACKAGES = ("numpy", "visualdl", "numba", "pillow", "safetensors", "protobuf", "scikit-learn", "click", "psutil")
@@ -69,6 +68,16 @@ def git(root: Path, *arguments: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()
+
+
+def installed_paddle() -> tuple[str, str]:
+    """(distribution, version) of the installed Paddle; empty strings if there is none."""
+    for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
+        try:
+            return distribution, metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
 
 
 def paddle_build() -> dict[str, str]:

@@ -1,0 +1,117 @@
+"""The log folder of a launcher: where its ranks write, and how their end is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fleet_train.files import hold, holder, open_new, publish
+from fleet_train.launch.node import Node
+from fleet_train.launch.processes import end_of
+from fleet_train.launch.report import last_lines
+from fleet_train.launch.terminal import without_startup_lines
+from fleet_train.launch.workers import RankProcess
+from fleet_train.log import logger
+
+
+def log_name(local_rank: int) -> str:
+    return f"workerlog.{local_rank}"
+
+
+def record_name(local_rank: int) -> str:
+    return f"workerend.{local_rank}.json"
+
+
+class LogFolder:
+    """The logs and end records of one attempt; the first problem with writing them is reported.
+
+    ``verbose``: last lines include Paddle's start-up lines.
+    """
+
+    def __init__(self, node: Node, folder: Path, attempt: int = 0, verbose: bool = False) -> None:
+        self._node = node
+        self._folder = folder
+        self._attempt = attempt
+        self._verbose = verbose
+        self._reported = threading.Lock()
+
+    def prepare(self) -> None:
+        """Create the folder; remove an earlier job's files, keep the logs of this job's earlier attempts."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for local in range(self._node.processes):
+            (self._folder / record_name(local)).unlink(missing_ok=True)
+            log = self.file(local)
+            if self._attempt == 0:
+                for old in [log, *self._folder.glob(f"{log.name}.attempt*")]:
+                    old.unlink(missing_ok=True)
+            elif log.exists():
+                log.replace(log.with_name(f"{log.name}.attempt{self._attempt - 1}"))
+
+    def file(self, local_rank: int) -> Path:
+        return self._folder / log_name(local_rank)
+
+    def start_rank(self, local: int, command: Sequence[str], environ: Mapping[str, str]) -> RankProcess:
+        """Start the process of a rank that writes into its log. Raises OSError if the kernel refuses that."""
+        with self._open(local) as log:
+            return RankProcess(command, environ, log, str(self.file(local)), self._writer(local))
+
+    def _open(self, local: int) -> BinaryIO:
+        try:
+            log: BinaryIO = open_new(self.file(local))
+            return log
+        except OSError as error:
+            self._report_once(f"{self.file(local)} cannot be written: {error.strerror}")
+            return open(os.devnull, "wb")
+
+    def _writer(self, local: int) -> Callable[[dict[str, Any]], None]:
+        path, rank = self._folder / record_name(local), self._node.ranks[local]
+        of_rank = {"rank": rank, "local_rank": local, "endpoint": self._node.endpoint_of(rank)}
+
+        def write(record: dict[str, Any]) -> None:
+            try:
+                publish(path, json.dumps(of_rank | record).encode(), f"{path.name}.tmp")
+            except OSError as error:
+                self._report_once(f"{path} cannot be written: {error.strerror}")
+
+        return write
+
+    def _report_once(self, trouble: str) -> None:
+        if self._reported.acquire(blocking=False):
+            logger.warning(f"{trouble}; the job continues, logs are incomplete")
+
+    def tail(self, local_rank: int) -> tuple[str, ...]:
+        """The last lines of a rank's log."""
+        end = end_of(self.file(local_rank))
+        return last_lines(end if self._verbose else without_startup_lines(end))
+
+
+# Of this process: requested folder -> assigned folder, and its lock.
+_taken: dict[Path, tuple[Path, BinaryIO | None]] = {}
+
+
+def take_log_dir(wanted: Path) -> Path:
+    """The folder for this launcher's logs, in all attempts: ``wanted``, or one next to it if another job uses it.
+
+    Creates it. Raises OSError if it is not writable.
+    """
+    if wanted in _taken:
+        return _taken[wanted][0]
+    for number in count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}.{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            held = hold(folder)
+        except BlockingIOError:
+            continue
+        if number > 1:
+            logger.warning(
+                f"{wanted} is in use by another job ({holder(wanted)}); the logs of this one go to {folder} (--log_dir)"
+            )
+        _taken[wanted] = folder, held
+        break
+    return _taken[wanted][0]
