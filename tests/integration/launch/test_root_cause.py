@@ -25,6 +25,11 @@ def check_table(bench: Bench, output: str, guilty: str, how: str) -> None:
     assert other[:2] == ["secondary", "0"], bench.job.report()
 
 
+def _exits(code: int, why: str) -> str:
+    """How such a rank ends; one that is still exiting 5 s after its failure, as on a busy machine, is stopped."""
+    return rf"exit code {code} \({why}\)|{why}, then stopped by SIGTERM"
+
+
 _LEFT = r"left the job while others waited for it at step 3"
 _BROKE = r"was lost \(its connection broke\) while others waited for it at step 3"
 _MISSED = r"did not arrive at step 3 within 2 s"
@@ -37,12 +42,12 @@ _MISSED_THERE = r"did not arrive at a collective that failed within 5 s"
     [
         # Its exit handler and its thread would run for a minute; the launcher does not wait so long.
         ("raise, then exit slowly", 1, "ValueError, then stopped by SIG(TERM|KILL)", "ValueError: boom", "boom"),
-        ("raise, another hook", 10, r"exit code 10 \(DataError\)", "fleet_train.errors.DataError: bad row", "bad row"),
-        ("data loader", 1, r"exit code 1 \(\w*Error\)", None, "stopped with"),
-        ("sys.exit text", 1, r"exit code 1 \(sys.exit\)", "no disk left", "sys.exit: no disk left"),
-        ("raise SystemExit 3", 3, rf"exit code 3 \({_LEFT}\)", None, "left the job"),
-        ("exit 0", 11, rf"exit code 0 \({_LEFT}\)", None, "left the job"),
-        ("os._exit 0", 11, rf"exit code 0 \({_BROKE}\)", None, "was lost"),
+        ("raise, another hook", 10, _exits(10, "DataError"), "fleet_train.errors.DataError: bad row", "bad row"),
+        ("data loader", 1, _exits(1, r"\w*Error"), None, "stopped with"),
+        ("sys.exit text", 1, _exits(1, r"sys\.exit"), "no disk left", "sys.exit: no disk left"),
+        ("raise SystemExit 3", 3, _exits(3, _LEFT), None, "left the job"),
+        ("exit 0", 11, _exits(0, _LEFT), None, "left the job"),
+        ("os._exit 0", 11, _exits(0, _BROKE), None, "was lost"),
         ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not arrive within 2 s"),
         # Gloo's own timeout comes before that of the profile, which has no influence on a collective that has begun.
         ("freeze in the step", 11, rf"{_MISSED_THERE}, then stopped by SIGKILL", None, "TIMEOUT"),
@@ -70,7 +75,7 @@ def test_the_rank_that_failed_is_named_on_both_nodes(
     ("fault", "exit_code", "how"),
     [
         pytest.param("loop", 11, f"{_MISSED}, then stopped by SIGTERM", marks=pytest.mark.long),
-        ("sys.exit 3", 3, r"exit code 3 \(sys.exit\(3\)\)"),
+        ("sys.exit 3", 3, _exits(3, r"sys\.exit\(3\)")),
         pytest.param(
             "never join", 11, r"exit code 0 \(left the job while others waited for it at join\)", marks=pytest.mark.long
         ),
@@ -123,5 +128,5 @@ def test_a_rank_that_left_long_before_it_was_missed_fails_on_its_own_node_too(be
     ended = bench.ended(200.0)
     assert [one.exit_code for one in ended] == [11, 11], bench.job.report()
     for one in ended:
-        check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", rf"exit code 0 \({_LEFT}\)")
+        check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", _exits(0, _LEFT))
     assert "this node's ranks have ended; waiting for those of node 0 (127.0.0.2)\n" in ended[1].output
