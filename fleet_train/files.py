@@ -34,12 +34,12 @@ def write_new(path: Path, content: bytes) -> None:
         write_all(file, content)
 
 
-def publish(path: Path, content: bytes, beside: str, *, synced: bool = False) -> None:
-    """Write a file atomically: as ``beside`` in the same folder, then renamed. Raises OSError.
+def publish(path: Path, content: bytes, draft_name: str, *, synced: bool = False) -> None:
+    """Write a file atomically: as ``draft_name`` in the same folder, then renamed. Raises OSError.
 
     ``synced``: the content is synced to the disk before the rename.
     """
-    draft = path.with_name(beside)
+    draft = path.with_name(draft_name)
     with open_new(draft) as file:
         write_all(file, content)
         if synced:
@@ -143,6 +143,6 @@ def hold(folder: Path) -> BinaryIO | None:
 def holder(folder: Path) -> str:
     """``process 4711 of node-3``."""
     with suppress(OSError):
-        told = read_regular(folder / LOCK, _MOST_LOCK_BYTES).decode(errors="replace")
-        return "".join(sign for sign in told if sign.isprintable()) or "an unknown process"
+        owner = read_regular(folder / LOCK, _MOST_LOCK_BYTES).decode(errors="replace")
+        return "".join(sign for sign in owner if sign.isprintable()) or "an unknown process"
     return "an unknown process"

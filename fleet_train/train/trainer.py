@@ -344,27 +344,28 @@ class Trainer:
         limit = self._settings.stop_after_epochs
         return self._settings.epochs if limit is None else min(self._settings.epochs, self.position.epoch + limit)
 
-    def resume(self, found: StoredCheckpoint) -> None:
+    def resume(self, checkpoint: StoredCheckpoint) -> None:
         """Continue from a checkpoint: restore the tensors, the position and the learning rate.
 
         DataError on every rank for other training data than the checkpoint's, unless the settings accept it.
         """
-        position, losses = resumed(found.state, self._batches_per_epoch)
-        notes = self._data.resume(found, position, self._settings.accept_changed_data)
-        self._load(found)
+        state = checkpoint.state
+        position, losses = resumed(state, self._batches_per_epoch)
+        notes = self._data.resume(checkpoint, position, self._settings.accept_changed_data)
+        self._load(checkpoint)
         self.position, self._losses = position, losses
-        self.outcome.checkpoint = found.folder
+        self.outcome.checkpoint = checkpoint.folder
         if self._scheduler is not None:
-            self._resume_schedule(found)
+            self._resume_schedule(checkpoint)
         at = self.position
         inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
-        self._progress.say(f"resumed from {found.folder} (epoch {at.epoch}{inside}, step {at.step})")
-        for note in (*notes, *other_versions(found.state.versions)):
+        self._progress.say(f"resumed from {checkpoint.folder} (epoch {at.epoch}{inside}, step {at.step})")
+        for note in (*notes, *other_versions(state.versions)):
             self._progress.say(note)
-        if found.state.profile.get("digest") != fleet.profile().digest():
-            was, now = found.state.profile.get("name"), fleet.profile().name
+        if state.profile.get("digest") != fleet.profile().digest():
+            was, now = state.profile.get("name"), fleet.profile().name
             self._progress.say(f"note: profile was {was}, now {now} with other values")
-        elif note := other_choice(found.state.profile.get("chosen", ""), fleet.plan(), found.state.world_size):
+        elif note := other_choice(state.profile.get("chosen", ""), fleet.plan(), state.world_size):
             self._progress.say(note)
 
     def _load(self, checkpoint: StoredCheckpoint) -> None:

@@ -320,12 +320,12 @@ class Checkpoints:
                 self._copies.remove_earlier()
         return None if answer["path"] is None else Path(answer["path"])
 
-    def load(self, exe: Any, found: StoredCheckpoint) -> None:
+    def load(self, exe: Any, checkpoint: StoredCheckpoint) -> None:
         """Put the tensors into the scope, after the startup program has run.
 
         CheckpointError on every rank names the first tensor that is cut off, altered, missing or of another shape.
         """
-        fleet.load_persistables(exe, str(found.folder))
+        fleet.load_persistables(exe, str(checkpoint.folder))
 
     def _find(self, which: Callable[[], Path | None]) -> StoredCheckpoint | None:
         if self._copies is not None:
