@@ -31,7 +31,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\
 
 def printable(text: str) -> str:
     """A text for terminals and logs: control characters as ``\\x1b``; line ends and tabs are unchanged."""
-    return UNPRINTABLE.sub(lambda sign: sign[0].encode("unicode_escape").decode(), text)
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
