@@ -96,6 +96,7 @@ def test_a_server_that_stands_still_is_waited_for_unless_it_does_for_too_long(
     patience = {} if seconds else {"answer_seconds": 0.5}
     client = StoreClient.connect(endpoint_of(member), 0, access=access_of(member), timeout_seconds=30.0, **patience)
     os.kill(host._process.pid, signal.SIGSTOP)
+    os.waitpid(host._process.pid, os.WUNTRACED)  # a process that is yet to be scheduled may still answer
     try:
         if seconds:
             threading.Timer(seconds, os.kill, (host._process.pid, signal.SIGCONT)).start()
