@@ -153,7 +153,7 @@ def test_with_a_secret_addresses_may_differ_and_it_never_travels() -> None:
             while data := one.recv(65536):
                 seen.extend(data)
                 other.sendall(data)
-            other.close()
+            other.shutdown(socket.SHUT_WR)  # the other thread may be reading from it
 
         back = threading.Thread(target=copy, args=(outside, inside), daemon=True)
         back.start()
