@@ -146,18 +146,18 @@ def test_with_a_secret_addresses_may_differ_and_it_never_travels() -> None:
     proxy = socket.create_server(("127.0.0.1", 0))
 
     def pass_on() -> None:
-        inside, _ = proxy.accept()
-        outside = dial(server)
-
         def copy(one: socket.socket, other: socket.socket) -> None:
             while data := one.recv(65536):
                 seen.extend(data)
                 other.sendall(data)
             other.shutdown(socket.SHUT_WR)  # the other thread may be reading from it
 
-        back = threading.Thread(target=copy, args=(outside, inside), daemon=True)
-        back.start()
-        copy(inside, outside)
+        inside, _ = proxy.accept()
+        with inside, dial(server) as outside:
+            back = threading.Thread(target=copy, args=(outside, inside), daemon=True)
+            back.start()
+            copy(inside, outside)
+            back.join()
 
     threading.Thread(target=pass_on, daemon=True).start()
     try:
