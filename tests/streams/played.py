@@ -185,9 +185,10 @@ def _noted(recorder: Recorder) -> Callable[..., Any]:
 
     def host_operator(name: str, inputs: int, outputs: Any, run: Callable[..., Any], **how: bool) -> Any:
         def noted(*values: Any) -> Any:
-            recorder.reach(name)
-            with recorder.inside(name), recorder.watched():
-                return run(*values)
+            with recorder.one_operator:
+                recorder.reach(name)
+                with recorder.inside(name), recorder.watched():
+                    return run(*values)
 
         return real(name, inputs, outputs, noted, **how)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ class Recorder:
         self._is_armed = False
         self._events = 0
         self._gaps: list[int] = []
+        # The executor has several threads: operators without an order (those that hold a recomputation back) must not
+        # be noted in the middle of a task that is played under another thread's name.
+        self.one_operator = threading.Lock()
 
     def add(self, op: Op, number: int = -1, what: str = "", amount: int = 0) -> None:
         self._actions(self._thread).append(Action(op, number, what, amount, self._where[-1]))
