@@ -1,15 +1,21 @@
 """Change one place of the code at a time, and list the changes that no test notices.
 
+    .venv/bin/python tools/mutate.py --most 150 --seed 1 fleet_train/cluster/network.py
     .venv/bin/python tools/mutate.py --tests "tests/unit/plan tests/unit/test_plan.py" fleet_train/plan
-    .venv/bin/python tools/mutate.py --tests tests/unit/cluster --most 150 --seed 1 fleet_train/cluster/network.py
+    .venv/bin/python tools/mutate.py --most 600 --record before.jsonl fleet_train
+    .venv/bin/python tools/mutate.py --again before.jsonl --record after.jsonl fleet_train
 
+Without --tests, a change is tried with the unit tests that are not long and name its module, those that stand in the
+folder of the same name, then those that name its package. --record appends a line per change to a file, and leaves out
+what is in it already: a run that was ended goes on. --again takes the changes of such a file, tries each with the test
+that had noticed it first, and exits with 1 if one that was noticed is not noticed any more.
 A change is one of: another comparison, another arithmetic or boolean operator, a number one larger, the other truth
 value, a `not` left out, `None` returned, min for max, a condition that never holds, a statement left out. The tests run
 in a copy of the checkout; the checkout itself is not touched. Each change is put back before the next.
 
 It prints a line for each change that survived, FILE:LINE and what was changed, then the count of each result. Examine
-each survivor: is it equivalent (a faster path, the words of a message), or is a test missing? The exit code is 0
-whatever survives, and 2 if the tests fail before anything is changed.
+each survivor: is it equivalent (a faster path, the words of a message), or is a test missing? The exit code is 2 if the
+tests of --tests fail before anything is changed.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import ast
 import contextlib
 import copy
 import importlib
+import json
 import os
 import random
 import shutil
@@ -28,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -74,6 +81,24 @@ class Mutant:
     what: str
     lines: tuple[int, int]
     text: str
+
+    @property
+    def key(self) -> str:
+        """What identifies the change in records."""
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a change: one of noticed, survived, noticed by its endlessness; ``by``: the test that failed."""
+
+    change: str
+    end: str
+    by: str = ""
+
+    @property
+    def is_noticed(self) -> bool:
+        return self.end != _SURVIVED
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
@@ -192,15 +217,16 @@ def _mutant(path: Path, statement: ast.stmt, changed: ast.stmt, line: int, what:
 class Copy:
     """A copy of the checkout in which the tests run."""
 
-    def __init__(self, folder: Path, tests: list[str], seconds: float) -> None:
-        self.folder, self.tests, self.seconds = folder, tests, seconds
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self._failed = folder / "failed_test"
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif (ROOT / name).exists():
                 shutil.copy(ROOT / name, folder / name)
 
-    def try_out(self, mutant: Mutant) -> str:
+    def try_out(self, mutant: Mutant, tests: list[str]) -> Result:
         """The result of the tests with a change."""
         path = self.folder / mutant.path.relative_to(ROOT)
         source = path.read_text()
@@ -209,15 +235,17 @@ class Copy:
         # Assumes that no line has two statements (`a; b`): the code has none.
         path.write_text("".join([*lines[:first], mutant.text, *lines[last:]]))
         try:
-            return self.run()
+            end = self.run(tests)
+            return Result(mutant.key, end, self._failed.read_text() if self._failed.exists() else "")
         finally:
             path.write_text(source)
 
-    def run(self) -> str:
+    def run(self, tests: list[str]) -> str:
         """Run the tests in a fork of this process, which has imported the slow modules."""
+        self._failed.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
-            self._run_tests()
+            self._run_tests(tests)
         until = time.monotonic() + self.seconds
         while time.monotonic() < until:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -229,7 +257,7 @@ class Copy:
         os.waitpid(child, 0)
         return _ENDLESS
 
-    def _run_tests(self) -> None:
+    def _run_tests(self, tests: list[str]) -> None:
         """Does not return. The tests' own processes stay in its group and are killed with it."""
         os.setsid()
         os.chdir(self.folder)
@@ -241,13 +269,20 @@ class Copy:
         sys.path[:] = [str(self.folder), *(one for one in sys.path if one not in ("", str(ROOT), str(ROOT / "tools")))]
         code = 1
         try:
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *self.tests], plugins=[_EndAtOnce()]))
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[_Ending(self._failed)]))
         finally:
             os._exit(code)
 
 
-class _EndAtOnce:
-    """Skips pytest's clean-up after the last test, in which a fork may crash: the result is known by then."""
+class _Ending:
+    """Writes down which test fails, and skips pytest's clean-up after the last test, in which a fork may crash."""
+
+    def __init__(self, failed: Path) -> None:
+        self._failed = failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self._failed.exists():
+            self._failed.write_text(report.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -264,10 +299,30 @@ def files_in(paths: list[Path]) -> list[Path]:
     return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
 
 
+def tests_of(path: Path) -> list[str]:
+    """Pytest's arguments for the unit tests of a module: those that name it, those of its folder, of its package."""
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    package = ".".join(module.split(".")[:2])
+    parent, _, name = module.rpartition(".")
+    texts = {file: file.read_text() for file in sorted((ROOT / "tests/unit").rglob("test_*.py"))}
+    names_it = [f for f, text in texts.items() if module in text or f"from {parent} import {name}" in text]
+    beside = [file for file in texts if file.parent.name == package.split(".")[1]]
+    others = [file for file, text in texts.items() if package in text]
+    ordered = dict.fromkeys([*names_it, *beside, *others])
+    return ["-m", "not long", *(str(file.relative_to(ROOT)) for file in ordered)]
+
+
+def read_results(path: Path | None) -> dict[str, Result]:
+    """By change; of a file that --record has written."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    results = [Result(**json.loads(line)) for line in lines]
+    return {result.change: result for result in results}
+
+
 def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
-    parser.add_argument("--tests", default="tests/unit", help="arguments for pytest, separated by spaces")
+    parser.add_argument("--tests", default="", help="arguments for pytest, separated by spaces")
     parser.add_argument(
         "--preload",
         default="numpy pydantic",
@@ -279,38 +334,73 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="start no further change after so long; 0 = no limit"
     )
+    parser.add_argument("--record", type=Path, help="file that gets a line of JSON per change; goes on where it ends")
+    parser.add_argument("--again", type=Path, help="file of such lines, whose changes are tried instead of a sample")
     parser.add_argument("--list", action="store_true", help="print the changes without running tests")
     return parser.parse_args(arguments)
 
 
+def chosen(flags: argparse.Namespace, before: dict[str, Result]) -> list[Mutant]:
+    """The changes that are asked for."""
+    files = [path.resolve() for path in files_in(flags.paths)]
+    if flags.again:
+        named = {key.partition(":")[0] for key in before}
+        files = [file for file in files if str(file.relative_to(ROOT)) in named]
+    # Two equal changes of one line count as one.
+    found = list({mutant.key: mutant for file in files for mutant in mutants_of(file)}.values())
+    if flags.again:
+        return [mutant for mutant in found if mutant.key in before]
+    return random.Random(flags.seed).sample(found, flags.most) if 0 < flags.most < len(found) else found
+
+
+def try_all(flags: argparse.Namespace, mutants: list[Mutant], before: dict[str, Result], folder: Path) -> list[Result]:
+    """Try the changes, one after the other; prints those that survive."""
+    began, results = time.monotonic(), []
+    checkout = Copy(folder, flags.timeout)
+    if flags.tests and checkout.run(flags.tests.split()) != _SURVIVED:
+        print("the tests fail, or time out, before anything is changed", file=sys.stderr)
+        sys.exit(2)
+    for mutant in mutants:
+        if flags.minutes and time.monotonic() - began > 60 * flags.minutes:
+            break
+        tests = flags.tests.split() or tests_of(mutant.path)
+        known = before[mutant.key].by if mutant.key in before else ""
+        result = Result(mutant.key, _SURVIVED)
+        if known and (ROOT / known.partition("::")[0]).exists():
+            result = checkout.try_out(mutant, [known])
+        if not result.by:
+            result = checkout.try_out(mutant, tests)
+        results.append(result)
+        if not result.is_noticed:
+            print(result.change, flush=True)
+        if flags.record:
+            with flags.record.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+    return results
+
+
 def main() -> int:
     flags = read_flags()
-    found = [mutant for path in files_in(flags.paths) for mutant in mutants_of(path.resolve())]
-    if flags.most and len(found) > flags.most:
-        found = random.Random(flags.seed).sample(found, flags.most)
+    before, done = read_results(flags.again), read_results(flags.record)
+    found = chosen(flags, before)
     if flags.list:
-        for mutant in found:
-            print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}")
+        print(*(mutant.key for mutant in found), sep="\n")
         return 0
     for name in flags.preload.split():
         importlib.import_module(name)
     assert "fleet_train" not in sys.modules
     began = time.monotonic()
-    ends: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
-        checkout = Copy(Path(folder), flags.tests.split(), flags.timeout)
-        if checkout.run() != _SURVIVED:
-            print("the tests fail, or time out, before anything is changed", file=sys.stderr)
-            return 2
-        for mutant in found:
-            if flags.minutes and time.monotonic() - began > 60 * flags.minutes:
-                break
-            end = checkout.try_out(mutant)
-            ends[end] += 1
-            if end == _SURVIVED:
-                print(f"{mutant.path.relative_to(ROOT)}:{mutant.line}: {mutant.what}", flush=True)
-    print(f"{sum(ends.values())} of {len(found)} changes tried in {time.monotonic() - began:.0f} s:", dict(ends))
-    return 0
+        results = try_all(flags, [one for one in found if one.key not in done], before, Path(folder))
+    ends = Counter(result.end for result in results)
+    print(f"{len(results)} of {len(found)} changes tried in {time.monotonic() - began:.0f} s:", dict(ends))
+    results += done.values()
+    lost = [
+        one.change for one in results if not one.is_noticed and one.change in before and before[one.change].is_noticed
+    ]
+    for change in lost:
+        print(f"noticed before, not now: {change}", file=sys.stderr)
+    return int(bool(lost))
 
 
 if __name__ == "__main__":

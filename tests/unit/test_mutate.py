@@ -99,10 +99,10 @@ def test_a_change_is_in_the_copy_only_while_the_tests_run(tmp_path: Path, monkey
     module = project_in(tmp_path / "project")
     monkeypatch.setattr(mutate, "ROOT", tmp_path / "project")
     copied, tested = tmp_path / "copy/fleet_train/module.py", []
-    copy = mutate.Copy(tmp_path / "copy", ["tests/test_module.py"], seconds=120.0)
-    monkeypatch.setattr(copy, "run", lambda: tested.append(copied.read_text()))
+    copy = mutate.Copy(tmp_path / "copy", seconds=120.0)
+    monkeypatch.setattr(copy, "run", lambda _: tested.append(copied.read_text()))
     mutants = {mutant.what: mutant for mutant in mutate.mutants_of(module)}
-    copy.try_out(mutants["2  ->  3"])
+    copy.try_out(mutants["2  ->  3"], ["tests/test_module.py"])
     assert tested == [SOURCE.replace("number + 2", "number + 3")]
     assert copied.read_text() == SOURCE
 
