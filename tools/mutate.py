@@ -25,6 +25,7 @@ import ast
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import os
 import random
@@ -106,13 +107,13 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     source = path.read_text()
     tree = ast.parse(source)
     for statement in _statements(tree):
-        for position, _ in enumerate(ast.walk(statement)):
-            for number in range(3):
+        # What stands in a statement's blocks are statements of their own.
+        inner = {id(node) for block in ("body", "orelse") for one in _block(statement, block) for node in ast.walk(one)}
+        for position, node in enumerate(ast.walk(statement)):
+            for number in range(0 if id(node) in inner else len(_changes(node))):
                 changed = copy.deepcopy(statement)
-                node = _node_at(changed, position)
-                what = _change(node, number) if node is not None else ""
-                if what:
-                    yield _mutant(path, statement, changed, getattr(node, "lineno", statement.lineno), what)
+                what = _change(next(itertools.islice(ast.walk(changed), position, None)), number)
+                yield _mutant(path, statement, changed, getattr(node, "lineno", statement.lineno), what)
         if _is_droppable(statement):
             nothing = ast.Pass(lineno=statement.lineno, col_offset=statement.col_offset)
             yield _mutant(path, statement, nothing, statement.lineno, f"left out: {ast.unparse(statement)[:80]}")
@@ -139,25 +140,15 @@ def _is_droppable(statement: ast.stmt) -> bool:
     return is_call or isinstance(statement, (ast.AugAssign, ast.Break, ast.Continue))
 
 
-def _node_at(statement: ast.stmt, position: int) -> ast.AST | None:
-    """The node with that index in ``ast.walk``; None if it is in a block, whose statements are visited on their own."""
-    inner = {id(node) for block in ("body", "orelse") for one in _block(statement, block) for node in ast.walk(one)}
-    node = list(ast.walk(statement))[position]
-    return None if id(node) in inner else node
-
-
 def _block(statement: ast.stmt, name: str) -> list[ast.stmt]:
     found = getattr(statement, name, [])
     return found if isinstance(found, list) else []
 
 
 def _change(node: ast.AST, number: int) -> str:
-    """Make the change with that index in place; returns its description, empty if there is none."""
+    """Make the change with that index in place; returns its description."""
     before = ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else ""
-    changes = _changes(node)
-    if number >= len(changes):
-        return ""
-    field, value = changes[number]
+    field, value = _changes(node)[number]
     setattr(node, field, value)
     if isinstance(node, (ast.If, ast.While)):
         return f"{before.splitlines()[0]}  ->  {ast.unparse(node).splitlines()[0]}"
