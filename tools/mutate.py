@@ -5,10 +5,11 @@
     .venv/bin/python tools/mutate.py --most 600 --record before.jsonl fleet_train
     .venv/bin/python tools/mutate.py --again before.jsonl --record after.jsonl fleet_train
 
-Without --tests, a change is tried with the unit tests that are not long and name its module, those that stand in the
-folder of the same name, then those that name its package. --record appends a line per change to a file, and leaves out
-what is in it already: a run that was ended goes on. --again takes the changes of such a file, tries each with the test
-that had noticed it first, and exits with 1 if one that was noticed is not noticed any more.
+Without --tests, a change is tried with the unit tests that are not long and name its module, and those that stand in
+the folder of the same name; if there are none, with all that name its package. --record appends a line per change to a
+file, and leaves out what is in it already: a run that was ended goes on. --again takes the changes of such a file,
+tries each with the test that had noticed it first, and exits with 1 if one that was noticed is not noticed any more.
+
 A change is one of: another comparison, another arithmetic or boolean operator, a number one larger, the other truth
 value, a `not` left out, `None` returned, min for max, a condition that never holds, a statement left out. The tests run
 in a copy of the checkout; the checkout itself is not touched. Each change is put back before the next.
@@ -291,7 +292,8 @@ def files_in(paths: list[Path]) -> list[Path]:
 
 
 def tests_of(path: Path) -> list[str]:
-    """Pytest's arguments for the unit tests of a module: those that name it, those of its folder, of its package."""
+    """Pytest's arguments for the unit tests of a module: those that name it, then those of its folder; without any, all
+    that name its package."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     package = ".".join(module.split(".")[:2])
     parent, _, name = module.rpartition(".")
@@ -299,7 +301,7 @@ def tests_of(path: Path) -> list[str]:
     names_it = [f for f, text in texts.items() if module in text or f"from {parent} import {name}" in text]
     beside = [file for file in texts if file.parent.name == package.split(".")[1]]
     others = [file for file, text in texts.items() if package in text]
-    ordered = dict.fromkeys([*names_it, *beside, *others])
+    ordered = dict.fromkeys([*names_it, *beside] or others)
     return ["-m", "not long", *(str(file.relative_to(ROOT)) for file in ordered)]
 
 
