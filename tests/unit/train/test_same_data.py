@@ -38,8 +38,6 @@ def shared(dataset: Any, rank: int, world_size: int) -> BatchLoader:
 
 
 FOUR = images("cat/1", "cat/2", "dog/1", "dog/2")
-
-
 OF_FOUR = {"classes": ["cat", "dog"], "lists": {FOUR.fingerprint(): {"samples": 4, "ranks": 2, "done": None}}}
 
 
@@ -77,8 +75,6 @@ def test_the_same_data_is_continued_in_silence_on_any_number_of_ranks(
 
 
 MORE = images("cat/1", "cat/2", "cat/3", "dog/1", "dog/2")
-
-
 CHANGES = {
     "renamed": (
         images("cow/1", "cow/2", "dog/1", "dog/2", classes=("cow", "dog")),
@@ -315,7 +311,7 @@ MERGE_3 = Profile(accumulate_steps=3)
 COUNTED = {"batches": 15, "pending_batches": 0, "accumulate_steps": 3}
 
 
-def counted(step: int, digest: str = MERGE_3.digest(), **more: Any) -> TrainState:  # noqa: B008
+def counted(step: int, digest: str = MERGE_3.digest(), **more: Any) -> TrainState:
     return TrainState(1, step, 10, 2, {}, {}, {"name": "merge", "digest": digest}, {}, consumed_samples=8, **more)
 
 
