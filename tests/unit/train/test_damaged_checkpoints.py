@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-
 import json
 import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
+
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT
 from fleet_train.convert.program_state import State, refuse_damaged_position, to_dgc, to_momentum
@@ -19,7 +20,6 @@ from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support import checkpoints
 from tests.support.checkpoints import change, write_folder
-
 
 pytestmark = pytest.mark.usefixtures("one_process")
 ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
@@ -119,7 +119,7 @@ OFFSETS: list[Any] = [[12.0, 60.0], [-48, 0], [10**30, 10**30 + 48], [1 << 62, (
     [
         lambda _: DEEP.encode(),
         lambda _: b'{"w": ' + HUGE.encode() + b"}",
-        lambda _: b"ÿ",
+        lambda _: b"\xff",
         lambda _: [],
         *(lambda header, wrong=wrong: header["w"].update(data_offsets=wrong) for wrong in OFFSETS),
         lambda header: header["w"].update(dtype="I32"),

@@ -1,6 +1,6 @@
 """A save that ends at any of its file operations, by a crash of the machine or a full disk: nothing is lost.
 
-A crash is worse here than a kill: files that were not synced lose their second half. The last test kills for real.
+A crash is worse here than a kill: files that were not synced lose their second half. One test kills for real.
 """
 
 from __future__ import annotations
@@ -93,12 +93,10 @@ def not_really_synced(descriptor: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def weight(monkeypatch: pytest.MonkeyPatch, small_loss: Any) -> Callable[[float], None]:
-    """A job of one process with a small program; sets its weight."""
+def saving(monkeypatch: pytest.MonkeyPatch, program: None) -> None:
+    """There is something to save."""
+    del program
     monkeypatch.setattr(os, "fsync", not_really_synced)
-    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(small_loss)
-    paddle.static.Executor().run(fleet.startup_program)
-    return set_weight
 
 
 def variable() -> Any:
