@@ -270,7 +270,6 @@ MODEL = Example(
     {
         "fleet_train/train/settings.py": (Insertion('"linear", ', before="*VISION_MODELS)"),),
         "tests/unit/train/test_models.py": (Insertion('"linear", ', before='"ResNet18", "MobileNetV1"'),),
-        "docs/training.md": (Insertion("`linear`, ", behind="\n## Networks\n\n"),),
         "fleet_train/train/programs.py": (
             Insertion(
                 '''def linear(sample_shape: Shape, num_classes: int) -> Any:
