@@ -114,13 +114,8 @@ use_hierarchical_allreduce: true
         "tests/unit/profile/test_profile_catalogue.py": (
             Insertion('    "int8_hierarchical",\n', before='    "local_sgd",\n'),
             Insertion(
-                """        "int8_hierarchical": {
-            "fetch_frequency": 2,
-            "compression": "int8",
-            "use_hierarchical_allreduce": True,
-        },
-""",
-                behind='        "int8_compression": {"fetch_frequency": 2, "compression": "int8"},\n',
+                '    "int8_hierarchical": FEW_FETCHES | {"compression": "int8", "use_hierarchical_allreduce": True},\n',
+                behind='    "int8_compression": FEW_FETCHES | {"compression": "int8"},\n',
             ),
         ),
         "docs/strategies.md": (
