@@ -17,28 +17,6 @@ from fleet_train.profile.schema import FLAG_KNOBS, Settings
 from tests.support.processes import ROOT
 
 
-def test_the_defaults_are_the_recipes() -> None:
-    recipe = {
-        "nccl_comm_num": "auto",
-        "num_threads": 1,
-        "num_iteration_per_drop_scope": 30,
-        "fetch_frequency": 1,
-        "fuse_all_reduce_ops": True,
-        "fuse_grad_size_in_MB": "auto",
-        "last_comm_group_size_MB": "auto",
-        "fuse_parameter_groups_size": 50,
-        "use_hierarchical_allreduce": False,
-        "hierarchical_allreduce_inter_nranks": 0,
-        "sync_nccl_allreduce": False,
-        "use_local_sgd": False,
-        "local_sgd_is_warm_steps": 100,
-        "local_sgd_steps": 2,
-        "amp_level": "O0",
-        "environment": {},
-    }
-    assert recipe.items() <= Profile().model_dump().items()
-
-
 def test_a_copy_with_settings_keeps_the_others_and_is_checked_as_a_whole() -> None:
     profile = Profile(fuse_grad_size_in_MB=4).with_settings(nccl_comm_num=2)
     assert profile.explicit == {"fuse_grad_size_in_MB", "nccl_comm_num"}

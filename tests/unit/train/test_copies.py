@@ -290,16 +290,6 @@ def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(
     assert job.said[-1].endswith("rank 4 (127.0.0.4:6170), as many as there are")
 
 
-def test_a_node_without_a_usable_disk_keeps_no_copies(make_job: MakeJob) -> None:
-    job = make_job(2)
-    (job.folder / "node1").write_text("no folder")
-    assert job.copied(lambda made: made.begin_saving()) == [None, None]
-    assert job.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
-    assert job.said[1].endswith(
-        "there is no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone"
-    )
-
-
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +373,10 @@ def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob
     assert others == [told] * 2
     assert "no copy on rank 1 (127.0.0.3:6170): " in told
     assert "is not a folder" in told
+    two = make_job(2)
+    assert two.copied(lambda made: made.begin_saving()) == [None, None]
+    assert two.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
+    assert two.said[1].endswith("no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone")
 
 
 def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: MakeJob) -> None:
