@@ -114,13 +114,8 @@ use_hierarchical_allreduce: true
         "tests/unit/profile/test_profile_catalogue.py": (
             Insertion('    "int8_hierarchical",\n', before='    "local_sgd",\n'),
             Insertion(
-                """        "int8_hierarchical": {
-            "fetch_frequency": 2,
-            "compression": "int8",
-            "use_hierarchical_allreduce": True,
-        },
-""",
-                behind='        "int8_compression": {"fetch_frequency": 2, "compression": "int8"},\n',
+                '    "int8_hierarchical": FEW_FETCHES | {"compression": "int8", "use_hierarchical_allreduce": True},\n',
+                behind='    "int8_compression": FEW_FETCHES | {"compression": "int8"},\n',
             ),
         ),
         "docs/strategies.md": (
@@ -270,7 +265,6 @@ MODEL = Example(
     {
         "fleet_train/train/settings.py": (Insertion('"linear", ', before="*VISION_MODELS)"),),
         "tests/unit/train/test_models.py": (Insertion('"linear", ', before='"ResNet18", "MobileNetV1"'),),
-        "docs/training.md": (Insertion("`linear`, ", behind="\n## Networks\n\n"),),
         "fleet_train/train/programs.py": (
             Insertion(
                 '''def linear(sample_shape: Shape, num_classes: int) -> Any:
