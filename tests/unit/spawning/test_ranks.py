@@ -1,18 +1,26 @@
-"""Which rank is named, and its error: from exit codes and reports alone."""
+"""What a spawned rank's answer and end say, and which rank is named when one has failed."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
-from fleet_train.spawning.ranks import RankOutcome, results, silent_end
+from fleet_train.spawning import shipping
+from fleet_train.spawning.ranks import RankOutcome, SpawnedRank, results, silent_end
+from tests.support.processes import clean_environ
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
 
@@ -48,10 +56,6 @@ def failure(outcomes: list[RankOutcome], told: tuple[FailureReport, ...] = (), l
     return failed.value
 
 
-def test_results_are_in_the_order_of_ranks() -> None:
-    assert results([well(0), well(1), well(2)], (), NODE, "") == [b"0", b"1", b"2"]
-
-
 def test_the_rank_that_raised_first_is_named_whichever_ended_first() -> None:
     late_end = raised(2, 1.0, "KeyError: 'x'", ends_at=9.0)
     error = failure([secondary(0, 2.0), raised(1, 1.5), late_end])
@@ -74,10 +78,13 @@ def test_who_followed_is_not_named_although_it_ended_first() -> None:
     assert error.signal_number == signal.SIGKILL
 
 
-def test_a_rank_that_others_have_missed_is_named() -> None:
+def test_a_rank_that_others_have_missed_or_that_returned_while_they_needed_it_is_named() -> None:
     missed = FailureReport(2, 0, "missing", "did not arrive at step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
     error = failure([secondary(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
     assert "rank 2 of 3 failed first: did not arrive at step 4 within 2 s, then stopped by SIGTERM" in str(error)
+    left = FailureReport(0, 1, "left", "left while others waited for it", "rank 0 left", 11, (), 2.0)
+    error = failure([well(0), secondary(1, 2.1), stopped(2, 4.0)], (left,))
+    assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
 
 
 def test_no_rank_is_named_where_living_ranks_could_not_communicate() -> None:
@@ -87,25 +94,14 @@ def test_no_rank_is_named_where_living_ranks_could_not_communicate() -> None:
     assert failure([secondary(0, 2.0), raised(1, 1.5), stopped(2, 4.0)], (link,)).rank == 1
 
 
-def test_a_rank_that_returned_while_others_needed_it_is_named() -> None:
-    left = FailureReport(0, 1, "left", "left while others waited for it", "rank 0 left", 11, (), 2.0)
-    error = failure([well(0), secondary(1, 2.1), stopped(2, 4.0)], (left,))
-    assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
-
-
-def test_an_exit_without_a_report_is_a_failure_although_the_exit_code_is_0() -> None:
+def test_only_ranks_that_end_well_behind_their_results_are_no_failure() -> None:
+    assert results([well(0), well(1), well(2)], (), NODE, "") == [b"0", b"1", b"2"]
     silent = RankOutcome(ended(1, 0, 1.0), None, (silent_end(1, 1.0),))
-    error = failure([well(0), silent, well(2)])
+    error = failure([well(0), silent, well(2)], log_dir="/logs")
     assert "rank 1 of 3 failed first: exit code 0 (its process ended with exit code 0 before its" in str(error)
-
-
-def test_a_rank_that_crashes_behind_its_result_is_a_failure() -> None:
+    assert str(error).endswith("complete output is in /logs")
     crashed = replace(well(1), end=ended(1, -signal.SIGSEGV, 3.0))
     assert "rank 1 of 3 failed first: killed by SIGSEGV" in str(failure([well(0), crashed, well(2)]))
-
-
-def test_the_folder_of_the_logs_is_named() -> None:
-    assert str(failure([raised(0, 1.0), stopped(1, 2.0)], log_dir="/logs")).endswith("complete output is in /logs")
 
 
 def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> None:
@@ -115,3 +111,75 @@ def test_preempted_ranks_and_unguarded_scripts_have_errors_of_their_own() -> Non
     unguarded = replace(raised(0, 1.0), kind="unguarded", message="put it below a guard")
     with pytest.raises(ClusterError, match=r"^put it below a guard$"):
         results([unguarded, raised(1, 1.1)], (), NODE, "")
+
+
+Starter = Callable[[Callable[[], object]], SpawnedRank]
+
+
+@pytest.fixture
+def started() -> Iterator[Starter]:
+    every: list[SpawnedRank] = []
+
+    def start(train: Callable[[], object]) -> SpawnedRank:
+        greeting = shipping.create()
+        header = {"train": train.__name__, "path": sys.path, "argv": sys.argv, "sources": {}}
+        shipping.write(greeting, header, shipping.ship(train, ()))
+        every.append(SpawnedRank(0, clean_environ() | {"PADDLE_TRAINER_ID": "0"}, greeting, None))
+        os.close(greeting)
+        return every[-1]
+
+    yield start
+    for rank in every:
+        rank.kill_group()
+        rank.wait()
+        rank.close()
+
+
+def end_of(rank: SpawnedRank) -> tuple[int, float]:
+    deadline = time.monotonic() + 60
+    while (end := rank.end()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return end
+
+
+def linger() -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def test_a_failure_is_known_from_the_answer_although_threads_go_on(started: Starter) -> None:
+    def train() -> None:
+        linger()
+        raise ValueError("no data")
+
+    rank = started(train)
+    status, at = end_of(rank)
+    assert (status, rank.has_ended, rank.failure["message"]) == (1, False, "ValueError: no data")
+    (report,) = rank.reports(at - 2.0)
+    assert (report.is_own, report.what, report.seconds) == (True, "ValueError", 2.0)
+    rank.ask_to_stop()
+    rank.kill_group()
+    rank.wait()
+    assert end_of(rank)[0] == 1, "how it was stopped does not count"
+
+
+def test_a_call_that_has_returned_is_an_end_once_its_threads_had_time(
+    started: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = started(linger)
+    while rank.result is None:
+        assert rank.end() is None
+        time.sleep(0.01)
+    assert rank.end() is None
+    monkeypatch.setattr(timeouts, "SPAWN_EXIT_SECONDS", 0.0)
+    assert end_of(rank)[0] == 0
+    rank.ask_to_stop()
+    rank.wait()
+    assert (end_of(rank)[0], rank.asked_to_stop, rank.reports(0.0)) == (0, 0, [])
+
+
+def test_an_exit_with_0_and_without_an_answer_is_reported(started: Starter) -> None:
+    rank = started(lambda: os._exit(0))
+    assert end_of(rank)[0] == 0
+    (report,) = rank.reports(0.0)
+    assert (report.kind, report.exit_code) == ("exited", 1)
