@@ -1,20 +1,418 @@
-"""No silent knob: every knob changes what real ranks send, compute, wait for, fetch, write or print."""
+"""No silent knob: every knob changes what real ranks send, compute, wait for, fetch, write or print.
+
+Each case gives a knob's value, the settings beside it, and what is seen of it; how that is seen is in
+``knob_effects.py``. With the knob left at its default something else must be seen: a knob that nothing reads would make
+the two runs equal. The numbers are small enough to be worked out by hand; parameters have 2048, 32, 256 and 8 elements
+(w0 .. w3) of float32.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from fleet_train.profile import KNOBS
-from tests.parallel.knob_effects_case import ByRank, Case
-from tests.parallel.knob_effects_table import CASES
+from fleet_train.profile.schema import FLAG_KNOBS
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
-NODES = 2
+
+
+class ByRank(list[Any]):
+    """What is seen differs from rank to rank: one value each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    knob: str
+    value: Any
+    beside: dict[str, Any]
+    sees: dict[str, Any]
+    ranks: int
+    how: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.knob}: {self.value!r}" + (f" beside {self.beside}" if self.beside else "")
+
+    @property
+    def is_default(self) -> bool:
+        return self.knob not in FLAG_KNOBS and bool(self.value == KNOBS[self.knob].default)
+
+    def asked(self) -> dict[str, Any]:
+        """What the ranks get. Old flags are set as variables of the process, and not in the profile."""
+        is_flag = self.knob in FLAG_KNOBS
+        return {
+            "name": self.name,
+            "knob": self.knob,
+            "sees": list(self.sees),
+            "variables": {self.knob: str(self.value)} if is_flag else {},
+            "with": self.beside if is_flag else {**self.beside, self.knob: self.value},
+            "without": {name: value for name, value in self.beside.items() if not rests_on(name, self.knob)},
+            **self.how,
+        }
+
+
+def rests_on(name: str, knob: str) -> bool:
+    """Whether a setting is nothing without the knob."""
+    row = KNOBS[name]
+    above = [row.needs, *(row.only_with.choices if row.only_with else ())]
+    return any(one and (one == knob or rests_on(one, knob)) for one in above)
+
+
+OPTIONS = ("steps", "optimizer", "gradients", "shapes", "overflows")
+
+
+def case(
+    knob: str, value: Any, beside: Any = (), *, run: str = "linear", ranks: int = 2, holds: float = 0.0, **rest: Any
+) -> Case:
+    """``rest``: options of the run, and what is seen on every rank; ``said`` is seen on rank 0 alone."""
+    options = {name: rest.pop(name) for name in OPTIONS if name in rest}
+    if "said" in rest:
+        rest["said"] = ByRank([[rest["said"]], *[[]] * (ranks - 1)])
+    return Case(knob, value, dict(beside), rest, ranks, {"run": run, "holds": holds, "options": options})
+
+
+def scaled(knob: str, value: Any, scales: list[float], overflows: tuple[int, ...] = (), **rest: Any) -> Case:
+    """Of float16's loss scale."""
+    beside = {"amp_level": "O1", "amp_dtype": "float16", **rest.pop("beside", {})}
+    return case(knob, value, beside, run="scaled", overflows=overflows, scales=scales, **rest)
+
+
+WHOLE = "all_reduce 9376"
+_UNFUSED = ["all_reduce 8192", "all_reduce 128", "all_reduce 1024", "all_reduce 32"]
+_ALONE = {"fuse_parameter_groups_size": 1}
+_PAIRS = {"fuse_parameter_groups_size": 2}
+_IN_PAIRS = ["all_reduce 8320", "all_reduce 1056"]
+_IN_SIZES = ["all_reduce 8192", "all_reduce 1184"]
+_CHOSEN = (
+    "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
+    "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile override this"
+)
+_FAST = {"compression": "int8", "link_gigabits": 1000.0, "link_latency_ms": 0.01}
+_LARGE = {f"v{number}": [512, 256] for number in range(4)}
+"""Four parameters of 512 KiB: enough to cut into buckets in more than one way."""
+_GROUPED = {"use_hierarchical_allreduce": True}
+_TALK = [[f"reduce {pair}", *own, f"broadcast {pair}"] for pair in ("0,1", "2,3") for own in (["all_reduce 0,2"], [])]
+_LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2}
+_EACH_STEP = _LOCAL | {"local_sgd_steps": 1}
+_SLOWMO = _EACH_STEP | {"outer_optimizer": "slowmo"}
+_POWERSGD = {"compression": "powersgd"}
+_FACTORS = ["all_reduce 480", "all_reduce 192"]
+_DGC = {"compression": "dgc", "dgc_min_elements": 1000, "dgc_sparsity": 0.99}
+_DGC_TWO = _DGC | {"dgc_sparsity": 0.999}
+_INT4 = {"compression": "int4"}
+_FORGETFUL = _INT4 | {"quantised_error_feedback": False}
+_LEADS, _FOLLOWS = ["reduce 9376", "all_reduce 4688 bfloat16", "broadcast 9376"], ["reduce 9376", "broadcast 9376"]
+_LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
+_FIRST = 32768.0
+
+_ALL = [
+    case(
+        "name",
+        "effects",
+        {"environment": {"NCCL_BLOCKING_WAIT": "1"}},  # a variable of which rank 0 has to say something
+        plan_is_of="effects",
+        called=ByRank([["effects"], []]),
+    ),
+    case("description", "EFFECT of it", run="catalogue", printed=["shown: EFFECT of it"]),
+    case("measured", ["2026-11-21, EFFECT"], run="catalogue", printed=["measured: 2026-11-21, EFFECT"]),
+    # Buckets.
+    case("fuse_all_reduce_ops", False, sent=[_UNFUSED] * 2),
+    case("fuse_all_reduce_ops", True, sent=[[WHOLE]] * 2),
+    case("fuse_grad_size_in_MB", 0.002, sent=[_IN_SIZES] * 2),
+    case("fuse_grad_size_in_MB", 0.0005, sent=[_UNFUSED] * 2),
+    case("fuse_parameter_groups_size", 2, sent=[_IN_PAIRS] * 2),
+    case("last_comm_group_size_MB", 0.001, sent=[["all_reduce 8192", "all_reduce 1152", "all_reduce 32"]] * 2),
+    case(
+        "FLAGS_fuse_parameter_memory_size",
+        "0.002",
+        sent=[_IN_SIZES] * 2,
+        said="FLAGS_fuse_parameter_memory_size=0.002 is used as fuse_grad_size_in_MB: 0.002",
+    ),
+    case(
+        "FLAGS_fuse_parameter_groups_size",
+        "2",
+        sent=[_IN_PAIRS] * 2,
+        said="FLAGS_fuse_parameter_groups_size=2 is used as fuse_parameter_groups_size: 2",
+    ),
+    # What is chosen for a link.
+    case(
+        "link_gigabits",
+        100.0,
+        {"link_latency_ms": 0.1},
+        shapes=_LARGE,
+        sent=[["all_reduce 2097152"]] * 2,
+        said=_CHOSEN.format(1, 2, 2, "100 Gb/s, 0.1 ms", "1 bucket"),
+    ),
+    case(
+        "link_latency_ms",
+        1.0,
+        {"link_gigabits": 2.0},
+        shapes=_LARGE,
+        sorted_sent=[["all_reduce 1048576"] * 2] * 2,
+        said=_CHOSEN.format(2, 2, 1, "2 Gb/s, 1 ms", "2 buckets"),
+    ),
+    case("compression_declines", False, _FAST, shapes=_LARGE, sent_as=["int8"]),
+    case("compression_declines", True, _FAST, shapes=_LARGE, sent_as=["none"]),
+    # Communicators and their threads.
+    case("nccl_comm_num", "auto", _ALONE, threads="aaaa", groups="aaaa", beside_computing=True),
+    case("nccl_comm_num", 2, _ALONE, threads="abab", groups="abab", beside_computing=True),
+    case("nccl_comm_num", 4, _ALONE, threads="abcd", groups="abcd", beside_computing=True),
+    case("sync_nccl_allreduce", True, _PAIRS, holds=0.3, steps=1, launches_wait=[True, True], planned=[1, True]),
+    case("sync_nccl_allreduce", False, _PAIRS, holds=20.0, steps=1, launches_wait=[False, False]),
+    case(
+        "FLAGS_sync_nccl_allreduce",
+        "1",
+        _PAIRS,
+        holds=0.3,
+        steps=1,
+        launches_wait=[True, True],
+        said="FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true",
+    ),
+    # Local groups.
+    case("use_hierarchical_allreduce", True, ranks=4, members=ByRank(_TALK), moved=[2.5, 2.5]),
+    case("use_hierarchical_allreduce", False, ranks=4, members=["all_reduce 0,1,2,3"], moved=[2.5, 2.5]),
+    case("hierarchical_allreduce_inter_nranks", 4, _GROUPED, ranks=4, members=["all_reduce 0,1,2,3"], moved=[2.5, 2.5]),
+    # Running a job.
+    case("fetch_frequency", 3, run="trainer", fetches="x..xx.x..x", asked="x..x.."),
+    case("divergence_check_steps", 2, steps=5, compared_at=["step 1", "step 3", "step 5"]),
+    case("divergence_check_steps", 0, steps=5, compared_at=[], ends_with_an_operator=False),
+    case("divergence_check_steps", 3, _LOCAL, steps=9, compared_at=["the start", "step 4", "step 8"]),
+    case("collective_timeout_seconds", 7, bounds=[7]),
+    case("barrier_every_steps", 1, steps=20, barriers=list(range(1, 21))),
+    case(
+        "barrier_every_steps",
+        8,
+        {"divergence_check_steps": 12},
+        steps=20,
+        # The first two, each eighth, and those behind the comparisons at steps 1 and 13.
+        barriers=[1, 2, 8, 14, 16],
+        sending_steps=list(range(1, 21)),
+        counted=20 * 9376,
+        said="barrier_every_steps: 8 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
+        "cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
+        "(collective_timeout_seconds). A stop request is known up to 7 steps later.",
+    ),
+    case(
+        "num_threads",
+        4,
+        serial_flags=[False, False],
+        on_the_scripts_thread=False,
+        said="num_threads: 4 (set by the caller) is mapped",
+    ),
+    case("num_threads", 1, serial_flags=[True, True], on_the_scripts_thread=True),
+    case(
+        "num_iteration_per_drop_scope",
+        5,
+        run="memory",
+        large_value=["needed"],
+        said="num_iteration_per_drop_scope: 5 (set by the caller) is mapped",
+    ),
+    case("environment", {"FLAGS_fraction_of_gpu_memory_to_use": "0.5"}, memory_fraction_flag=0.5),
+    case("environment", {"NCCL_DEBUG": "INFO"}, variable="INFO"),
+    # LocalSGD.
+    case(
+        "use_local_sgd",
+        True,
+        {"local_sgd_is_warm_steps": 1, "local_sgd_steps": 2},
+        steps=5,
+        sent=[[WHOLE], [], [WHOLE], [], [WHOLE]],
+        counted=3 * 9376,
+        first_values=ByRank([[-0.5, -1.5, -3.5, -4.5, -6.5], [-0.5, -2.5, -3.5, -5.5, -6.5]]),
+    ),
+    case("use_local_sgd", False, steps=3, sending_steps=[1, 2, 3]),
+    case(
+        "local_sgd_is_warm_steps",
+        3,
+        _LOCAL,
+        steps=5,
+        sending_steps=[1, 2, 3, 5],
+        averaging=[3, 2, "constant", 0, "float32", "none"],
+    ),
+    case(
+        "local_sgd_steps", 3, _LOCAL, steps=6, sending_steps=[3, 6], averaging=[0, 3, "constant", 0, "float32", "none"]
+    ),
+    case("local_sgd_schedule", "constant", _LOCAL, steps=6, sending_steps=[2, 4, 6]),
+    case(
+        "local_sgd_schedule",
+        "doubling",
+        _LOCAL | {"local_sgd_steps": 4},
+        steps=7,
+        sending_steps=[1, 3, 7],
+        averaging=[0, 4, "doubling", 0, "float32", "none"],
+    ),
+    case("local_sgd_schedule", "adaptive", _LOCAL, optimizer="falling", steps=12, sending_steps=[2, 4]),
+    case(
+        "local_sgd_max_steps",
+        3,
+        _LOCAL | {"local_sgd_schedule": "adaptive"},
+        optimizer="falling",
+        steps=12,
+        sending_steps=[2, 4, 7, 10],
+    ),
+    case("local_sgd_momentum", "keep", _LOCAL, optimizer="momentum", velocities=ByRank([[1.0, 1.9], [2.0, 3.8]])),
+    case(
+        "local_sgd_momentum",
+        "average",
+        _LOCAL,
+        optimizer="momentum",
+        velocities=ByRank([[1.0, 2.85], [2.0, 2.85]]),
+        sent=[[], [WHOLE, WHOLE]],
+        counted=2 * 9376,
+    ),
+    case("local_sgd_momentum", "reset", _LOCAL, optimizer="momentum", velocities=ByRank([[1.0, 0.0], [2.0, 0.0]])),
+    case(
+        "local_sgd_dtype",
+        "bfloat16",
+        _LOCAL,
+        sent=[[], ["all_reduce 4688 bfloat16"]],
+        counted=4688,
+        averaging=[0, 2, "constant", 0, "bfloat16", "none"],
+    ),
+    case(
+        "local_sgd_dtype",
+        "int8",
+        _LOCAL,
+        sent=[[], ["all_gather 2580 uint8"]],
+        counted=2580,
+        averaging=[0, 2, "constant", 0, "int8", "none"],
+    ),
+    case("local_sgd_dtype", "int4", _LOCAL, sent=[[], ["all_gather 1300 uint8"]], counted=1300),
+    case("local_sgd_fragments", 2, _LOCAL, sent=[["all_reduce 9216"], ["all_reduce 160"]], counted=9376),
+    case(
+        "local_sgd_fragment_pattern",
+        "strided",
+        _LOCAL | {"local_sgd_fragments": 2},
+        sent=[["all_reduce 9216"], ["all_reduce 160"]],
+    ),
+    case(
+        "local_sgd_fragment_pattern",
+        "sequential",
+        _LOCAL | {"local_sgd_fragments": 2},
+        sent=[["all_reduce 8192"], ["all_reduce 1184"]],
+    ),
+    case(
+        "local_sgd_overlap_steps",
+        1,
+        _LOCAL,
+        steps=4,
+        first_values=ByRank([[0.0, -1.0, -3.0, -4.0], [-1.0, -3.0, -4.0, -6.0]]),
+        averaging=[0, 2, "constant", 1, "float32", "none"],
+    ),
+    case("outer_optimizer", "none", _EACH_STEP, steps=3, moved=[1.5] * 3),
+    case("outer_optimizer", "slowmo", _EACH_STEP | {"outer_momentum": 0.5}, steps=3, moved=[1.5, 2.25, 2.625]),
+    case(
+        "outer_optimizer",
+        "diloco",
+        _EACH_STEP | {"outer_momentum": 0.5},
+        steps=3,
+        moved=[2.25, 2.625, 2.8125],
+        averaging=[0, 1, "constant", 0, "float32", "diloco"],
+    ),
+    case("outer_lr", 0.5, _SLOWMO, steps=3, moved=[0.75] * 3),
+    case("outer_momentum", 0.5, _SLOWMO, steps=3, moved=[1.5, 2.25, 2.625]),
+    # Compression.
+    case("compression", "none", sent=[[WHOLE]] * 2),
+    case("compression", "bf16", sent=[["all_reduce 4688 bfloat16"]] * 2, moved=[1.5, 1.5], counted=9376),
+    case("compression", "bf16", _GROUPED, ranks=4, sent=ByRank([[_LEADS] * 2, [_FOLLOWS] * 2] * 2)),
+    case("compression", "fp16", sent=[["all_reduce 4688 float16"]] * 2, moved=[1.5, 1.5]),
+    # Five blocks of 512 bytes, or 256, and their scales.
+    case("compression", "int8", sent=[["all_gather 2580 uint8"]] * 2, moved=[1.5, 1.5], counted=2 * 2580),
+    case("compression", "int4", sent=[["all_gather 1300 uint8"]] * 2, counted=2 * 1300),
+    case("quantised_block_size", 64, {"compression": "int8"}, sent=[["all_gather 2516 uint8"]] * 2),
+    # Two of seven levels of 3; then what is owed, and what two ranks draw.
+    case("quantised_error_feedback", False, _INT4, gradients="of rank two", steps=12, small_steps=[0.857]),
+    case("quantised_error_feedback", True, _INT4, gradients="of rank two", steps=12, small_steps=[0.857, 1.286]),
+    case("quantised_rounding", "nearest", _FORGETFUL, gradients="of rank two", steps=12, small_steps=[0.857]),
+    case(
+        "quantised_rounding",
+        "stochastic",
+        _FORGETFUL,
+        gradients="of rank two",
+        steps=40,
+        small_steps=[0.857, 1.071, 1.286],
+    ),
+    case("compression", "powersgd", sent=[_FACTORS] * 2, counted=2 * 672),
+    case(
+        "compression",
+        "dgc",
+        {"dgc_min_elements": 1000, "dgc_sparsity": 0.99},
+        sent=[_LARGEST] * 2,
+        counted=2 * (1184 + 160),
+    ),
+    case("powersgd_rank", 2, _POWERSGD, sent=[["all_reduce 800", "all_reduce 384"]] * 2),
+    case("powersgd_start_step", 1, _POWERSGD, sent=[[WHOLE], _FACTORS]),
+    case("powersgd_min_compression", 10.0, _POWERSGD, sent=[["all_reduce 1440", "all_reduce 128"]] * 2),
+    case(
+        "powersgd_warm_start",
+        False,
+        _POWERSGD | {"powersgd_error_feedback": False},
+        gradients="of rank two",
+        steps=8,
+        finds_the_largest=False,
+    ),
+    case("powersgd_error_feedback", False, _POWERSGD, gradients="of rank two", steps=30, sends_both=False),
+    case("dgc_sparsity", 0.9, _DGC, sent=[["all_reduce 1184", "all_gather 1632 int32"]] * 2),
+    case("dgc_rampup_begin_step", 1, _DGC, sent=[[WHOLE], _LARGEST]),
+    case(
+        "dgc_rampup_steps",
+        4,
+        _DGC,
+        steps=5,
+        sent=[["all_reduce 1184", f"all_gather {8 * kept} int32"] for kept in (512, 128, 32, 20, 20)],
+    ),
+    # 3 of a norm of 5, over the root of two ranks.
+    case("dgc_local_grad_clip_norm", 1.0, _DGC, gradients="once", moved=[0.4243, 0.0]),
+    case("dgc_momentum_factor_masking", False, _DGC_TWO, gradients="once", optimizer="momentum", moved=[3.0, 2.7]),
+    case("dgc_momentum_factor_masking", True, _DGC_TWO, gradients="once", optimizer="momentum", moved=[3.0, 0.0]),
+    case("dgc_min_elements", 200, _DGC, sent=[["all_reduce 160", "all_gather 176 int32"]] * 2),
+    # Passes over the program.
+    case(
+        "accumulate_steps",
+        2,
+        steps=4,
+        sending_steps=[2, 4],
+        moved=[0.0, 1.5, 0.0, 1.5],
+        counted=2 * 9376,
+        planned=[2, False],
+    ),
+    case("amp_level", "O0", run="layers", fetched_dtypes=["float32", "float32"]),
+    case("amp_level", "O1", run="layers", fetched_dtypes=["uint16", "float32"]),
+    case("amp_level", "O2", run="layers", fetched_dtypes=["uint16", "uint16"]),
+    case("amp_dtype", "bfloat16", {"amp_level": "O1"}, run="lowered", product_dtype="bfloat16"),
+    case("amp_dtype", "float16", {"amp_level": "O1"}, run="lowered", product_dtype="float16"),
+    case("amp_keep_batch_norm_fp32", True, {"amp_level": "O2"}, run="lowered", batch_norm_dtype="float32"),
+    case("amp_keep_batch_norm_fp32", False, {"amp_level": "O2"}, run="lowered", batch_norm_dtype="bfloat16"),
+    scaled("amp_init_loss_scaling", 1024.0, [1024.0] * 6),
+    scaled("amp_dynamic_loss_scaling", True, [_FIRST, _FIRST, *[26214.4] * 4], (2, 3)),
+    scaled("amp_dynamic_loss_scaling", False, [_FIRST] * 6, (2, 3)),
+    scaled("amp_incr_every_n_steps", 2, [_FIRST, 65536.0, 65536.0, 131072.0, 131072.0, 262144.0]),
+    scaled("amp_decr_every_n_nan_or_inf", 1, [_FIRST, *[26214.4] * 5], (2,), moved=[1.0, 0.0, 1.0, 1.0, 1.0, 1.0]),
+    scaled(
+        "amp_incr_ratio",
+        4.0,
+        [_FIRST, *[131072.0] * 2, *[524288.0] * 2, 2097152.0],
+        beside={"amp_incr_every_n_steps": 2},
+    ),
+    scaled("amp_decr_ratio", 0.5, [_FIRST, *[16384.0] * 5], (2,), beside={"amp_decr_every_n_nan_or_inf": 1}),
+    case(
+        "sync_batch_norm",
+        True,
+        run="batch_norm",
+        running_mean=[0.1],
+        sorted_sent=[["all_gather 32", "all_gather 36", "all_reduce 52"]],
+    ),
+    case("sync_batch_norm", False, run="batch_norm", running_mean=ByRank([[0.0], [0.2]])),
+    case("recompute_segments", 2, run="layers", tanhs=6),
+    case("recompute_every_blocks", 2, run="layers", tanhs=5),
+    case("recompute_checkpoints", ["layer_3"], run="layers", tanhs=6),
+]
+CASES = {one.name: one for one in _ALL}
 
 
 @pytest.fixture(scope="module")
@@ -22,45 +420,31 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """By case, what each rank has seen: all cases of two ranks in one launch, all of four in another."""
     found: Seen = {}
     for ranks in (2, 4):
-        names = [name for name, case in CASES.items() if case.ranks == ranks]
+        asked = [one.asked() for one in CASES.values() if one.ranks == ranks]
         script, folder = ROOT / "tests/parallel/knob_effects.py", tmp_path_factory.mktemp(f"ranks{ranks}")
-        result = run_ranks(script, ranks, folder=folder, nodes=NODES, args=[json.dumps(names)], timeout_seconds=200)
+        result = run_ranks(script, ranks, folder=folder, nodes=2, args=[json.dumps(asked)], timeout_seconds=200)
         by_rank = result.of_all("seen")
-        assert all(list(rank) == names for rank in by_rank)
-        found |= {name: [rank[name] for rank in by_rank] for name in names}
+        found |= {one["name"]: [rank[one["name"]] for rank in by_rank] for one in asked}
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_knob_does_what_it_says(seen: Seen, name: str) -> None:
-    case = CASES[name]
-    for look, expected in case.sees.items():
-        ranks = [rank["with"][look.__name__] for rank in seen[name]]
-        assert ranks == (list(expected) if isinstance(expected, ByRank) else [expected] * case.ranks), look.__name__
+    for look, expected in CASES[name].sees.items():
+        ranks = [rank["with"][look] for rank in seen[name]]
+        assert ranks == (list(expected) if isinstance(expected, ByRank) else [expected] * CASES[name].ranks), look
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.is_default])
+@pytest.mark.parametrize("name", [name for name, one in CASES.items() if not one.is_default])
 def test_without_the_knob_something_else_is_seen(seen: Seen, name: str) -> None:
-    """Were the knob read by nobody, this run would be the same as the one with it."""
     assert [rank["without"] for rank in seen[name]] != [rank["with"] for rank in seen[name]]
 
 
-def test_every_knob_has_a_case() -> None:
-    assert sorted({case.knob for case in CASES.values() if not case.is_default}) == sorted(KNOBS)
-
-
-@pytest.mark.parametrize("knob", [name for name, knob in KNOBS.items() if knob.choices])
-def test_every_choice_has_a_case(knob: str) -> None:
-    assert {case.value for case in CASES.values() if case.knob == knob} >= set(KNOBS[knob].choices) - {
-        KNOBS[knob].default
-    }
-
-
-def test_mapped_settings_are_logged() -> None:
-    mapped = [case for case in CASES.values() if KNOBS[case.knob].fate == "mapped" and not case.is_default]
-    assert mapped
-    assert all("said" in _looks(case) and len(case.sees) > 1 for case in mapped)
-
-
-def _looks(case: Case) -> set[str]:
-    return {look.__name__ for look in case.sees}
+def test_every_knob_has_a_case_and_every_choice_and_what_is_mapped_is_said() -> None:
+    assert len(CASES) == len(_ALL), "two cases have one name: let their settings tell them apart"
+    cases = [one for one in _ALL if not one.is_default]
+    assert sorted({one.knob for one in cases}) == sorted(KNOBS)
+    tried = {(one.knob, one.value) for one in cases if KNOBS[one.knob].choices}
+    assert tried >= {(n, choice) for n, knob in KNOBS.items() for choice in knob.choices if choice != knob.default}
+    for one in cases:
+        assert KNOBS[one.knob].fate != "mapped" or ("said" in one.sees and len(one.sees) > 1), one.name

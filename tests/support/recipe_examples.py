@@ -67,10 +67,10 @@ KNOB = Example(
                 before="    buckets = tuple(\n",
             ),
         ),
-        "tests/parallel/knob_effects_sending.py": (
+        "tests/parallel/test_knob_effects.py": (
             Insertion(
-                '\n    Case("last_gradient_alone", True, {see.sent: [["all_reduce 9344", "all_reduce 32"]] * 2}),',
-                behind="\nBUCKETS = [",
+                '\n    case("last_gradient_alone", True, sent=[["all_reduce 9344", "all_reduce 32"]] * 2),',
+                behind="\n    # Buckets.",
             ),
         ),
         "fleet_train/plan/explain.py": (
@@ -198,15 +198,13 @@ BF16_GATHER = Gathered(
             ),
             Insertion("BF16_GATHER, ", before="FP16, INT8"),
         ),
-        "tests/parallel/knob_effects_training.py": (
+        "tests/parallel/test_knob_effects.py": (
             Insertion(
-                """    Case(
-        "compression",
-        "bf16_gather",
-        {see.sent: [["all_gather 4688 bfloat16"]] * 2, see.moved: [1.5, 1.5], see.counted: 9376},
+                """    case(
+        "compression", "bf16_gather", sent=[["all_gather 4688 bfloat16"]] * 2, moved=[1.5, 1.5], counted=9376
     ),
 """,
-                before='    Case("compression", "fp16"',
+                before='    case("compression", "fp16"',
             ),
         ),
         "tests/unit/profile/test_profile_catalogue.py": (

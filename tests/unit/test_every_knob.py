@@ -76,7 +76,7 @@ def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
     return settings
 
 
-# The passes read them from the profile themselves; what they do is in tests/parallel/knob_effects_table.py.
+# The passes read them from the profile themselves; what they do is in tests/parallel/test_knob_effects.py.
 READ_BY_PASSES = [name for name in KNOBS if name.startswith(("amp_", "recompute_"))] + [
     "accumulate_steps",
     "sync_batch_norm",
