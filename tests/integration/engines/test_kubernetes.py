@@ -149,17 +149,6 @@ def test_a_launcher_in_each_pod_finds_the_others(
         pods.remove()
 
 
-def test_ranks_in_pods_join_without_a_launcher(job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path) -> None:
-    pods = Pods(machines, NAMES[volcano])
-    try:
-        both = [start(job, pods, pod, volcano, [str(SCRIPT)], tmp_path) for pod in (1, 0)]
-        job.wait(120.0)
-        assert [one.process.returncode for one in both] == [0, 0], job.report()
-        assert [places(one.output) for one in both] == [[(1, 2, 2, 0)], [(0, 2, 2, 0)]]
-    finally:
-        pods.remove()
-
-
 @pytest.mark.parametrize("told", [paddle_job, indexed_job], ids=lambda told: told.__name__)
 def test_the_doctor_examines_the_pods(
     job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, told: Variables

@@ -1,4 +1,4 @@
-"""Flags of the command line win over what the script asks for, and rank 0 says what they overrule."""
+"""Settings: flags win over the script's, rank 0 says what they overrule; variables are set early and shown nowhere."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet_train.errors import ProfileError
+import pytest
+
 from tests.integration.launch.conftest import Bench
-from tests.support.processes import ROOT, clean_environ, python, write_script
+from tests.support.processes import ROOT, clean_environ, python
 
 SCRIPT = """
 import json, os, sys
@@ -112,28 +113,6 @@ def test_all_nodes_have_the_settings(bench: Bench) -> None:
     assert had[0]["communicators"] == had[1]["communicators"] > 1
 
 
-def test_nodes_with_different_settings_do_not_start(bench: Bench) -> None:
-    bench.start(SCRIPT, flags=["--set=environment.MY_TOKEN=abc"], node=0)
-    bench.start(SCRIPT, flags=["--set=environment.MY_TOKEN=abd"], node=1)
-    ended = bench.ended()
-    assert [each.exit_code for each in ended] == [8, 8], bench.job.report()
-    assert "--set" in ended[1].output
-    assert "environment.MY_TOKEN=(digest " in ended[1].output
-    assert not any("abd" in each.output for each in ended)
-
-
-def test_a_setting_that_no_profile_could_have_is_refused_before_anything_starts(bench: Bench) -> None:
-    bench.start(SCRIPT, flags=["--set=nccl_com_num=2", "--set=outer_lr=1e-3"])
-    [ended] = bench.ended()
-    assert ended.exit_code == ProfileError.exit_code
-    assert "--set: nccl_com_num: unknown key; did you mean 'nccl_comm_num'?" in ended.output
-    assert (
-        "--set: outer_lr: given '1e-3' (text); allowed: a number, more than 0 and up to 100; write 1.0e-3"
-        in ended.output
-    )
-    assert not (bench.folder / "node0" / "log").exists()
-
-
 def test_the_trainers_own_flags_win_over_the_launchers(bench: Bench) -> None:
     trainer = ROOT / "fleet_train" / "__main__.py"
     recipe = "train --model=mlp --data=synthetic --epochs=1 --strategy=unfused --set=fetch_frequency=5"
@@ -147,26 +126,70 @@ def test_the_trainers_own_flags_win_over_the_launchers(bench: Bench) -> None:
     assert (used["profile"], used["fetch_frequency"], used["divergence_check_steps"]) == ("unfused", 5, 7)
 
 
-def test_under_the_stock_launcher(bench: Bench) -> None:
-    trainer = ROOT / "fleet_train" / "__main__.py"
-    line = f"-m paddle.distributed.launch --nproc_per_node=2 --master=127.0.0.1:{bench.first_port} {trainer} train"
-    recipe = f"--model=mlp --data=synthetic --epochs=1 --set=accumulate_steps=2 --output_dir={bench.folder}/out"
-    bench.job.start("stock", python(*line.split(), *recipe.split()), clean_environ(), cwd=bench.folder / "stock")
-    [ended] = bench.ended(120.0)
-    assert ended.exit_code == 0, ended.output
-    assert settings_of(bench.folder / "out")["accumulate_steps"] == 2
-    assert json.loads((bench.folder / "out" / "summary.json").read_text())["steps"] == 16
+PROFILE = """
+num_threads: 4
+environment:
+  NCCL_DEBUG: INFO
+  FLAGS_fraction_of_gpu_memory_to_use: "0.25"
+"""
+SEES = """
+import json, os, sys
+early = {
+    "started": "paddle" in sys.modules,
+    "variable": os.environ.get("NCCL_DEBUG"),
+    "flag": os.environ.get("FLAGS_fraction_of_gpu_memory_to_use"),
+}
+import paddle
+names = ["FLAGS_fraction_of_gpu_memory_to_use", "FLAGS_new_executor_serial_run"]
+print("seen", json.dumps({**early, **paddle.get_flags(names)}), flush=True)
+"""
 
 
-def test_plan_has_the_flags_of_its_command_line(bench: Bench) -> None:
-    script = write_script(SCRIPT, bench.folder)
-    line = f"-m fleet_train plan --nodes=2 --json --set=compression=bf16 --set=fuse_grad_size_in_MB=2 --script {script}"
-    bench.job.start("plan", python(*line.split(), INT8), clean_environ(), cwd=bench.folder / "plan")
-    [ended] = bench.ended(120.0)
+def test_workers_start_with_the_profiles_variables_and_paddle_reads_its_flags_from_them(bench: Bench) -> None:
+    profile = bench.folder / "mine.yaml"
+    profile.write_text(PROFILE)
+    bench.start(SEES, flags=["--nproc_per_node=1", f"--strategy={profile}"])
+    [ended] = bench.ended()
     assert ended.exit_code == 0, ended.output
-    assert (
-        "--set wins over the script: compression is 'bf16', not 'int8'; fuse_grad_size_in_MB is 2, not 1"
-        in ended.output
+    [line] = [line for line in bench.log().splitlines() if line.startswith("seen ")]
+    assert json.loads(line.removeprefix("seen ")) == {
+        "started": False,
+        "variable": "INFO",
+        "flag": "0.25",
+        "FLAGS_fraction_of_gpu_memory_to_use": 0.25,
+        "FLAGS_new_executor_serial_run": False,
+    }
+
+
+CANARY = "canary-7f3a9c-must-not-be-seen"
+
+
+@pytest.mark.long
+def test_no_value_of_the_profiles_environment_is_written_anywhere(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    profile = tmp_path_factory.mktemp("profiles") / "mine.yaml"
+    profile.write_text(f"local_sgd_steps: 2\nuse_local_sgd: true\nenvironment:\n  MY_TOKEN: {CANARY}\n")
+    output, script = bench.folder / "out", ROOT / "tools" / "train.py"
+    recipe = f"--model=mlp --data=digits --epochs=1 --checkpoint_every=1 --strategy={profile} --output_dir={output}"
+    bench.start(script, *recipe.split(), flags=["--nproc_per_node=2", f"--strategy={profile}"])
+    others = {
+        "dry": f"launch --dry-run --started_port={bench.first_port + 3} --strategy={profile} {script}",
+        "profile": f"profiles {profile}",
+        "json": f"profiles --json {profile}",
+        "plan": f"plan --model=mlp --strategy={profile}",
+    }
+    for name, command in others.items():
+        line = python("-m", "fleet_train", *command.split())
+        bench.job.start(name, line, clean_environ(), cwd=bench.folder / name)
+    ended = {one.name: one for one in bench.ended(120.0)}
+    assert {name: one.exit_code for name, one in ended.items()} == dict.fromkeys(["node0", *others], 0), (
+        bench.job.report()
     )
-    made = json.loads(ended.output[ended.output.index("{\n") :])
-    assert {bucket["compression"] for bucket in made["buckets"]} == {"bf16"}
+    assert "MY_TOKEN=(set)" in ended["dry"].output
+    assert "MY_TOKEN: (set)" in ended["profile"].output
+    assert '"MY_TOKEN": "(set)"' in ended["json"].output
+    assert "MY_TOKEN: (set)" in (output / "metrics.jsonl").read_text()
+    written = {path.name for path in output.rglob("*") if path.is_file()}
+    assert {"vdlrecords.train.log", "metrics.jsonl", "complete.json", "summary.json"} <= written
+    assert bench.files_with(CANARY) == []
