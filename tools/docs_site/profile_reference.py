@@ -10,7 +10,7 @@ from typing import Any
 KEYS_HEAD = """# Keys of a profile
 
 Made from `strategies/schema.json`, with which editors complete and check a profile. How to write one:
-[profiles](../profiles.md). Which strategies go together, and Fleet's other fields: [knobs](../knobs.md).
+[profiles](../strategies.md#profiles). Which strategies go together, and Fleet's other fields: [knobs](../knobs.md).
 """
 CATALOGUE_HEAD = """# Catalogue of profiles
 
