@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paddle
 from tqdm import tqdm
 
-from tests.streams.controls import CONTROLS, Control, outcome
+from tests.streams.programs import CONTROLS, Control, outcome
 from tests.streams.timing import Rates
-from tests.streams.words import wait_cycle
+from tests.streams.trace import wait_cycle
 from tools.benchmarks.record import circumstances
 from tools.modelling.cases import Case, cases, exposed, replay_case
 from tools.modelling.page import page

@@ -10,13 +10,10 @@ import numpy as np
 
 from fleet_train.cluster import Cluster
 from fleet_train.profile import Profile, load_profile, profile_names
-from tests.streams.old_code import OldEngine
-from tests.streams.programs import record, shortened
-from tests.streams.quick import replay_quickly, schedule_of
-from tests.streams.replay import Found
+from tests.streams.programs import OldEngine, record, shortened
+from tests.streams.replay import Found, replay, schedule_of
 from tests.streams.timing import Rates, Simulation, communication_seconds, exposed_seconds, ideal_exposed_seconds
-from tests.streams.trace import Trace, from_first_step, mismatches
-from tests.streams.words import wait_cycle
+from tests.streams.trace import Trace, from_first_step, mismatches, wait_cycle
 
 FLAT = tuple((nodes, 1) for nodes in range(2, 9))
 ONE_NODE = tuple((1, ranks) for ranks in range(2, 9))
@@ -100,7 +97,7 @@ def _replay(traces: list[Trace], interleavings: int, seed: int, on_done: Callabl
     for schedule, one_resident, number in kinds:
         for first in range(0, number, BATCH):
             random = np.random.default_rng([seed, schedule is whole, one_resident, first])
-            found.add(replay_quickly(schedule, min(BATCH, number - first), random, one_resident, on_done))
+            found.add(replay(schedule, min(BATCH, number - first), random, one_resident, on_done))
     return found
 
 
