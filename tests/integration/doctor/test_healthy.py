@@ -101,11 +101,20 @@ def test_below_slurm_the_nodes_are_its(two: Two, tmp_path: Path) -> None:
 
 def test_the_tool_counts_false_alarms(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        tool = [*python(str(ROOT / "tools" / "doctor_clean_runs.py")), "--runs", "1", "--output", "clean.json"]
+        tool = [
+            *python(str(ROOT / "tools" / "bench.py")),
+            "doctor",
+            "--rounds",
+            "1",
+            "--record",
+            ".",
+            "--name",
+            "clean",
+        ]
         job.start("tool", tool, clean_environ())
         (ended,) = job.wait(timeout_seconds=90)
-    record = json.loads((tmp_path / "clean.json").read_text())
-    assert (record["runs"], record["runs_with_alarms"], record["alarms"]) == (1, 0, {}), ended.output
+    runs = json.loads((tmp_path / "clean.json").read_text())["rounds"]
+    assert [one["alarms"] for one in runs] == [[]], ended.output
     assert ended.exit_code == 0
 
 

@@ -16,7 +16,7 @@ from tests.streams.replay import replay
 from tests.streams.tables import tables_of
 from tests.streams.timing import Rates
 from tests.streams.trace import COMPUTING, Op, Trace, from_first_step, mismatches, without_kernels
-from tools.modelling.cases import LOCAL_GROUPS, Case, cases, exposed
+from tools.benchmarks.streams import LOCAL_GROUPS, Case, cases, exposed
 
 STEPS = 5
 INTERLEAVINGS = 200
