@@ -41,8 +41,6 @@ from tools.soaking.job import Job, SoakFailed, started
 from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
 from tools.soaking.program import HURRY, STEP_SECONDS, STOP_AT
 
-# After a fault of a machine.
-NEXT_STEP_WITHIN_SECONDS = 60.0
 _SEED = 0
 _TENSORS = "persistables.safetensors"
 _STRETCH_SECONDS = 600.0
@@ -168,7 +166,7 @@ def failures_of(record: dict[str, Any]) -> list[str]:
     """What is wrong, one sentence each; empty if the soak passed."""
     same, recovery, wrong = record["comparison"], record["recovery_seconds"], record["samples"]["wrong"]
     of_machines = [fault for fault in record["faults"] if fault["kind"] in OF_MACHINES]
-    longest, bound = recovery_of(of_machines).get("longest", 0.0), NEXT_STEP_WITHIN_SECONDS
+    longest, bound = recovery_of(of_machines).get("longest", 0.0), record["next_step_within"]
     checks = [
         (any(record["exit_codes"]), f"the launchers ended with {record['exit_codes']}"),
         (record["orphans"], f"left running: {record['orphans']}"),
@@ -255,6 +253,7 @@ def _seconds(times: dict[str, float]) -> str:
 @click.option("--seed", default=1, help="Seed of the random times and victims.")
 @click.option("--started_port", default=16400, help="First port of the job.")
 @click.option("--timeout", default=900.0, help="Timeout of the run after its last fault, in seconds.")
+@click.option("--next_step_within", default=60.0, help="Seconds that a fault of a machine may cost.")
 @click.option(
     "--keep_files", type=click.Path(path_type=Path), help="Run in this folder, and keep logs and checkpoints."
 )
@@ -276,6 +275,7 @@ def main(words: str, keep: Keep, keep_files: Path | None, **asked: Any) -> None:
 def soaked(
     words: Sequence[str], folder: Path, fault_count: int | None, nodes: int, ranks_per_node: int, epochs: int,
     step_seconds: float, network: str, rate: str, strategy: str, seed: int, started_port: int, timeout: float,
+    next_step_within: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of a run with faults, and of its reference. Raises SoakFailed."""
     plans = plan_faults(words, fault_count, nodes, nodes * ranks_per_node, seed)
@@ -285,7 +285,7 @@ def soaked(
     record: dict[str, Any] = {
         "circumstances": circumstances(), "seed": seed, "network": f"{network}, {rate}", "nodes": nodes,
         "ranks_per_node": ranks_per_node, "step_seconds": step_seconds, "launch_flags": launch_flags(plans),
-        "train_flags": flags,
+        "train_flags": flags, "next_step_within": next_step_within,
     }  # fmt: skip
     with Lab(nodes, rate) if network == "namespaces" else nullcontext() as lab:
         job = Job(folder / "soaked", lab, range(nodes), ranks_per_node, started_port, launch_flags(plans), flags, pause)

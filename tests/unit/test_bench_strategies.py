@@ -17,7 +17,7 @@ import pytest
 from fleet_train.profile import load_profile
 from tests.support.processes import ROOT
 from tools.benchmarks import strategies
-from tools.benchmarks.contestants import Contestant, Hook, parse, with_baselines
+from tools.benchmarks.contestants import Contestant, parse, with_baselines
 from tools.benchmarks.figures import (
     Summary,
     Window,
@@ -28,8 +28,8 @@ from tools.benchmarks.figures import (
     window_of,
     wire_ms,
 )
-from tools.benchmarks.jobs import JobFailed, Place, commands_of, shared_environment
-from tools.benchmarks.loop import Assignment, limiter_bytes
+from tools.benchmarks.jobs import JobFailed, Place, commands_of
+from tools.benchmarks.loop import Assignment
 from tools.benchmarks.networks import TASKS, Batches, PaddleKit, Task, build, judged, start_feed, start_weights
 from tools.benchmarks.record import Keep, beside
 from tools.benchmarks.report import figures_table, page, rows_of
@@ -63,13 +63,6 @@ def test_compute_only_runs_come_first_and_once() -> None:
     names = [each.name for each in with_baselines(["ours:a", "torch:ddp", "before:a", "ours:b", "ours:a"])]
     assert names == ["alone:ours", "alone:torch", "ours:a", "torch:ddp", "before:a", "ours:b"]
     assert [parse(word).is_tuned for word in ("ours:a", "ours:b/a.yaml", "torch:ddp_4mb")] == [False, True, False]
-
-
-def test_a_hook_is_read_from_its_name() -> None:
-    assert Hook.of("bf16_4mb", 10) == Hook("bf16", bucket_mb=4)
-    assert Hook.of("powersgd_2", 10) == Hook("powersgd", number=2, start=10)
-    assert Hook.of("post_local_sgd_8_from_0", 10).rhythm() == {"settles_after": 0, "period_steps": 8}
-    assert Hook.of("powersgd_2", 10).rhythm() == {"settles_after": 10, "period_steps": 1}
 
 
 def test_rivals_have_the_ranks_periods_and_starts_of_the_profiles() -> None:
@@ -115,13 +108,6 @@ def test_torch_starts_every_rank_with_its_place() -> None:
     assert commands[3][1] == {"GLOO_SOCKET_IFNAME": "eth0"} | place
 
 
-def test_every_contestant_gets_one_thread_and_nothing_of_the_outer_shell() -> None:
-    environ = {"PATH": "/bin", "FLAGS_x": "1", "OMP_NUM_THREADS": "8", "https_proxy": "p"}
-    amd, other = shared_environment(environ, is_amd=True), shared_environment(environ, is_amd=False)
-    assert (amd["PATH"], amd["OMP_NUM_THREADS"], amd["MKL_DEBUG_CPU_TYPE"]) == ("/bin", "1", "5")
-    assert not {"FLAGS_x", "https_proxy", "MKL_DEBUG_CPU_TYPE"} & other.keys()
-
-
 def test_ranks_share_a_global_batch_without_overlap() -> None:
     task = Task(global_batch_size=8)
     whole, labels = Batches(task, 0, 1).at(5)
@@ -156,11 +142,6 @@ def test_a_network_that_says_nothing_has_the_loss_of_chance_and_one_that_says_ze
     task, nothing = Task(hidden_layers=0), np.zeros((64, 10), np.float32)
     assert judged(task, [nothing, np.zeros(10, np.float32)])[1] == pytest.approx(np.log(10), rel=1e-5)
     assert judged(task, [nothing, np.eye(10, dtype=np.float32)[0]])[0] == pytest.approx(36 / 359)
-
-
-def test_limiter_counts_are_read_from_tc() -> None:
-    assert limiter_bytes("qdisc tbf 8001: root rate 1Gbit\n Sent 1234567 bytes 890 pkt (dropped 0)\n") == 1234567
-    assert limiter_bytes("qdisc noqueue 0: root refcnt 2\n Sent 5 bytes 1 pkt (dropped 0)\n") == 0
 
 
 class Played:

@@ -27,7 +27,7 @@ SOUND: dict[str, Any] = {
         "losses_that_differ": 0, "batches_that_differ": 0,
     },
     "samples": {"epochs": 3, "in_each": 10, "wrong": {}},
-    "faults": [FAULT], "recovery_seconds": recovery_of([FAULT]),
+    "faults": [FAULT], "recovery_seconds": recovery_of([FAULT]), "next_step_within": 60.0,
 }  # fmt: skip
 
 

@@ -11,22 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
-from tools.benchmarks.jobs import JobFailed, results_of, run_here
+from tools.benchmarks.jobs import results_of, run_here
 
 Block = dict[str, Any]
 
 
 def run_job(module: str, arguments: Sequence[object], ranks: int, timeout: float, port: int = 0) -> list[Any]:
-    """What each rank of ``module`` has written with ``write``; a click error if it fails."""
+    """What each rank of ``module`` has written with ``write``. Raises JobFailed."""
     with tempfile.TemporaryDirectory(prefix="bench_blocks_") as name:
-        try:
-            script = ["-m", f"tools.benchmarks.{module}", name, *map(str, arguments)]
-            run_here(module, script, ranks, Path(name), timeout, port=port)
-            return results_of(Path(name), ranks)
-        except JobFailed as failure:
-            raise click.ClickException(str(failure)) from None
+        script = ["-m", f"tools.benchmarks.{module}", name, *map(str, arguments)]
+        run_here(module, script, ranks, Path(name), timeout, port=port)
+        return results_of(Path(name), ranks)
 
 
 def arguments_of_a_rank() -> tuple[Path, list[str]]:

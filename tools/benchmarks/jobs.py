@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from fleet_train.cluster.installed import git
 from tools.benchmarks.contestants import ALONE, BEFORE, OURS, TORCH, Contestant
 from tools.benchmarks.loop import INTERFACE, Assignment, evaluated
@@ -27,8 +29,8 @@ _NOT_INHERITED = ("PADDLE_", "FLAGS_", "POD_", "TRAINER_", "GLOO_", "NCCL_", "FL
 Command = tuple[list[str], dict[str, str]]
 
 
-class JobFailed(Exception):
-    """Which job failed and how, with the last lines of its output."""
+class JobFailed(click.ClickException):
+    """Which job failed and how, with the last lines of its output; exit code 1."""
 
 
 @dataclass(frozen=True)

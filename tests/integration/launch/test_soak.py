@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 
 def soak(tmp_path: Path, flags: str) -> dict[str, Any]:
-    """Its record; it must have ended with 0."""
+    """Its record; it must have ended with 0. How long a recovery takes depends on who else is at work here."""
     where = ["--record", str(tmp_path), "--name", "record", "--keep_files", str(tmp_path / "files")]
     command = python(str(ROOT / "tools" / "soak.py"), *flags.split(), *where)
     done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=400, check=False)
@@ -43,7 +43,7 @@ def test_kills_and_freezes_lose_nothing(tmp_path: Path, free_ports: Callable[...
 @pytest.mark.root
 @pytest.mark.timeout(420)  # twelve starts of a rank, and more than a minute of waiting for lost machines
 def test_a_lost_first_disk_a_frozen_leader_and_a_cut_link_lose_nothing(tmp_path: Path) -> None:
-    record = soak(tmp_path, "--faults machine:0,frozen:leader,cut --epochs 8 --step_seconds 0.2")
+    record = soak(tmp_path, "--faults machine:0,frozen:leader,cut --epochs 8 --step_seconds 0.2 --next_step_within 240")
     assert [fault["kind"] for fault in record["faults"]] == ["machine", "frozen", "cut"]
     assert len(record["attempts"]) >= 4
     assert record["comparison"]["losses"] > 60
