@@ -102,8 +102,7 @@ class TorchTrainee:
         torch.set_num_threads(1)
         contestant, task = parse(assignment.contestant), assignment.task
         self._torch, self._network = torch, build(task, TorchKit())
-        self._tensors = torch_tensors(self._network)
-        for tensor, value in zip(self._tensors, start_weights(task), strict=True):
+        for tensor, value in zip(torch_tensors(self._network), start_weights(task), strict=True):
             tensor.copy_(torch.from_numpy(value))
         parameters = self._network.parameters()
         self._optimizer: Any = torch.optim.SGD(parameters, lr=task.learning_rate, momentum=task.momentum)
@@ -145,7 +144,8 @@ class TorchTrainee:
         return float(loss.detach())
 
     def weights(self) -> Weights:
-        return [tensor.numpy() for tensor in self._tensors]
+        # Taken anew: an averager replaces the parameters' data.
+        return [tensor.numpy() for tensor in torch_tensors(self._network)]
 
     def facts(self) -> dict[str, Any]:
         return {"threads": self._torch.get_num_threads(), **self._hook.rhythm()}
