@@ -16,8 +16,7 @@ from tests.streams.programs import CONTROLS, DEADLOCK, Control, outcome, record,
 from tests.streams.replay import replay, schedule_of
 from tests.streams.timing import Rates
 from tests.streams.trace import COMPUTING, Op, Trace, from_first_step, mismatches, wait_cycle
-from tools.model_streams import failures_of
-from tools.modelling.cases import LOCAL_GROUPS, Case, cases, exposed
+from tools.benchmarks.streams import LOCAL_GROUPS, Case, cases, exposed, failures_of
 
 STEPS = 5
 INTERLEAVINGS = 200
