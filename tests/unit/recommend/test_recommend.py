@@ -1,9 +1,11 @@
-"""What is priced, what is ruled out, and what is printed and written; nothing is measured here."""
+"""What is priced, ruled out, printed and written, and how the measurements of ranks become one. Nothing is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +13,12 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.price import TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.recommend import calibrate
 from fleet_train.recommend.candidates import Measurements, consider, risk_of, thresholds
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
+from tests.unit.collectives.one_of_two import one_of_two
 
 PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
 GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))
@@ -24,6 +28,11 @@ MEASURED = Measurements(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.
 def results(**tried: Tried) -> Results:
     candidates, ruled_out = consider(MEASURED, PAIR)
     return Results(MEASURED, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
+
+
+def name_of_pick(basis: Results, *allow: str) -> str | None:
+    best = pick(basis, Options("a/train.py", allow=allow))
+    return None if best is None else best.name
 
 
 def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
@@ -58,14 +67,6 @@ def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
     assert not [candidate for candidate in consider(quick, PAIR)[0] if candidate.changes]
 
 
-def test_a_turned_profile_is_written_as_it_was_tried(tmp_path: Path) -> None:
-    turned = next(candidate for candidate in consider(MEASURED, PAIR)[0] if candidate.changes)
-    basis = results(**{turned.name: Tried(turned.name, 20.0)})
-    path = tmp_path / "recommended.yaml"
-    path.write_text(profile_text(basis, Options("train.py", allow=(LOCAL_STEPS,)), PAIR, "recommend"))
-    assert load_profile(str(path)).digest() == turned.profile.digest()
-
-
 def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
     settings = ("nccl_comm_num=1", "local_sgd_steps=5")
     candidates, ruled_out = consider(MEASURED, PAIR, settings=settings[:1])
@@ -83,12 +84,10 @@ def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path)
     assert (written.nccl_comm_num, written.local_sgd_steps) == (1, 5)
 
 
-def test_of_steps_about_as_short_the_least_risk_is_picked() -> None:
-    basis = results(multi_node=Tried("multi_node", 103.0), diloco=Tried("diloco", 100.0))
-    allowed = Options("train.py", allow=(LOCAL_STEPS,))
-    assert pick(basis, allowed).name == "multi_node"  # type: ignore[union-attr]
-    basis = results(multi_node=Tried("multi_node", 106.0), diloco=Tried("diloco", 100.0))
-    assert pick(basis, allowed).name == "diloco"  # type: ignore[union-attr]
+@pytest.mark.parametrize(("milliseconds", "picked"), [(103.0, "multi_node"), (106.0, "diloco")])
+def test_of_steps_about_as_short_the_least_risk_is_picked(milliseconds: float, picked: str) -> None:
+    basis = results(multi_node=Tried("multi_node", milliseconds), diloco=Tried("diloco", 100.0))
+    assert name_of_pick(basis, LOCAL_STEPS) == picked
 
 
 @pytest.mark.parametrize(
@@ -121,13 +120,8 @@ def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
         two_communicators=Tried("two_communicators", failure="failed: rank 1 ended"),
         diloco=Tried("diloco", 21.0),
     )
-    exact, all_of_it = Options("a/train.py"), Options("a/train.py", allow=(LOCAL_STEPS,))
-    best = pick(basis, exact)
-    assert best is not None
-    assert best.name == "multi_node"
-    allowed = pick(basis, all_of_it)
-    assert allowed is not None
-    assert allowed.name == "diloco"
+    assert (name_of_pick(basis), name_of_pick(basis, LOCAL_STEPS)) == ("multi_node", "diloco")
+    exact = Options("a/train.py")
     text = describe(basis, exact, PAIR)
     assert "* multi_node" in text
     assert "two_communicators: failed: rank 1 ended" in text
@@ -137,20 +131,21 @@ def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
 
 def test_without_a_trial_that_ended_nothing_is_recommended() -> None:
     basis = results(multi_node=Tried("multi_node", failure="failed: it"))
-    assert pick(basis, Options("train.py")) is None
+    assert name_of_pick(basis) is None
     assert "no profile is recommended" in describe(basis, Options("train.py"), PAIR)
     assert to_json(basis, Options("train.py"), PAIR)["exit_code"] == 1
 
 
-def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
-    basis = results(multi_node=Tried("multi_node", 110.0), one_communicator=Tried("one_communicator", 130.0))
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path, is_turned: bool) -> None:
+    best = next(candidate for candidate in consider(MEASURED, PAIR)[0] if bool(candidate.changes) == is_turned)
+    basis = results(**{best.name: Tried(best.name, 10.0), "unfused": Tried("unfused", 130.0)})
     path = tmp_path / "recommended.yaml"
-    path.write_text(profile_text(basis, Options("a/train.py"), PAIR, "python -m fleet_train recommend ..."))
-    best = pick(basis, Options("a/train.py"))
-    assert best is not None
+    options = Options("a/train.py", allow=(LOSSY, LOCAL_STEPS))
+    path.write_text(profile_text(basis, options, PAIR, "python -m fleet_train recommend ..."))
     assert load_profile(str(path)).digest() == best.profile.digest()
-    assert "110.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())
-    assert "one_communicator 130.0 ms" in path.read_text()
+    assert "10.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())
+    assert "unfused 130.0 ms" in path.read_text()
 
 
 def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
@@ -178,16 +173,46 @@ def test_reports_of_local_steps_become_what_is_priced() -> None:
     assert plan.averaging is not None
     averaging = replace(plan.averaging, state_values_per_parameter=2)
     link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
-    content = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
-    content["costs"] = asdict(TYPICAL)
-    reports = {0: content | {"steps": [9.0, 9.0, 9.0, 0.02, 0.02]}, 1: content | {"steps": [9.0, 9.0, 9.0, 0.03, 0.03]}}
+    told = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
+    told |= {"costs": asdict(TYPICAL)}
+    reports = {rank: told | {"steps": [9.0, 9.0, 9.0, step, step]} for rank, step in enumerate((0.02, 0.03))}
     measured, spread, error = read_computing(reports)
     assert [gradient.name for gradient in measured.gradients] == [gradient.name for gradient in GRADIENTS]
     assert (measured.compute_seconds, measured.state_values, error) == (0.03, 2, 0.03)
     assert spread == pytest.approx(1.5)
-    assert measured.network.between == Link(1e-4, 1e8)
-    assert measured.costs == TYPICAL
-    # Now the one rank is slower, now the other: gradients wait for the slower one each time.
-    reports[0]["steps"], reports[1]["steps"] = [9.0] * 3 + [0.02, 0.04, 0.03], [9.0] * 3 + [0.04, 0.02, 0.03]
-    measured, spread, _ = read_computing(reports)
-    assert (measured.compute_seconds, spread) == (0.04, 1.0)
+    assert (measured.network.between, measured.costs) == (Link(1e-4, 1e8), TYPICAL)
+
+
+def test_a_calibration_takes_the_slowest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
+    with one_of_two(monkeypatch) as job:
+        monkeypatch.setattr(job, "all_gather", lambda _, value: times | {0: value})
+        assert calibrate._slowest(job, 0.002) == 0.009
+        assert calibrate._slowest(job, 0.011) == 0.011
+
+
+def report(timed: Sequence[float]) -> dict[str, Any]:
+    """Of a rank whose first steps, which compile, took long."""
+    gradient = {"name": "w", "shape": [3, 2], "dtype": "float32"}
+    statistic = {"name": "mean", "shape": [2], "dtype": "float32"}
+    averaging = {"values": [gradient], "statistics": [statistic], "state_values_per_parameter": 2}
+    plan = {"buckets": [{"gradients": [gradient]}], "averaging": averaging, "statistics": []}
+    return {"plan": plan, "steps": [*[9.0] * 50, *timed], "links": {}, "costs": {}, "is_gloo": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "spread"),
+    [
+        ([[1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]], 2.0, 1.0),  # each step has a rank that takes 2 s
+        ([[1.0, 1.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]], 4.0, 4.0),
+        ([[3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 5.0]], 3.0, 3.0),
+    ],
+)
+def test_computing_takes_the_slowest_rank_of_each_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[list[float]], seconds: float, spread: float
+) -> None:
+    monkeypatch.setattr("fleet_train.recommend.supervisor._UNTIMED_STEPS", 50)
+    measured, apart, error = read_computing({rank: report(steps) for rank, steps in enumerate(ranks)})
+    assert (measured.compute_seconds, apart, error) == (seconds, spread, 0.0)
+    assert measured.gradients == (TensorSpec("w", (3, 2), "float32"),)
+    assert measured.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))

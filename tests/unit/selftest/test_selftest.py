@@ -1,9 +1,12 @@
-"""What the selftest makes of its findings: lines, verdicts, and which rank is blamed."""
+"""What the selftest makes of its findings: lines, verdicts, which rank is blamed, a record without names."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import socket
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +17,11 @@ from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
-from fleet_train.selftest import check_collectives, check_overlap, check_profiles, supervisor
+from fleet_train.selftest import check_collectives, check_overlap, check_profiles, record, supervisor
 from fleet_train.selftest.child import End
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
-from fleet_train.selftest.supervisor import judge_ends, not_done
+from fleet_train.selftest.ranks import Where, is_rank, request_of
+from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
 
@@ -26,42 +30,38 @@ def result(name: str, status: str) -> Result:
     return Result("devices", name, status, "words")
 
 
-class TestVerdict:
-    def test_passed(self) -> None:
-        results = [result("a", OK), result("b", WARN), result("c", SKIP)]
-        assert verdict(results, 12.4) == "PASSED: 1 ok, 1 warn, 1 skip, in 12 s"
-        assert exit_code(results) == 0
-
-    def test_failed_names_each_check_once(self) -> None:
-        results = [result("a", OK), result("b", FAIL), result("b", FAIL), result("c", FAIL)]
-        assert verdict(results, 1) == "FAILED: b, c; 1 ok, in 1 s"
-        assert exit_code(results) == 1
-
-    @pytest.mark.parametrize("results", [[], [result("a", SKIP)]])
-    def test_nothing_is_no_pass(self, results: list[Result]) -> None:
-        assert verdict(results, 1).startswith("NOTHING was checked")
-        assert exit_code(results) == 1
-
-    def test_a_result_survives_json_and_is_one_line(self) -> None:
-        result = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
-        assert Result.from_json(result.to_json()) == result
-        assert result.line == "FAIL  a rank is killed: why"
+@pytest.mark.parametrize(
+    ("results", "words", "code"),
+    [
+        ([result("a", OK), result("b", WARN), result("c", SKIP)], "PASSED: 1 ok, 1 warn, 1 skip, in 12 s", 0),
+        (
+            [result("a", OK), result("b", FAIL), result("b", FAIL), result("c", FAIL)],
+            "FAILED: b, c; 1 ok, in 12 s",
+            1,
+        ),
+        ([], "NOTHING was checked", 1),
+        ([result("a", SKIP)], "NOTHING was checked", 1),
+    ],
+)
+def test_a_verdict_names_each_failed_check_once(results: list[Result], words: str, code: int) -> None:
+    assert verdict(results, 12.4).startswith(words)
+    assert exit_code(results) == code
 
 
-class TestOptions:
-    def test_groups_keep_their_order(self) -> None:
-        assert chosen(["faults", "devices"], []).groups == ("devices", "faults")
-        assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
+def test_a_result_survives_json_and_is_one_line() -> None:
+    failed = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
+    assert Result.from_json(failed.to_json()) == failed
+    assert failed.line == "FAIL  a rank is killed: why"
 
-    def test_nothing_left(self) -> None:
-        with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
-            chosen(["faults"], ["faults"])
 
-    def test_quick_survives_json(self) -> None:
-        options = chosen([], [], quick=True)
-        assert options.is_quick
-        assert Options.from_json(options.to_json()) == options
-        assert not Options().is_quick
+def test_checks_are_chosen_in_their_order() -> None:
+    assert chosen(["faults", "devices"], []).groups == ("devices", "faults")
+    assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
+    with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
+        chosen(["faults"], ["faults"])
+    quick = chosen([], [], quick=True)
+    assert (quick.is_quick, Options().is_quick) == (True, False)
+    assert Options.from_json(quick.to_json()) == quick
 
 
 class TestFaults:
@@ -116,12 +116,8 @@ class TestEnds:
     def test_what_comes_behind_is_not_done(self) -> None:
         groups = tuple(GROUPS)
         assert [result.name for result in not_done(groups, "collectives")] == ["profiles", "overlap"]
-        assert [result.name for result in not_done(groups, "start")] == [
-            "devices",
-            "collectives",
-            "profiles",
-            "overlap",
-        ]
+        names = [result.name for result in not_done(groups, "start")]
+        assert names == ["devices", "collectives", "profiles", "overlap"]
         assert not_done(("faults", "devices"), "collectives") == []
 
 
@@ -172,24 +168,18 @@ class TestDevices:
     def test_uuid_of_what_a_process_sees(self, visible: str | None, index: int, uuid: str) -> None:
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         assert check_collectives.uuid_of(index, environ, self.TABLE) == uuid
-
-    def test_without_nvidia_smi(self) -> None:
-        assert check_collectives.uuid_of(0, {}, "") == ""
+        assert check_collectives.uuid_of(index, environ, "") == ""  # there is no nvidia-smi
 
     def judged(self, *uuids: str) -> Result:
         devices = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
         job: Any = SimpleNamespace(cluster=CLUSTER)
         return check_collectives.judge_devices(job, devices, 0.0)
 
-    def test_distinct_on_each_node(self) -> None:
+    def test_each_rank_has_one_of_its_own_on_its_node(self) -> None:
         assert self.judged("a", "b", "a", "b").words == "4 distinct: A100"  # virtual machines may number alike
-
-    def test_shared(self) -> None:
-        result = self.judged("a", "b", "c", "c")
-        assert result.status == FAIL
-        assert result.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
-
-    def test_unknown(self) -> None:
+        shared = self.judged("a", "b", "c", "c")
+        assert shared.status == FAIL
+        assert shared.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
         assert self.judged("a", "").words.startswith("the UUID of rank 1 (10.0.0.1:6171)'s GPU is unknown")
 
 
@@ -203,23 +193,26 @@ class TestOverlap:
     def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
         assert check_overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
 
-    def test_control_beside_it(self) -> None:
-        result = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0)
-        assert result.status == OK
-        assert result.figures["overlap"] == pytest.approx(0.8)
-        assert result.figures["control"] == pytest.approx(-0.05)
-
-    def test_a_control_that_is_not_0_spoils_the_figure(self) -> None:
-        assert check_overlap.judge(self.times(22.0, 33.0), on_gpu=False, seconds=1.0).status == WARN
-
-    def test_little_overlap_is_warned_of_on_gpus_only(self) -> None:
-        assert check_overlap.judge(self.times(29.0), on_gpu=True, seconds=1.0).status == WARN
-        assert check_overlap.judge(self.times(29.0), on_gpu=False, seconds=1.0).status == OK
+    @pytest.mark.parametrize(
+        ("ours", "control", "on_gpu", "status"),
+        [
+            (22.0, 30.5, True, OK),
+            (22.0, 33.0, False, WARN),  # a control that is not 0 spoils the figure
+            (29.0, 30.0, True, WARN),  # little is warned of on GPUs only
+            (29.0, 30.0, False, OK),
+        ],
+    )
+    def test_verdict(self, ours: float, control: float, on_gpu: bool, status: str) -> None:
+        assert check_overlap.judge(self.times(ours, control), on_gpu=on_gpu, seconds=1.0).status == status
 
     @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
     def test_a_time_that_is_missing_fails(self, wrong: float) -> None:
         times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
         assert check_overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
+
+    def test_the_controls_share_is_told_beside_ours(self) -> None:
+        figures = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0).figures
+        assert (figures["overlap"], figures["control"]) == (pytest.approx(0.8), pytest.approx(-0.05))
 
 
 class TestFitting:
@@ -251,3 +244,86 @@ class TestFitting:
     )
     def test_tolerances(self, name: str, on_gpu: bool, tolerance: float) -> None:
         assert check_profiles.tolerance_of(load_profile(name), on_gpu=on_gpu) == tolerance
+
+
+NAMED = Cluster(assign(["10.0.0.1", "gpu-a.example.org"], 2, 6170), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("rank 1 (10.0.0.1:6171) is gone", "rank 1 (node 0) is gone"),
+        ("rank 3 (gpu-a.example.org:6171) is gone", "rank 3 (node 1) is gone"),
+        ("peer_str = [10.0.0.1]:28808", "peer_str = [node 0]:28808"),
+        ("from 10.0.0.11 and 192.168.7.7:80", "from <address> and <address>:80"),
+        (f"on {socket.gethostname()}", "on <host>"),
+        (f"{Path.home()}/x", "~/x"),
+        ("paddle 3.3.1 after 1.5 s", "paddle 3.3.1 after 1.5 s"),
+    ],
+)
+def test_texts_lose_their_names(text: str, clean: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record.without_names(text, NAMED) == clean
+
+
+def test_record_and_page(tmp_path: Path) -> None:
+    results = [
+        Result("devices", "backend", OK, "gloo", 0.1),
+        Result("faults", "a rank is killed", FAIL, "rank 3 (gpu-a.example.org:6171) | said\nnothing", 2.0, {"x": 1}),
+    ]
+    made = record.make(NAMED, Options(), [record.facts()] * 2, results, 3.0)
+    path = record.write(tmp_path / "new", made)
+    assert path.name == f"{made['circumstances']['date'][:10]}-selftest-gloo-2x2.json"
+    assert json.loads(path.read_text()) == made
+    assert (made["failures"], made["exit_code"]) == (["a rank is killed"], 1)
+    assert "| a rank is killed | FAIL | 2.0 | rank 3 (node 1) \\| said nothing |" in path.with_suffix(".md").read_text()
+    assert "example.org" not in path.read_text()
+
+
+def test_a_package_that_was_installed_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.fleet_train, "__file__", str(tmp_path / "site-packages/fleet_train/__init__.py"))
+    made = record.make(NAMED, Options(), [record.facts()] * 2, [], 3.0)
+    assert "commit" not in made["circumstances"]
+    versions = record.write(tmp_path, made).with_suffix(".md").read_text().split("- Versions: ")[1].splitlines()[0]
+    assert versions.endswith(f"fleet_train {record.fleet_train.__version__}.")
+
+
+def test_command_says_what_was_asked_and_not_where() -> None:
+    assert record.command_of(Options()) == "python -m fleet_train selftest"
+    asked = chosen(["faults", "devices"], [], quick=True)
+    assert record.command_of(asked) == "python -m fleet_train selftest --only devices --only faults --quick"
+
+
+def test_backend_is_paddles_build_or_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "installed_paddle", lambda: ("paddlepaddle-gpu", "3.3.1"))
+    assert record.backend_of({}) == "nccl"
+    assert record.backend_of({"PADDLE_DISTRI_BACKEND": "gloo"}) == "gloo"
+    monkeypatch.setattr(record, "installed_paddle", lambda: ("paddlepaddle", "3.3.1"))
+    assert record.backend_of({}) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"PADDLE_LOCAL_RANK": "0"}, True),
+        ({"PADDLE_RANK_IN_NODE": "0"}, True),
+        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1"}, True),
+        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1", "PADDLE_TRAINERS": "a,b"}, False),  # a pod of PaddleCloud
+    ],
+)
+def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected: bool) -> None:
+    assert is_rank(environ) is expected
+
+
+def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
+    options = chosen([], ["overlap", "profiles"], quick=True)
+    command = command_of(options, tmp_path / "out")
+    request = request_of(command, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "outcome")
+    assert request.is_module
+    assert request.hosts == ("10.0.0.1", "10.0.0.2")
+    assert request.processes_per_node == 3
+    words = list(request.command)
+    skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
+    assert chosen([], skipped, "--quick" in words) == options
+    assert request_of(command, Where(), tmp_path).processes_per_node == 2
