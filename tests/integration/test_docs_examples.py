@@ -66,7 +66,7 @@ def test_spawn_trains_on_two_ranks_and_fails_as_printed(tmp_path: Path) -> None:
     assert one == other
     assert float(one) < 1.0
     failed = run(block("spawn", "len(samples)"), tmp_path)
-    (shown,) = fenced_blocks((ROOT / "docs" / "spawn.md").read_text(), "text")
+    (shown,) = fenced_blocks((ROOT / "docs" / "engines.md").read_text(), "text")
     assert failed.exit_code == 1
     assert [line for line in shown.splitlines() if line not in failed.output] == []
     assert "fleet_train.errors.RankFailed: rank 1 of 2 failed first" in failed.output

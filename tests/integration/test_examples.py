@@ -28,11 +28,11 @@ from tests.support.ranks import run_ranks, stock_environs
 EXAMPLES = ROOT / "tools" / "examples"
 STATE = "persistables.safetensors"
 HOSTS = ("127.0.0.2", "127.0.0.3")
-PAGE = (ROOT / "docs" / "examples.md").read_text()
+PAGE = (ROOT / "docs" / "start.md").read_text()
 
 
 def printed_command(*words: str) -> str:
-    """The one of docs/examples.md with these words."""
+    """The one of docs/start.md with these words."""
     (command,) = [each for each in commands.shell_commands(PAGE) if all(word in each for word in words)]
     return command
 

@@ -105,7 +105,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: P
 
 @pytest.mark.timeout(200)
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    blocks = fenced_blocks((ROOT / "docs" / "spawn.md").read_text(), "python")
+    blocks = fenced_blocks((ROOT / "docs" / "engines.md").read_text(), "python")
     example = next(block for block in blocks if "FleetTrainer" in block)
     with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:
         environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": str(tmp_path)})

@@ -16,8 +16,7 @@ from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.powersgd import PowerSgdSettings
-from tests.unit.collectives.in_turn import CollectiveSpec, in_turn
-from tests.unit.collectives.in_turn import Group
+from tests.unit.collectives.in_turn import CollectiveSpec, Group, in_turn
 from tests.unit.compression.alone import bucket
 
 RANKS = 3

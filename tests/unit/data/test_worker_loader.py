@@ -144,7 +144,8 @@ def test_a_lost_worker_is_replaced_and_its_batches_are_the_same(
     with loaders[1].epoch(0) as feeds:
         seen.append(next(feeds))
         victim = pids(loaders[1])[1]
-        loaders[1]._pool._task_seconds = 5.0  # type: ignore[union-attr]  # starting may take longer on a busy machine
+        if number == signal.SIGSTOP:  # the other two are known by their end, however slow the machine is
+            loaders[1]._pool._task_seconds = 5.0  # type: ignore[union-attr]  # starting may take longer
         os.kill(victim, number)
         seen += feeds
     assert [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in seen] == expected[:15]
