@@ -125,24 +125,24 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
     assert wrong == []
 
 
-def test_visualdl_is_imported_only_by_its_sink_and_in_its_servers_process() -> None:
-    importers = {
+@pytest.mark.parametrize(
+    ("names", "importers"),
+    [
+        (("visualdl",), {"train/metrics.py", "train/dashboard_server.py"}),  # its sink, and its server's process
+        (
+            ("numba", "llvmlite", "fleet_train.collectives.methods.codec_loops"),
+            {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"},
+        ),
+    ],
+)
+def test_what_is_slow_to_import_is_imported_by_who_needs_it(names: tuple[str, ...], importers: set[str]) -> None:
+    found = {
         str(path.relative_to(PACKAGE))
         for path in modules()
         for _, name in imported_names(path)
-        if name.startswith("visualdl")
+        if name.startswith(names)
     }
-    assert importers == {"train/metrics.py", "train/dashboard_server.py"}
-
-
-def test_numba_is_imported_only_by_the_loops_that_it_compiles_and_by_who_asks_for_them() -> None:
-    importers = {
-        str(path.relative_to(PACKAGE))
-        for path in modules()
-        for _, name in imported_names(path)
-        if name.split(".")[0] in ("numba", "llvmlite") or name.startswith("fleet_train.collectives.methods.codec_loops")
-    }
-    assert importers == {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"}
+    assert found == importers
 
 
 def test_every_folder_of_the_package_is_installed() -> None:
