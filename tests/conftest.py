@@ -23,10 +23,8 @@ import pytest
 
 from tests.support import ports
 from tests.support.browser import why_no_browser
-from tests.support.mpi import why_no_mpi
 from tests.support.namespaces import why_no_namespaces
 from tests.support.processes import ROOT
-from tests.support.site import why_no_site
 from tests.support.slurm import why_no_slurm
 
 _GRACE_SECONDS = 10.0
@@ -160,6 +158,17 @@ def _in_ci() -> bool:
 
 def why_no_ray() -> str | None:
     return None if importlib.util.find_spec("ray") else 'Ray is not installed: pip install "ray[train]"'
+
+
+def why_no_mpi() -> str | None:
+    """Debian's packages of the two can be installed side by side."""
+    missing = [name for name in ("mpirun.openmpi", "mpirun.mpich") if shutil.which(name) is None]
+    return f"{', '.join(missing)} not found: apt-get install openmpi-bin libpmix2 mpich" if missing else None
+
+
+def why_no_site() -> str | None:
+    is_there = (ROOT / ".venv-docs" / "bin" / "python").is_file()
+    return None if is_there else "there is no .venv-docs, in which the site is built: make docs"
 
 
 # Markers of tests that need something of the machine: why it cannot run them, or None.

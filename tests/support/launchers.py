@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import RESULTS_VARIABLE, Ended, Job, clean_environ
-from tests.support.results import read_results
+from tests.support.ranks import read_results
 
 
 @dataclass(frozen=True)

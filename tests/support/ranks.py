@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.support.ports import free_ports
 from tests.support.processes import RESULTS_VARIABLE, ROOT, Ended, Job, clean_environ, python, write_script
-from tests.support.results import read_results
 
 _UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
 
@@ -35,6 +37,17 @@ class RanksResult:
             f"--- {rank.name}: exit {rank.exit_code}{', killed by the test' if rank.killed else ''} ---\n{rank.output}"
             for rank in self.ranks
         )
+
+
+def read_results(folder: Path) -> dict[int, dict[str, Any]]:
+    """rank -> everything it reported; later reports of a rank replaced earlier values of the same name."""
+    results: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("rank*.json")):
+        results[int(path.stem.removeprefix("rank"))] = json.loads(path.read_text())
+    for path in sorted(folder.glob("rank*.npz")):
+        with np.load(path) as arrays:
+            results.setdefault(int(path.stem.removeprefix("rank")), {}).update({name: arrays[name] for name in arrays})
+    return results
 
 
 def node_sizes(world_size: int, nodes: int | Sequence[int]) -> list[int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 
 class _Selector(selectors.DefaultSelector):
@@ -35,23 +33,15 @@ class _Loop(asyncio.SelectorEventLoop):
         return self._virtual.seconds
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Its result, in a loop of its own whose clock begins at 1000 s."""
-    loop = _Loop()
-    try:
-        return loop.run_until_complete(asyncio.wait_for(coroutine, 10_000))
-    finally:
-        loop.close()
-
-
 def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """An asynchronous test as a plain one."""
+    """An asynchronous test as a plain one, in a loop of its own whose clock begins at 1000 s."""
 
     @functools.wraps(test)
     def plain(*args: Any, **options: Any) -> None:
-        async def body() -> None:
-            await test(*args, **options)
-
-        run(body())
+        loop = _Loop()
+        try:
+            loop.run_until_complete(asyncio.wait_for(test(*args, **options), 10_000))
+        finally:
+            loop.close()
 
     return plain
