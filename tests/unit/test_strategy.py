@@ -15,6 +15,8 @@ from paddle.distributed import fleet
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, applied_mappings
+from fleet_train.profile.fleet_fields import STOCK_FIELDS
+from fleet_train.profile.fleet_objects import differing
 from tests.support.processes import ROOT
 
 AMP = {"amp_level": "O1", "amp_dtype": "float16"}
@@ -421,6 +423,7 @@ def test_importing_the_strategy_does_not_import_paddle() -> None:
 def test_every_boolean_field_of_the_stock_strategy_has_a_fate() -> None:
     names = {field.name for field in stock().strategy.DESCRIPTOR.fields if field.type == PROTOBUF_BOOL}
     assert names == BOOLEAN_FIELDS.keys()
+    assert names <= STOCK_FIELDS.keys()
 
 
 @pytest.mark.parametrize("name", BOOLEAN_FIELDS)
@@ -444,6 +447,7 @@ def test_every_leaf_of_the_stock_strategy_has_a_fate_or_is_refused_by_name() -> 
     for path in paths:
         given = stock()
         change(given.strategy, path)
+        assert differing(given.strategy, stock().strategy), f"{path} was not changed"
         if f"DistributedStrategy.{path.split('.')[0]}" not in what_is_said(given):
             unheard.append(path)
     # Knobs that are carried out need no words; a_sync_configs.k_steps = 0 is what `a_sync = False` leaves behind.
