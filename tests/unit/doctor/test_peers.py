@@ -147,7 +147,7 @@ def test_a_stream_is_measured_and_leaves_the_connection_usable() -> None:
             thread.join()
             sender.sendall(b"more")
             assert receiver.recv(10) == b"more"
-    assert best >= mean > 0
+    assert best >= mean > 1e6
 
 
 def test_each_pair_once_and_each_node_once_a_round() -> None:
