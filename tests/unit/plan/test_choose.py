@@ -28,7 +28,7 @@ from fleet_train.plan.choose import (
     plan_command,
     with_given_link,
 )
-from fleet_train.plan.price import NOTHING, TYPICAL, Compute, Link, Network, predict
+from fleet_train.plan.price import Compute, Link, Network, predict
 from fleet_train.profile import Profile
 from fleet_train.profile.profile import Buckets, buckets_of, open_knobs
 
@@ -86,12 +86,6 @@ def test_without_a_computing_time_no_choice_is_far_from_the_best(gigabits: float
             for conditions in (over(gigabits), over(gigabits, compute=compute))
         )
         assert blind <= 1.08 * seeing
-
-
-def test_a_slow_link_starts_early_and_a_fast_one_saves_collectives() -> None:
-    slow, fast = (len(build_plan(layers(), PAIR, Profile(link_gigabits=rate)).buckets) for rate in (0.5, 1000.0))
-    assert slow >= 6
-    assert fast <= 2
 
 
 def test_latency_is_hidden_by_communicators_or_saved_by_large_buckets() -> None:
@@ -179,14 +173,6 @@ def test_powersgd_wants_few_buckets_where_its_factors_are_all_latency() -> None:
 
 def matrices() -> list[TensorSpec]:
     return [TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8)]
-
-
-def test_costs_of_a_bucket_lengthen_the_step() -> None:
-    compute = Compute.of(0.03)
-    plan = build_plan(layers(), PAIR, Profile(nccl_comm_num=1, fuse_grad_size_in_MB=2))
-    network = over(1000.0).network
-    free, costly = (predict(plan, PAIR, network, compute, costs=costs).step for costs in (NOTHING, TYPICAL))
-    assert costly - free >= len(plan.buckets) * TYPICAL.bucket_seconds
 
 
 def samples(latency: float, rate: float, ranks: int, noise: float = 0.0) -> list[Sample]:
