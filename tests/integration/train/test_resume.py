@@ -1,6 +1,4 @@
-"""Runs that begin where an earlier one has been, through the real launcher: resumed on other data, machines or numbers
-of ranks, overwritten, or still under way.
-"""
+"""Runs that begin where an earlier one has been: resumed on other ranks, overwritten, or still under way."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from tests.support.ports import free_ports
 from tests.support.processes import Ended, Job, Started, clean_environ, python, write_script
 
 pytestmark = pytest.mark.long
-
-HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
 def train(folder: Path, ranks: int, *flags: str) -> Ended:
