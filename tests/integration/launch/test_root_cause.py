@@ -75,7 +75,7 @@ def use_full_disk() -> None:
         time.sleep(1.0 if fleet.worker_index() == 0 else 0.0)  # the others are quicker to report it
 
 FAULTS = {
-    "raise, then exit slowly": raise_and_exit_slowly,
+    "raise, exit slowly": raise_and_exit_slowly,
     "raise SystemExit 3": raise_system_exit,
     "sys.exit 3": lambda: sys.exit(3),
     "os._exit 0": lambda: os._exit(0),
@@ -135,7 +135,7 @@ _MISSED = r"did not arrive at step 3 within 10 s"
     [
         # Its exit handler and its thread would run for a minute; the launcher does not wait so long.
         pytest.param(
-            "raise, then exit slowly",
+            "raise, exit slowly",
             10,
             "DataError, then stopped by SIG(TERM|KILL)",
             "bad row",
@@ -156,7 +156,7 @@ def test_the_rank_that_failed_is_named_on_both_nodes(
     assert [one.exit_code for one in ended] == [exit_code, exit_code], bench.job.report()
     for one in ended:
         check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", how)
-        if fault.startswith("raise,"):
+        if fault == "raise, exit slowly":
             assert "  | fleet_train.errors.DataError: bad row" in one.output.splitlines(), bench.job.report()
             assert "other hook: bad row" in bench.log("node1/log/workerlog.0").splitlines()
     if told:
