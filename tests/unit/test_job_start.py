@@ -1,10 +1,20 @@
-"""Role makers: which cluster they describe, and what they refuse."""
+"""What a job starts from: role makers, what its engine carries out of a profile, and its allocator."""
 
 from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from paddle.distributed import fleet as theirs
 
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
+from fleet_train.collectives.paddle_compat import keep_freed_memory
+from fleet_train.convert.planning import fitted_to
 from fleet_train.convert.role_maker import (
     PaddleCloudRoleMaker,
     Role,
@@ -13,6 +23,8 @@ from fleet_train.convert.role_maker import (
     cluster_of,
 )
 from fleet_train.errors import ClusterError
+from fleet_train.profile import Profile, load_profile
+from tests.support.processes import ROOT
 
 ENDPOINTS = ["10.0.0.1:6170", "10.0.0.2:6170"]
 LAUNCHED = {
@@ -95,3 +107,85 @@ def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> 
     PaddleCloudRoleMaker(is_collective=True, init_gloo=False)
     with pytest.raises(ClusterError, match=r"leave it out, fleet\.init forms the process groups"):
         PaddleCloudRoleMaker(is_collective=True, init_gloo=True)
+
+
+THREADS: Any = SimpleNamespace(side_by_side=ThreadEngine.side_by_side)
+STREAMS: Any = SimpleNamespace(side_by_side=StreamEngine.side_by_side)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_threads_carry_out_any_number_of_communicators(number: int) -> None:
+    profile = Profile(nccl_comm_num=number)
+    assert fitted_to(THREADS, profile) == (profile, [])
+
+
+def test_one_communicator_needs_no_message() -> None:
+    profile = Profile()
+    fitted, said = fitted_to(STREAMS, profile)
+    assert fitted is profile
+    assert said == []
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_streams_have_one_communicator_and_say_why(number: int) -> None:
+    asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=number)
+    fitted, (told,) = fitted_to(STREAMS, asked)
+    assert fitted.settings() == asked.settings() | {"nccl_comm_num": 1}
+    assert (asked.nccl_comm_num, fitted.explicit) == (number, asked.explicit)
+    assert fitted.origin("nccl_comm_num") == asked.origin("nccl_comm_num")
+    assert told.startswith(f"nccl_comm_num: {number} (")
+    assert asked.origin("nccl_comm_num") in told
+    assert "is mapped to 1 on NCCL" in told
+    assert "NCCL_MIN_NCHANNELS" in told
+
+
+RAISED = """
+from fleet_train.collectives.paddle_compat import keep_freed_memory
+print(keep_freed_memory({}), keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.check=3"}))
+"""
+TRIM, MMAP = (-1, 1024**3), (-3, 32 * 1024**2)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+
+
+def test_thresholds_are_raised_unless_the_user_has_set_them() -> None:
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def library(monkeypatch: pytest.MonkeyPatch, mallopt: Callable[[int, int], int]) -> list[tuple[int, int]]:
+    """What a C library is asked for."""
+    asked: list[tuple[int, int]] = []
+
+    def ask(parameter: int, value: int) -> int:
+        asked.append((parameter, value))
+        return mallopt(parameter, value)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=ask) if name is None else None)
+    return asked
+
+
+def test_freed_blocks_up_to_32_mib_stay_until_a_gib_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = library(monkeypatch, lambda *_: 1)
+    assert keep_freed_memory({"PATH": "/bin"})
+    assert asked == [TRIM, MMAP]
+
+
+@pytest.mark.parametrize("refused", [TRIM, MMAP])
+def test_what_the_library_refuses_is_logged(monkeypatch: pytest.MonkeyPatch, refused: tuple[int, int]) -> None:
+    library(monkeypatch, lambda *asked: int(asked != refused))
+    assert keep_freed_memory({}) is False
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_each_variable_of_the_user_leaves_the_library_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked = library(monkeypatch, lambda *_: 1)
+    assert keep_freed_memory({name: ""}) is False
+    assert asked == []
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
+def test_another_c_library_is_no_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def none(_: None) -> None:
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert keep_freed_memory({}) is False
