@@ -35,9 +35,6 @@ def raise_and_exit_slowly() -> None:
     threading.Thread(target=lambda: time.sleep(60)).start()
     raise DataError("bad row")
 
-def raise_system_exit() -> None:
-    raise SystemExit(3)
-
 def make_children() -> None:
     # A child that ends the script, one that calls fleet, and one of multiprocessing; then the parent goes on.
     for child in (sys.exit, ask_in_child):
@@ -76,7 +73,7 @@ def use_full_disk() -> None:
 
 FAULTS = {
     "raise, exit slowly": raise_and_exit_slowly,
-    "raise SystemExit 3": raise_system_exit,
+    "exit 0": lambda: sys.exit(0),
     "sys.exit 3": lambda: sys.exit(3),
     "os._exit 0": lambda: os._exit(0),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -142,7 +139,7 @@ _MISSED = r"did not arrive at step 3 within 10 s"
             marks=pytest.mark.long,
         ),
         ("sys.exit 3", 3, _exits(3, r"sys\.exit\(3\)"), "sys.exit"),
-        pytest.param("raise SystemExit 3", 3, _exits(3, _LEFT), "left the job", marks=pytest.mark.long),
+        pytest.param("exit 0", 11, _exits(0, _LEFT), "left the job", marks=pytest.mark.long),
         pytest.param("os._exit 0", 11, _exits(0, _BROKE), "was lost", marks=pytest.mark.long),
         pytest.param("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", "did not arrive", marks=pytest.mark.long),
         ("kill", 137, "killed by SIGKILL", ""),
