@@ -178,6 +178,11 @@ def test_old_tuning_is_carried_out_or_mapped_with_a_message(kind: str, tmp_path:
         assert "num_iteration_per_drop_scope" in result.ranks[0].output
 
 
+def losses(output: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+
+
 @pytest.mark.long
 def test_a_program_of_ones_own_stopped_by_a_signal_to_one_rank_and_resumed_is_the_same_run(tmp_path: Path) -> None:
     script, whole, parts = EXAMPLES / "own_program.py", tmp_path / "whole", tmp_path / "parts"
@@ -196,9 +201,7 @@ def test_a_program_of_ones_own_stopped_by_a_signal_to_one_rank_and_resumed_is_th
     assert all("SIGTERM" in one.output and f"resume from {parts}" in one.output for one in ended)
 
     run_ranks(script, 2, folder=tmp_path / "c", nodes=2, args=["--output_dir", str(parts), "--resume"])
-    records = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (parts, whole)]
-    made, expected = ([json.loads(line) for line in lines if "train/loss" in line] for lines in records)
-    assert [(one["step"], one["train/loss"]) for one in made] == [(one["step"], one["train/loss"]) for one in expected]
+    assert losses(parts) == losses(whole)
     name = f"checkpoints/step-00000640/{STATE}"
     found, right = load_file(parts / name), load_file(whole / name)
     assert sorted(found) == sorted(right)

@@ -107,12 +107,6 @@ def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
     assert_one_job(run_form(commands.PADDLECLOUD, tmp_path, port, pods), world_size=4)
 
 
-def test_plain_python_is_one_process(tmp_path: Path) -> None:
-    commands.put_script(tmp_path, 1, TRAIN)
-    result = run_launchers([commands.ONE_PROCESS.split()], folder=tmp_path)
-    assert (result.values[0]["world_size"], result.values[0]["node_num"]) == (1, 1)
-
-
 @pytest.mark.long
 @pytest.mark.root
 def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:

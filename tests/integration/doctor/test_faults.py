@@ -155,17 +155,16 @@ def test_large_packets_vanish_on_the_way(tmp_path: Path) -> None:
         assert all("packets of 1400 bytes arrive, of 1500 do not" in measured for measured in found)
 
 
-@pytest.mark.parametrize(("ahead", "level"), [(5, "WARN"), (300, "FAIL")])
-def test_a_clock_that_is_ahead(two: Two, tmp_path: Path, ahead: int, level: str) -> None:
+def test_a_clock_that_is_ahead(two: Two, tmp_path: Path) -> None:
     """Linux has one clock of the day for all namespaces: the one that the second doctor's Python asks is changed."""
     early = tmp_path / "clock"
     early.mkdir()
-    (early / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {ahead}\n")
+    (early / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() + 5\n")
     patient = Patient(environ={"PYTHONPATH": f"{early}{os.pathsep}{ROOT}"})
     told = examine(tmp_path, two, [HEALTHY, patient], *NETWORK)[0]
     pair = [host(0, two), host(1, two)]  # on a busy machine the other direction may be told as well
-    (finding,) = [one for one in told.findings("clock", level) if one["hosts"] == pair]
-    assert f"{ahead}.0" in finding["measured"] or f"{ahead - 1}.9" in finding["measured"]
+    (finding,) = [one for one in told.findings("clock", "WARN") if one["hosts"] == pair]
+    assert "5.0" in finding["measured"] or "4.9" in finding["measured"]
     assert "behind" in finding["measured"]
 
 
@@ -178,15 +177,6 @@ def test_a_missing_route_between_two_of_three(tmp_path: Path) -> None:
             assert pair in one.hosts("route", "FAIL"), one.ended.output
             assert pair in one.hosts("port", "FAIL")
             assert one.findings("absent", "FAIL") == []
-
-
-def test_routes_by_different_interfaces(tmp_path: Path) -> None:
-    with Lab(3, "none") as lab:
-        add = "ip link add eth1 type veth peer name eth2; ip link set eth2 up; ip link set eth1 up;"
-        add += " ip addr add 10.79.0.1/24 dev eth1;"
-        wrong = Patient(f"{add} ip route add {lab.nodes[2].address}/32 dev eth1 src {lab.nodes[1].address}")
-        told = examine(tmp_path, lab.nodes, [HEALTHY, wrong, HEALTHY], *NETWORK)[0]
-        assert (host(1, lab.nodes),) in told.hosts("route", "WARN")
 
 
 def test_a_link_that_loses_packets(tmp_path: Path) -> None:

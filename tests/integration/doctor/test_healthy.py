@@ -36,7 +36,7 @@ def test_no_alarm_where_nothing_is_wrong_and_the_first_node_prints_the_report(tw
     }
     assert "PASS  port  2 pairs: " in first.ended.output
     assert "from \\ to  node 0" in first.ended.output
-    assert first.ended.output.splitlines()[-1].startswith("FIT (")
+    assert first.ended.output.splitlines()[-1].startswith("FIT")
     assert "PASS  port" not in second.ended.output
     assert f"the whole report is on {host(0, two)}" in second.ended.output
     assert not list(tmp_path.rglob(".fleet_train-doctor-*"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,30 +101,6 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
     assert "trains alone: Slurm allocated 2 nodes to the job, but srun did not start" in output
 
 
-@pytest.mark.slurm
-def test_a_job_that_is_queued_again_resumes_the_reference_trainer(tmp_path: Path) -> None:
-    """Slurm's variables alone decide it, so Slurm itself need not be there."""
-    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    task |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_CLUSTER_NAME": "tests"}
-    train = [sys.executable, "-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--output_dir=out"]
-
-    def run(job: str, restarts: int, epochs: int) -> subprocess.CompletedProcess[str]:
-        environ = clean_environ({**task, "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts)})
-        command = [*train, "--epochs=2", f"--stop_after_epochs={epochs}"]
-        return subprocess.run(
-            command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
-
-    first = run("17", restarts=0, epochs=1)
-    assert first.returncode == 0, first.stderr
-    another = run("18", restarts=1, epochs=1)
-    assert another.returncode != 0
-    assert "holds checkpoints of an earlier run" in another.stderr
-    again = run("17", restarts=1, epochs=1)
-    assert again.returncode == 0, again.stderr
-    assert "resumed from" in again.stdout
-
-
 Machines = tuple[Namespace, Namespace]
 # mpirun starts its daemons elsewhere by a remote shell: AGENT [-options] HOST COMMAND...
 _AGENT = """#!/bin/sh
@@ -207,33 +181,3 @@ def test_the_doctor_examines_the_nodes_of_mpirun(
     assert "PASS  port  2 pairs: " in started.output
     for machine in machines:
         assert f"({machine.address})" in started.output
-
-
-_LATE = """
-import json, os, sys, time
-os.environ.update(json.loads(sys.argv[1]))
-if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-    time.sleep(12)  # Hydra waits for it also when rank 0 has failed
-from fleet_train import fleet
-fleet.init(is_collective=True)
-"""
-
-
-@pytest.mark.root
-@pytest.mark.mpi
-@pytest.mark.parametrize(("mpirun", "of_rank_0", "is_named"), [(open_mpi, 0, True), (mpich, 1, False)])
-def test_a_rank_that_does_not_come_ends_the_others_within_the_join_timeout(
-    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[..., list[str]], of_rank_0: int,
-    is_named: bool,
-) -> None:  # fmt: skip
-    variables = {"FLEET_TRAIN_JOIN_TIMEOUT": "4"}
-    if is_named:
-        variables["FLEET_TRAIN_MASTER"] = f"{machines[of_rank_0].address}:7123"
-    command = [*mpirun(machines, agent, per_node=1), sys.executable, "-c", _LATE, json.dumps(variables)]
-    environ = clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"})
-    started = job.start("late", command, environ, tmp_path / "here")
-    assert started.process.wait(timeout=45) != 0, started.output
-    error = next(line for line in started.output.splitlines() if "fleet_train: JoinTimeout: " in line)
-    assert ("rank 1 (started by " if is_named else "not all 2 processes that ") in error
-    assert "within 4 s" in error
-    assert job.orphans() == []

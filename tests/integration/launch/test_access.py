@@ -101,14 +101,6 @@ def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, 
     assert first.process.poll() == 3
 
 
-def test_the_launcher_of_another_job_is_refused_by_name(bench: Bench) -> None:
-    bench.start(_WAIT, flags=["--join_timeout=8", "--job_id=mine"], node=0)
-    bench.start(_WAIT, flags=["--join_timeout=60", "--job_id=yours"], node=1)
-    ended = bench.ended()
-    assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
-    assert "it belongs to another job, 'mine', and this is 'yours'" in ended[1].output
-
-
 def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:
     """From another address it is told so; from a node's own address it does not know the job's name."""
     first, second = bench.start_two(_WAIT, flags=["--job_id=mine"])

@@ -101,7 +101,6 @@ warnings.warn("mine, behind", FutureWarning)
 if "fail" in sys.argv:
     raise RuntimeError("it fails")
 """
-OF__TRAIN = ("mine, before", "mine, behind", "said by the script")
 
 OF_SCRIPT = ("mine, before", "mine, behind", "said by the script")
 
@@ -149,10 +148,3 @@ def test_launch_shows_the_scripts_lines_and_its_error_alone_and_the_log_has_all(
     assert all(word in log for word in ("ccache", "not support input out", "Modified FLAGS", "tcp_store.cc"))
     assert 'raise RuntimeError("it fails")' in launcher.output
     assert launcher.output.count("RuntimeError: it fails") >= 2  # of rank 0, and in the report
-
-
-@pytest.mark.long
-def test_launch_verbose_shows_what_the_log_has(bench: Bench) -> None:
-    launcher = bench.start(_TRAIN, flags=[*_TWO, "--verbose"])
-    assert launcher.process.wait(timeout=180) == 0, launcher.output
-    assert paddles(launcher.output) == paddles(bench.log()) != []

@@ -205,18 +205,6 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
 
 
 @pytest.mark.long
-def test_without_a_new_launcher_of_node_0_the_others_end_and_name_it(bench: Bench) -> None:
-    first, second = start_two(bench, "wait", "--rejoin_timeout=1")
-    wait_for_attempt(bench, 0)
-    send(first, signal.SIGKILL)
-    assert second.process.wait(timeout=120) == 11
-    last = second.output.splitlines()[-1]
-    assert "the launcher of node 0 (127.0.0.2), which hosts the job store" in last
-    assert "Traceback" not in second.output
-    bench.no_orphans_within(5.0)
-
-
-@pytest.mark.long
 def test_a_launcher_that_is_killed_during_a_restart_leaves_no_process(bench: Bench) -> None:
     first, second = start_two(bench, "kill")
     second_attempt = bench.folder / "node0" / "log" / "workerlog.0.attempt0"  # the first one's, when another begins
@@ -224,19 +212,6 @@ def test_a_launcher_that_is_killed_during_a_restart_leaves_no_process(bench: Ben
     for launcher in (first, second):
         send(launcher, signal.SIGKILL)
     bench.no_orphans_within(10.0)
-
-
-def test_a_launcher_that_is_stopped_between_two_attempts_ends_the_job(bench: Bench) -> None:
-    first, second = start_two(bench, "wait", "--rejoin_timeout=60")
-    wait_for_attempt(bench, 0)
-    send(second, signal.SIGKILL)
-    bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
-    send(first, signal.SIGTERM)
-    assert first.process.wait(timeout=45) == 12
-    assert first.output.splitlines()[-1] == (
-        "fleet_train: node 0 (127.0.0.2) was stopped by SIGTERM; no rank was running"
-    )
-    bench.no_orphans_within(1.0)
 
 
 # The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the barriers.

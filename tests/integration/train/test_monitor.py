@@ -184,7 +184,7 @@ DEMO = ROOT / "tools" / "demo.py"
 
 def test_demo_learns_the_digits_and_says_where_everything_is(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
-        job.start("demo", python(str(DEMO)), clean_environ())
+        job.start("demo", python(str(DEMO), "--timeout=400"), clean_environ())
         (ended,) = job.wait(timeout_seconds=150)
         assert ended.exit_code == 0, ended.output
         assert job.orphans() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -159,28 +158,6 @@ def test_used_folder_other_model_and_altered_tensors_are_refused_on_every_rank(
         assert "persistables.safetensors: tensor '" in said
         assert "was altered after it was written (SHA-256 differs)" in said
     assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()
-
-
-@pytest.mark.long
-def test_loss_that_becomes_infinite_ends_the_job_and_leaves_the_checkpoints_alone(
-    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
-) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(two_ranks[1], output)
-    before = {path: path.read_bytes() for path in sorted((output / "checkpoints").glob("*step-*/*"))}
-    # Decay takes every weight past the largest float32 in two steps; a large rate alone may leave the loss finite.
-    diverging = ("--lr", "1", "--weight_decay", "1e25", "--lr_schedule", "constant")
-    flags = ("--resume", "--epochs", "8", *diverging, "--checkpoint_every", "1")
-    job = train(tmp_path / "job", 2, output, *flags, check=False)
-    assert 13 in job.exit_codes, job.report()
-    assert set(job.exit_codes) <= {13, 11}, "a rank that is not the first may hear of it before it looks itself"
-    said = re.search(
-        r"NotFinite: the loss of rank [01] is (nan|inf) at step (\d+); its batch: samples \d+, \d+, ", job.report()
-    )
-    assert said is not None, job.report()
-    assert 93 <= int(said[2]) <= 96
-    assert "the last checkpoint is unchanged" in job.report()
-    assert {path: path.read_bytes() for path in sorted((output / "checkpoints").glob("*step-*/*"))} == before
 
 
 RESNET = (

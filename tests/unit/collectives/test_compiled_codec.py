@@ -16,7 +16,6 @@ import pytest
 from fleet_train.collectives.methods.codec import (
     CompiledCodec,
     HostCodec,
-    drawn_bytes,
     find_loops,
     make_codec,
     notices_of,
@@ -101,13 +100,6 @@ def test_compiled_loops_give_the_bits_of_numpy(loops: Any, number: int, block: i
     assert np.isnan(finite).sum() == 5 * block
 
 
-def test_random_bytes_are_those_that_are_drawn_one_by_one() -> None:
-    settings = QuantisedSettings(8)
-    ours, numpys = settings.dither("w", 1, 0, 3), settings.dither("w", 1, 0, 3)
-    for shape in [(128, 512), (3, 32), (128, 96)]:
-        np.testing.assert_array_equal(drawn_bytes(ours, shape), numpys.integers(0, 256, size=shape, dtype=np.uint8))
-
-
 def test_wires_of_unequal_sizes_are_refused(loops: Any) -> None:
     codec = CompiledCodec(QuantisedSettings(8, 32), loops)
     short, long = (codec.encode(paddle.ones([blocks * 32]))[0] for blocks in (1, 2))
@@ -151,12 +143,6 @@ def test_without_numba_numpy_codes_and_that_is_logged(monkeypatch: pytest.Monkey
         assert notice.endswith("pip install numba")
         assert notices_of(on_host=False) == []
     find_loops.cache_clear()
-
-
-def test_numba_is_imported_for_few_bits_only() -> None:
-    text = "import sys, fleet_train.collectives.exchange, fleet_train.cli; print('numba' in sys.modules)"
-    ended = subprocess.run(python("-c", text), env=clean_environ(), capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "False"
 
 
 def start(caches: Path) -> subprocess.Popen[str]:

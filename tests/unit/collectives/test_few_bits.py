@@ -275,23 +275,6 @@ def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> Non
             assert gathers == [communicator]
 
 
-@WORLDS
-def test_no_random_numbers_are_drawn_twice(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[Any, ...]] = []
-    real = QuantisedSettings.dither
-
-    def dither(self: QuantisedSettings, *key: Any) -> Any:
-        drawn.append(key)
-        return real(self, *key)
-
-    monkeypatch.setattr(QuantisedSettings, "dither", dither)
-    for name in ("w0", "w1"):
-        made = allreduces(world_size, settings(stochastic=True), name)
-        for step in range(3):
-            summed(made, values(world_size, step))
-    assert len(drawn) == len(set(drawn)) == 2 * 3 * world_size * (1 if world_size == 2 else 2)
-
-
 def wire(sender: int, receiver: int) -> Any:
     return paddle.to_tensor([sender, receiver, 7], dtype="uint8")
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -14,7 +15,6 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
 from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.exchange import Boundaries, GradientExchange
 from fleet_train.collectives.job import Passed
 from fleet_train.collectives.step_notes import StepClock, StepNotes
@@ -76,89 +76,73 @@ def pass_step(clock: StepClock, waits: int = 1) -> None:
     clock.end_step()
 
 
-def test_step_is_counted_once_the_device_has_passed_its_end(stream: Stream, clock: StepClock) -> None:
-    pass_step(clock)
-    stream.work(0.0, 1.0, 1.5)
-    assert clock.read_unsent().steps == clock.read().steps == 0
-    stream.work(2.0)
-    assert clock.read_unsent().steps == clock.read().steps == 1
-
-
-def test_busy_is_the_step_without_its_waits(stream: Stream, clock: StepClock) -> None:
-    pass_step(clock, waits=2)
-    pass_step(clock, waits=2)
-    # begin, two waits, end; two waits, end
-    stream.work(10.0, 11.0, 11.5, 12.0, 12.25, 14.0)
-    stream.work(15.0, 15.0, 16.0, 18.0, 19.0)
-    told, read = clock.read_unsent(), clock.read()
-    assert told.steps == read.steps == 2
-    assert told.busy_seconds == pytest.approx((4.0 - 0.75) + (5.0 - 2.0))
-    assert read.exposed_seconds == pytest.approx(0.75 + 2.0)
-
-
-def test_host_that_is_ahead_counts_a_step_later(stream: Stream, clock: StepClock) -> None:
-    pass_step(clock)
-    pass_step(clock)
-    stream.work(0.0, 1.0, 2.0, 3.0)
-    told = clock.read_unsent()
-    assert (told.steps, told.busy_seconds) == (1, pytest.approx(2.0))
-    stream.work(3.5, 4.5)
-    assert clock.read_unsent().steps == 0
-    pass_step(clock)
-    stream.work(5.0)
-    told = clock.read_unsent()
-    assert (told.steps, told.busy_seconds) == (1, pytest.approx(1.0))
-
-
-def test_wait_behind_the_last_bucket_counts_to_the_next_step(stream: Stream, clock: StepClock) -> None:
-    pass_step(clock)
-    with clock.exposed():  # an averaging
-        pass
-    pass_step(clock)
-    stream.work(0.0, 1.0, 1.0, 2.0)
-    assert clock.read().exposed_seconds == 0.0
-    stream.work(2.0, 6.0, 7.0, 7.5, 8.0)
-    assert clock.read().exposed_seconds == pytest.approx(4.0 + 0.5)
-    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
-
-
-def test_wait_before_the_first_step_belongs_to_it(stream: Stream, clock: StepClock) -> None:
-    with clock.exposed():
-        pass
-    pass_step(clock)
-    stream.work(0.0, 3.0, 4.0, 4.0, 5.0)
-    assert clock.read_unsent().busy_seconds == pytest.approx(2.0)
-    assert clock.read().exposed_seconds == pytest.approx(3.0)
-
-
-def test_reading_keeps_what_the_script_does_behind_it_out_of_the_next_step(stream: Stream, clock: StepClock) -> None:
-    pass_step(clock)
-    stream.work(0.0, 1.0, 1.0, 2.0)
-    clock.read()
-    pass_step(clock)
-    stream.work(50.0, 51.0, 51.5, 52.0)  # the first of them: where the script went on
-    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
-    assert clock.read().exposed_seconds == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["passed at the reading", "passed behind it"])
-def test_wait_that_is_read_before_the_device_has_passed_it_is_not_lost(
-    stream: Stream, clock: StepClock, late: bool
+@pytest.mark.parametrize(
+    ("did", "told", "read"),
+    [
+        (["step", (0.0, 1.0, 1.5), "tell", "read", (2.0,), "tell", "read"], [(0, 0.0), (1, 1.5)], [(0, 0.0), (1, 0.5)]),
+        (
+            [2, 2, (10.0, 11.0, 11.5, 12.0, 12.25, 14.0), (15.0, 15.0, 16.0, 18.0, 19.0), "tell", "read"],
+            [(2, (4.0 - 0.75) + (5.0 - 2.0))],
+            [(2, 0.75 + 2.0)],
+        ),
+        (
+            ["step", "step", (0.0, 1.0, 2.0, 3.0), "tell", (3.5, 4.5), "tell", "step", (5.0,), "tell"],
+            [(1, 2.0), (0, 0.0), (1, 1.0)],
+            [],
+        ),
+        (
+            ["step", "wait", "step", (0.0, 1.0, 1.0, 2.0), "read", (2.0, 6.0, 7.0, 7.5, 8.0), "read", "tell"],
+            [(2, 2.0 + 1.5)],
+            [(1, 0.0), (1, 4.0 + 0.5)],
+        ),
+        (["wait", "step", (0.0, 3.0, 4.0, 4.0, 5.0), "tell", "read"], [(1, 2.0)], [(1, 3.0)]),
+        (
+            ["step", (0.0, 1.0, 1.0, 2.0), "read", "step", (50.0, 51.0, 51.5, 52.0), "tell", "read"],
+            [(2, 2.0 + 1.5)],
+            [(1, 0.0), (1, 0.5)],
+        ),
+        (
+            ["step", (0.0, 1.0, 1.0, 2.0), "wait", (2.0, 6.0), "read", "step", (7.0, 8.0, 8.5, 9.0), "read", "tell"],
+            [(2, 2.0 + 1.5)],
+            [(1, 4.0), (1, 0.5)],
+        ),
+        (
+            ["step", (0.0, 1.0, 1.0, 2.0), "wait", "read", (2.0, 6.0), "step", (7.0, 8.0, 8.5, 9.0), "read", "tell"],
+            [(2, 2.0 + 1.5)],
+            [(1, 0.0), (1, 4.5)],
+        ),
+    ],
+    ids=[
+        "a step counts once the device has passed its end",
+        "busy is the step without its waits",
+        "a host that is ahead counts a step later",
+        "a wait behind the last bucket counts to the next step",
+        "a wait before the first step belongs to it",
+        "what the script does behind a reading belongs to no step",
+        "a wait that the device has passed at the reading",
+        "a wait that it passes behind the reading",
+    ],
+)
+def test_steps_and_waits_count_when_the_device_has_passed_them(
+    stream: Stream, clock: StepClock, did: list[Any], told: list[Any], read: list[Any]
 ) -> None:
-    pass_step(clock)
-    stream.work(0.0, 1.0, 1.0, 2.0)
-    with clock.exposed():  # an averaging, behind which the script reads
-        pass
-    if not late:
-        stream.work(2.0, 6.0)
-    first = clock.read().exposed_seconds
-    if late:
-        stream.work(2.0, 6.0)
-    pass_step(clock)
-    stream.work(7.0, 8.0, 8.5, 9.0)
-    second = clock.read().exposed_seconds
-    assert (first, second) == ((0.0, pytest.approx(4.5)) if late else (pytest.approx(4.0), pytest.approx(0.5)))
-    assert clock.read_unsent().busy_seconds == pytest.approx(2.0 + 1.5)
+    """Steps with one wait or so many, other waits, and times at which moments are passed; then (steps, seconds)."""
+    found_told, found_read = [], []
+    for action in did:
+        if isinstance(action, tuple):
+            stream.work(*action)
+        elif action == "wait":
+            with clock.exposed():
+                pass
+        elif action == "tell":
+            one = clock.read_unsent()
+            found_told.append((one.steps, one.busy_seconds))
+        elif action == "read":
+            other = clock.read()
+            found_read.append((other.steps, other.exposed_seconds))
+        else:
+            pass_step(clock, 1 if action == "step" else action)
+    assert (found_told, found_read) == (told, read)
 
 
 def test_telling_and_reading_restart_independently(stream: Stream, clock: StepClock) -> None:
@@ -398,15 +382,6 @@ def test_a_loaded_position_continues_and_starts_with_two(job: OneOfTwo) -> None:
     assert job.barriers == at(102, 103, 105, 110)
 
 
-def test_averagings_keep_theirs(job: OneOfTwo) -> None:
-    settings = {"use_local_sgd": True, "local_sgd_is_warm_steps": 4, "local_sgd_steps": 2}
-    exchange = exchange_of(job, SHAPES, barrier_every_steps=50, divergence_check_steps=0, **settings)
-    for step in range(1, 9):
-        run(exchange, step, step)
-        exchange.finish(Held(gradients(), [], []), ["p0", "p1"], None)
-    assert job.barriers == [*at(1, 2), "averaging after step 6 0", "averaging after step 8 0"]
-
-
 def test_note_covers_all_steps_since_the_last(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     real = job.notes.own
@@ -419,14 +394,6 @@ def test_note_covers_all_steps_since_the_last(job: OneOfTwo, monkeypatch: pytest
 
 
 @dataclass
-class Engine:
-    """What `Boundaries` asks of one."""
-
-    reads_values: bool
-    device: Any = field(default_factory=HostDevice)
-
-
-@dataclass
 class Program:
     """A program that counts micro-batches, on a device whose values the host should read a run later only."""
 
@@ -436,7 +403,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self.device = LateDevice()
-        self.boundaries = Boundaries(self.size, Engine(self.reads_values, self.device))  # type: ignore[arg-type]
+        engine: Any = SimpleNamespace(reads_values=self.reads_values, device=self.device)
+        self.boundaries = Boundaries(self.size, engine)
 
     def run(self) -> bool:
         self.counted = (self.counted + 1) % self.size
