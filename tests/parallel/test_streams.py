@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 Ranks = list[dict[str, Any]]
 Found = Callable[[str], Ranks]
 
-HIERARCHICAL = [name for name in CASES if "hierarchical" in name]
+HIERARCHICAL = [name for name in CASES if "hierarchical" in name or "local groups" in name]
 FLAT = [name for name in CASES if name not in HIERARCHICAL]
 # Ranks, nodes, and the cases of one launch: so few that a launch takes seconds.
 LAUNCHES = [(2, 2, FLAT[part::4]) for part in range(4)] + [(4, 2, HIERARCHICAL[part::2]) for part in range(2)]
