@@ -16,7 +16,7 @@ from tests.support.ranks import RanksResult, run_ranks
 
 pytestmark = pytest.mark.long
 
-UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
+UNDER_STREAMS = ROOT / "tests/support/late.py"
 SUBJECT = ROOT / "fleet_train/selftest/subject.py"
 
 

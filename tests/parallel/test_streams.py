@@ -40,7 +40,7 @@ WITHOUT_A_CASE: dict[str, str] = {
         ["link_gigabits", "link_latency_ms", "compression_declines"],
         "what they choose is a case: buckets, communicators, compressions",
     ),
-    "collective_timeout_seconds": "tests/parallel/stream_faults.py",
+    "collective_timeout_seconds": "tests/parallel/faults.py",
 }
 
 
