@@ -210,25 +210,16 @@ CASES: dict[str, Case] = {
     "overflow": Case(MLP, adam, BUCKETS, wrap=skipping, overflow=5),
     "overflow, merge": Case(MLP, adam, MERGE, wrap=skipping, overflow=5),
     "overflow, powersgd": Case(LARGE, sgd, POWERSGD | BUCKETS, wrap=skipping, overflow=5),
-    "overflow, int8": Case(MLP, adam, BUCKETS | {"compression": "int8"}, wrap=skipping, overflow=5),
     "overflow, dgc": Case(SPARSE, without_decay, DGC | {"dgc_sparsity": 0.9}, wrap=skipping, overflow=5),
-    "overflow, dgc before it selects": Case(
-        SPARSE, without_decay, DGC | {"dgc_rampup_begin_step": 8}, wrap=skipping, overflow=5
-    ),
-    "overflow, dgc of small gradients": Case(
-        MLP, without_decay, DGC | {"dgc_min_elements": 200}, wrap=skipping, overflow=5
-    ),
     "int4, forgetful": Case(MLP, momentum, BUCKETS | INT4),
     "int4, merge, loaded": Case(
         LARGE, momentum, BUCKETS | FEW_BITS | {"accumulate_steps": 2}, saved_after(4, 7), loads=1
     ),
     "streaming diloco, saved in the middle": Case(MLP, adam, STREAMING, saved_after(8)),
     "streaming diloco, loaded in the middle": Case(MLP, adamw, STREAMING, saved_after(6, loaded_after=9), loads=1),
-    "checked in every step, streaming diloco": Case(MLP, adam, STREAMING | CHECKED),
     "powersgd, cold and forgetful": Case(
         LARGE, sgd, POWERSGD | {"powersgd_warm_start": False, "powersgd_error_feedback": False}
     ),
-    "powersgd, merge": Case(LARGE, sgd, POWERSGD | {"accumulate_steps": 2}),
     "powersgd, loaded": Case(LARGE, sgd, POWERSGD, saved_after(4, 7), loads=1),
     "dgc, clipped, unmasked": Case(
         SPARSE, sgd, DGC | {"dgc_local_grad_clip_norm": 0.5, "dgc_momentum_factor_masking": False}
@@ -239,7 +230,6 @@ CASES: dict[str, Case] = {
     "sync batch norm, merge, all passes": Case(
         NORMS, momentum, NORM | {"accumulate_steps": 2, "recompute_segments": 2, "amp_level": "O1"}
     ),
-    "sync batch norm, powersgd": Case(NORMS, sgd, NORM | POWERSGD),
     "sync batch norm, saved": Case(NORMS, adam, NORM | CHECKED, saved_after(5)),
     "merge, loaded in the middle of an update": Case(MLP, adam, MERGE, saved_after(4, loaded_after=6), loads=1),
     "merge, synchronised and reduced": Case(MLP, adam, MERGE, reduced_after(2, 3, 5)),
@@ -247,18 +237,13 @@ CASES: dict[str, Case] = {
     "few barriers, merge, reduced": Case(
         MLP, adam, {"barrier_every_steps": 3, "accumulate_steps": 2}, reduced_after(9)
     ),
-    "few barriers, local SGD": Case(MLP, momentum, LOCAL | {"barrier_every_steps": 50}),
     "checked in every step": Case(ODD, adam, CHECKED | BUCKETS),
-    "checked in every step, merge": Case(MLP, adam, CHECKED | MERGE),
     "checked from the start, local SGD": Case(MLP, adam, COLD | CHECKED),
     "checked in every step, overlap, diloco": Case(MLP, adam, OVERLAP | DILOCO | CHECKED),
-    "checked in every step, powersgd": Case(LARGE, sgd, POWERSGD | CHECKED),
     "overlap, synchronised in the middle": Case(MLP, momentum, OVERLAP, synchronised_after(8)),
     "overlap, saved in the middle": Case(BATCH_NORM, adam, OVERLAP, saved_after(8)),
     "overlap, loaded in the middle": Case(MLP, adam, DILOCO | OVERLAP, saved_after(5, loaded_after=9), loads=1),
     "overlap, reduced beside it": Case(MLP, momentum, OVERLAP, reduced_after(7, 8, 9)),
-    "overlap, bfloat16 differences": Case(BATCH_NORM, adam, OVERLAP | {"local_sgd_dtype": "bfloat16"}),
-    "local SGD, bf16 warm-up": Case(MLP, momentum, LOCAL | {"compression": "bf16"}),
     "local SGD, adaptive, saved": Case(
         MLP, decaying, LOCAL | {"local_sgd_schedule": "adaptive"}, saved_after(7, loaded_after=8), loads=1
     ),
@@ -268,9 +253,6 @@ CASES: dict[str, Case] = {
     "hierarchical, two optimizers": Case(LARGE, adam, GROUPED | BUCKETS, wrap=TwoOptimizers),
     "hierarchical, overflow, powersgd": Case(
         LARGE, sgd, GROUPED | POWERSGD | BUCKETS | {"sync_nccl_allreduce": True}, wrap=skipping, overflow=5
-    ),
-    "hierarchical, one local group": Case(
-        MLP, momentum, GROUPED | BUCKETS | {"hierarchical_allreduce_inter_nranks": 4}
     ),
 }
 

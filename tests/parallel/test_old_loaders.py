@@ -1,4 +1,4 @@
-"""Loaders, datasets and metrics of old scripts, and empty strategies: several ranks against one process.
+"""Loaders, datasets and metrics of old scripts: several ranks against one process.
 
 Each rank has its share of every batch of 24 samples, so one process trains on the joint batches. The ranks run this
 file, too.
@@ -6,7 +6,6 @@ file, too.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train import DistributedStrategy, compat, fleet, role_maker
+from fleet_train import compat, fleet, role_maker
 from fleet_train.errors import FleetTrainError
 from tests.support.ranks import RanksResult, run_ranks
-from tests.support.worker import digest, report
+from tests.support.worker import report
 
 STEPS, JOINT = 20, 24
 
@@ -165,27 +164,7 @@ def check_metrics() -> None:
     )
 
 
-def strategies() -> None:
-    """What a strategy asks for is seen in the parameters: with the launcher's LocalSGD, ranks differ after a step."""
-    stock = paddle.distributed.fleet.DistributedStrategy
-    buckets = DistributedStrategy()
-    buckets.fuse_grad_size_in_MB = 8
-    stock_buckets = stock()
-    stock_buckets.fuse_grad_size_in_MB = 0
-    cases = {"ours": DistributedStrategy(), "stock": stock(), "none": None, "set": buckets, "stock_set": stock_buckets}
-    for case, strategy in cases.items():
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard(f"{case}_"):
-            loss = network(declared(), strategy)
-            exe = started(startup)
-            names = ("dense", "ids", "label")
-            exe.run(main, feed=dict(zip(names, share(1)[0], strict=True)), fetch_list=[loss])
-        apart = len(set(fleet.gather(digest({"all": parameters(main)})))) > 1
-        report(**{f"strategy_{case}": [apart, fleet.profile().fuse_grad_size_in_MB]})
-
-
 def main() -> None:
-    launchers = os.environ.pop("FLEET_TRAIN_STRATEGY", "")
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     check_metrics()
@@ -195,8 +174,6 @@ def main() -> None:
         made("memory", lambda: dataset(compat.InMemoryDataset), pass_over)
         if fleet.worker_num() > 1:
             made("uneven", lambda: dataset(compat.QueueDataset), uneven)
-            os.environ["FLEET_TRAIN_STRATEGY"] = launchers
-            strategies()
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +185,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
     folder = tmp_path_factory.mktemp("two")
-    (folder / "apart.yaml").write_text("use_local_sgd: true\nlocal_sgd_is_warm_steps: 0\nlocal_sgd_steps: 4\n")
-    return run_ranks(
-        Path(__file__), 2, folder=folder, args=[str(folder)], env={"FLEET_TRAIN_STRATEGY": str(folder / "apart.yaml")}
-    )
+    return run_ranks(Path(__file__), 2, folder=folder, args=[str(folder)])
 
 
 @pytest.mark.parametrize("case", ["reader", "queue", "memory"])
@@ -241,23 +215,6 @@ def test_ranks_make_the_steps_of_the_rank_with_the_fewest_batches(two: RanksResu
     assert two.ranks[0].output.count("thread_num=4 is mapped") == 1
     for message in two.of_all("no_samples"):
         assert message == "train_from_dataset: rank 1 has no samples; give each rank about as many samples"
-
-
-def test_a_strategy_in_which_nothing_was_set_takes_the_launchers(two: RanksResult) -> None:
-    """LocalSGD keeps the ranks apart after a step; the launcher's flag wins over what was set, and rank 0 says so."""
-    for case, expected in {
-        "ours": [True, "auto"],
-        "stock": [True, "auto"],
-        "none": [True, "auto"],
-        "set": [True, "auto"],
-        "stock_set": [True, "auto"],
-    }.items():
-        assert two.of_all(f"strategy_{case}") == [expected, expected], case
-    first, second = (rank.output for rank in two.ranks)
-    assert "nothing was set in the script's strategy: profile 'apart' is used" in first
-    for asked in ("8", "4096"):
-        assert f"wins over the script: fuse_grad_size_in_MB is auto, not {asked}" in first
-    assert "nothing was set" not in second
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
