@@ -281,7 +281,8 @@ def written_program(path: Path) -> Any:
 
 
 def operators_of(path: Path) -> list[str]:
-    return [operator.name() for operator in written_program(path).global_block().ops]
+    program = written_program(path)  # its operators do not outlive it
+    return [operator.name() for operator in program.global_block().ops]
 
 
 def two_optimizers(folder: Path) -> None:
@@ -299,9 +300,10 @@ def two_optimizers(folder: Path) -> None:
     program = Program(minimize)
     with paddle.static.scope_guard(program.scope):
         paddle.static.save(program.main, str(folder / "two"))
+    written = written_program(folder / "two.json")
     shapes = [
         [list(operator.operand_source(i).shape) for i in (0, 2)]
-        for operator in written_program(folder / "two.json").global_block().ops
+        for operator in written.global_block().ops
         if operator.name() == "pd_op.sgd_"
     ]
     report(fleet.rank(), updates=shapes)
