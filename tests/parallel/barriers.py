@@ -41,10 +41,7 @@ FEW: dict[str, tuple[Profile, list[int]]] = {
     "default": (ALONE, [1, 2, 5, 10]),
     SLOW: (ALONE, [1, 2, 5, 10, 11]),
     "multi_node": (load_profile("multi_node").with_settings("test", divergence_check_steps=0), [1, 2, 5, 10]),
-    "small buckets": (
-        ALONE.with_settings("test", fuse_parameter_groups_size=1, nccl_comm_num=2),
-        [1, 2, 5, 10],
-    ),
+    "small buckets": (ALONE.with_settings("test", fuse_parameter_groups_size=1, nccl_comm_num=2), [1, 2, 5, 10]),
     "local_sgd": (
         ALONE.with_settings("test", use_local_sgd=True, local_sgd_is_warm_steps=7, local_sgd_steps=2),
         [1, 2, 5],

@@ -146,10 +146,7 @@ def trainings() -> None:
         "recomputed": (recomputed(), None),
         "recomputed by profile": (adam(), DistributedStrategy(recompute_checkpoints=["linear_1.w_0"])),
         "several": (several(), None),
-        "several by profile": (
-            adam(),
-            DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2),
-        ),
+        "several by profile": (adam(), DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2)),
         "plain": (sgd(), None),
         "clip": (paddle.optimizer.SGD(0.1, grad_clip=clip()), None),
         "looking ahead": (looking_ahead(), None),

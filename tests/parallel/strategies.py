@@ -220,11 +220,7 @@ CASES = {
         "local sgd, average momentum": (MLP, momentum, LOCAL | {"local_sgd_momentum": "average"}),
         "local sgd, reset momentum": (MLP, momentum, LOCAL | {"local_sgd_momentum": "reset"}),
         "local sgd, doubling": (MLP, momentum, LOCAL | {"local_sgd_schedule": "doubling"}),
-        "local sgd, adaptive": (
-            MLP,
-            decaying,
-            LOCAL | {"local_sgd_schedule": "adaptive", "local_sgd_max_steps": 6},
-        ),
+        "local sgd, adaptive": (MLP, decaying, LOCAL | {"local_sgd_schedule": "adaptive", "local_sgd_max_steps": 6}),
         "local sgd, no warm-up": (MLP, adam, COLD),
         "slowmo": (MLP, momentum, SLOWMO),
         "diloco": (MLP, adam, DILOCO),
@@ -241,11 +237,7 @@ CASES = {
         "diloco, two dtypes": (TWO_DTYPES, sgd, DILOCO | {"outer_lr": 1.0}),
         "slowmo, two dtypes, bfloat16 differences": (TWO_DTYPES, sgd, SLOWMO | {"local_sgd_dtype": "bfloat16"}),
         "local sgd, two dtypes, overlap": (TWO_DTYPES, sgd, LOCAL | {"local_sgd_overlap_steps": 2}),
-        "local sgd, int8 differences": (
-            MLP,
-            momentum,
-            LOCAL | {"local_sgd_dtype": "int8", "quantised_block_size": 64},
-        ),
+        "local sgd, int8 differences": (MLP, momentum, LOCAL | {"local_sgd_dtype": "int8", "quantised_block_size": 64}),
         "local sgd, int4 differences, stochastic": (
             MLP,
             momentum,
