@@ -5,7 +5,7 @@
     python tools/lab.py down
 
 The bridge is in a namespace too: nothing of a lab is visible on the host, and its addresses exist only inside it.
-Tests and benchmarks use ``with Lab(nodes, rate) as lab``; docs/lab.md has the rest.
+Tests and benchmarks use ``with Lab(nodes, rate) as lab``; docs/launching.md has the rest.
 """
 
 from __future__ import annotations

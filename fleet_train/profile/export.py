@@ -25,7 +25,7 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 MARKDOWN_HEAD = """# Knobs
 
 Made from the code by `python -m fleet_train.profile.export`; do not edit. `python -m fleet_train profiles NAME` prints
-the same with the values of one profile. How to write a profile: [profiles.md](profiles.md).
+the same with the values of one profile. How to write a profile: [profiles](strategies.md#profiles).
 
 Each knob has one of three fates. **carried out**: it does what it says. **mapped**: what it asked for is done
 differently today, and rank 0 says so once. **refused**: setting it to anything but its default is an error that says

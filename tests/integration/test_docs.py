@@ -1,8 +1,11 @@
-"""Every command that a page of the documentation prints is run by a test. How to add one: tests/support/pages.py."""
+"""What users type: the commands and the diff of the README and of the pages work word for word.
+
+Commands that name two machines are run by test_launch_forms.py and others; here they are read up to their flags.
+"""
 
 from __future__ import annotations
 
-import ast
+import difflib
 import re
 import shlex
 import subprocess
@@ -16,88 +19,116 @@ from click import Context, Group
 from click.testing import CliRunner
 
 from fleet_train.cli import COMMANDS, cli
-from tests.support.pages import TABLES, commands_of, hidden_commands, pages, table_of
+from tests.support import commands
+from tests.support.commands import fenced_blocks, shell_commands
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, clean_environ
 
+EXAMPLES = ROOT / "tools" / "examples"
+PAGES = [ROOT / "README.md", ROOT / "README_cn.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PRINTED = {command: page for page in PAGES for command in shell_commands(page.read_text())}
 # Profile that pages call ./mine.yaml.
 MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfuse_grad_size_in_MB: 4\n"
+# What ends within seconds and needs neither root nor another machine: words of its output. A group shares a folder.
+RUN = [
+    {
+        "python train.py": "step99 cost=",
+        "python -m fleet_train launch --nproc_per_node=2 train.py": "step99 cost=",
+        "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
+        "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",
+        "python -m fleet_train version": "fleet_train",
+        "python -m fleet_train profiles": "multi_node",
+        "python -m fleet_train profiles multi_node": "nccl_comm_num",
+        "python -m fleet_train profiles ./mine.yaml": "fuse_grad_size_in_MB",
+        "python -m fleet_train profiles --compatibility": "LocalSGD",
+    },
+    {
+        "python -m fleet_train plan --script train.py": "bucket",
+        "python -m fleet_train plan --model ResNet50 --nodes 5": "97.492 MB of gradients",
+        "python -m fleet_train plan --nodes 4 --ranks_per_node 2 --strategy multi_node --script train.py --lr 0.1": (
+            "bucket"
+        ),
+        "python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 --compute_ms 30 "
+        "--batch_size 64 --nodes_on_paper 8,64,512": "512",
+        "python -m fleet_train plan --model mlp --nodes 2 --strategy local_sgd --simulate": "equal",
+        "python -m fleet_train plan --model mlp --nodes 2 --ranks_per_node 2 --strategy local_sgd --simulate": (
+            "bit-equal after updates 1, 2, 6, 10"
+        ),
+    },
+    {
+        "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/mlp": "test accuracy",
+        "python -m fleet_train train --model mlp --data digits --epochs 2 --checkpoint_every 1 --keep_checkpoints 1 "
+        "--keep_best --background_checkpoints --output_dir runs/saved": "1 rank(s) on 1 node(s)",
+        "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/saved --resume": (
+            "(epoch 2, step 90)"
+        ),
+        "python -m fleet_train train --model mlp --data digits --epochs 6 --checkpoint_every 2 --stop_after_epochs 4 "
+        "--output_dir runs/digits": "1 rank(s) on 1 node(s)",
+        "python -m fleet_train train --model mlp --data digits --epochs 6 --output_dir runs/digits --resume": (
+            "(epoch 4, step 180)"
+        ),
+        "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/two/log -m fleet_train train --model mlp "
+        "--epochs 2 --output_dir runs/two": "2 rank(s) on 1 node(s)",
+    },
+    {  # docs/data.md; its first block of Python makes the images
+        "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/two/log -m fleet_train train --model ResNet18 "
+        "--data_dir ./images --image_size 32 --epochs 1 --batch_size 8 --workers 1 --output_dir runs/two": (
+            "ResNet18 on ./images: 2 rank(s)"
+        ),
+        "python -m fleet_train train --model cnn --data synthetic:3x32x32x10x640 --epochs 1 --output_dir runs/noise": (
+            "cnn on synthetic:3x32x32x10x640: 1 rank(s)"
+        ),
+        "python -m fleet_train check --data ./images --image_size 32 --seconds 2": "48 samples in 2 classes",
+        "python -m fleet_train check --data ./images --image_size 32 --seconds 2 --samples_per_second 20 --workers 1": (
+            "feeds    20 samples/s: yes"
+        ),
+        "python -m fleet_train check --data ./images --image_size 32 --all": "images/train: 48 samples in 2 classes",
+    },
+]
+# Run by test_launch_forms.py and test_examples.py.
+BY_NAME = (
+    commands.FLEET_TRAIN,
+    commands.OLD_RECIPE,
+    commands.TODAYS_IPS,
+    commands.TODAYS_MASTER,
+    commands.ONE_PROCESS,
+    commands.INSTALL,
+)
 # Commands that have commands of their own.
 GROUPS = {name for name in COMMANDS if isinstance(cli.get_command(Context(cli), name), Group)}
-ALL_PAGES = pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 
 
-@ALL_PAGES
-def test_every_command_is_run_by_a_test(page: Path) -> None:
-    printed, known = commands_of(page), table_of(page).commands
-    table = TABLES.relative_to(ROOT) / f"{page.stem}.yaml"
-    unmapped = [command for command in dict.fromkeys(printed) if command not in known]
-    assert unmapped == [], (
-        f"{page.name} prints these commands, but {table} does not say which test runs them. Put each there: below "
-        "`run` if it ends within seconds, below `elsewhere` with the test that runs it (write one), or below "
-        "`cannot_run_here` with the reason; tests/support/pages.py explains the table"
-    )
-    assert [command for command in known if command not in printed] == [], f"{page.name} does not print these any more"
-    assert len(known) == len(set(known)), f"{table} lists a command in two sections"
-    assert all(table_of(page).cannot_run_here.values()), "a command that cannot run here needs a reason"
-
-
-@ALL_PAGES
-def test_no_command_hides_in_an_unlabelled_block(page: Path) -> None:
-    assert hidden_commands(page) == [], f"put these lines of {page.name} into a block that opens with ```bash"
-
-
-@ALL_PAGES
-def test_every_linked_path_exists(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-def test_each_table_belongs_to_a_page() -> None:
-    assert {path.stem for path in TABLES.iterdir()} <= {page.stem for page in pages()}
-
-
-@pytest.mark.parametrize("test", sorted({test for page in pages() for test in table_of(page).elsewhere.values()}))
-def test_named_test_exists(test: str) -> None:
-    path, name = test.split("::")
-    assert name in {
-        node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
-    }
-
-
-def test_a_command_that_is_left_to_another_page_is_run_there() -> None:
-    run = {command for page in pages() for command in table_of(page).run}
-    left = {
-        command
-        for page in pages()
-        for command, test in table_of(page).elsewhere.items()
-        if test.endswith("test_docs.py::test_commands_run_as_printed")
-    }
-    assert left - run == set()
+def test_what_is_run_is_what_the_pages_print() -> None:
+    run = [*BY_NAME, *(command for group in RUN for command in group)]
+    assert [command for command in run if command not in PRINTED] == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in pages() if table_of(page).run], ids=lambda page: page.stem)
-def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_bytes((ROOT / "tools" / "examples" / "train_with_fleet.py").read_bytes())
+@pytest.mark.parametrize("group", RUN, ids=["launch", "plan", "train", "data"])
+def test_commands_run_as_printed(group: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes((EXAMPLES / "train_with_fleet.py").read_bytes())
     (tmp_path / "mine.yaml").write_text(MINE)
-    for command, expected in table_of(page).run.items():
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    images = fenced_blocks((ROOT / "docs" / "data.md").read_text(), "python")[0]
+    if any("./images" in command for command in group):
+        run([sys.executable, "-c", images])
+    for command, expected in group.items():
         words = shlex.split(command)
         if "launch" in words:  # other tests may use the default port at the same time
             words.insert(words.index("launch") + 1, f"--started_port={free_ports(4)}")
-        if words[0] == "python" and words[1].startswith("tools/"):
-            words[1] = str(ROOT / words[1])
-        done = subprocess.run(
-            words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        assert expected in done.stdout, command
+        assert expected in run(words), command
 
 
-@ALL_PAGES
-def test_commands_that_are_run_elsewhere_have_flags_that_exist(page: Path) -> None:
-    table = table_of(page)
-    wrong = {command: unknown_flags(command) for command in [*table.elsewhere, *table.cannot_run_here]}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_printed_command_has_flags_that_exist(page: Path) -> None:
+    wrong = {command: unknown_flags(command) for command in shell_commands(page.read_text())}
     assert {command: flags for command, flags in wrong.items() if flags} == {}
 
 
@@ -130,5 +161,14 @@ def test_a_flag_that_does_not_exist_is_found() -> None:
     command = "python -m fleet_train launch --nproc_per_node=2 --nods 3 -m fleet_train train --model mlp --epoch 2"
     assert unknown_flags(command) == ["--nods", "--epoch"]
     assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
-    assert unknown_flags("python tools/lab.py up --nodes 2 --speed 3") == ["--speed"]
     assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])
+def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
+    (block,) = fenced_blocks((ROOT / page).read_text(), "diff")
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("single_card.py", "train_with_fleet.py"))
+    real = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    for sign in "-+":
+        shown = [line[1:] for line in block.splitlines() if line.startswith(sign)]
+        assert shown == [line[2:] for line in real if line[0] == sign]

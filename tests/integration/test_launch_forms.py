@@ -1,4 +1,4 @@
-"""Every form of the launch command starts the job it describes: two loopback "machines", real processes."""
+"""Every form of the launch command starts the job it describes: two loopback "machines", or two network namespaces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import commands
 from tests.support.launchers import LaunchersResult, run_launchers
+from tests.support.namespaces import two_machines
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT
 
@@ -74,15 +75,13 @@ def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_p
 
 
 @pytest.mark.long
-def test_todays_form_with_ips(tmp_path: Path) -> None:
-    assert_one_job(run_form(commands.TODAYS_IPS, tmp_path, free_ports(3, HOSTS)), world_size=4)
-
-
-@pytest.mark.long
-def test_todays_form_with_master(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "ports", "pod_ips"), [(commands.TODAYS_IPS, 3, False), (commands.TODAYS_MASTER, 1, True)]
+)
+def test_todays_forms(tmp_path: Path, form: str, ports: int, pod_ips: bool) -> None:
     # On two real machines the launcher finds its own address; on one it must be told which of the two it plays.
-    env_of_node = [{"POD_IP": host} for host in HOSTS]
-    assert_one_job(run_form(commands.TODAYS_MASTER, tmp_path, free_ports(1, HOSTS), env_of_node), world_size=4)
+    env_of_node = [{"POD_IP": host} for host in HOSTS] if pod_ips else []
+    assert_one_job(run_form(form, tmp_path, free_ports(ports, HOSTS), env_of_node), world_size=4)
 
 
 def test_fleet_train_launch(tmp_path: Path) -> None:
@@ -108,7 +107,37 @@ def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
     assert_one_job(run_form(commands.PADDLECLOUD, tmp_path, port, pods), world_size=4)
 
 
-def test_plain_python_is_one_process(tmp_path: Path) -> None:
-    commands.put_script(tmp_path, 1, TRAIN)
-    result = run_launchers([commands.ONE_PROCESS.split()], folder=tmp_path)
-    assert (result.values[0]["world_size"], result.values[0]["node_num"]) == (1, 1)
+@pytest.mark.long
+@pytest.mark.root
+def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:
+    commands.put_script(tmp_path, 2, TRAIN)
+    with two_machines() as machines:
+        hosts = [machine.address for machine in machines]
+        # Whole machines of their own: even the recipe's port can stay as it is.
+        lines = [commands.on_node(commands.OLD_RECIPE, node, hosts, 6170) for node in range(2)]
+        result = run_launchers(lines, folder=tmp_path, prefixes=[machine.prefix for machine in machines])
+    assert lines[1] == (
+        "python -m paddle.distributed.launch --cluster_node_ips=10.77.0.1,10.77.0.2 --node_ip=10.77.0.2 "
+        "--started_port=6170 --selected_gpus=0 --log_dir mylog train.py"
+    ).split(" ")
+    assert_one_job(result, world_size=2)
+    assert result.values[1]["endpoints"] == ["10.77.0.1:6170", "10.77.0.2:6170"]
+    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
+    assert result.of_all("paddles") == [[0, 2], [1, 2]]
+
+
+def test_the_guides_four_scripts_train_with_their_strategies_and_equal_parameters(tmp_path: Path) -> None:
+    commands.put_script(tmp_path, len(HOSTS), ROOT / "tests" / "support" / "old_scripts.py")
+    port = free_ports(3, HOSTS)
+    command = commands.FLEET_TRAIN.replace(" --strategy multi_node", "")  # a flag would win over the scripts
+    lines = [commands.on_node(command, node, HOSTS, port) for node in range(len(HOSTS))]
+    result = run_launchers(lines, folder=tmp_path)
+    assert sorted(result.values) == [0, 1, 2, 3], result.report()
+    for script in ("performance_tuned", "local_sgd", "hierarchical", "fused_16_megabytes"):
+        assert len({rank["digest"] for rank in result.of_all(script)}) == 1, script
+    first = result.values[0]
+    assert first["performance_tuned"]["communicators"] == 2
+    assert first["local_sgd"]["period"] == 2
+    assert first["hierarchical"]["group_size"] == 2
+    assert first["fused_16_megabytes"]["bucket_MB"] == 16.0
+    assert "num_threads" in result.report(), "a mapped setting is said"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,72 @@ from tests.support.processes import ROOT, Job, clean_environ, python, write_scri
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
+STEPS, SAVE_EVERY, KILLED_AT = 24, 6, 15
+
+
+def train(config: dict[str, Any]) -> None:
+    import numpy as np
+    import paddle
+
+    from fleet_train import fleet
+    from fleet_train.cluster.environment import attempt
+    from fleet_train.selftest.training import SEVERAL_BUCKETS, Trained, batches, digest
+
+    paddle.enable_static()
+    fleet.init()
+    rank, number, folder = fleet.worker_index(), attempt(os.environ), Path(config["folder"])
+    paddle.seed(3)
+    training = Trained(SEVERAL_BUCKETS, fleet.distributed_optimizer, lambda: paddle.optimizer.Momentum(0.05, 0.9))
+    first = 0
+    if number:
+        first = max(int(saved.name) for saved in folder.glob("[0-9]*"))
+        with paddle.static.scope_guard(training.scope):
+            fleet.load_persistables(training.exe, folder / str(first), training.main)
+    for step, (features, labels) in enumerate(batches(STEPS, 12, seed=5)):
+        if step < first:
+            continue
+        training.step(features[rank * 6 : rank * 6 + 6], labels[rank * 6 : rank * 6 + 6])
+        if (step + 1) % SAVE_EVERY == 0:
+            with paddle.static.scope_guard(training.scope):
+                fleet.save_persistables(training.exe, folder / "draft", training.main)
+            if rank == 0:
+                (folder / "draft").rename(folder / str(step + 1))
+        if config["kills"] and number == 0 and step == KILLED_AT and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    found = {
+        "digest": digest(training.state()),
+        "attempt": number,
+        "first": first,
+        "profile": fleet.profile().name,
+        "ranks": int(fleet.all_reduce(np.array(1, "int64"), "sum")),
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def main(folder: Path, temporary: str) -> None:
+    """Two workers of Ray Train, twice: undisturbed, and with one of them killed once."""
+    import ray
+    from ray.train import FailureConfig, RunConfig
+
+    from fleet_train.ray import FleetTrainer
+
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=temporary)
+    try:
+        for kills in (False, True):
+            run = folder / ("killed" if kills else "undisturbed")
+            run.mkdir(parents=True)
+            FleetTrainer(
+                train,
+                num_workers=2,
+                strategy="unfused",
+                train_loop_config={"folder": str(run), "kills": kills},
+                run_config=RunConfig(
+                    storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=1)
+                ),
+            ).fit()
+    finally:
+        ray.shutdown()
+
 
 def told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -22,9 +91,8 @@ def told(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:  # paths of sockets are short
-        script = ROOT / "tests" / "integration" / "ray_training.py"
         environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"})
-        job.start("driver", python(str(script), str(tmp_path / "runs"), short), environ)
+        job.start("driver", python(__file__, str(tmp_path / "runs"), short), environ)
         (ended,) = job.wait(360)
         assert ended.exit_code == 0, ended.output
     undisturbed, killed = told(tmp_path / "runs" / "undisturbed"), told(tmp_path / "runs" / "killed")
@@ -37,7 +105,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: P
 
 @pytest.mark.timeout(200)
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    blocks = fenced_blocks((ROOT / "docs" / "spawn.md").read_text(), "python")
+    blocks = fenced_blocks((ROOT / "docs" / "engines.md").read_text(), "python")
     example = next(block for block in blocks if "FleetTrainer" in block)
     with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:
         environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": str(tmp_path)})
@@ -46,3 +114,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
         assert ended.exit_code == 0, ended.output
         assert "'ranks': 2" in ended.output
         assert "'rate': 0.1" in ended.output
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,21 +1,39 @@
-"""A program's argument: everything in it that differs between one process and several ranks.
+"""A program's argument: everything in it that differs between one process and several ranks, and the feeds.
 
 Imports no fleet_train: one process is plain Paddle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
-from tests.programs.catalogue.entry import Program
-from tests.programs.feeds import Array, Batch, Input, batch_of, share_of
+from tests.programs.catalogue import BATCH, STEPS, Input, Program
 
-BATCH = 8
-STEPS = 4
+Array = np.ndarray[Any, Any]
+Batch = dict[str, Array]
+
+
+def batch_of(inputs: Mapping[str, Input], samples: int, *key: int | str) -> Batch:
+    """``samples`` of each input, decided by ``key`` and the input's name."""
+    return {
+        name: one.draw(_generator(*key, name), (samples, *one.shape)).astype(one.dtype) for name, one in inputs.items()
+    }
+
+
+def _generator(*key: int | str) -> np.random.Generator:
+    return np.random.default_rng([part if isinstance(part, int) else zlib.crc32(part.encode()) for part in key])
+
+
+def share_of(batch: Batch, part: int, parts: int) -> Batch:
+    """One of ``parts`` equal parts of a joint batch."""
+    size, rest = divmod(len(next(iter(batch.values()))), parts)
+    assert rest == 0, f"a batch has no {parts} equal parts"
+    return {name: values[part * size : (part + 1) * size] for name, values in batch.items()}
 
 
 class Script:
@@ -66,8 +84,7 @@ class Script:
 
     def run(self, batch: Batch, fetch: Sequence[Any] = (), program: Any = None) -> list[Array]:
         """Train on a joint batch; returns what was fetched, the mean over this rank's micro-batches."""
-        if self.runs == 0:
-            self.start_state = self.state()
+        self._begin()
         results = []
         for micro in range(self.micro_batches):
             own = share_of(batch, self.rank * self.micro_batches + micro, self.ranks * self.micro_batches)
@@ -81,12 +98,15 @@ class Script:
 
     def run_share(self, share: Any, fetch: Sequence[Any]) -> list[Array]:
         """Train on what is this rank's already."""
-        if self.runs == 0:
-            self.start_state = self.state()
+        self._begin()
         self.runs += 1
         found: list[Array] = self.exe.run(feed=share, fetch_list=list(fetch))
         self._note(found)
         return found
+
+    def _begin(self) -> None:
+        if self.runs == 0:
+            self.start_state = self.state()
 
     def _note(self, found: Sequence[Array]) -> None:
         if found and found[0].size == 1:

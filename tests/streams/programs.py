@@ -1,20 +1,31 @@
-"""Programs in which every profile has something to communicate, and their traces on all ranks of a cluster."""
+"""A program in which every profile has something to communicate, and its traces on all ranks of a cluster.
+
+Negative controls: engines without one of their rules, which the model must find faulty, so that finding none means
+something."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
 from paddle import nn
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives.engine import CallContext, Collective, Stages
+from fleet_train.collectives.engines import Enqueued, InFlight, Result, ThreadEngine
+from fleet_train.collectives.job import Job
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.profile import Profile
+from fleet_train.profile import Profile, load_profile
 from fleet_train.profile.knobs import AUTO
-from tests.streams.played import MakeEngine, PlayedJob, play_rank, stream_engine
-from tests.streams.recorder import Recorder
-from tests.streams.trace import Op, Trace
+from tests.streams.record import MakeEngine, PlayedJob, PlayedStreams, Recorder, play_rank
+from tests.streams.replay import Found, replay, schedule_of
+from tests.streams.trace import Op, Trace, from_first_step, mismatches
+
+T = TypeVar("T")
 
 FEATURES, WIDTH, CLASSES = 16, 130, 5
 BATCH = 4
@@ -92,7 +103,7 @@ class SmallTraining:
             self._recorder.add(Op.SYNC, what="fetch")
 
 
-def record(profile: Profile, cluster: Cluster, steps: int, make_engine: MakeEngine = stream_engine) -> list[Trace]:
+def record(profile: Profile, cluster: Cluster, steps: int, make_engine: MakeEngine = PlayedStreams) -> list[Trace]:
     """The traces of all ranks of a training under ``profile``: conversion, start values, ``steps`` steps."""
 
     def train(job: PlayedJob, recorder: Recorder) -> None:
@@ -101,3 +112,113 @@ def record(profile: Profile, cluster: Cluster, steps: int, make_engine: MakeEngi
             training.step(number)
 
     return [play_rank(cluster, rank, make_engine, train) for rank in range(cluster.world_size)]
+
+
+class OldEngine(ThreadEngine):
+    """Threads that call with ``sync_op=True`` and read values, on NCCL too: what they expose is what streams save."""
+
+    def __init__(self, recorder: Recorder, job: Job) -> None:
+        super().__init__(job.place, job.attribute_failure)
+        self._recorder = recorder
+
+    def start(
+        self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
+    ) -> Result[T]:
+        with self._recorder.inside(context.what):
+            return super().start(stages, context, communicator, barrier)
+
+    def run_here(self, stages: Stages[T], context: CallContext) -> T:
+        with self._recorder.inside(context.what):
+            return super().run_here(stages, context)
+
+
+class EndsWhenComplete(PlayedStreams):
+    """Ends stages when their collectives happen to be complete, which differs between ranks."""
+
+    def __init__(self, recorder: Recorder, job: Job) -> None:
+        super().__init__(recorder, job)
+        self._random = random.Random(recorder.trace.rank)
+
+    def step_on(self) -> None:
+        for running in list(self._in_flight):
+            if running.has_more and self._random.random() < 0.5:
+                self._end_stage(running)
+
+
+class WithoutGroupRule(PlayedStreams):
+    """Has groups that share two ranks in flight at a time."""
+
+    def _begin_one(self, running: InFlight[Any], collective: Collective) -> None:
+        with self._watchdog.over_a_call(running.context):
+            task = self._begin(collective)
+        if task is not None:
+            running.tasks.append(Enqueued(collective.group.id, frozenset(collective.group.ranks), task))
+
+
+class SideBySide(WithoutGroupRule):
+    """And keeps the several communicators that a profile asks for; statistics have a group of their own."""
+
+    side_by_side = True
+
+
+DEADLOCK, MISMATCH, NOTHING = "deadlock", "order mismatch", "nothing"
+
+
+@dataclass(frozen=True)
+class Control:
+    """An engine under a profile of the catalogue (with ``settings``), and what must be found."""
+
+    name: str
+    engine: MakeEngine
+    profile: str
+    nodes: int = 2
+    ranks_per_node: int = 1
+    one_resident: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    expected: str = DEADLOCK
+
+    def traces(self, steps: int) -> list[Trace]:
+        profile = load_profile(self.profile)
+        if self.settings:
+            profile = profile.with_settings("a control", **dict(self.settings))
+        return record(shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine)
+
+
+_ALONE = (("nccl_comm_num", 1),)
+_HIERARCHY = (("use_hierarchical_allreduce", True),)
+CONTROLS = (
+    Control("two communicators in flight", SideBySide, "multi_node", one_resident=True),
+    Control("the same, kernels always side by side", SideBySide, "multi_node", expected=NOTHING),
+    Control("statistics on a group of their own", SideBySide, "sync_batch_norm", one_resident=True, settings=_ALONE),
+    Control("PowerSGD's stages end when complete", EndsWhenComplete, "powersgd", 3, expected=MISMATCH),
+    Control("DGC's stages end when complete", EndsWhenComplete, "dgc", 3, expected=MISMATCH),
+    Control("hierarchical stages end when complete", EndsWhenComplete, "hierarchical", 2, 2, True, expected=MISMATCH),
+    Control(
+        "hierarchy with statistics, no rule for groups", WithoutGroupRule, "sync_batch_norm", 2, 2, True, _HIERARCHY
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one control."""
+
+    mismatches: list[str]
+    found: Found
+    ranks: int
+
+    @property
+    def what(self) -> str:
+        if self.mismatches:
+            return MISMATCH
+        return DEADLOCK if self.found.deadlocks else NOTHING
+
+
+def outcome(control: Control, interleavings: int, seed: int, steps: int = 4) -> Outcome:
+    """Record the control's traces, and replay them unless their orders differ already."""
+    traces = control.traces(steps)
+    if found := mismatches(traces):
+        return Outcome(found, Found(), len(traces))
+    schedule = schedule_of([from_first_step(trace) for trace in traces])
+    found_in = replay(schedule, interleavings, np.random.default_rng(seed), control.one_resident)
+    return Outcome([], found_in, len(traces))

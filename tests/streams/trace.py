@@ -1,8 +1,9 @@
-"""A rank's trace: actions of its host threads, in order, and the collectives that they enqueue."""
+"""A rank's trace: actions of its host threads, in order, and the collectives that they enqueue; and why all stands
+still, as a cycle of waits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -74,6 +75,20 @@ class Trace:
         return sorted({call.group for call in self.calls})
 
 
+class Stream(NamedTuple):
+    """Of one communicator, on one rank."""
+
+    rank: int
+    group: int
+    calls: tuple[int, ...]
+    """Numbers of the rank's collectives, in order."""
+
+
+def streams_of(traces: Sequence[Trace]) -> list[Stream]:
+    """All communicators' streams, rank by rank."""
+    return [Stream(trace.rank, group, tuple(trace.of_group(group))) for trace in traces for group in trace.groups]
+
+
 def short(what: str) -> str:
     """A bucket in words without its gradients."""
     return what.partition(" (")[0]
@@ -134,22 +149,111 @@ def from_first_step(trace: Trace) -> Trace:
     return Trace(trace.rank, kept, trace.calls)
 
 
-def without_kernels(trace: Trace) -> Trace:
-    """The same without the program's operators.
+KERNEL = -1
+Node = tuple[str, int]
+"""("host", rank), ("calculation", rank) or ("stream", its number)."""
 
-    They only delay what stands behind them, and a replay delays everything at random: what can stand still with them
-    can without them, and the other way round.
-    """
-    kept: dict[str, list[Action]] = {}
-    done_before: dict[str, list[int]] = {}
-    for name, actions in trace.threads.items():
-        kept[name] = [action for action in actions if action.op is not Op.KERNEL]
-        counts = [0]
-        for action in actions:
-            counts.append(counts[-1] + (action.op is not Op.KERNEL))
-        done_before[name] = counts
-    for actions in kept.values():
-        for index, action in enumerate(actions):
-            if action.op is Op.AFTER:
-                actions[index] = action._replace(number=done_before[action.what][action.number])
-    return Trace(trace.rank, kept, trace.calls)
+
+@dataclass(frozen=True)
+class Standstill:
+    """A state in which nothing can go on, of one interleaving."""
+
+    traces: list[Trace]
+    streams: list[Stream]
+    at: list[int]
+    """By rank: how many actions its computing thread has done."""
+    queued: list[list[tuple[int, int]]]
+    """By rank: what is left on the calculation stream: operators (KERNEL, 0), waits for (stream, place)."""
+    enqueued: list[int]
+    started: list[int]
+    ended: list[int]
+    """By communicator's stream: how many collectives."""
+    needs: list[list[int]]
+    """By stream and place: how many items of the calculation stream must be done, of ..."""
+    passed: list[int]
+    """... those that are done, by rank."""
+
+    def left(self, rank: int) -> list[Action]:
+        """What the rank's computing thread has before it."""
+        return self.traces[rank].threads[COMPUTING][self.at[rank] :]
+
+
+def wait_cycle(found: Standstill) -> list[str]:
+    """The cycle of waits in words; the last waits for the first."""
+    counts = {"host": len(found.at), "calculation": len(found.traces), "stream": len(found.streams)}
+    for start in [(kind, number) for kind, count in counts.items() for number in range(count)]:
+        path: list[Node] = [start]
+        while following := next((node for node, _ in _waits(found, path[-1])), None):
+            if following in path:
+                return [next(words for _, words in _waits(found, node)) for node in path[path.index(following) :]]
+            path.append(following)
+    return ["there is no cycle of waits: a wait is for something that never happens"]
+
+
+def _waits(found: Standstill, node: Node) -> Iterator[tuple[Node, str]]:
+    """Whom a node waits for, each with the whole sentence."""
+    kind, number = node
+    if kind == "host":
+        yield from _host_waits(found, number)
+    elif kind == "stream":
+        yield from _stream_waits(found, number)
+    else:
+        for stream, place in found.queued[number][:1]:
+            if stream != KERNEL:
+                what = _collective(found, stream, place)
+                yield ("stream", stream), f"rank {number}'s calculation stream waits for {what}"
+
+
+def _host_waits(found: Standstill, rank: int) -> Iterator[tuple[Node, str]]:
+    left = found.left(rank)
+    if not left:
+        return
+    action = left[0]
+    if action.op is Op.AFTER:
+        # Other threads only wait at barriers, and are not simulated: their last barrier is what is waited for.
+        before = found.traces[rank].threads[action.what][: action.number]
+        action = [one for one in before if one.op is Op.BARRIER][-1]._replace(where=action.where)
+    who = f"rank {rank}'s thread '{COMPUTING}', in {short(action.where)},"
+    if action.op is Op.BARRIER:
+        for other in range(len(found.at)):
+            if any(_comes_to(found, other, one, action.what) for one in found.left(other)[1:]):
+                yield ("host", other), f"{who} waits for rank {other} at the barrier '{action.what}'"
+    elif action.op in (Op.READ, Op.SYNC):
+        if found.queued[rank]:
+            yield ("calculation", rank), f"{who} waits for its device ({action.what or 'an event'})"
+        for index, stream in enumerate(found.streams):
+            if stream.rank == rank and found.ended[index] < found.enqueued[index] and action.op is Op.SYNC:
+                yield ("stream", index), f"{who} waits for its device ({action.what})"
+
+
+def _comes_to(found: Standstill, rank: int, action: Action, barrier: str) -> bool:
+    """Whether this is the barrier, or the wait for a thread that it is handed over to."""
+    if action.op is Op.AFTER:
+        return any(one.what == barrier for one in found.traces[rank].threads[action.what][: action.number])
+    return action.op is Op.BARRIER and action.what == barrier
+
+
+def _stream_waits(found: Standstill, index: int) -> Iterator[tuple[Node, str]]:
+    stream, place = found.streams[index], found.ended[index]
+    if place >= len(stream.calls):
+        return
+    rank, what = stream.rank, _collective(found, index, place)
+    if place == found.enqueued[index]:
+        yield ("host", rank), f"rank {rank} has not enqueued {what} yet"
+    elif found.started[index] > place:
+        for other, theirs in enumerate(found.streams):
+            if theirs.group == stream.group and found.started[other] <= place:
+                yield ("stream", other), f"on rank {rank} {what} is running, and waits for rank {theirs.rank}"
+    elif found.needs[index][place] > found.passed[rank]:
+        yield ("calculation", rank), f"on rank {rank} {what} stands behind the calculation stream"
+    else:
+        for other, theirs in enumerate(found.streams):
+            if theirs.rank == rank and found.started[other] > found.ended[other]:
+                running = _collective(found, other, found.ended[other])
+                yield ("stream", other), f"on rank {rank} {what} waits for {running}, which is running"
+
+
+def _collective(found: Standstill, stream: int, place: int) -> str:
+    of = found.streams[stream]
+    call = found.traces[of.rank].calls[of.calls[place]]
+    return f"{short(call.what)} [group {of.group}, {place}]"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from fleet_train.convert import persistables, program_state
 from fleet_train.train.checkpoint import storage
+from tests.support.processes import clean_environ, python
 
 
 def publish(
@@ -39,3 +42,24 @@ def change(folder: Path, **entries: Any) -> None:
     path = folder / persistables.DESCRIPTION
     told = {name: value for name, value in persistables.read_entries(folder).items() if name != "sha256"}
     path.write_bytes(persistables.sealed({**told, **entries}))
+
+
+_HOLDS = """
+import sys
+from pathlib import Path
+from fleet_train.files import hold
+held = hold(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held_by_another_process(checkpoints: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process of another run that uses the folder."""
+    command, pipe = python("-c", _HOLDS, str(checkpoints)), subprocess.PIPE
+    with subprocess.Popen(command, env=clean_environ(), stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()

@@ -4,60 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fleet_train.cli import COMMANDS
 from fleet_train.profile import profile_names
 from tests.support.processes import ROOT
-from tools.docs_site import folders, layers
-from tools.docs_site.api import INDEX, api_pages, api_uri, public_names
-from tools.docs_site.command_line import command_line_page
-from tools.docs_site.links import CATALOGUE, PAGES_OUTSIDE, Page, Rewriter, separated_lists, source_page
-from tools.docs_site.profile_reference import allowed, catalogue_page, keys_page
-
-MADE = {*PAGES_OUTSIDE.values(), CATALOGUE, "reference/command-line.md", "reference/profile.md", INDEX}
-
-
-def nav_pages(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    else:
-        for inner in entry.values() if isinstance(entry, dict) else entry:
-            yield from nav_pages(inner)
-
-
-def nav() -> list[str]:
-    return list(nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-
-
-def test_every_page_of_the_navigation_exists_and_is_there_once() -> None:
-    pages = nav()
-    assert [page for page in pages if page not in MADE and not (ROOT / "docs" / page).is_file()] == []
-    assert len(pages) == len(set(pages))
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    missing = {path.name for path in (ROOT / "docs").glob("*.md")} - set(nav())
-    assert missing == set(), "put these pages of docs/ into `nav` of mkdocs.yml"
-    assert set(nav()) >= MADE
+from tools.docs_site import layers, layout
+from tools.docs_site.links import Page, Rewriter, separated_lists, source_page
+from tools.docs_site.pages import allowed, api_pages, catalogue_page, command_line_page, keys_page
 
 
 @pytest.mark.parametrize(
     ("page", "text", "expected"),
     [
-        (Page("docs/a.md", "a.md"), "[x](gpu.md#y)", "[x](gpu.md#y)"),
         (Page("docs/a.md", "a.md"), "[x](../README.md)", "[x](index.md)"),
-        (Page("docs/benchmarks/a.md", "benchmarks/a.md"), "[x](../gpu.md)", "[x](../gpu.md)"),
         (Page("docs/benchmarks/a.md", "benchmarks/a.md"), "[x](../../README.md#two)", "[x](../index.md#two)"),
         (Page("README.md", "index.md"), "[x](docs/gpu.md) [y](README_cn.md)", "[x](gpu.md) [y](index_cn.md)"),
         (Page("README.md", "index.md"), "[x](docs/benchmarks)", "[x](benchmarks/README.md)"),
         (Page("docs/a.md", "a.md"), "[x](../strategies/dgc.yaml)", "[x](reference/catalogue.md#dgc)"),
-        (Page("README.md", "index.md"), "[x](strategies)", "[x](reference/catalogue.md)"),
         (Page("README.md", "index.md"), "[x](tools/train.py)", "[x](source/tools/train.py.md)"),
         (Page("docs/a.md", "a.md"), "[x](../tests/streams/)", "[x](source/tests/streams.md)"),
         (Page("docs/a.md", "a.md"), "[x](https://a.org/b.md) [y](#z)", "[x](https://a.org/b.md) [y](#z)"),
@@ -70,18 +37,11 @@ def test_links_lead_to_pages_of_the_site(page: Page, text: str, expected: str) -
     assert Rewriter(ROOT).rewritten(page, text) == expected + "\n"
 
 
-def test_only_files_that_are_no_pages_are_shown() -> None:
-    rewriter = Rewriter(ROOT)
-    rewriter.rewritten(Page("README.md", "index.md"), "[x](docs/gpu.md) [y](tools/train.py) [z](LICENSE)")
-    assert rewriter.shown == {"tools/train.py", "LICENSE"}
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("Two things:\n- one\n- two", "Two things:\n\n- one\n- two"),
         ("- one\n  goes on\n- two", "- one\n  goes on\n- two"),
-        ("# Head\n- one", "# Head\n- one"),
         ("- one\n  - inner", "- one\n    - inner"),
         ("words\n| a | b |\n| --- | --- |", "words\n\n| a | b |\n| --- | --- |"),
         ("in the year\n2019. So", "in the year\n2019. So"),
@@ -96,12 +56,8 @@ def test_lists_and_tables_are_separated_as_python_markdown_wants_them(text: str,
 def test_shown_file_is_whole_whatever_fences_it_has(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("a\n````\nb\n")
     assert source_page(tmp_path, "notes.txt").endswith("# `notes.txt`\n\n`````text\na\n````\nb\n`````\n")
-
-
-def test_shown_folder_names_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "folder" / "inner").mkdir(parents=True)
-    (tmp_path / "folder" / "b.py").touch()
-    assert source_page(tmp_path, "folder").endswith("# `folder`\n\n- `b.py`\n- `inner/`\n")
+    (tmp_path / "inner").mkdir()
+    assert source_page(tmp_path, "").endswith("\n\n- `inner/`\n- `notes.txt`\n")
 
 
 def test_command_line_page_has_every_command_with_its_flags() -> None:
@@ -114,64 +70,32 @@ def test_command_line_page_has_every_command_with_its_flags() -> None:
     assert "--cluster_node_ips" in launch
 
 
-def test_keys_page_has_every_key_of_the_schema() -> None:
-    page = keys_page(ROOT)
-    schema = json.loads((ROOT / "strategies" / "schema.json").read_text())
+def test_keys_catalogue_and_api_are_whole() -> None:
+    page, schema = keys_page(ROOT), json.loads((ROOT / "strategies" / "schema.json").read_text())
     assert re.findall(r"^## `(\w+)`", page, re.MULTILINE) == list(schema["properties"])
-    assert "## `fuse_grad_size_in_MB` { #fuse_grad_size_in_MB }" in page
     assert "- Allowed: a number, more than 0, up to 4096 or `auto`" in page
     assert "- Needs: `fuse_all_reduce_ops`" in page
+    assert re.findall(r"^## (\w+) \{", catalogue_page(ROOT), re.MULTILINE) == sorted(profile_names())
+    pages = api_pages(ROOT)
+    assert len(pages) == 1 + len(layout.folders(ROOT))
+    assert "\n::: fleet_train.errors\n" in pages["reference/api/fleet_train.md"]
+    assert "::: fleet_train.__main__" not in pages["reference/api/fleet_train.md"]
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"type": "boolean"}, "`true` or `false`"),
         ({"enum": ["O0", "O1"], "type": "string"}, "one of `O0`, `O1`"),
         ({"type": "integer", "minimum": 1, "maximum": 16}, "a whole number, from 1, up to 16"),
         ({"type": "integer", "maximum": 1000000000}, "a whole number, up to 1000000000"),
-        ({"type": "array", "items": {"type": "string"}}, "a list of texts"),
     ],
 )
 def test_the_values_of_a_key_are_described(row: dict[str, Any], words: str) -> None:
     assert allowed(row) == words
 
 
-def test_catalogue_shows_every_profile_with_its_reason() -> None:
-    page = catalogue_page(ROOT)
-    assert re.findall(r"^## (\w+) \{", page, re.MULTILINE) == sorted(profile_names())
-    assert "# Several machines on a network" in page
-
-
-def test_public_names_are_those_of_the_package() -> None:
-    names = public_names(ROOT)
-    assert sorted(name.rpartition(".")[2] for name in names) == ["DistributedStrategy", "fleet", "role_maker", "spawn"]
-
-
-def test_each_folder_has_a_page_with_its_documented_modules() -> None:
-    pages = api_pages(ROOT)
-    assert {api_uri(".".join(folder.relative_to(ROOT).parts)) for folder in folders.folders(ROOT)} | {INDEX} == set(
-        pages
-    )
-    assert "\n::: fleet_train.errors\n" in pages[api_uri("fleet_train")]
-    assert "::: fleet_train.__main__" not in pages[api_uri("fleet_train")]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("One thing. Another.", "One thing."),
-        ("Reads module.py, e.g. this\none. `more` follows.", "Reads module.py, e.g. this one."),
-        ("First\n\nSecond.", "First"),
-        ("a|b.", "a\\|b."),
-    ],
-)
-def test_first_sentence(text: str, sentence: str) -> None:
-    assert folders.first_sentence(text) == sentence
-
-
-def test_folders_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert folders.main(["--check"]) == 0, capsys.readouterr().err
+def test_generated_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout.main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
@@ -183,15 +107,15 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
         "## Mass\n| `fleet_train/` | 1 | 1 |\n| `fleet_train/mute/` | 1 | 5 |\n- `fleet_train`: the root\n"
         "- `fleet_train/mute`: silent\n## Next\n"
     )
-    assert "| `fleet_train/mute/` |  |\n" in folders.page(tmp_path)
+    assert "| `fleet_train/mute/` |  |\n" in layout.page(tmp_path)
     missing = [
         "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
-        "docs/layout.md is out of date; run: python -m tools.docs_site.folders",
+        "docs/layout.md is out of date; run: python -m tools.docs_site.layout",
     ]
-    assert folders.problems(tmp_path) == missing
+    assert layout.problems(tmp_path) == missing
     (tmp_path / "fleet_train" / "mute" / "long.py").write_text("x = 1\n" * 501)
     (tmp_path / "fleet_train" / "short.py").write_text("x = 1\n")
-    assert [line for line in folders.problems(tmp_path) if line not in missing] == [
+    assert [line for line in layout.problems(tmp_path) if line not in missing] == [
         "fleet_train/: 2 files with 2 lines; docs/design.md allows 1 with 1: make it smaller, or raise the number in a "
         "commit that says why",
         "fleet_train/short.py: 1 lines; a file has 60 to 500",
@@ -199,10 +123,6 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
         "number in a commit that says why",
         "fleet_train/mute/long.py: 501 lines; a file has 60 to 500",
     ]
-
-
-def test_picture_of_the_layers_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layers.main(["--check"]) == 0, capsys.readouterr().err
 
 
 TABLE = {
@@ -225,21 +145,3 @@ def test_line_past_a_row_has_a_place_beside_the_boxes() -> None:
     assert [height for _, height in spots["top>other"]] == [2]
     gap = abs(spots["top>other"][0][0] - spots["c"][0][0])
     assert gap >= layers.BOX_WIDTH / 2
-
-
-def test_picture_reads_the_table_of_the_test() -> None:
-    source = (ROOT / "tests" / "unit" / "test_layers.py").read_text()
-    table, with_paddle = layers.tables(source)
-    assert "profile" in table["cluster"]
-    assert table["errors"] == frozenset()
-    assert "__main__" not in table
-    assert "collectives" in with_paddle
-    assert layers.picture(table, with_paddle).count("<rect ") == len(table) + 2  # the paper, and the legend's box
-
-
-def test_requirements_of_the_site_agree_with_those_of_development() -> None:
-    pins = [
-        set(re.findall(r"^ruff==\S+", (ROOT / f"requirements-{name}.txt").read_text(), re.MULTILINE))
-        for name in ("docs", "dev")
-    ]
-    assert pins[0] == pins[1] != set()

@@ -1,4 +1,4 @@
-"""No setting is lost: every knob, and every field of a stock strategy, is changed mechanically.
+"""No setting is lost: every knob is changed mechanically (fields of a stock strategy are in test_strategy.py).
 
 That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
 looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the
@@ -11,18 +11,15 @@ on rank 0; or when it is refused with a reason. That a setting is kept somewhere
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.convert.passes.precision import refuse_unusable
-from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.choose import PAPER
@@ -30,8 +27,6 @@ from fleet_train.plan.plan import Note
 from fleet_train.plan.price import Compute, predict
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
-from fleet_train.profile.fleet_fields import STOCK_FIELDS
-from fleet_train.profile.fleet_objects import differing
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.outer import outer_optimizer_of
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
@@ -236,76 +231,3 @@ def test_what_others_allow_is_refused_with_the_reason(name: str, value: str) -> 
 @pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].fate == "carried out"])
 def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) -> None:
     assert name in read_in((*RUNNING, "plan", "profile/methods")) or name == "environment"
-
-
-@pytest.fixture(scope="module")
-def stock() -> Callable[[], Any]:
-
-    return paddle.distributed.fleet.DistributedStrategy
-
-
-def leaves(message: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """(message that holds it, field, dotted path) of every field that is no message itself; lists of messages count."""
-    for field in message.DESCRIPTOR.fields:
-        repeated = isinstance(getattr(message, field.name), (list, tuple)) or hasattr(
-            getattr(message, field.name), "append"
-        )
-        if field.message_type is None or repeated:
-            yield message, field, prefix + field.name
-        else:
-            yield from leaves(getattr(message, field.name), f"{prefix}{field.name}.")
-
-
-def flip(holder: Any, field: Any) -> None:
-    """Another value than the field has, of its own type."""
-    value = getattr(holder, field.name)
-    if hasattr(value, "append"):
-        if field.message_type is not None:
-            value.add()
-        else:
-            value.append(_another(field, None))
-    else:
-        setattr(holder, field.name, _another(field, value))
-
-
-def _another(field: Any, value: Any) -> Any:
-    if field.enum_type is not None:
-        return next(item.number for item in field.enum_type.values if item.number != value)
-    kinds = {field.CPPTYPE_BOOL: lambda: not value, field.CPPTYPE_STRING: lambda: f"{value or ''}x"}
-    if field.cpp_type in kinds:
-        return kinds[field.cpp_type]()
-    number = value or 0
-    return number + 1 if field.cpp_type not in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE) else number + 0.5
-
-
-def asks_for_what_happens_anyway(path: str, value: Any) -> bool:
-    """Fleet's default is another one than ours: flipped, it is ours."""
-    known = STOCK_FIELDS.get(path)
-    return (path in KNOBS and value == KNOBS[path].default) or (known is not None and value in known.silent)
-
-
-def test_every_field_of_a_stock_strategy_that_differs_is_never_ignored(stock: Callable[[], Any]) -> None:
-    paths = [path for _, _, path in leaves(stock().strategy)]
-    assert len(paths) > 200, "the walk over the protobuf has found too little"
-    ignored, carried = [], []
-    for number, path in enumerate(paths):
-        given = stock()
-        holder, field, _ = list(leaves(given.strategy))[number]
-        flip(holder, field)
-        assert [name for name, _ in differing(given.strategy, stock().strategy)], f"{path} was not flipped"
-        refusal = ""
-        try:
-            profile = DistributedStrategy.from_stock(given).to_profile()
-        except ProfileError as refused:
-            refusal = str(refused)
-        if refusal:
-            assert refusal.startswith("DistributedStrategy."), path
-            assert path.split(".")[0] in refusal, f"{path} is refused without its name: {refusal}"
-            continue
-        said = any(path.split(".")[0] in sentence for sentence in applied_mappings(profile))
-        if profile.digest() != Profile().digest() or said:
-            carried.append(path)
-        elif not asks_for_what_happens_anyway(path, getattr(holder, field.name)):
-            ignored.append(path)
-    assert ignored == []
-    assert len(carried) > 10

@@ -1,4 +1,5 @@
-"""The layers of docs/design.md: imports go one way, and only certain layers import Paddle.
+"""Rules that the package's sources keep: imports go one way, only certain layers import Paddle, nothing is measured by
+the wall clock, and no pickle is read.
 
 Imports inside functions, below TYPE_CHECKING and through import_module("...") count like any other.
 """
@@ -9,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -124,24 +125,24 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
     assert wrong == []
 
 
-def test_visualdl_is_imported_only_by_its_sink_and_in_its_servers_process() -> None:
-    importers = {
+@pytest.mark.parametrize(
+    ("names", "importers"),
+    [
+        (("visualdl",), {"train/metrics.py", "train/dashboard_server.py"}),  # its sink, and its server's process
+        (
+            ("numba", "llvmlite", "fleet_train.collectives.methods.codec_loops"),
+            {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"},
+        ),
+    ],
+)
+def test_what_is_slow_to_import_is_imported_by_who_needs_it(names: tuple[str, ...], importers: set[str]) -> None:
+    found = {
         str(path.relative_to(PACKAGE))
         for path in modules()
         for _, name in imported_names(path)
-        if name.startswith("visualdl")
+        if name.startswith(names)
     }
-    assert importers == {"train/metrics.py", "train/dashboard_server.py"}
-
-
-def test_numba_is_imported_only_by_the_loops_that_it_compiles_and_by_who_asks_for_them() -> None:
-    importers = {
-        str(path.relative_to(PACKAGE))
-        for path in modules()
-        for _, name in imported_names(path)
-        if name.split(".")[0] in ("numba", "llvmlite") or name.startswith("fleet_train.collectives.methods.codec_loops")
-    }
-    assert importers == {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"}
+    assert found == importers
 
 
 def test_every_folder_of_the_package_is_installed() -> None:
@@ -151,35 +152,13 @@ def test_every_folder_of_the_package_is_installed() -> None:
     assert set(re.findall(r'"([^"]+)"', listed[1])) == folders | {"fleet_train.strategies"}
 
 
-def test_table_is_the_one_in_the_design() -> None:
-    table = {}
-    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if line.startswith("| `") and not line.startswith("| `fleet_train/") and len(cells) == 3:  # not the budgets
-            table[cells[0].strip("`/")] = set(cells[2].replace(",", " ").split()) - {"nothing"}
-    table["cli"] = {
-        "doctor",
-        "train",
-        "launch",
-        "port",
-        "recommend",
-        "selftest",
-        "manifest",
-    }  # the design says "all": these reach everything that commands use
-    assert table == {layer: MAY_IMPORT[layer] for layer in MAY_IMPORT if not layer.startswith("__")}
-
-
 def module_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def import_graph() -> dict[str, set[str]]:
-    return _graph_of(PACKAGE)
-
-
 @cache
-def _graph_of(package: Path) -> dict[str, set[str]]:  # noqa: ARG001
+def import_graph() -> dict[str, set[str]]:
     """Who imports whom, imports inside functions and below TYPE_CHECKING included.
 
     Without ``fleet_train`` itself and the names that packages load on first use, which point at every layer.
@@ -195,13 +174,9 @@ def _graph_of(package: Path) -> dict[str, set[str]]:  # noqa: ARG001
     return graph
 
 
-def order(graph: dict[str, set[str]]) -> list[str]:
-    """Raises graphlib.CycleError, with the cycle in its arguments."""
-    return list(TopologicalSorter(graph).static_order())
-
-
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert set(order(import_graph())) >= {"fleet_train.errors", "fleet_train.cli"}
+    """Else graphlib.CycleError has the cycle in its arguments."""
+    assert set(TopologicalSorter(import_graph()).static_order()) >= {"fleet_train.errors", "fleet_train.cli"}
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in modules()}), ids=lambda path: path.name)
@@ -214,41 +189,63 @@ def test_folders_import_one_way(folder: Path) -> None:
             here = module.removeprefix(prefix).split(".")[0]
             there = {one.removeprefix(prefix).split(".")[0] for one in imported if one.startswith(prefix)}
             siblings.setdefault(here, set()).update(there - {here})
-    order(siblings)
+    list(TopologicalSorter(siblings).static_order())
 
 
-def test_every_folder_says_who_lives_there() -> None:
-    silent = []
-    for path in PACKAGE.rglob("__init__.py"):
-        first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
-        if not first.endswith("."):
-            silent.append(str(path.relative_to(ROOT)))
-    assert silent == []
+# Who asks the wall clock, which can be set, by hand and by NTP: for people to read, or to order runs of different days
+# where no run that is known says otherwise.
+_USES = {
+    "doctor/measure_apart.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
+    "doctor/responder.py": {"time.time"},  # the clocks of two machines are what is compared
+    "selftest/record.py": {"datetime.now"},  # the date of a record
+    "train/metrics.py": {"time.time"},  # of each record; records are ordered by their steps
+    "train/prometheus_sink.py": {"time.time"},  # of the newest record, for people's eyes
+    "train/checkpoint/storage.py": {"time.time"},  # a run's begin, made later than that of every run that is seen then
+}
+_OF_THE_WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "getmtime", "create_time"}
+_OF_FILES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime"}
 
 
-def test_cycles_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "fleet_train")
-    for name, text in {
-        "plan/a.py": "from fleet_train.plan.inner import b\n",
-        "plan/inner/b.py": "if TYPE_CHECKING:\n    from fleet_train.plan.c import X\n",
-        "plan/c.py": "def f():\n    import fleet_train.plan.a\n",
-    }.items():
-        module = tmp_path / "fleet_train" / name
-        module.parent.mkdir(parents=True, exist_ok=True)
-        module.write_text(text)
-    with pytest.raises(CycleError):
-        order(import_graph())
+def asked(path: Path) -> set[str]:
+    """Each use of a wall clock, or of the times of files, in a module: ``time.time``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            found |= {f"{node.module}.{name.name}" for name in node.names if name.name in _OF_THE_WALL}
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            is_clock = node.attr in _OF_THE_WALL and node.value.id in ("time", "datetime", "date", "os", "path")
+            if is_clock or node.attr in _OF_FILES:
+                found.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.Attribute) and node.attr in _OF_FILES | {"getmtime", "create_time"}:
+            found.add(node.attr)
+    return found
 
 
-def test_reader_of_imports_sees_lazy_relative_and_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    lazy = "def f():\n    from ..convert import fleet\n    import paddle.static\n"
-    (tmp_path / "plan").mkdir()
-    module = tmp_path / "plan" / "buckets.py"
-    module.write_text(lazy + "import_module('visualdl')\nfrom . import x\n")
-    assert sorted(imported_names(module)) == [
-        (2, "fleet_train.convert.fleet"),
-        (3, "paddle.static"),
-        (4, "visualdl"),
-        (5, "fleet_train.plan.x"),
-    ]
+def test_the_wall_clock_is_shown_to_people_and_orders_runs_and_nothing_else() -> None:
+    found = {str(path.relative_to(PACKAGE)): asked(path) for path in modules()}
+    assert {name: uses for name, uses in found.items() if uses} == _USES
+
+
+def risky(source: str) -> set[str]:
+    """Calls that run what they read: pickles, YAML with Python's objects."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return {ast.unparse(call.func) for call in calls if is_risky(call)}
+
+
+def is_risky(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if name == "yaml.load":
+        loaders = [*call.args[1:], *(word.value for word in call.keywords)]
+        return not any("Safe" in ast.unparse(loader) for loader in loaders)
+    return bool(
+        re.search(r"(^|\.)(c?pickle|cloudpickle|dill|joblib|marshal)\.loads?$", name)
+        or re.search(r"^yaml\.(unsafe_load|full_load)(_all)?$", name)
+        or re.search(r"^(np|numpy|paddle|torch)\.load$", name)
+    )
+
+
+def test_files_are_never_read_as_pickles_or_as_yaml_with_objects() -> None:
+    found = {str(path.relative_to(PACKAGE)): risky(path.read_text()) for path in modules()}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "spawning/shipping.py": {"cloudpickle.loads"}  # from the socket pair of the process that it has started
+    }

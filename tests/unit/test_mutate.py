@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,12 +104,3 @@ def test_a_change_is_in_the_copy_only_while_the_tests_run(tmp_path: Path, monkey
     copy.try_out(mutants["2  ->  3"], ["tests/test_module.py"])
     assert tested == [SOURCE.replace("number + 2", "number + 3")]
     assert copied.read_text() == SOURCE
-
-
-def test_help_teaches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["mutate.py", "--help"])
-    with pytest.raises(SystemExit):
-        mutate.main()
-    text = capsys.readouterr().out
-    assert "tools/mutate.py --tests" in text
-    assert (ROOT / "tools/mutate.py").exists()

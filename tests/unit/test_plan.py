@@ -1,4 +1,9 @@
+"""The plan: which gradients share a bucket, what it costs, and how two plans differ."""
+
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -20,31 +25,35 @@ def buckets_of(plan: CommPlan) -> list[list[str]]:
     return [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
 
 
-def test_gradients_fill_buckets_in_ready_order() -> None:
-    plan = build_plan(gradients(1, 2, 2, 2, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0, last_comm_group_size_MB=1.0))
-    assert buckets_of(plan) == [["p0"], ["p1", "p2"], ["p3"], ["p4"]]
-
-
-def test_first_and_last_bucket_are_small() -> None:
-    plan = build_plan(
-        gradients(0.5, 0.5, 3, 3, 0.5), CLUSTER, Profile(fuse_grad_size_in_MB=16.0, last_comm_group_size_MB=1.0)
-    )
-    assert buckets_of(plan) == [["p0", "p1"], ["p2", "p3"], ["p4"]]
-
-
-def test_gradient_larger_than_the_bound_gets_a_bucket_of_its_own() -> None:
-    plan = build_plan(gradients(1, 10, 1), CLUSTER, Profile(fuse_grad_size_in_MB=4.0, last_comm_group_size_MB=1.0))
-    assert buckets_of(plan) == [["p0"], ["p1"], ["p2"]]
-
-
-def test_number_of_gradients_bounds_a_bucket() -> None:
-    plan = build_plan(gradients(*[0.01] * 5), CLUSTER, Profile(fuse_parameter_groups_size=2))
-    assert buckets_of(plan) == [["p0", "p1"], ["p2", "p3"], ["p4"]]
-
-
-def test_unfused_sends_each_gradient_alone() -> None:
-    plan = build_plan(gradients(1, 1, 1), CLUSTER, Profile(fuse_all_reduce_ops=False))
-    assert buckets_of(plan) == [["p0"], ["p1"], ["p2"]]
+@pytest.mark.parametrize(
+    ("sizes", "knobs", "buckets"),
+    [
+        pytest.param(
+            (1, 2, 2, 2, 1),
+            {"fuse_grad_size_in_MB": 4.0, "last_comm_group_size_MB": 1.0},
+            [["p0"], ["p1", "p2"], ["p3"], ["p4"]],
+            id="filled in the order of readiness",
+        ),
+        pytest.param(
+            (0.5, 0.5, 3, 3, 0.5),
+            {"fuse_grad_size_in_MB": 16.0, "last_comm_group_size_MB": 1.0},
+            [["p0", "p1"], ["p2", "p3"], ["p4"]],
+            id="the first and the last are small",
+        ),
+        pytest.param(
+            (1, 10, 1),
+            {"fuse_grad_size_in_MB": 4.0, "last_comm_group_size_MB": 1.0},
+            [["p0"], ["p1"], ["p2"]],
+            id="larger than the bound",
+        ),
+        pytest.param(
+            [0.01] * 5, {"fuse_parameter_groups_size": 2}, [["p0", "p1"], ["p2", "p3"], ["p4"]], id="bounded by number"
+        ),
+        pytest.param((1, 1, 1), {"fuse_all_reduce_ops": False}, [["p0"], ["p1"], ["p2"]], id="each alone"),
+    ],
+)
+def test_gradients_share_buckets(sizes: Sequence[float], knobs: dict[str, Any], buckets: list[list[str]]) -> None:
+    assert buckets_of(build_plan(gradients(*sizes), CLUSTER, Profile(**knobs))) == buckets
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
@@ -64,31 +73,17 @@ def test_bytes_and_collectives_per_step() -> None:
     assert plan.sent_bytes_per_step == 2 * 3 / 4 * 2 * MEGABYTE
 
 
-def test_scalar_gradient_has_one_element() -> None:
-    assert TensorSpec("s", (), "float32").nbytes == 4
-
-
 def test_dtype_without_a_size_is_refused() -> None:
+    assert TensorSpec("scalar", (), "float32").nbytes == 4
     with pytest.raises(ConversionError, match="gradient of 'a': dtype float8_e4m3fn cannot be communicated"):
         _ = TensorSpec("a", (4,), "float8_e4m3fn").nbytes
 
 
-def test_same_input_gives_the_same_digest_and_another_knob_another() -> None:
-    one = build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=1))
-    assert one.digest == build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=1)).digest
-    assert one.digest != build_plan(gradients(1, 1), CLUSTER, Profile(nccl_comm_num=2)).digest
-
-
-def test_name_of_the_profile_does_not_change_the_digest() -> None:
-    assert (
-        build_plan(gradients(1), CLUSTER, Profile(name="a")).digest
-        == build_plan(gradients(1), CLUSTER, Profile()).digest
-    )
-
-
-def test_equal_plans_have_no_difference() -> None:
-    plan = build_plan(gradients(1, 1), CLUSTER, Profile()).to_json()
-    assert first_difference(plan, plan) is None
+def test_a_digest_is_of_what_is_communicated_and_not_of_the_profiles_name() -> None:
+    profiles = (Profile(nccl_comm_num=number, name=name) for number, name in ((1, "a"), (1, "b"), (2, "a")))
+    one, again, other = (build_plan(gradients(1, 1), CLUSTER, profile) for profile in profiles)
+    assert one.digest == again.digest != other.digest
+    assert first_difference(one.to_json(), again.to_json()) is None
 
 
 def test_first_difference_names_the_gradient_and_both_shapes() -> None:

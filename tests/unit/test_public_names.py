@@ -1,54 +1,30 @@
-"""The names that users import are fixed here, and the command line does not import Paddle."""
+"""The names that users import and call: fixed here, or with an error that says what to use; none needs Paddle early."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click import Context
+from paddle.distributed import fleet as theirs
 
 import fleet_train
+from fleet_train.cli import cli
+from fleet_train.convert import fleet
+from fleet_train.convert.calls import ABSENT, UtilBase
+from fleet_train.errors import ConversionError
 from tests.support.processes import ROOT, clean_environ, python
 
 # Statements as users write them: literal, so that moving a module cannot move its name out of the test.
 PINNED_FILE = Path(__file__).with_name("public_imports.txt")
 PINNED = [line for line in PINNED_FILE.read_text().splitlines() if line and not line.startswith("#")]
-TOLD_TO_USERS = [
-    *(ROOT / name for name in ("README.md", "README_cn.md", "docs/notebook.ipynb")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "tools" / "examples").glob("*.py")),
-    *sorted((ROOT / "tests" / "integration").glob("test_docs*.py")),
-]
 OTHER_NAMES = {"fleet_train.convert.fleet": "fleet_train.fleet"}
 NEED_A_JOB = {"fleet_train.fleet.main_program", "fleet_train.fleet.startup_program"}
-
-FACADE = {
-    "agree",
-    "all_reduce",
-    "barrier_worker",
-    "communication",
-    "distributed_optimizer",
-    "init",
-    "is_first_worker",
-    "load_persistables",
-    "local_rank",
-    "main_program",
-    "node_num",
-    "place",
-    "request_stop",
-    "save_inference_model",
-    "save_persistables",
-    "shutdown",
-    "startup_program",
-    "stop_requested",
-    "worker_endpoints",
-    "worker_index",
-    "worker_num",
-}
 
 
 def run(*arguments: str, timeout_seconds: int = 180) -> subprocess.CompletedProcess[str]:
@@ -73,26 +49,15 @@ def test_unknown_name_lists_the_known_ones() -> None:
         _ = fleet_train.flete
 
 
-def test_facade_has_the_documented_functions() -> None:
-    code = (
-        "import json, sys\nfrom fleet_train import DistributedStrategy, fleet, role_maker\n"
-        "assert callable(role_maker.PaddleCloudRoleMaker)\n"
-        "assert callable(DistributedStrategy.from_profile) and callable(DistributedStrategy.from_stock)\n"
-        "print(json.dumps([*dir(fleet), *getattr(fleet, '__all__', [])]))"
-    )
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout.splitlines()[-1])) >= FACADE
-
-
-def test_importing_the_package_loads_no_paddle() -> None:
-    loaded = modules_loaded_by("import fleet_train")
-    assert not loaded & {"paddle", "numpy", "visualdl", "pydantic"}
-
-
-def test_spawning_itself_loads_no_paddle() -> None:
-    loaded = modules_loaded_by("from fleet_train import spawn")
-    assert not loaded & {"paddle", "numpy", "visualdl", "cloudpickle"}
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import fleet_train", {"paddle", "numpy", "visualdl", "pydantic"}),
+        ("from fleet_train import spawn", {"paddle", "numpy", "visualdl", "cloudpickle"}),
+    ],
+)
+def test_importing_loads_nothing_heavy(statement: str, unwanted: set[str]) -> None:
+    assert not modules_loaded_by(statement) & unwanted
 
 
 EXECUTE = """
@@ -137,23 +102,6 @@ def imported(statements: str) -> set[str]:
     return names
 
 
-def imports_in(text: str) -> set[str]:
-    """Imports of ours in a page, a notebook or a script, wherever in a line they stand."""
-    found = re.findall(r"\b(?:from fleet_train[\w.]* import \w+(?:, \w+)*|import fleet_train[\w.]*)", text)
-    return imported("\n".join(found))
-
-
-@pytest.mark.parametrize("page", TOLD_TO_USERS, ids=lambda page: page.name)
-def test_every_import_that_users_are_shown_is_pinned(page: Path) -> None:
-    missing = imports_in(page.read_text()) - imported("\n".join(PINNED))
-    assert not missing, f"{page.name} shows imports that {PINNED_FILE.name} does not hold: {sorted(missing)}"
-
-
-def test_imports_are_found_in_fences_notebooks_and_sentences() -> None:
-    page = '`import fleet_train.fleet as fleet` and\n+from fleet_train import a, b\n"from fleet_train.c import d\\n"'
-    assert imports_in(page) == {"fleet_train.fleet", "fleet_train.a", "fleet_train.b", "fleet_train.c.d"}
-
-
 def offered() -> Iterator[tuple[str, str]]:
     """Each module that has ``__all__`` with each name in it, read from the source."""
     for path in sorted((ROOT / "fleet_train").rglob("*.py")):
@@ -168,3 +116,135 @@ def test_every_name_in_an_all_is_pinned() -> None:
     assert len(names) > 150
     missing = sorted(names - imported("\n".join(PINNED)) - NEED_A_JOB)
     assert not missing, f"public names that {PINNED_FILE.name} does not hold; users will rely on them: {missing}"
+
+
+# `paddle.fluid.incubate.fleet.collective` of Paddle 1.6 to 1.8, which is not installed any more: its module, its fleet.
+OLD_MODULE = (
+    "CollectiveOpBasedOptimizer CollectiveOptimizer Collective DistFCConfig DistributedStrategy LambConfig".split()
+)
+OLD_FLEET = """
+    TrainStatus all_reduce_worker barrier_worker clean_redundant_check_points clean_redundant_checkpoints
+    distributed_optimizer init init_server init_worker is_first_worker is_server is_worker is_xpu load_check_point
+    load_checkpoint main_program run_server run_worker save_check_point save_checkpoint save_inference_model
+    save_persistables server_endpoints server_index server_num split_files startup_program stop stop_worker
+    worker_endpoints worker_index worker_num _origin_program _transpiled_program
+""".split()
+NEEDS_A_JOB = {"main_program", "startup_program", "_origin_program", "_transpiled_program"}
+
+
+def names_of_paddles_fleet() -> set[str]:
+    private = {"_final_strategy", "_get_applied_meta_list", "_get_applied_graph_list"}
+    module = {name for name in dir(theirs) if not name.startswith("_")} | set(theirs.__all__)
+    methods = {name for name in dir(theirs.Fleet) if not name.startswith("_")}
+    return module | methods | private
+
+
+def has(name: str) -> bool:
+    if name in NEEDS_A_JOB:
+        with pytest.raises(ConversionError, match=r"fleet\.init"):
+            getattr(fleet, name)
+        return True
+    return hasattr(fleet, name)
+
+
+def test_every_name_of_paddles_fleet_has_a_fate() -> None:
+    names = names_of_paddles_fleet() | {*OLD_MODULE, *OLD_FLEET}
+    assert len(names) > 100
+    assert sorted(name for name in names if not has(name) and name not in ABSENT) == []
+
+
+def test_a_name_has_one_fate() -> None:
+    assert [name for name in ABSENT if hasattr(fleet, name)] == []
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_an_absent_name_says_why_or_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(fleet, name)
+    assert isinstance(caught.value, ConversionError)
+    assert str(caught.value).startswith(f"fleet.{name} ")
+    assert len(ABSENT[name]) > 15
+
+
+def test_helpers_of_util_have_paddles_arguments() -> None:
+    for name in [name for name in dir(theirs.UtilBase) if not name.startswith("_")]:
+        if name not in ABSENT:
+            given, ours = (inspect.signature(getattr(kind, name)) for kind in (theirs.UtilBase, UtilBase))
+            assert list(ours.parameters) == list(given.parameters), name
+
+
+@pytest.mark.parametrize(
+    "name", ["save_persistables", "save_inference_model", "init_worker", "worker_endpoints", "init"]
+)
+def test_calls_take_paddles_arguments_in_paddles_order(name: str) -> None:
+    given = list(inspect.signature(getattr(theirs.Fleet, name)).parameters)[1:]
+    ours = inspect.signature(getattr(fleet, name))
+    positional = [p.name for p in ours.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    renamed = {"executor": "exe", "feeded_var_names": "feeds", "target_vars": "targets"}
+    order = [renamed.get(one, one) for one in given if one != "mode"]
+    assert [one for one in positional if one in order] == order
+    assert set(given) <= set(ours.parameters)
+
+
+def test_a_mistyped_name_is_an_attribute_error_with_the_nearest_one() -> None:
+    assert not hasattr(fleet, "worker_nums")
+    with pytest.raises(AttributeError, match="no attribute 'worker_nums'; did you mean 'worker_num'"):
+        _ = fleet.worker_nums
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fleet.save_persistables(1, "out", executor=1), "was given executor= and exe=, which name one"),
+        (lambda: fleet.save_persistables(1), "fleet.save_persistables needs dirname="),
+        (lambda: fleet.save_persistables(1, "out", filename="all"), "filename='all': the files' names are fixed"),
+        (lambda: fleet.save_persistables(1, "out", mode=1), "mode=1: modes are for parameter servers"),
+        (lambda: fleet.load_persistables(1, "out", filename="all"), "filename='all': the files' names are fixed"),
+        (lambda: fleet.save_inference_model(1, "out", ["x"]), "needs targets= or target_vars="),
+        (
+            lambda: fleet.save_inference_model(1, "out", ["x"], [1], feeded_var_names=["x"]),
+            "feeded_var_names= and feeds=",
+        ),
+        (lambda: fleet.save_inference_model(1, "out", ["x"], [1], None, False), "use fleet.save_persistables"),
+        (lambda: fleet.all_reduce([1], "sum", mode="max"), "was given mode= and op="),
+        (lambda: fleet.init(1, role=2), "was given role= and role_maker="),
+    ],
+)
+def test_arguments_that_contradict_are_type_errors_with_both_names(call: object, message: str) -> None:
+    assert callable(call)
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert message in str(caught.value)
+    assert isinstance(caught.value, ConversionError)
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="dirnam"):
+        fleet.save_persistables(1, dirnam="out")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("given", [True, "multi_node"])
+def test_init_with_something_else_as_role_maker_says_the_order(given: object) -> None:
+    with pytest.raises(Exception, match=r"its order is init\(role_maker, is_collective, strategy\)"):
+        fleet.init(given)
+
+
+def test_init_without_collective_training_is_refused() -> None:
+    with pytest.raises(Exception, match=r"asks for parameter servers; .* write fleet.init\(is_collective=True\)"):
+        fleet.init(is_collective=False)
+
+
+def test_exporting_targets_by_name_is_refused() -> None:
+    with pytest.raises(ConversionError, match="have no names; pass the values themselves"):
+        fleet.save_inference_model(1, "out", ["x"], ["fc_0.tmp_0"])
+
+
+def test_servers_listen_on_this_machine_alone_by_default() -> None:
+    defaults = {
+        (name, parameter.name): parameter.default
+        for name, flag in (("monitor", "host"), ("train", "prometheus_host"))
+        if (command := cli.get_command(Context(cli), name)) is not None
+        for parameter in command.params
+        if parameter.name == flag
+    }
+    assert defaults == {("monitor", "host"): "127.0.0.1", ("train", "prometheus_host"): "127.0.0.1"}

@@ -1,82 +1,204 @@
-"""The soak's plan, and that its verdict can fail."""
+"""The soak: its plan, the steps that were not rolled back, and that its verdict can fail."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tools.soaking.kills import plan_kills
-from tools.soaking.page import page
-from tools.soaking.verdict import failures_of, recovery
+from tools.soak import compare_steps, compare_tensors, failures_of, page
+from tools.soaking.faults import LEADER, OF_MACHINES, OF_RANKS, Timeouts, plan_faults, recovery_of
+from tools.soaking.job import Job, SoakFailed
+from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
 
+FAULT: dict[str, Any] = {
+    "kind": "machine", "victim": 0, "role": " (leads)", "until_gone_on": False, "away_seconds": 3.0, "given_up": 0,
+    "checkpoint_under_way": None, "seconds_to_next_step": 20.0, "seconds_to_full_strength": 25.0,
+}  # fmt: skip
 SOUND: dict[str, Any] = {
-    "exit_codes": [0, 0],
-    "orphans": [],
-    "checkpoints_used": ["step-00000023", "step-00000046"],
-    "half_written_left": [],
-    "comparison": {"tensors": 4, "tensors_that_differ": [], "losses": 9, "losses_that_differ": 0},
-}
+    "exit_codes": [0, 0, 0], "orphans": [], "left_behind": [],
+    "comparison": {
+        "tensors": 4, "tensors_that_differ": [], "steps_of_ranks": 9, "steps_that_one_lacks": 0, "losses": 9,
+        "losses_that_differ": 0, "batches_that_differ": 0,
+    },
+    "samples": {"epochs": 3, "in_each": 10, "wrong": {}},
+    "faults": [FAULT], "recovery_seconds": recovery_of([FAULT]), "next_step_within": 60.0,
+}  # fmt: skip
 
 
-def test_kills_are_spread_over_the_run_and_over_kinds_and_ranks() -> None:
-    plans = plan_kills(30, 1000, 4, seed=1)
-    kinds = [plan.kind for plan in plans]
-    assert [kinds.count(kind) for kind in ("step", "save", "start")] == [12, 12, 6]
-    steps = [plan.step for plan in plans if plan.kind != "start"]
-    assert steps == sorted(steps)
-    assert steps[0] < 200
-    assert 700 < steps[-1] < 900
-    assert {plan.rank for plan in plans} == {0, 1, 2, 3}
-    assert plans == plan_kills(30, 1000, 4, seed=1)
-    assert plans != plan_kills(30, 1000, 4, seed=2)
+def test_every_kind_comes_as_often_and_each_machine_and_rank_is_a_victim() -> None:
+    for kinds, victims in ((list(OF_MACHINES), {LEADER, 0, 1, 2}), (list(OF_RANKS), {0, 1, 2, 3, 4, 5})):
+        plans = plan_faults(kinds, 30, 3, 6, seed=1)
+        found = [plan.kind for plan in plans]
+        assert sorted(found.count(kind) for kind in kinds) == [7, 7, 8, 8]
+        assert {plan.victim for plan in plans} == victims
+        assert plans == plan_faults(kinds, 30, 3, 6, seed=1)
+        assert plans != plan_faults(kinds, 30, 3, 6, seed=2)
 
 
-def test_freezes_are_planned_between_kills() -> None:
-    plans = plan_kills(10, 1000, 2, seed=1, freezes=20)
-    kinds = [plan.kind for plan in plans]
-    assert [kinds.count(kind) for kind in ("step", "save", "start", "freeze")] == [4, 4, 2, 20]
-    assert kinds != sorted(kinds)
-    assert all((plan.frozen_seconds > 0) == (plan.kind == "freeze") for plan in plans)
-    assert max(plan.frozen_seconds for plan in plans) > 3
+def test_silence_lasts_longer_than_the_launchers_wait_for_it_and_a_rank_is_frozen_for_seconds() -> None:
+    plans, times = plan_faults(["frozen", "cut"], 100, 3, 3, seed=1), Timeouts()
+    assert all(plan.away_seconds > times.lost_node for plan in plans)
+    assert any(plan.away_seconds > times.rejoin for plan in plans)
+    assert any(plan.until_gone_on for plan in plans)
+    frozen = [plan.away_seconds for plan in plan_faults(["freeze"], 50, 3, 3, seed=1)]
+    assert 0 < min(frozen) < 3 < max(frozen) <= 5
 
 
-def test_a_sound_soak_has_no_failures() -> None:
-    assert failures_of(SOUND) == []
+def test_listed_faults_come_in_their_order() -> None:
+    plans = plan_faults(["machine:0", "frozen:leader", "cut:2:late", "relay", "step:5"], None, 3, 6, seed=1)
+    assert [plan.kind for plan in plans] == ["machine", "frozen", "cut", "relay", "step"]
+    assert [plans[number].victim for number in (0, 1, 2, 4)] == [0, LEADER, 2, 5]
+    assert [plan.until_gone_on for plan in plans] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("word", ["fire", "cut:3", "cut:first", "", "machine:late:0", "step:6"])
+def test_what_is_no_fault_is_refused_with_the_spelling(word: str) -> None:
+    with pytest.raises(SoakFailed, match="write step, save, start, freeze, machine, frozen, cut, relay, each with"):
+        plan_faults([word], None, 3, 6, seed=1)
+
+
+def begin(attempt: int, world: int, place: list[int], came_from: str | None) -> dict[str, Any]:
+    what = {"event": "begin", "attempt": attempt, "rank": 0, "world": world, "place": place, "came_from": came_from}
+    return {**what, "samples": 9}
+
+
+def save(attempt: int, world: int, place: list[int], digest: str) -> dict[str, Any]:
+    what = {"event": "save", "attempt": attempt, "rank": 0, "world": world, "place": place, "digest": digest}
+    return {**what, "time": float(attempt)}
+
+
+def step(attempt: int, world: int, before: list[int], after: list[int], indices: list[int]) -> dict[str, Any]:
+    what = {"event": "step", "attempt": attempt, "rank": 0, "world": world, "before": before, "after": after}
+    return {**what, "indices": indices, "loss": "0x1p0", "time": float(attempt)}
+
+
+HISTORY = [
+    begin(0, 3, [0, 0], None), save(0, 3, [0, 6], "a"), save(0, 3, [1, 0], "lost with its disk"),
+    begin(1, 2, [0, 6], "a"), save(1, 2, [1, 4], "b"),
+    begin(2, 3, [1, 4], "b"),  # ended before it had saved
+    begin(3, 3, [1, 4], "b"), save(3, 3, [2, 0], "c"),
+    begin(4, 3, [2, 0], "c"), save(4, 3, [3, 0], "d"),
+]  # fmt: skip
+STRETCHES = [
+    Stretch(0, 3, (0, 0), (0, 6)),
+    Stretch(1, 2, (0, 6), (1, 4)),
+    Stretch(3, 3, (1, 4), (2, 0)),
+    Stretch(4, 3, (2, 0), (3, 0)),
+]
+
+
+def test_stretches_are_followed_backwards_from_the_last_checkpoint() -> None:
+    assert surviving(HISTORY, "d") == STRETCHES
+    assert merged(STRETCHES) == [*STRETCHES[:2], Stretch(3, 3, (1, 4), (3, 0))]
+    with pytest.raises(ValueError, match="no attempt wrote the checkpoint"):
+        surviving([each for each in HISTORY if each.get("digest") != "b"], "d")
+
+
+@pytest.mark.parametrize(("digest", "attempt", "after"), [("b", 1, [1, 4]), ("c", 3, [1, 9])])
+def test_a_rank_that_was_killed_before_its_line_for_a_checkpoint_is_known_by_its_steps(
+    digest: str, attempt: int, after: list[int]
+) -> None:
+    lines = [each for each in HISTORY if each.get("digest") != digest]
+    told = [step(attempt, 3 - (attempt == 1), [1, 2], after, []), step(0, 3, [1, 2], [1, 3], [])]
+    assert surviving([*lines, *told], "d") == STRETCHES
+
+
+def test_steps_behind_the_checkpoint_that_counted_are_no_part_of_history() -> None:
+    lines = [step(0, 3, [0, 3], [0, 6], [1]), step(0, 3, [0, 6], [0, 9], [2]), step(1, 2, [0, 6], [0, 8], [3])]
+    found = steps_of([*HISTORY, *lines], STRETCHES)
+    assert {key: line["indices"] for key, line in found.items()} == {((0, 3), 0): [1], ((0, 6), 0): [3]}
+    assert len(steps_of(lines)) == 2, "of the same step the later one"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("batches", "wrong"),
     [
-        ("exit_codes", [0, 11], "ended with [0, 11]"),
-        ("orphans", ["python train.py"], "left behind"),
-        ("checkpoints_used", [".writing-step-00000023"], "is not complete"),
-        ("half_written_left", [".writing-step-00000023"], "were left"),
-        ("comparison", {**SOUND["comparison"], "tensors_that_differ": ["w"]}, "tensors that differ: ['w']"),
-        ("comparison", {**SOUND["comparison"], "tensors": 0}, "no tensors found"),
-        ("comparison", {**SOUND["comparison"], "losses_that_differ": 1}, "1 of 9 losses differ"),
+        ([[3, 1], [0, 2], [4, 3]], {}),  # the first of the order once more, so that both ranks have three
+        ([[3, 1], [0, 2], [4, 1]], {0: {"lost": 1, "too_often": 1, "more": 1}}),
+        ([[3, 1], [0, 2]], {0: {"lost": 1, "too_often": 0, "more": -1}}),
+        ([[3, 1], [0, 2], [4, 3], [1]], {0: {"lost": 0, "too_often": 0, "more": 2}}),
     ],
 )
-def test_each_loss_is_a_failure(name: str, value: object, said: str) -> None:
-    (failure,) = failures_of({**SOUND, name: value})
+def test_every_sample_is_counted(batches: list[list[int]], wrong: object) -> None:
+    steps = {((0, place), 0): step(0, 2, [0, place], [0, 0], indices) for place, indices in enumerate(batches)}
+    assert samples_wrong(steps, 5, 1, {0: [3, 1, 0, 2, 4]}) == wrong
+
+
+def test_a_line_that_is_being_written_is_read_the_next_time(tmp_path: Path) -> None:
+    ledger, path = Ledger(tmp_path), tmp_path / "attempt0000-rank0-1.jsonl"
+    one, two = json.dumps(step(0, 3, [0, 0], [0, 1], [])), json.dumps(step(1, 2, [0, 0], [0, 1], []))
+    path.write_text(one + "\n" + two[:20])
+    assert (len(ledger.lines()), ledger.newest_attempt()) == (1, 0)
+    path.write_text(one + "\n" + two + "\n" + json.dumps(save(0, 3, [0, 1], "a")) + "\n")
+    assert (len(ledger.lines()), ledger.newest_attempt()) == (3, 1)
+    assert not ledger.newest_attempt_has_saved()
+    assert ledger.first_step_after(0.5, 0) == 1.0
+    assert ledger.first_step_after(0.5, 0, world_size=3) is None
+
+
+def test_one_bit_of_a_tensor_or_a_loss_is_a_difference(tmp_path: Path) -> None:
+    jobs = [Job(tmp_path / name, None, range(2), 1, 16400, (), ()) for name in ("soaked", "reference")]
+    for number, job in enumerate(jobs):
+        folder = job.checkpoints(number) / "step-00000009"
+        folder.mkdir(parents=True)
+        values = np.array([1.0, np.nan], np.float32)
+        values.view(np.uint32)[0] ^= number
+        save_file({"w": values, "same": np.ones(2, np.int64)}, folder / "persistables.safetensors")
+        (folder / "complete.json").touch()
+    jobs[1] = Job(jobs[1].folder, None, [1], 1, 16400, (), ())
+    assert compare_tensors(*jobs) == {"tensors": 2, "tensors_that_differ": ["w"]}
+    with pytest.raises(SoakFailed, match="there is no checkpoint"):
+        jobs[1].newest_checkpoint([0])
+    one = steps_of([step(0, 1, [0, 0], [0, 1], [1]), step(0, 1, [0, 1], [0, 2], [2])])
+    other = steps_of([step(0, 1, [0, 0], [0, 1], [3]) | {"loss": "0x2p0"}])
+    assert compare_steps(one, other) == {
+        "steps_of_ranks": 1, "steps_that_one_lacks": 1, "losses": 1, "losses_that_differ": 1, "batches_that_differ": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "said"),
+    [
+        ("exit_codes", [0, 11, 0], "ended with [0, 11, 0]"),
+        ("orphans", ["python train.py"], "left running"),
+        ("left_behind", ["node 1: .copying-step-00000023"], "left behind"),
+        ("comparison", {"tensors_that_differ": ["w"]}, "tensors that differ: ['w']"),
+        ("comparison", {"tensors": 0}, "tensors that differ"),
+        ("comparison", {"losses_that_differ": 1}, "1 losses differ"),
+        ("comparison", {"batches_that_differ": 2}, "2 batches have different samples"),
+        ("comparison", {"steps_that_one_lacks": 3}, "3 steps are not in both runs"),
+        ("samples", {"wrong": {0: {"lost": 1}}}, "samples lost or seen too often"),
+        ("faults", [FAULT | {"seconds_to_next_step": 61.0}], "took 61.0 s (bound: 60 s)"),
+        ("recovery_seconds", {"measured": 0, "longest": 0.0}, "no step followed some faults"),
+    ],
+)
+def test_each_loss_is_a_failure(part: str, changed: Any, said: str) -> None:
+    assert failures_of(SOUND) == []
+    value = {**SOUND[part], **changed} if isinstance(changed, dict) else changed
+    (failure,) = failures_of({**SOUND, part: value})
     assert said in failure
 
 
 def test_the_page_shows_what_went_wrong() -> None:
-    kill = {"kind": "save", "rank": 0, "seconds_to_next_step": 9.0}
     at = {
-        "date": "2026-11-21T10:00:00", "processor": "x", "processors": 2, "kernel": "6", "load_average_before": [0.1],
+        "date": "2026-11-22T10:00:00", "processor": "x", "processors": 2, "kernel": "6", "load_average_before": [0.1],
         "versions": {"python": "3"}, "commit": "abc", "uncommitted_changes": False, "command": "python tools/soak.py",
     }  # fmt: skip
     record = {
-        **SOUND, "circumstances": at, "network": {"rate": None}, "nodes": 2, "ranks_per_node": 1, "train_flags": [],
-        "kills": [kill, {**kill, "seconds_to_next_step": None}, {**kill, "kind": "freeze"}],
-        "recovery_seconds": recovery([kill]), "seconds": 50.0,
-        "kills_while_a_checkpoint_was_written": 1, "failures": ["1 of 9 losses differ"],
+        **SOUND, "circumstances": at, "network": "namespaces, 1gbit", "nodes": 3, "ranks_per_node": 1,
+        "launch_flags": [], "train_flags": [], "full_strength_seconds": {"measured": 0}, "seconds": 50.0,
+        "rolled_back": 4, "step_seconds": 0.2, "test_accuracy": 0.9, "reference_runs": 1,
+        "failures": ["2 losses differ"], "stretches": [asdict(each) for each in STRETCHES],
+        "attempts": [{"attempt": number, "world_size": 2 if number == 1 else 3} for number in range(5)],
     }  # fmt: skip
-    record["comparison"] = {**SOUND["comparison"], "final_step": 90, "test_accuracy": 0.9}
-    text = page(record)
-    assert "- Result: **failed**: 1 of 9 losses differ." in text
-    assert "| attempts; resumed from a checkpoint | 3, 2 |" in text
-    assert "| ranks frozen (`SIGSTOP` for up to 5 s) | 1 |" in text
-    assert "| seconds from a kill to the next step (1 measured): median, longest | 9.0, 9.0 |" in text
+    lines = page(record)
+    assert "- Result: **failed**: 2 losses differ." in lines
+    assert "| attempts that trained, by ranks | 1 on 2, 4 on 3 |" in lines
+    assert "| stretches that were not rolled back; changes of size in them | 4; 2 |" in lines
+    assert "| machine | 0 (leads) | 3.0 | 20.0 | 25.0 |" in lines

@@ -31,8 +31,11 @@ def sgd() -> Any:
     return paddle.optimizer.SGD(0.1)
 
 
-def settings(optimizer: Any) -> dict[str, Any]:
-    return {knob: value for knob, (value, _) in unwrap(optimizer).settings.items()}
+def with_checkpoints(*names: str) -> Any:
+    wrapper = RecomputeOptimizer(sgd())
+    if names:
+        wrapper._set_checkpoints([*names])
+    return wrapper
 
 
 def test_a_plain_optimizer_is_taken_as_it_is() -> None:
@@ -43,75 +46,54 @@ def test_a_plain_optimizer_is_taken_as_it_is() -> None:
     assert unwrapped.added_to(profile) is profile
 
 
-def test_lars_is_an_optimizer_and_no_wrapper() -> None:
-    assert settings(LarsMomentumOptimizer(0.1, 0.9)) == {}
+decorate = paddle.static.amp.decorate
+SCALE = {
+    "init_loss_scaling": 128.0,
+    "incr_every_n_steps": 7,
+    "decr_every_n_nan_or_inf": 3,
+    "incr_ratio": 4.0,
+    "decr_ratio": 0.25,
+}
 
 
-def test_bfloat16_needs_no_loss_scale() -> None:
-    inner = sgd()
-    decorated = paddle.static.amp.decorate(inner, level="O2", dtype="bfloat16")
-    assert settings(decorated) == {"amp_level": "O2", "amp_dtype": "bfloat16"}
-    assert unwrap(decorated).optimizer is inner
-
-
-def test_all_numbers_of_the_loss_scale_are_taken_over() -> None:
-    decorated = paddle.static.amp.decorate(
-        sgd(),
-        level="O1",
-        dtype="float16",
-        init_loss_scaling=128.0,
-        incr_every_n_steps=7,
-        decr_every_n_nan_or_inf=3,
-        incr_ratio=4.0,
-        decr_ratio=0.25,
-        use_dynamic_loss_scaling=True,
-    )
-    assert settings(decorated) == {
-        "amp_level": "O1",
-        "amp_dtype": "float16",
-        "amp_init_loss_scaling": 128.0,
-        "amp_dynamic_loss_scaling": True,
-        "amp_incr_every_n_steps": 7,
-        "amp_decr_every_n_nan_or_inf": 3,
-        "amp_incr_ratio": 4.0,
-        "amp_decr_ratio": 0.25,
-    }
-    profile = unwrap(decorated).added_to(Profile())
-    assert profile.amp_decr_ratio == 0.25
-
-
-def test_the_older_form_of_decorate_is_float16_with_fleets_numbers() -> None:
-    asked = settings(paddle.static.amp.decorate(sgd(), use_pure_fp16=True, use_dynamic_loss_scaling=False))
-    assert asked == {
-        "amp_level": "O2",
-        "amp_dtype": "float16",
-        "amp_init_loss_scaling": 2.0**15,
-        "amp_dynamic_loss_scaling": False,
-    }
-
-
-def test_level_o0_asks_for_float32() -> None:
-    assert settings(paddle.static.amp.decorate(sgd(), level="O0")) == {"amp_level": "O0"}
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        (lambda: LarsMomentumOptimizer(0.1, 0.9), {}),  # an optimizer, and no wrapper
+        (lambda: decorate(sgd(), level="O0"), {"amp_level": "O0"}),
+        (lambda: decorate(sgd(), level="O2", dtype="bfloat16"), {"amp_level": "O2", "amp_dtype": "bfloat16"}),
+        (
+            lambda: decorate(sgd(), level="O1", dtype="float16", use_dynamic_loss_scaling=True, **SCALE),
+            {"amp_level": "O1", "amp_dtype": "float16", "amp_dynamic_loss_scaling": True}
+            | {f"amp_{name}": value for name, value in SCALE.items()},
+        ),
+        (  # the older form is float16 with Fleet's numbers
+            lambda: decorate(sgd(), use_pure_fp16=True, use_dynamic_loss_scaling=False),
+            {
+                "amp_level": "O2",
+                "amp_dtype": "float16",
+                "amp_init_loss_scaling": 2.0**15,
+                "amp_dynamic_loss_scaling": False,
+            },
+        ),
+        (lambda: with_checkpoints("linear_1.w_0"), {"recompute_checkpoints": ["linear_1.w_0"]}),
+    ],
+)
+def test_what_a_wrapper_asks_for_becomes_knobs(make: Any, asked: dict[str, Any]) -> None:
+    unwrapped = unwrap(make())
+    assert {knob: value for knob, (value, _) in unwrapped.settings.items()} == asked
+    profile = unwrapped.added_to(Profile())
+    assert {knob: getattr(profile, knob) for knob in asked} == asked
 
 
 def test_wrappers_are_taken_off_from_the_outermost_inwards() -> None:
     inner = sgd()
-    outer = GradientMergeOptimizer(paddle.static.amp.decorate(inner, level="O1", dtype="bfloat16"), k_steps=4)
+    outer = GradientMergeOptimizer(decorate(inner, level="O1", dtype="bfloat16"), k_steps=4)
     unwrapped = unwrap(outer)
     assert unwrapped.optimizer is inner
     profile = unwrapped.added_to(Profile())
     assert (profile.accumulate_steps, profile.amp_level) == (4, "O1")
     assert len(applied_mappings(profile)) == 2
-
-
-def test_recompute_takes_names_of_parameters() -> None:
-    wrapper = RecomputeOptimizer(sgd())
-    wrapper._set_checkpoints(["linear_1.w_0"])
-    assert settings(wrapper) == {"recompute_checkpoints": ["linear_1.w_0"]}
-
-
-def without_checkpoints() -> Any:
-    return RecomputeOptimizer(sgd())
 
 
 def with_offload() -> Any:
@@ -122,18 +104,18 @@ def with_offload() -> Any:
 
 def with_lists() -> Any:
     lists = paddle.static.amp.AutoMixedPrecisionLists(custom_black_list={"softmax"})
-    return paddle.static.amp.decorate(sgd(), amp_lists=lists, level="O1", dtype="bfloat16")
+    return decorate(sgd(), amp_lists=lists, level="O1", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (without_checkpoints, "set recompute_segments or recompute_every_blocks in the profile"),
+        (with_checkpoints, "set recompute_segments or recompute_every_blocks in the profile"),
         (with_offload, "offload is not supported"),
         (with_lists, "amp_lists with custom_black_list: .* follows from amp_level; leave amp_lists out"),
         (lambda: GradientMergeOptimizer(sgd(), 2, avg=False), "avg=False asks for the sum .* scale the learning rate"),
         (
-            lambda: paddle.static.amp.decorate(sgd(), level="O1", dtype="bfloat16", use_promote=True),
+            lambda: decorate(sgd(), level="O1", dtype="bfloat16", use_promote=True),
             "use_promote=True: .* leave it out",
         ),
         (
@@ -219,7 +201,7 @@ def test_the_wrappers_own_names_are_none_of_paddles() -> None:
 
 
 def test_a_profile_of_a_flag_wins_over_a_wrapper() -> None:
-    unwrapped = unwrap(paddle.static.amp.decorate(sgd(), level="O1", dtype="float16"))
+    unwrapped = unwrap(decorate(sgd(), level="O1", dtype="float16"))
     used = unwrapped.under(Profile(name="flag", amp_dtype="bfloat16", amp_level="O2"))
     assert (used.name, used.amp_level, used.amp_dtype) == ("flag", "O2", "bfloat16")
     assert "amp_init_loss_scaling" not in used.explicit
@@ -228,7 +210,7 @@ def test_a_profile_of_a_flag_wins_over_a_wrapper() -> None:
 
 def test_what_flags_overrule_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_TRAIN_SET", '["amp_level=O0", "environment.TOKEN=secret"]')
-    unwrapped = unwrap(paddle.static.amp.decorate(sgd(), level="O1", dtype="bfloat16"))
+    unwrapped = unwrap(decorate(sgd(), level="O1", dtype="bfloat16"))
     profile, notices = resolve(Profile(environment={"TOKEN": "another"}), None, None, unwrapped, 1)
     assert (profile.amp_level, profile.environment) == ("O0", {"TOKEN": "secret"})
     (sentence,) = notices

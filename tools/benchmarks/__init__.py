@@ -1,1 +1,1 @@
-"""Parts of tools/bench_strategies.py: tasks, contestants, rounds, and the records and tables made of them."""
+"""Parts of ``tools/bench.py``: a module for each benchmark, and what they share (records, jobs, networks)."""

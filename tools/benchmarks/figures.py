@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from tools.benchmarks.hooks import BF16, DDP, POST_LOCAL_SGD, POWERSGD
+from tools.benchmarks.contestants import BF16, DDP, POST_LOCAL_SGD, POWERSGD
 
 # Steps that build the program and open connections: "time to target" leaves them out.
 SETUP_STEPS = 3
-# The training loss is the mean over so many last steps.
-LAST_STEPS = 8
 
 Round = Sequence[Mapping[str, Any]]  # the records of all ranks of one job, by rank
 
@@ -36,8 +34,8 @@ class Window:
 class Summary:
     """One contestant over its rounds. Times in milliseconds per step; dictionaries are by the number of the round.
 
-    ``losses`` (training), ``test_losses`` and ``accuracies`` are those at the end; ``curve`` the mean test accuracy
-    over the rounds after so many steps.
+    ``test_losses`` and ``accuracies`` are those at the end; ``curve`` the mean test accuracy over the rounds after so
+    many steps.
     """
 
     step_ms: float  # median over the rounds
@@ -49,7 +47,6 @@ class Summary:
     predicted_bytes: float | None
     synchronous: bool  # every step sends all gradients uncompressed
     family: str | None  # the corresponding hook of PyTorch
-    losses: dict[int, float]
     test_losses: dict[int, float]
     accuracies: dict[int, float]
     curve: list[tuple[int, float]]
@@ -83,9 +80,8 @@ def summarise(rounds: Mapping[int, Round], warmup_steps: int, ranks_per_node: in
         interface_bytes=fmean(interface_bytes(record, window) for record in nodes),
         wire_bytes=fmean(interface_bytes(record, window) * _wire_share(record) for record in nodes),
         predicted_bytes=predicted(facts, ranks_per_node),
-        synchronous=is_synchronous(facts),
+        synchronous=family_of(facts) == DDP,
         family=family_of(facts),
-        losses={number: _last_loss(each) for number, each in rounds.items()},
         test_losses={number: _at_end(each, "test_losses") for number, each in rounds.items()},
         accuracies={number: _at_end(each, "accuracies") for number, each in rounds.items()},
         curve=curve,
@@ -120,10 +116,6 @@ def _wire_share(record: Mapping[str, Any]) -> float:
     """The limiter's bytes per byte of the interface's counter; 0 without a limiter."""
     sent = record["sent"]
     return float(sent["wire"] / sent["interface"]) if sent["interface"] else 0.0
-
-
-def _last_loss(records: Round) -> float:
-    return fmean(fmean(record["losses"][-LAST_STEPS:]) for record in records)
 
 
 def _at_end(records: Round, key: str) -> float:
@@ -164,11 +156,6 @@ def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
     # A rank's bytes are the link's bytes only if it is alone on its node.
     figure = facts.get("predicted_bytes_per_step") if ranks_per_node == 1 else None
     return None if figure is None else float(figure)
-
-
-def is_synchronous(facts: Mapping[str, Any]) -> bool:
-    """Whether one of our profiles averages all gradients, uncompressed, in every step."""
-    return family_of(facts) == DDP
 
 
 def family_of(facts: Mapping[str, Any]) -> str | None:

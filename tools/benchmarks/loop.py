@@ -1,23 +1,24 @@
-"""The loop that every rank of every contestant runs: train, time, count bytes, and evaluate afterwards."""
+"""The loop that every rank of every contestant runs: train, time, count bytes, and write the weights for evaluation."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import resource
+import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.benchmarks.link import CollectiveSpec, interface_bytes, sent_so_far
-from tools.benchmarks.networks import judged
-from tools.benchmarks.task import Batches, Task, Weights
+from fleet_train.files import publish_where_linked
+from tools.benchmarks.networks import Batches, Task, Weights, judged
 
+INTERFACE = "eth0"
 # After the last rank has finished a step, sockets may still hold bytes of it.
 _DRAIN_SECONDS = 0.05
 
@@ -29,7 +30,7 @@ class Trainee(Protocol):
         """Train on this rank's share of a batch; returns its loss."""
 
     def weights(self) -> Weights:
-        """A copy of this rank's weights, in the order of ``start_weights``."""
+        """This rank's weights, in the order of ``start_weights``."""
 
     def facts(self) -> dict[str, Any]:
         """Versions, and the strategy's own figures."""
@@ -37,7 +38,7 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's input: the job, its rank, and the folder that all ranks share."""
+    """A worker's input: the job, and the folder that all ranks share."""
 
     task: Task
     contestant: str
@@ -60,126 +61,90 @@ class Assignment:
         return Assignment(**(content | {"task": Task(**content["task"])}))
 
 
-class FileBarrier:
+def wait_for_all(assignment: Assignment, rank: int, number: int) -> None:
     """A barrier over files in the shared folder: it sends nothing that is measured."""
-
-    def __init__(self, assignment: Assignment, rank: int) -> None:
-        self._folder = Path(assignment.folder)
-        self._ranks = range(assignment.world_size)
-        self._rank = rank
-        self._timeout_seconds = assignment.timeout_seconds
-        self._count = 0
-
-    def wait(self) -> None:
-        self._count += 1
-        (self._folder / f"barrier-{self._count}-{self._rank}").touch()
-        deadline = time.monotonic() + self._timeout_seconds
-        for rank in self._ranks:
-            while not (self._folder / f"barrier-{self._count}-{rank}").exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} did not reach barrier {self._count} of the benchmark")
-                time.sleep(0.001)
-
-    def averaged(self, weights: Weights, on_rank: int) -> Weights | None:
-        """On one rank the mean of all ranks' weights, else None."""
-        np.savez(self._folder / f"weights-{on_rank}-{self._rank}.npz", *weights)
-        self.wait()
-        if self._rank != on_rank:
-            return None
-        files = [np.load(self._folder / f"weights-{on_rank}-{rank}.npz") for rank in self._ranks]
-        return [np.mean([file[name] for file in files], axis=0) for name in files[0].files]
+    folder, deadline = Path(assignment.folder), time.monotonic() + assignment.timeout_seconds
+    (folder / f"barrier-{number}-{rank}").touch()
+    for other in range(assignment.world_size):
+        while not (folder / f"barrier-{number}-{other}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {other} did not reach barrier {number} of the benchmark")
+            time.sleep(0.001)
 
 
-@dataclass
-class Training:
-    """The results of one rank's training; ``seconds`` and ``interface`` (bytes sent so far) by step.
+def interface_bytes() -> int:
+    """Bytes that the node has sent, by the counter of its interface: one header per piece of up to 64 KiB that TCP
+    hands over. Fast enough to be read in every step."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
-    ``interface`` is read when a step ends, also after the last: what is under way where whole periods begin is under
-    way where they end, and is counted once. ``sent`` has everything, also what ends after the training.
-    """
 
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    interface: list[int] = field(default_factory=list)
-    snapshots: list[tuple[int, Weights]] = field(default_factory=list)
-    paused_seconds: float = 0.0
-    sent: CollectiveSpec = field(default_factory=CollectiveSpec)
+def wire_bytes() -> int:
+    """The same by the rate limit, which counts a header per packet of the link's size. Takes milliseconds."""
+    command = ["tc", "-s", "qdisc", "show", "dev", INTERFACE]
+    return limiter_bytes(subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout)
+
+
+def limiter_bytes(shown: str) -> int:
+    """The bytes in the output of ``tc -s qdisc show``; 0 without a limiter."""
+    found = re.search(r"Sent ([0-9]+) bytes", shown) if "qdisc tbf" in shown else None
+    return int(found[1]) if found else 0
 
 
 def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
-    """Train the whole task without interruption, then evaluate its snapshots, and write this rank's record."""
-    barrier = FileBarrier(assignment, rank)
-    training = train(trainee, assignment, rank, barrier)
-    tests = evaluate(training.snapshots, assignment, barrier)
-    record = {
-        "rank": rank,
-        "step_seconds": training.seconds,
-        "losses": training.losses,
-        "interface_after": training.interface,
-        "sent": asdict(training.sent),
-        "paused_seconds": training.paused_seconds,
-        "accuracies": [(step, accuracy) for step, accuracy, _ in tests],
-        "test_losses": [(step, loss) for step, _, loss in tests],
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "facts": trainee.facts(),
-    }
-    _publish(record, Path(assignment.folder) / f"rank{rank}.json")
-    barrier.wait()  # no rank ends while another may still need it
+    """Train the whole task without interruption, and write this rank's record and weights.
 
-
-def train(trainee: Trainee, assignment: Assignment, rank: int, barrier: FileBarrier) -> Training:
-    """Every ``evaluate_every`` steps and at the end the weights are copied, with the clock stopped and nobody waited
-    for: what a strategy sends beside local steps has these milliseconds for nothing, and they are in the record.
+    Every ``evaluate_every`` steps and at the end the weights are copied, with the clock stopped and nobody waited for:
+    what a strategy sends beside local steps has these milliseconds for nothing, and they are in the record. The bytes
+    sent so far are read when a step ends, also after the last: what is under way where whole periods begin is under
+    way where they end, and is counted once.
     """
-    task, done = assignment.task, Training()
+    task, folder = assignment.task, Path(assignment.folder)
     batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
     # Memory for the copies is taken and touched before the training: a copy that takes what the step has just freed
     # makes the next step touch new pages, which costs as much as the step itself.
-    kept = {
-        step: [value.copy() for value in trainee.weights()]
-        for step in (*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps)
-    }
-    barrier.wait()
-    before = sent_so_far()
+    steps = [*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps]
+    kept = {step: [np.array(value) for value in trainee.weights()] for step in steps}
+    seconds, losses, after, paused = [], [], [], 0.0
+    wait_for_all(assignment, rank, 1)
+    interface, wire = interface_bytes(), wire_bytes()
     for step, (features, labels) in enumerate(batches, 1):
         began = time.perf_counter()
         loss = trainee.step(features, labels)
         ended = time.perf_counter()
-        done.seconds.append(round(ended - began, 6))
-        done.losses.append(round(loss, 6))
-        done.interface.append(interface_bytes() - before.interface)
+        seconds.append(round(ended - began, 6))
+        losses.append(round(loss, 6))
+        after.append(interface_bytes() - interface)
         if step in kept:
             for copy, value in zip(kept[step], trainee.weights(), strict=True):
                 np.copyto(copy, value)
-            done.snapshots.append((step, kept[step]))
-            done.paused_seconds += time.perf_counter() - ended
-    barrier.wait()
+            paused += time.perf_counter() - ended
+    wait_for_all(assignment, rank, 2)
     time.sleep(_DRAIN_SECONDS)
-    done.sent = sent_so_far() - before
-    return done
+    record = {
+        "rank": rank,
+        "step_seconds": seconds,
+        "losses": losses,
+        "interface_after": after,
+        "sent": {"interface": interface_bytes() - interface, "wire": wire_bytes() - wire},
+        "paused_seconds": paused,
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "facts": trainee.facts(),
+    }
+    for step, weights in kept.items():
+        np.savez(folder / f"weights-{step}-{rank}.npz", *weights)
+    publish_where_linked(folder / f"rank{rank}.json", json.dumps(record).encode())
+    wait_for_all(assignment, rank, 3)  # no rank ends while another may still need it
 
 
-def evaluate(
-    snapshots: Sequence[tuple[int, Weights]], assignment: Assignment, barrier: FileBarrier
-) -> list[tuple[int, float, float]]:
-    """Step, accuracy and test loss of the mean of all ranks' weights, for this rank's share of the snapshots.
-
-    The mean, also of running statistics: replicas of strategies with local steps differ, and are judged together.
-    """
-    found: list[tuple[int, float, float]] = []
-    size = assignment.world_size
-    for first in range(0, len(snapshots), size):
-        mine: tuple[int, Weights] | None = None
-        for on_rank, (step, weights) in enumerate(snapshots[first : first + size]):
-            mean = barrier.averaged(weights, on_rank)
-            mine = mine if mean is None else (step, mean)
-        if mine is not None:
-            found.append((mine[0], *judged(assignment.task, mine[1])))
-        barrier.wait()
-    return found
-
-
-def _publish(record: dict[str, Any], path: Path) -> None:
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(beside, path)
+def evaluated(task: Task, folder: Path, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of all ranks, the first one with accuracies and test losses by step: of the mean of all ranks'
+    weights, also of running statistics. Replicas of strategies with local steps differ, and are judged together."""
+    accuracies, losses = [], []
+    for step in sorted({int(path.name.split("-")[1]) for path in folder.glob("weights-*.npz")}):
+        files = [np.load(folder / f"weights-{step}-{rank}.npz") for rank in range(len(ranks))]
+        means = [np.mean([file[name] for file in files], axis=0) for name in files[0].files]
+        accuracy, loss = judged(task, means)
+        accuracies.append((step, accuracy))
+        losses.append((step, loss))
+    first = dict(ranks[0]) | {"accuracies": accuracies, "test_losses": losses}
+    return [first, *(dict(rank) | {"accuracies": [], "test_losses": []} for rank in ranks[1:])]

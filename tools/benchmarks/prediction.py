@@ -1,62 +1,141 @@
-"""Predicted step times, from links measured in the lab and the compute-only run."""
+"""Predicted and measured steps: `recommend` with trials of every profile, on emulated networks, in one table.
+
+    sudo python tools/bench.py prediction --rounds 3 --record docs/benchmarks
+
+Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmarks'. A round is one `recommend`
+on each network; the page has every profile's predicted and measured step, medians over the rounds, and for each
+network the profile that `recommend` picks with its default number of trials beside the best one.
+"""
 
 from __future__ import annotations
 
-import re
+import json
+import statistics
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_train.cluster import Cluster
-from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.price import Compute, Link, Network, predict
-from fleet_train.profile import load_profile
-from tools.benchmarks.jobs import Command, JobFailed, Place, run_commands
+import click
 
-_FLAGS = r"--{0}latency_us=([0-9.]+) --{0}bandwidth_mbps=([0-9.]+)"
-# For links that a cluster of one rank per node does not use.
-_UNUSED = Link(0.0, 1e12)
+from tools.benchmarks.jobs import Command, Place, run_commands
+from tools.benchmarks.networks import TASKS
+from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
+from tools.lab import Lab
 
-
-def measure_links(place: Place, folder: Path, seconds: float, timeout_seconds: float) -> Network:
-    """Run ``plan --measure`` on the lab's nodes. Raises JobFailed."""
-    folder.mkdir(parents=True)
-    run_commands("plan --measure", [_command(place, folder, node, seconds) for node in range(len(place.lab.nodes))],
-                 folder, place.lab, timeout_seconds)  # fmt: skip
-    output = (folder / "process0.log").read_text(errors="replace")
-    between, inside = (_link(output, prefix) for prefix in ("", "inside_"))
-    if between is None:
-        raise JobFailed(f"plan --measure printed no link between the nodes:\n{output[-2000:]}")
-    return Network(between, inside or _UNUSED)
+_FIRST_PORT = 6400
+# The default number of trials of `recommend`.
+_BY_DEFAULT = 4
+_RISKS = ("rounding", "lossy", "local_steps")
+Networks = Mapping[str, Sequence[dict[str, Any]]]
 
 
-def _command(place: Place, folder: Path, node: int, seconds: float) -> Command:
-    flags = {
-        "cluster_node_ips": ",".join(place.addresses),
-        "node_ip": place.addresses[node],
-        "started_port": place.port,
-        "nproc_per_node": place.ranks_per_node,
-        "log_dir": folder / f"log{node}",
-        "join_timeout": 120,
-    }
-    launch = [sys.executable, "-m", "fleet_train", "launch", *(f"--{name}={value}" for name, value in flags.items())]
-    measure = ["-m", "fleet_train", "plan", "--measure", f"--measure_seconds={seconds:g}"]
-    return [*place.lab.nodes[node].prefix, *launch, *measure], {}
+@dataclass(frozen=True)
+class Row:
+    """One profile on one network: milliseconds of each round that tried it."""
+
+    rate: str
+    name: str
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the medians."""
+        return abs(statistics.median(self.predicted) / statistics.median(self.measured) - 1)
 
 
-def _link(output: str, prefix: str) -> Link | None:
-    found = re.search(r"(?<=\s)" + _FLAGS.format(prefix), output)
-    return Link(float(found[1]) / 1e6, float(found[2]) * 1e6 / 8) if found else None
+def recommendation(task: str, rate: str, nodes: int, trials: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """What `recommend --json` printed on rank 0 of a lab of this rate. Raises JobFailed."""
+    with Lab(nodes, rate) as lab:
+        place = Place(lab, 1, _FIRST_PORT)
+        commands: list[Command] = [(_command(task, place, folder, node, trials, seconds), {}) for node in range(nodes)]
+        run_commands(f"recommend over {rate}", commands, folder, 3 * seconds + 120, lab)
+    made: dict[str, Any] = json.loads((folder / "node0.json").read_text())
+    return made
 
 
-def predicted_step_ms(
-    profile_name: str, facts: Mapping[str, Any], nodes: int, ranks_per_node: int, network: Network, compute_ms: float
-) -> float | None:
-    """Milliseconds of a step by the plan of ``facts`` (a rank's record); None without a plan."""
-    if "gradients" not in facts:
-        return None
-    cluster = Cluster.imagined(nodes, ranks_per_node)
-    gradients = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in facts["gradients"]]
-    plan = build_plan(gradients, cluster, load_profile(profile_name))
-    return 1e3 * predict(plan, cluster, network, Compute.of(compute_ms / 1e3)).step
+def _command(task: str, place: Place, folder: Path, node: int, trials: int, seconds: float) -> list[str]:
+    flags = ["--ips", ",".join(place.addresses), "--node_ip", place.addresses[node], "--nproc", "1"]
+    flags += ["--started_port", str(place.port), "--trials", str(trials), "--seconds", f"{seconds:g}", "--json"]
+    flags += [word for risk in _RISKS for word in ("--allow", risk)]
+    flags += ["--record", str(folder / f"runs{node}"), "--output", str(folder / f"node{node}.yaml")]
+    command = [*place.lab.nodes[node].prefix, sys.executable, "-m", "fleet_train", "recommend", *flags]
+    script = ["--script", str(ROOT / "tools" / "benchmarks" / "ranks.py"), "task", task]
+    # Only JSON on stdout: other lines go to the job's log.
+    return ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
+
+
+def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
+    """Rows of what most rounds tried: rounds differ in which changes of a profile's knobs they predict to help."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for made in rounds:
+        for one in made["profiles"]:
+            if one["measured_ms"] is not None:
+                pairs[one["name"]].append((one["predicted_ms"], one["measured_ms"]))
+    columns = {name: list(zip(*found, strict=True)) for name, found in pairs.items() if 2 * len(found) > len(rounds)}
+    return [Row(rate, name, tuple(predicted), tuple(measured)) for name, (predicted, measured) in columns.items()]
+
+
+def figures(networks: Networks) -> list[str]:
+    """Every row, then the errors, and how far each recommendation is from the best of its round."""
+    rows = [row for rate, rounds in networks.items() for row in rows_of(rate, rounds)]
+    cells = [(row.rate, row.name, *map(_range, (row.predicted, row.measured)), f"{row.error:.0%}", len(row.measured))
+             for row in rows]  # fmt: skip
+    errors = [row.error for row in rows]
+    return [
+        *table(("network", "profile", "predicted ms", "measured ms", "error", "rounds"), cells),
+        "",
+        f"{len(rows)} steps: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}",
+        "",
+        *(_pick(rate, made) for rate, rounds in networks.items() for made in rounds),
+    ]
+
+
+def _range(values: Sequence[float]) -> str:
+    middle = statistics.median(values)
+    return spread(values, middle, 1) if len(values) > 1 else f"{middle:.1f}"
+
+
+def _pick(rate: str, made: dict[str, Any]) -> str:
+    tried = [one for one in made["profiles"] if one["measured_ms"] is not None]
+    tried.sort(key=lambda one: float(one["predicted_ms"]))
+    pick, best = (min(some, key=lambda one: float(one["measured_ms"])) for some in (tried[:_BY_DEFAULT], tried))
+    return (
+        f"- {rate}: with the default of {_BY_DEFAULT} trials it picks {pick['name']}, "
+        f"{pick['measured_ms'] / best['measured_ms']:.2f} of the best measured ({best['name']})"
+    )
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
+@click.option("--network", "rates", multiple=True, default=("100mbit", "1gbit", "none"), help="Its rate; repeat.")
+@click.option("--nodes", default=2, help="Emulated machines.")
+@click.option("--trials", default=20, help="Number of profiles tried on each network.")
+@click.option("--seconds", default=600.0, help="Approximate time limit of one network.")
+@recorded(1, "each measures every network once")
+def main(
+    task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, rounds: int, keep: Keep
+) -> None:
+    at, made = circumstances(), defaultdict[str, list[dict[str, Any]]](list)
+    for number, rate in ((number, rate) for number in range(1, rounds + 1) for rate in rates):
+        with tempfile.TemporaryDirectory(prefix="bench_prediction_") as folder:
+            made[rate].append(recommendation(task_name, rate, nodes, trials, seconds, Path(folder)))
+        keep({"circumstances": at, "task": task_name, "networks": made}, page(task_name, at, made))
+        click.echo(f"round {number} of {rounds}, {rate}: measured", err=True)
+    click.echo("\n".join(page(task_name, at, made)))
+
+
+def page(task: str, at: Mapping[str, Any], made: Networks) -> list[str]:
+    return [
+        f"# Predicted and measured steps, {task}, two machines",
+        "",
+        *told_circumstances(at, "CPU and Gloo, an emulated network"),
+        "- *predicted*: by `recommend`, before its trials, from what it had measured; *measured*: its trials of a few "
+        "dozen steps. Medians over the rounds, with the smallest and largest.",
+        "",
+        *figures(made),
+    ]

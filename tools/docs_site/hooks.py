@@ -8,11 +8,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
-from tools.docs_site.api import INDEX, api_pages, api_uri
-from tools.docs_site.command_line import command_line_page
-from tools.docs_site.folders import PACKAGE, dotted_name, folders
+from tools.docs_site.layout import PACKAGE, dotted_name, folders
 from tools.docs_site.links import CATALOGUE, PAGES_OUTSIDE, Page, Rewriter, source_page, source_uri
-from tools.docs_site.profile_reference import catalogue_page, keys_page
+from tools.docs_site.pages import INDEX, api_pages, api_uri, catalogue_page, command_line_page, keys_page
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = {uri: source for source, uri in PAGES_OUTSIDE.items()}

@@ -1,20 +1,17 @@
-"""Write, or check, ``docs/images/layers.svg``: the layers of the package, and what each may import.
+"""Draw the layers of the package, and what each may import: the table ``MAY_IMPORT`` of tests/unit/test_layers.py.
 
-``python -m tools.docs_site.layers`` draws the table ``MAY_IMPORT`` of tests/unit/test_layers.py, ``--check`` fails if
-the picture is out of date. Nothing is imported: the table is read from the source.
+Nothing is imported: the table is read from the source.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
 from collections.abc import Mapping
 from functools import cache
 from html import escape
-from pathlib import Path
 
 Table = Mapping[str, frozenset[str]]
+TABLES = "tests/unit/test_layers.py"
 
 BOX_WIDTH, BOX_HEIGHT, GAP, ROW = 112, 34, 36, 86
 MARGIN = 24
@@ -146,26 +143,3 @@ def _line(points: list[tuple[float, int]]) -> str:
         path += f" V{y_next + BOX_HEIGHT}" if (x_next, y_next) != others[-1] else ""
         x, y = x_next, y_next
     return f'<path d="{path}"/>'
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 if the picture is written or up to date, else 1 with the fix on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.docs_site.layers", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the picture is out of date")
-    root = Path(__file__).resolve().parents[2]
-    path = root / "docs" / "images" / "layers.svg"
-    text = picture(*tables((root / "tests" / "unit" / "test_layers.py").read_text(encoding="utf-8")))
-    if not parser.parse_args(arguments).check:
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path.relative_to(root)}")
-        return 0
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/images/layers.svg is out of date; run: python -m tools.docs_site.layers", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

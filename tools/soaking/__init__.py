@@ -1,1 +1,1 @@
-"""Parts of ``tools/soak.py``: plan faults, inject them into a real job, check that nothing was lost."""
+"""Parts of ``tools/soak.py``: the job, the faults that it is given, and the ledger of what its ranks trained."""

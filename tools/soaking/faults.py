@@ -1,9 +1,10 @@
-"""Machine faults: planned ahead from a seed or a list, then injected into the running job."""
+"""Faults: planned ahead from a seed or a list, then injected into the running job."""
 
 from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,24 +12,30 @@ from statistics import median
 from typing import Any
 
 from fleet_train.errors import WorkerFailed
-from tools.soaking.kills import SoakFailed
+from tools.soaking.job import Running, SoakFailed, send
 from tools.soaking.ledger import Ledger
-from tools.soaking.nodes import Machines
 
-MACHINE, FROZEN, CUT, RELAY = KINDS = ("machine", "frozen", "cut", "relay")
-MEANINGS = {
-    MACHINE: "everything on a machine is killed and its disk is empty when it returns",
-    FROZEN: "a launcher is stopped (SIGSTOP) and continued later",
-    CUT: "a machine's link is taken down and brought up again",
-    RELAY: "a launcher, with its relay, is killed and restarted",
+OF_RANKS = {
+    "step": "a rank is killed in a step, or between two",
+    "save": "a rank is killed while a checkpoint is written",
+    "start": "a rank is killed while the job starts again",
+    "freeze": "a rank is stopped (SIGSTOP) for up to 5 s and continued",
 }
+OF_MACHINES = {
+    "machine": "everything on a machine is killed and its disk is empty when it returns",
+    "frozen": "a launcher is stopped (SIGSTOP) and continued later",
+    "cut": "a machine's link is taken down and brought up again",
+    "relay": "a launcher, with its relay, is killed and restarted",
+}
+KINDS = OF_RANKS | OF_MACHINES
 LEADER = -1
 """The leader at the time of the fault."""
-_LONGEST_DELAY_SECONDS = 6.0
+_LONGEST_DELAY_SECONDS = {"step": 3.0, "save": 0.01, "start": 6.0, "freeze": 3.0}
+_LONGEST_FREEZE_SECONDS = 5.0
 # After so long the soak has failed.
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.1
-_WORD = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(:(?:(?P<leader>leader)|(?P<node>\d+)))?(?P<late>:late)?")
+_WORD = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(:(?:(?P<leader>leader)|(?P<victim>\d+)))?(?P<late>:late)?")
 
 
 @dataclass(frozen=True)
@@ -41,154 +48,194 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class PlannedFault:
+    """``victim``: a machine's number, or LEADER; of OF_RANKS a rank. ``away_seconds``: from the fault to its end.
+    ``until_gone_on``: it ends instead when the others have trained a step without this machine. ``delay_seconds``: to
+    wait once all machines train together again."""
+
     kind: str
-    node: int
-    """A machine's number, or LEADER."""
+    victim: int
     away_seconds: float
-    """From the fault to its end; not used with ``until_gone_on``."""
     until_gone_on: bool
-    """It ends only after the others have trained a step without this machine."""
     delay_seconds: float
-    """Seconds to wait once all machines train together again."""
 
 
-def plan_faults(kinds: Sequence[str], count: int, nodes: int, times: Timeouts, seed: int) -> list[PlannedFault]:
-    """``count`` faults, each kind equally often (within one), in random order; a third hit the leader, of 3 nodes."""
-    chance = random.Random(seed)
-    order = [kinds[index % len(kinds)] for index in range(count)]
-    chance.shuffle(order)
-    return [_drawn(kind, None, nodes, times, chance) for kind in order]
-
-
-def listed_faults(words: Sequence[str], nodes: int, times: Timeouts, seed: int) -> list[PlannedFault]:
-    """Parse a list such as ``machine:0``, ``frozen:leader``, ``cut``, ``cut:2:late``. Raises SoakFailed."""
-    chance = random.Random(seed)
-    plans = []
-    for word in words:
-        found = _WORD.fullmatch(word)
-        if found is None or int(found["node"] or 0) >= nodes:
+def plan_faults(words: Sequence[str], count: int | None, nodes: int, ranks: int, seed: int) -> list[PlannedFault]:
+    """Faults such as ``machine:0``, ``frozen:leader``, ``cut:2:late``, ``save``, in the order of the list. With
+    ``count``, so many of their kinds, each equally often (within one), in random order. Raises SoakFailed."""
+    chance, times = random.Random(seed), Timeouts()
+    found = [_WORD.fullmatch(word) for word in words]
+    for word, match in zip(words, found, strict=True):
+        most = ranks if match is not None and match["kind"] in OF_RANKS else nodes
+        if match is None or int(match["victim"] or 0) >= most:
             raise SoakFailed(
-                f"--faults={word}: write {', '.join(KINDS)}, each with nothing, :leader or :0 to :{nodes - 1}, and "
-                "then :late for a machine that returns only when the others have trained on without it"
+                f"--faults={word}: write {', '.join(KINDS)}, each with nothing, :leader or a number of a node (of a "
+                f"rank: {', '.join(OF_RANKS)}), then :late for a machine that returns when the others have trained on"
             )
-        node = LEADER if found["leader"] else int(found["node"]) if found["node"] else None
-        plan = _drawn(found["kind"], node, nodes, times, chance)
-        plans.append(replace(plan, until_gone_on=bool(found["late"])))
+    matches = [match for match in found if match is not None]
+    if count is not None:
+        order = [matches[index % len(matches)]["kind"] for index in range(count)]
+        chance.shuffle(order)
+        return [_drawn(kind, nodes, ranks, times, chance) for kind in order]
+    plans = []
+    for match in matches:
+        plan = replace(_drawn(match["kind"], nodes, ranks, times, chance), until_gone_on=bool(match["late"]))
+        named = LEADER if match["leader"] else int(match["victim"]) if match["victim"] else plan.victim
+        plans.append(replace(plan, victim=named))
     return plans
 
 
-def _drawn(kind: str, node: int | None, nodes: int, times: Timeouts, chance: random.Random) -> PlannedFault:
-    drawn = chance.choice([LEADER, LEADER, 0, *range(nodes)])
+def _drawn(kind: str, nodes: int, ranks: int, times: Timeouts, chance: random.Random) -> PlannedFault:
+    if kind in OF_RANKS:
+        # Rank 0 is the one that writes.
+        victim = 0 if kind == "save" and chance.random() < 0.5 else chance.randrange(ranks)
+        away = round(chance.uniform(0.1, _LONGEST_FREEZE_SECONDS), 2) if kind == "freeze" else 0.0
+        return PlannedFault(kind, victim, away, False, round(chance.uniform(0.0, _LONGEST_DELAY_SECONDS[kind]), 4))
+    victim = chance.choice([LEADER, LEADER, 0, *range(nodes)])
     away = {
-        MACHINE: chance.uniform(1.0, times.rejoin * 0.6),
-        FROZEN: times.lost_node + chance.uniform(1.0, times.rejoin),
-        CUT: times.lost_node + chance.uniform(1.0, times.rejoin),
-        RELAY: chance.uniform(0.5, times.rejoin * 0.5),
+        "machine": chance.uniform(1.0, times.rejoin * 0.6),
+        "frozen": times.lost_node + chance.uniform(1.0, times.rejoin),
+        "cut": times.lost_node + chance.uniform(1.0, times.rejoin),
+        "relay": chance.uniform(0.5, times.rejoin * 0.5),
     }[kind]
-    until_gone_on = kind != RELAY and chance.random() < 0.25
-    delay = chance.uniform(0.5, _LONGEST_DELAY_SECONDS)
-    return PlannedFault(kind, drawn if node is None else node, round(away, 2), until_gone_on, round(delay, 2))
+    until_gone_on = kind != "relay" and chance.random() < 0.25
+    return PlannedFault(kind, victim, round(away, 2), until_gone_on, round(chance.uniform(0.5, 6.0), 2))
 
 
 class Faults:
     """Injects faults one after the other; ``done`` records what was done and observed."""
 
-    def __init__(self, machines: Machines, ledger: Ledger, say: Callable[[str], None]) -> None:
-        self.machines = machines
-        self.ledger = ledger
+    def __init__(self, running: Running, ledger: Ledger, say: Callable[[str], None]) -> None:
+        self.running, self.ledger, self._say = running, ledger, say
         self.done: list[dict[str, Any]] = []
-        self._say = say
-        self._strength = len(machines.job.nodes)
 
     def carry_out(self, plans: Sequence[PlannedFault]) -> None:
         """Raises SoakFailed if the job does not recover, or ends before all faults were injected."""
-        self._await_step(time.time(), -1, self._strength, "its first step")
+        strength = self.running.job.world_size
+        self._await_step(time.time(), -1, strength, "its first step")
         for number, plan in enumerate(plans, start=1):
-            self._pause(plan.delay_seconds)
-            fault = self._begin(plan)
-            self._say(f"fault {number} of {len(plans)}: {plan.kind}, node {fault['node']}{fault['role']}")
+            fault = self._of_a_rank(plan) if plan.kind in OF_RANKS else self._of_a_machine(plan)
+            began, attempt = fault["time"], fault["attempt"]
+            fault["away_seconds"] = round(time.time() - began, 1)
+            # A rank that was only stopped trains on, in the same attempt.
+            moment, attempt = (time.time(), attempt - 1) if plan.kind == "freeze" else (began, attempt)
+            for name, world_size in (("seconds_to_next_step", 1), ("seconds_to_full_strength", strength)):
+                step = self._await_step(moment, attempt, world_size, "a step after the fault", restarted=fault)
+                fault[name] = round(step - began, 1)
             self.done.append(fault)
-            self._end(plan, fault)
-            self._note(fault)
-            seconds, full = fault["seconds_to_next_step"], fault["seconds_to_full_strength"]
             self._say(
-                f"  away for {fault['away_seconds']} s; next step after {seconds} s, all machines again after {full} s "
-                f"(attempt {self.ledger.newest_attempt()})"
+                f"fault {number} of {len(plans)}: {plan.kind}, {fault['victim']}{fault['role']}, next step after "
+                f"{fault['seconds_to_next_step']} s (attempt {self.ledger.newest_attempt()})"
             )
 
-    def _begin(self, plan: PlannedFault) -> dict[str, Any]:
-        leader = self.machines.leader()
-        node = leader if plan.node == LEADER else self.machines.job.nodes[plan.node]
-        fault = asdict(plan) | {"node": node, "leader": leader, "attempt": self.ledger.newest_attempt()}
-        fault |= {"role": " (leads)" if node == leader else "", "time": time.time(), "given_up": 0}
-        begin = {
-            MACHINE: self.machines.lose,
-            FROZEN: self.machines.freeze_launcher,
-            CUT: lambda node: self.machines.set_wire(node, "down"),
-            RELAY: self.machines.kill_launcher,
-        }[plan.kind]
-        begin(node)
+    def _begun(self, plan: PlannedFault, victim: int, leader: int) -> dict[str, Any]:
+        what = asdict(plan) | {"victim": victim, "leader": leader, "attempt": self.ledger.newest_attempt()}
+        role = " (leads)" if victim == leader and plan.kind in OF_MACHINES else ""
+        return what | {"role": role, "time": time.time(), "given_up": 0, "checkpoint_under_way": self._draft()}
+
+    def _draft(self) -> str | None:
+        """What is being written now; those that a fault has ended may still be there."""
+        return self.running.draft(self.done[-1]["time"] + 1.0 if self.done else 0.0)
+
+    def _of_a_rank(self, plan: PlannedFault) -> dict[str, Any]:
+        # Every attempt saves before it is disturbed, so that the job makes progress.
+        self._await(self.ledger.newest_attempt_has_saved, "its first checkpoint")
+        if plan.kind == "start":  # of the next attempt: this one is ended first
+            self._kill(0)
+            self._await(lambda: len(self.running.rank_pids()) == self.running.job.world_size, "its start")
+        elif plan.kind == "save":
+            self._await(lambda: self._draft() is not None, "a checkpoint", 0.0005)
+        time.sleep(plan.delay_seconds)
+        fault = self._begun(plan, plan.victim, self.running.leader())
+        if plan.kind != "freeze":
+            self._kill(plan.victim)
+            return fault
+        pid = self._pid(plan.victim)
+        send(pid, signal.SIGSTOP)
+        try:
+            time.sleep(plan.away_seconds)
+        finally:
+            send(pid, signal.SIGCONT)
         return fault
 
-    def _end(self, plan: PlannedFault, fault: dict[str, Any]) -> None:
-        if plan.until_gone_on:
-            self._await_step(
-                fault["time"], fault["attempt"], 1, "a step without the lost machine", without=fault["node"]
-            )
-        else:
-            self._pause(max(0.0, fault["time"] + plan.away_seconds - time.time()), without=fault["node"])
-        fault["away_seconds"] = round(time.time() - fault["time"], 1)
-        end = {
-            MACHINE: self.machines.start,
-            FROZEN: self.machines.thaw_launcher,
-            CUT: lambda node: self.machines.set_wire(node, "up"),
-            RELAY: self.machines.start,
-        }[plan.kind]
-        end(fault["node"])
+    def _pid(self, rank: int) -> int:
+        self._await(lambda: rank in self.running.rank_pids(), f"its start of rank {rank}")
+        return self.running.rank_pids()[rank]
 
-    def _note(self, fault: dict[str, Any]) -> None:
-        began, attempt = fault["time"], fault["attempt"]
-        step = self._await_step(began, attempt, 1, "a step after the fault", service=fault)
-        full = self._await_step(began, attempt, self._strength, "a step of all machines", service=fault)
-        fault["seconds_to_next_step"] = round(step - began, 1)
-        fault["seconds_to_full_strength"] = round(full - began, 1)
+    def _kill(self, rank: int) -> None:
+        pid = self._pid(rank)
+        send(pid, signal.SIGKILL)
+        self._await(lambda: self.running.rank_pids().get(rank) != pid, f"the end of rank {rank}")
+
+    def _of_a_machine(self, plan: PlannedFault) -> dict[str, Any]:
+        self._pause(plan.delay_seconds)
+        leader = self.running.leader()
+        node = leader if plan.victim == LEADER else self.running.job.nodes[plan.victim]
+        launcher, running = self.running.launchers[node], self.running
+        begin: dict[str, Callable[[], None]] = {
+            "machine": lambda: running.lose(node),
+            "frozen": lambda: send(launcher.pid, signal.SIGSTOP),
+            "cut": lambda: running.set_link(node, "down"),
+            "relay": lambda: running.kill_launcher(node),
+        }
+        end: dict[str, Callable[[], None]] = {
+            "machine": lambda: running.start(node),
+            "frozen": lambda: send(launcher.pid, signal.SIGCONT),
+            "cut": lambda: running.set_link(node, "up"),
+            "relay": lambda: running.start(node),
+        }
+        fault = self._begun(plan, node, leader)
+        begin[plan.kind]()
+        if plan.until_gone_on:
+            self._await_step(fault["time"], fault["attempt"], 1, "a step without the lost machine", without=node)
+        else:
+            self._pause(max(0.0, fault["time"] + plan.away_seconds - time.time()), without=node)
+        end[plan.kind]()
+        return fault
 
     def _await_step(
-        self,
-        moment: float,
-        attempt: int,
-        world_size: int,
-        what: str,
-        without: int | None = None,
-        service: dict[str, Any] | None = None,
-    ) -> float:
+        self, moment: float, attempt: int, world_size: int, what: str, without: int | None = None,
+        restarted: dict[str, Any] | None = None,
+    ) -> float:  # fmt: skip
+        found: list[float] = []
+
+        def has_trained() -> bool:
+            step = self.ledger.first_step_after(moment, attempt, world_size)
+            found.extend([] if step is None else [step])
+            if step is None and restarted is not None:
+                self._start_again(restarted)
+            self.running.leader()
+            return step is not None
+
+        self._await(has_trained, what, without=without)
+        return found[-1]
+
+    def _await(
+        self, condition: Callable[[], bool], what: str, pause_seconds: float = _POLL_SECONDS, without: int | None = None
+    ) -> None:
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (found := self.ledger.first_step_after(moment, attempt, world_size)) is None:
-            if service is not None:
-                self._start_again(service)
+        while not condition():
             self._refuse_ended(without)
             if time.monotonic() > deadline:
                 raise SoakFailed(f"the job did not reach {what} within {_PATIENCE_SECONDS:g} s")
-            self.machines.leader()
-            time.sleep(_POLL_SECONDS)
-        return found
+            time.sleep(pause_seconds)
 
     def _pause(self, seconds: float, without: int | None = None) -> None:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._refuse_ended(without)
-            self.machines.leader()
+            self.running.leader()
             time.sleep(min(left, _POLL_SECONDS))
 
     def _start_again(self, fault: dict[str, Any]) -> None:
         """Restart a launcher that ended because it was cut off, as a service manager would."""
-        if self.machines.ended().get(fault["node"]) == WorkerFailed.exit_code:
+        node = fault["victim"]
+        if fault["kind"] in OF_MACHINES and self.running.ended().get(node) == WorkerFailed.exit_code:
             fault["given_up"] += 1
-            self._say(f"  the launcher of node {fault['node']} gave up and is restarted")
-            self.machines.start(fault["node"])
+            self._say(f"  the launcher of node {node} gave up and is restarted")
+            self.running.start(node)
 
     def _refuse_ended(self, without: int | None) -> None:
-        ended = {node: code for node, code in self.machines.ended().items() if node != without}
+        ended = {node: code for node, code in self.running.ended().items() if node != without}
         if ended:
             raise SoakFailed(f"launchers ended before the last fault: {ended} (node: exit code)")
 

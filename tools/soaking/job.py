@@ -1,143 +1,190 @@
-"""The job under test: one launcher per machine with the reference trainer, observed from outside."""
+"""The job of a soak: a launcher per machine, each with its own disk, observed and disturbed from outside."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import psutil
+
+from tools.lab import Lab
+from tools.soaking.program import LEDGER
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "FLEET_TRAIN_SOAK"
+_OUR_PREFIX = "fleet_train"
+_LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
 _STOP_SECONDS = 45.0
 
 
-def end_launchers(launchers: Iterable[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM (also to stopped processes), then SIGKILL."""
-    running = [launcher for launcher in launchers if launcher.poll() is None]
-    for launcher in running:
-        launcher.send_signal(signal.SIGCONT)
-        launcher.terminate()
-    deadline = time.monotonic() + _STOP_SECONDS
-    for launcher in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(max(0.1, deadline - time.monotonic()))
-        launcher.kill()
-        launcher.wait()
+class SoakFailed(Exception):
+    """The job misbehaved, or the soak could not carry out its plan."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One node: its address, and what to put before a command so that it runs there."""
+class Job:
+    """How the job is started: machines share only the network.
 
-    address: str
-    prefix: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SoakJob:
-    """How the job is started. Everything it writes is below ``folder``."""
+    ``folder`` has a folder per node (its disk), and outside of these the ledger and the launchers' output. ``lab``:
+    each machine is a namespace of it; without one, an address of the loopback interface.
+    """
 
     folder: Path
-    machines: Sequence[Machine]
+    lab: Lab | None
+    nodes: Sequence[int]
     ranks_per_node: int
     started_port: int
-    max_restarts: int
+    launch_flags: tuple[str, ...]
     train_flags: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def output(self) -> Path:
-        return self.folder / "out"
+    def ledger(self) -> Path:
+        return self.folder / "ledger"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.output / "checkpoints"
+    def world_size(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
 
-    def log_dir(self, node: int) -> Path:
+    def disk(self, node: int) -> Path:
         return self.folder / f"node{node}"
 
+    def checkpoints(self, node: int) -> Path:
+        return self.disk(node) / "out" / "checkpoints"
+
+    def newest_checkpoint(self, nodes: Sequence[int]) -> Path:
+        """The newest whole checkpoint on these disks. Raises SoakFailed if there is none."""
+        markers = [path for node in nodes for path in self.checkpoints(node).glob("step-*/complete.json")]
+        if not markers:
+            raise SoakFailed(f"there is no checkpoint in {self.folder}")
+        return max(markers, key=lambda path: path.stat().st_mtime_ns).parent
+
+    def address(self, node: int) -> str:
+        return f"127.0.0.{2 + node}" if self.lab is None else self.lab.nodes[node].address
+
     def command(self, node: int) -> list[str]:
-        """The launch command of one machine, as a user would type it."""
-        machine = self.machines[node]
-        nodes = ",".join(each.address for each in self.machines)
-        launch = f"--cluster_node_ips={nodes} --node_ip={machine.address} --started_port={self.started_port}"
-        launch += f" --nproc_per_node={self.ranks_per_node} --max_restarts={self.max_restarts}"
-        train = ["-m", "fleet_train", "train", *self.train_flags, f"--output_dir={self.output}"]
-        python = [*machine.prefix, sys.executable, "-m", "fleet_train", "launch"]
-        return [*python, *launch.split(), f"--log_dir={self.log_dir(node)}", *train]
+        """The launch command of one machine, as a user would type it: the same on all machines but for its address."""
+        flags = ["--cluster_node_ips", ",".join(map(self.address, self.nodes)), "--node_ip", self.address(node)]
+        flags += ["--started_port", str(self.started_port), f"--nproc_per_node={self.ranks_per_node}", "--log_dir=log"]
+        train = [str(ROOT / "tools" / "soaking" / "program.py"), *self.train_flags, "--output_dir=out"]
+        prefix = [] if self.lab is None else self.lab.nodes[node].prefix
+        return [*prefix, sys.executable, "-m", "fleet_train", "launch", *flags, *self.launch_flags, *train]
 
 
 class Running:
-    """A started job, observed through its files and processes only."""
+    """The started job. ``launchers`` by node; the entry of a lost machine is a launcher that has ended."""
 
-    def __init__(self, job: SoakJob, launchers: list[subprocess.Popen[bytes]], mark: str) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.launchers = launchers
-        self.began = time.time()
-        self._mark = mark
+        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._mark = f"{os.getpid()}-{job.folder.name}-{time.monotonic_ns()}"
+        self._leader = job.nodes[0]
+        self._heard = dict.fromkeys(job.nodes, 0)
+        job.ledger.mkdir(parents=True, exist_ok=True)
 
-    def attempt(self) -> int:
-        """The current attempt on node 0, counted by the logs that the launcher kept of earlier ones."""
-        return len(list(self.job.log_dir(0).glob("workerlog.0.attempt*")))
+    def start(self, node: int) -> None:
+        """Start the launcher of a machine on whatever is on its disk."""
+        temporary = self.job.disk(node) / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2", **self.job.environ}
+        environ |= {_MARK: self._mark, LEDGER: str(self.job.ledger), "TMPDIR": str(temporary)}
+        with (self.job.folder / f"launcher{node}.log").open("ab") as log:
+            self.launchers[node] = subprocess.Popen(
+                self.job.command(node),
+                cwd=self.job.disk(node),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # they get Ctrl-C only through this process
+            )
+
+    def lose(self, node: int) -> None:
+        """Everything on the machine is killed, and its disk is gone."""
+        assert self.job.lab is not None
+        while pids := self.job.lab.pids(node):
+            for pid in pids:
+                send(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        self.launchers[node].wait()
+        shutil.rmtree(self.job.disk(node))
+
+    def kill_launcher(self, node: int) -> None:
+        self.launchers[node].kill()
+        self.launchers[node].wait()
+
+    def set_link(self, node: int, state: str) -> None:
+        assert self.job.lab is not None
+        self.job.lab.set_link(node, state)
 
     def rank_pids(self) -> dict[int, int]:
         """Rank -> process id of its script, for the ranks running now."""
         found = {}
-        for node in range(len(self.job.machines)):
-            for path in self.job.log_dir(node).glob("workerend.*.json"):
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    record = json.loads(path.read_text())
-                    if "ended_monotonic" not in record and _runs(record["pid"]):
-                        found[int(record["rank"])] = int(record["pid"])
+        for path in self.job.folder.glob("node*/log/workerend.*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+                record = json.loads(path.read_text())
+                is_zombie = psutil.Process(record["pid"]).status() == psutil.STATUS_ZOMBIE
+                if "ended_monotonic" not in record and not is_zombie:
+                    found[int(record["rank"])] = int(record["pid"])
         return found
 
-    def step_since(self, moment: float) -> int:
-        """The newest step reported after ``moment`` (Unix seconds); 0 if none was."""
-        records = read_metrics(self.job.output)
-        return max((int(record["step"]) for record in records if record["time"] > moment), default=0)
-
-    def first_report_after(self, moment: float) -> float | None:
-        """The time of the trainer's first reported step after ``moment``."""
-        return min((r["time"] for r in read_metrics(self.job.output) if r["time"] > moment), default=None)
-
-    def draft(self) -> str | None:
-        """The checkpoint that is being written now."""
-        with contextlib.suppress(OSError), os.scandir(self.job.checkpoints) as entries:
-            return next((entry.name for entry in entries if entry.name.startswith(".writing-")), None)
+    def draft(self, since: float) -> str | None:
+        """The checkpoint that is being written now; not one that was begun before ``since`` (Unix seconds)."""
+        for path in self.job.folder.glob("node*/out/checkpoints/.writing-*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime > since:
+                    return path.name
         return None
 
-    def exit_codes(self) -> list[int | None]:
-        return [launcher.poll() for launcher in self.launchers]
+    def ended(self) -> dict[int, int]:
+        """Exit codes of the launchers that ended, by node."""
+        codes = {node: launcher.poll() for node, launcher in self.launchers.items()}
+        return {node: code for node, code in codes.items() if code is not None}
 
-    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float, pause_seconds: float = 0.02) -> bool:
-        """Whether the condition holds before the timeout and before a launcher ends."""
-        deadline = time.monotonic() + timeout_seconds
-        while not condition():
-            if time.monotonic() > deadline or any(code is not None for code in self.exit_codes()):
-                return condition()
-            time.sleep(pause_seconds)
-        return True
+    def leader(self) -> int:
+        """The leader by the launchers' output since the last call; the first machine at the start."""
+        for node in self.job.nodes:
+            with contextlib.suppress(OSError), (self.job.folder / f"launcher{node}.log").open("rb") as log:
+                log.seek(self._heard[node])
+                words = log.read()
+                self._heard[node] += len(words)
+                for said in _LEADS.findall(words):
+                    self._leader = self.job.nodes[int(said)]
+        return self._leader
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """Exit codes of all launchers; any that exceed the timeout are stopped."""
+        """Exit codes of all launchers by node; any that exceed the timeout are stopped."""
         deadline = time.monotonic() + timeout_seconds
-        for launcher in self.launchers:
+        for launcher in self.launchers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.1, deadline - time.monotonic()))
         self.stop()
-        return [int(launcher.returncode) for launcher in self.launchers]
+        return [int(self.launchers[node].returncode) for node in self.job.nodes]
 
     def stop(self) -> None:
-        """SIGTERM, which lets the ranks save, then SIGKILL; no process is left."""
-        end_launchers(self.launchers)
+        """SIGTERM (also to stopped processes), which lets the ranks save, then SIGKILL; no launcher is left."""
+        running = [launcher for launcher in self.launchers.values() if launcher.poll() is None]
+        for launcher in running:
+            launcher.send_signal(signal.SIGCONT)
+            launcher.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for launcher in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
+            launcher.kill()
+            launcher.wait()
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
         """Command lines of this job's processes that still run after a short grace period."""
@@ -147,8 +194,6 @@ class Running:
         return found
 
     def _processes(self) -> list[str]:
-        import psutil
-
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -156,65 +201,28 @@ class Running:
                     found.append(" ".join(process.cmdline()))
         return found
 
+    def left_behind(self) -> list[str]:
+        """Folders for temporary files of launchers, and half-written checkpoints, by node."""
+        found = []
+        for node in self.job.nodes:
+            private = [path.name for path in (self.job.disk(node) / "tmp").glob(f"{_OUR_PREFIX}*")]
+            drafts = [path.name for path in self.job.checkpoints(node).glob(".*step-*")]
+            found += [f"node {node}: {name}" for name in sorted([*private, *drafts])]
+        return found
+
 
 @contextmanager
-def started(job: SoakJob) -> Iterator[Running]:
+def started(job: Job) -> Iterator[Running]:
     """The job, running. On leaving, none of its launchers runs."""
-    mark = f"{os.getpid()}-{job.folder.name}-{time.monotonic_ns()}"
-    launchers: list[subprocess.Popen[bytes]] = []
-    running = Running(job, launchers, mark)
+    running = Running(job)
     try:
-        for node in range(len(job.machines)):
-            job.log_dir(node).mkdir(parents=True, exist_ok=True)
-            with (job.folder / f"launcher{node}.log").open("wb") as log:
-                launchers.append(
-                    subprocess.Popen(
-                        job.command(node),
-                        env={**environment(), _MARK: mark},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # they get Ctrl-C only through this process
-                    )
-                )
+        for node in job.nodes:
+            running.start(node)
         yield running
     finally:
         running.stop()
 
 
-def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The scalars of ``metrics.jsonl`` so far, without an incomplete last line."""
-    records = []
-    with contextlib.suppress(OSError):
-        for line in (output / "metrics.jsonl").read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if "kind" not in record:
-                    records.append(record)
-    return records
-
-
-def kill(pid: int) -> None:
+def send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def freeze(pid: int, seconds: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            time.sleep(seconds)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def environment() -> dict[str, str]:
-    import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2"}
+        os.kill(pid, number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,6 @@ class Stretch:
     world_size: int
     start: Place
     end: Place
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Ledger:
@@ -56,6 +53,10 @@ class Ledger:
         """The newest attempt that has trained a step; -1: none."""
         return max((line["attempt"] for line in self.lines() if line["event"] == "step"), default=-1)
 
+    def newest_attempt_has_saved(self) -> bool:
+        newest = self.newest_attempt()
+        return any(line["event"] == "save" and line["attempt"] == newest for line in self.lines())
+
     def first_step_after(self, moment: float, attempt: int, world_size: int = 0) -> float | None:
         """When an attempt with at least so many ranks made its first step after ``moment`` (Unix seconds)."""
         times = (
@@ -64,27 +65,6 @@ class Ledger:
             if line["event"] == "step" and line["attempt"] > attempt and line["world"] >= world_size
         )
         return min((each for each in times if each > moment), default=None)
-
-
-def attempts_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Every attempt that trained: world size, where it started, the last position that all its ranks reached."""
-    begins: dict[int, Line] = {}
-    reached: dict[int, dict[int, Place]] = defaultdict(dict)
-    for line in lines:
-        if line["event"] == "begin":
-            begins.setdefault(line["attempt"], line)
-        if line["event"] == "step":
-            ranks = reached[line["attempt"]]
-            ranks[line["rank"]] = max(ranks.get(line["rank"], (0, 0)), place(line["after"]))
-    return [
-        {
-            "attempt": number,
-            "world_size": line["world"],
-            "begun_at": list(line["place"]),
-            "ended_at": list(min(reached[number].values(), default=place(line["place"]))),
-        }
-        for number, line in sorted(begins.items())
-    ]
 
 
 def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
@@ -135,24 +115,15 @@ def merged(stretches: Iterable[Stretch]) -> list[Stretch]:
     return found
 
 
-def steps_of(lines: Iterable[Line], stretches: Iterable[Stretch]) -> dict[Key, Line]:
-    """The steps of every rank in these stretches."""
-    spans = {each.attempt: each for each in stretches}
+def steps_of(lines: Iterable[Line], stretches: Iterable[Stretch] | None = None) -> dict[Key, Line]:
+    """The steps of every rank in these stretches; without any, all."""
+    spans = {each.attempt: each for each in stretches or ()}
     found: dict[Key, Line] = {}
-    for line in lines:
-        span = spans.get(line["attempt"])
-        if (
-            line["event"] == "step"
-            and span
-            and span.start <= place(line["before"])
-            and place(line["after"]) <= span.end
-        ):
-            found[(place(line["before"]), line["rank"])] = line
+    for line in (line for line in lines if line["event"] == "step"):
+        before, after, span = place(line["before"]), place(line["after"]), spans.get(line["attempt"])
+        if stretches is None or (span and span.start <= before and after <= span.end):
+            found[before, line["rank"]] = line
     return found
-
-
-def all_steps(lines: Iterable[Line]) -> dict[Key, Line]:
-    return {(place(line["before"]), line["rank"]): line for line in lines if line["event"] == "step"}
 
 
 def samples_wrong(steps: Mapping[Key, Line], num_samples: int, epochs: int, orders: Mapping[int, Sequence[int]]) -> Any:

@@ -78,27 +78,6 @@ def paddle_job(pod: int, addresses: list[str]) -> dict[str, str]:
     return told | {"HOSTNAME": f"digits-worker-{pod}"}
 
 
-def paddle_operator(pod: int, addresses: list[str]) -> dict[str, str]:
-    """paddle-operator with ``intranet: PodIP``."""
-    return {
-        "PADDLE_TRAINERS": ",".join(addresses),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(f"{address}:2379" for address in addresses),
-        "PADDLE_TRAINERS_NUM": "2",
-        "PADDLE_PORT": "2379",
-        "TRAINER_PORTS_NUM": "20",
-        "POD_IP": addresses[pod],
-        "PADDLE_TRAINER_ID": str(pod),
-        "TRAINING_ROLE": "TRAINER",
-        "PADDLE_TRAINING_ROLE": "TRAINER",
-    }
-
-
-def elastic(pod: int, _: list[str]) -> dict[str, str]:
-    """paddle-operator, elastic, with ``intranet: Service``."""
-    told = {"PADDLE_ELASTIC_SERVER": "etcd:2379", "PADDLE_ELASTIC_JOB_ID": "default-digits", "PADDLE_ELASTIC_NP": "2"}
-    return told | {"PADDLE_ELASTIC_TIMEOUT": "60", "POD_IP": f"digits-worker-{pod}", "PADDLE_TRAINER_ID": str(pod)}
-
-
 def train_job(pod: int, _: list[str]) -> dict[str, str]:
     """TrainJob v2 with the torch runtime."""
     told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(pod)}
@@ -119,8 +98,6 @@ def volcano(pod: int, _: list[str]) -> dict[str, str]:
 
 NAMES: dict[Variables, list[str]] = {
     paddle_job: ["digits-worker-0", "digits-worker-1"],
-    paddle_operator: ["nobody-0", "nobody-1"],
-    elastic: ["digits-worker-0", "digits-worker-1"],
     train_job: ["digits-node-0-0.digits", "digits-node-0-1.digits"],
     indexed_job: ["digits-0.digits", "digits-1.digits"],
     volcano: ["digits-master-0.digits", "nobody-1"],
@@ -145,32 +122,6 @@ def test_a_launcher_in_each_pod_finds_the_others(
         assert places(both[1].output) == [(0, 2, 2, 0)], job.report()
         assert (tmp_path / "checkpoints" / "40").is_dir()
         assert job.orphans() == []
-    finally:
-        pods.remove()
-
-
-def test_ranks_in_pods_join_without_a_launcher(job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path) -> None:
-    pods = Pods(machines, NAMES[volcano])
-    try:
-        both = [start(job, pods, pod, volcano, [str(SCRIPT)], tmp_path) for pod in (1, 0)]
-        job.wait(120.0)
-        assert [one.process.returncode for one in both] == [0, 0], job.report()
-        assert [places(one.output) for one in both] == [[(1, 2, 2, 0)], [(0, 2, 2, 0)]]
-    finally:
-        pods.remove()
-
-
-@pytest.mark.parametrize("told", [paddle_job, indexed_job], ids=lambda told: told.__name__)
-def test_the_doctor_examines_the_pods(
-    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, told: Variables
-) -> None:
-    pods = Pods(machines, NAMES[told])
-    try:
-        doctor = ["-m", "fleet_train", "doctor", "--only=network"]
-        both = [start(job, pods, pod, told, doctor, tmp_path / str(pod)) for pod in (1, 0)]
-        job.wait(100.0)
-        assert [one.process.returncode for one in both] == [0, 0], job.report()
-        assert "PASS  port  2 pairs: " in both[1].output
     finally:
         pods.remove()
 

@@ -101,25 +101,6 @@ def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, 
     assert first.process.poll() == 3
 
 
-def test_a_node_with_another_secret_is_refused_at_once(bench: Bench, tmp_path: Path) -> None:
-    outside = tmp_path.with_name(f"{tmp_path.name}-secrets")
-    ours, theirs = secret_file(outside / "a"), secret_file(outside / "b", "another secret, 0123456789")
-    first = bench.start(_SAY, flags=[f"--job_secret_file={ours}", "--join_timeout=8"], node=0)
-    bench.start(_SAY, flags=[f"--job_secret_file={theirs}", "--join_timeout=60"], node=1)
-    ended = bench.ended()
-    assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
-    assert "another secret than this node; give every node the same --job_secret_file" in ended[1].output
-    assert f"node 1 ({HOSTS[1]}) did not connect within 8 s" in first.output
-
-
-def test_the_launcher_of_another_job_is_refused_by_name(bench: Bench) -> None:
-    bench.start(_WAIT, flags=["--join_timeout=8", "--job_id=mine"], node=0)
-    bench.start(_WAIT, flags=["--join_timeout=60", "--job_id=yours"], node=1)
-    ended = bench.ended()
-    assert [one.exit_code for one in ended] == [6, 5], bench.job.report()
-    assert "it belongs to another job, 'mine', and this is 'yours'" in ended[1].output
-
-
 def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:
     """From another address it is told so; from a node's own address it does not know the job's name."""
     first, second = bench.start_two(_WAIT, flags=["--job_id=mine"])

@@ -7,9 +7,94 @@ import re
 import pytest
 
 from tests.integration.launch.conftest import Bench
-from tests.support.processes import ROOT
 
-SCRIPT = ROOT / "tests" / "integration" / "launch" / "apart.py"
+# Programs that each rank trains alone, and innocent ones. argv: their names, in order.
+SCRIPT = """
+import sys
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet
+
+class Samples(paddle.io.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return np.full(4, index, "float32"), np.ones(1, "float32")
+
+def a_model(optimizer=None):
+    inputs = [paddle.static.InputSpec([None, 4], "float32", "x")]
+    labels = [paddle.static.InputSpec([None, 1], "float32", "y")]
+    model = paddle.Model(paddle.nn.Linear(4, 1), inputs, labels)
+    model.prepare(optimizer, paddle.nn.MSELoss())
+    if optimizer is None:
+        model.evaluate(Samples(), batch_size=4, verbose=0)
+    else:
+        model.fit(Samples(), batch_size=4, epochs=1, verbose=0)
+
+def program(minimize, same_samples=False):
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.static.scope_guard(paddle.static.Scope()):
+        x = paddle.static.data("x", [None, 4], "float32")
+        hidden = paddle.nn.BatchNorm1D(4)(paddle.static.nn.fc(x, 4))
+        seen = paddle.static.nn.cond(x.mean() > 0, lambda: x.sum(), lambda: x.mean())
+        minimize(hidden.square().mean(), (paddle.static.nn.fc(hidden, 1) - 1).square().mean())
+        exe = paddle.static.Executor()
+        exe.run(startup)
+        random = np.random.default_rng(0 if same_samples else fleet.worker_index())
+        for _ in range(8):
+            exe.run(main, feed={"x": random.standard_normal((8, 4)).astype("float32")}, fetch_list=[seen])
+
+def sgd():
+    return paddle.optimizer.SGD(0.01)
+
+def wrapped(strategy=None):
+    return fleet.distributed_optimizer(sgd(), strategy)
+
+def minimized_before(_, loss):
+    optimizer = sgd()
+    optimizer.minimize(loss)  # minimized before
+    fleet.distributed_optimizer(optimizer)
+
+def the_old_variable(_, loss):
+    optimizer = sgd()
+    fleet.distributed_optimizer(optimizer)
+    optimizer.minimize(loss)  # the old variable
+
+def evaluated_before(_, loss):
+    exe = paddle.static.Executor()
+    exe.run(paddle.static.default_startup_program())
+    exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+    sgd().minimize(loss)  # evaluated before
+
+def one_of_two(first, second):
+    wrapped().minimize(first)
+    sgd().minimize(second)  # one of two
+
+CASES = {
+    "evaluation": lambda: program(lambda *_: None),
+    "converted": lambda: program(lambda _, loss: wrapped().minimize(loss)),
+    "two converted": lambda: program(lambda first, second: [wrapped().minimize(loss) for loss in (first, second)]),
+    "merged": lambda: program(lambda _, loss: wrapped("gradient_merge").minimize(loss)),
+    "evaluated model": a_model,
+    "forgotten": lambda: program(lambda _, loss: sgd().minimize(loss)),  # forgotten
+    "a model": lambda: a_model(paddle.optimizer.Adam()),
+    "minimized before": lambda: program(minimized_before),
+    "the old variable": lambda: program(the_old_variable),
+    "evaluated before": lambda: program(evaluated_before),
+    "one of two": lambda: program(one_of_two),
+    "same samples": lambda: program(lambda _, loss: wrapped().minimize(loss), same_samples=True),
+}
+
+paddle.enable_static()
+fleet.init(is_collective=True)
+for name in sys.argv[1:]:
+    print(f"begin {name}", file=sys.stderr, flush=True)
+    with paddle.utils.unique_name.guard():
+        CASES[name]()
+"""
 INNOCENT = ("evaluation", "converted", "two converted", "merged", "evaluated model")
 ALONE = ("forgotten", "minimized before", "the old variable", "evaluated before", "one of two")
 SIDE_BY_SIDE = "ranks ran side by side: none called fleet.init, and none was seen to connect to another"
@@ -50,17 +135,15 @@ def test_each_mistake_is_said_once_by_rank_0_and_nobody_else_is_accused(bench: B
     assert launcher.process.wait(timeout=300) == 0, launcher.output
     found = notices(launcher.output)
     lines = {
-        line.rpartition("# ")[2]: number
-        for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
-        if "# " in line
+        line.rpartition("# ")[2]: number for number, line in enumerate(SCRIPT.strip().splitlines(), 1) if "# " in line
     }
     assert {name: said for name, said in found.items() if name in INNOCENT} == {name: [] for name in INNOCENT}
     for name in ALONE:
         (said,) = found[name]
-        assert said.startswith(f"apart.py, line {lines[name]} (")
+        assert said.startswith(f"script.py, line {lines[name]} (")
         assert "so 2 ranks train 2 models; write optimizer = fleet.distributed_optimizer(optimizer) before it" in said
     (said,) = found["a model"]
-    assert re.match(r"apart\.py, line \d+ \(model\.prepare\(optimizer, paddle\.nn\.MSELoss\(\)\)\)", said)
+    assert re.match(r"script\.py, line \d+ \(model\.prepare\(optimizer, paddle\.nn\.MSELoss\(\)\)\)", said)
     (said,) = found["same samples"]
     assert "fleet_train.data.ShardedBatchSampler" in said
     assert [case for case, said in notices(bench.log("node0/log/workerlog.1")).items() if said] == []

@@ -1,4 +1,4 @@
-"""Jobs on one machine: how ranks end, and the launcher's exit code and report."""
+"""Jobs on one machine: how ranks end, the launcher's exit code and report, and logs that cannot be written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,9 +25,7 @@ while len(os.listdir(sys.argv[3])) < 2:
     time.sleep(0.01)
 print("began", flush=True)
 how = sys.argv[1 + rank]
-if how == "segv":
-    os.kill(os.getpid(), signal.SIGSEGV)
-elif how == "kill":
+if how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 elif how == "echo":
     sys.exit(11)
@@ -47,7 +44,6 @@ time.sleep(120)
 @pytest.mark.parametrize(
     ("rank_0", "rank_1", "exit_code", "root_cause", "how"),
     [
-        ("wait", "segv", 139, 1, "killed by SIGSEGV"),
         ("echo", "late", 7, 1, "exit code 7"),
         ("fail", "stubborn", 5, 0, "exit code 5"),
         ("wait", "kill", 137, 1, "killed by SIGKILL"),
@@ -68,15 +64,6 @@ def test_the_root_cause_decides_the_exit_code_and_no_process_is_left(
     assert bench.files_with(SECRET) == []
 
 
-@pytest.fixture
-def heard_interrupts() -> Iterator[None]:
-    """A shell starts what it puts into the background with SIGINT ignored, and children inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heard_interrupts")
 def test_ctrl_c_ends_everything_with_one_message(bench: Bench) -> None:
     (bench.folder / "here").mkdir()
     launcher = bench.start(_ENDINGS, "wait", "wait", str(bench.folder / "here"), flags=_TWO)
@@ -90,36 +77,22 @@ def test_ctrl_c_ends_everything_with_one_message(bench: Bench) -> None:
     assert bench.job.leftovers() == []
 
 
-def test_a_module_under_paddlecloud_variables(bench: Bench) -> None:
-    pod = {"PADDLE_TRAINERS": "127.0.0.1", "POD_IP": "127.0.0.1", "PADDLE_PORT": str(bench.first_port)}
-    module = "import os, sys\nprint(os.environ['PADDLE_CURRENT_ENDPOINT'], sys.argv[1:], os.environ.get('PADDLE_PORT'))"
-    (bench.folder / "node0").mkdir()
-    (bench.folder / "node0" / "my_module.py").write_text(module)
-    launcher = bench.start("", flags=["--use_paddlecloud", "-m", "my_module"], environ=pod)
-    assert launcher.process.wait(timeout=120) == 0, launcher.output
-    # The bench's own script name comes behind the module: an argument like any other.
-    expected = f"127.0.0.1:{bench.first_port} ['{bench.folder / 'script.py'}'] None\n"
-    assert bench.log() == expected
-    assert launcher.output.endswith(expected)
-
-
-def test_a_port_in_use_is_an_error_that_names_its_owner(bench: Bench) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", bench.first_port + 1))
-        taken.listen()
-        bench.start("", flags=_TWO)
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (_TWO, r"port \d+ on 127\.0\.0\.1, which rank 1 needs.* is in use by process"),
+        (
+            ["--ips=192.0.2.200,192.0.2.201", "--host=192.0.2.201"],
+            "--node_ip=192.0.2.201 is not an address of this machine: this machine has 127.0.0.1",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_is_an_error_of_one_line(bench: Bench, flags: list[str], told: str) -> None:
+    with socket.create_server(("127.0.0.1", bench.first_port + 1)):
+        bench.start("", flags=flags)
         (ended,) = bench.ended()
     assert ended.exit_code == 5
-    assert f"port {bench.first_port + 1} on 127.0.0.1, which rank 1 needs" in ended.output
-    assert "is in use by process" in ended.output
-    assert len(ended.output.splitlines()) == 1
-
-
-def test_an_address_that_is_not_ours_is_an_error_that_lists_ours(bench: Bench) -> None:
-    bench.start("", flags=["--ips=192.0.2.200,192.0.2.201", "--host=192.0.2.201"])
-    (ended,) = bench.ended()
-    assert ended.exit_code == 5
-    assert "--node_ip=192.0.2.201 is not an address of this machine: this machine has 127.0.0.1" in ended.output
+    assert re.search(told, ended.output), ended.output
     assert len(ended.output.splitlines()) == 1
 
 
@@ -140,65 +113,39 @@ def test_dry_run_prints_the_command_and_starts_nothing(bench: Bench) -> None:
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_help_answers_in_less_than_half_a_second(bench: Bench) -> None:
-    seconds = []
-    for _ in range(3):  # processor time, since the machine may be busy with something else; the best one counts
-        before = os.times()
-        assert bench.start("", flags=["--help"]).process.wait(timeout=120) == 0
-        after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(seconds) < 0.5
-
-
-_ONE_OF_TWO_JOBS = """
-import os, pathlib, sys, time
-here = pathlib.Path(sys.argv[1])
-here.joinpath(sys.argv[2]).touch()
-while len(os.listdir(here)) < 2:
-    time.sleep(0.01)
-print("rank of", sys.argv[2], flush=True)
+# The end records are written under another name first. As on a full disk, no file can be made where there is a folder.
+_WITHOUT_RECORDS = """
+import os, sys
+for rank in range(2):
+    record = f"{os.environ['PADDLE_LOG_DIR']}/workerend.{rank}.json.tmp"
+    os.makedirs(record, exist_ok=True)
+sys.exit(int(sys.argv[1]) if os.environ["PADDLE_TRAINER_ID"] == "1" else 0)
 """
 
 
-def test_two_jobs_from_one_folder_keep_their_logs_apart(bench: Bench) -> None:
-    here = bench.folder / "here"
-    here.mkdir()
-    first = bench.start(_ONE_OF_TWO_JOBS, str(here), "first")
-    bench.wait_for((here / "first").exists, "the first job is at work")
-    other_ports = [f"--started_port={bench.first_port + 2}"]
-    second = bench.start(_ONE_OF_TWO_JOBS, str(here), "second", flags=other_ports, job=" second")
-    assert [each.process.wait(timeout=120) for each in (first, second)] == [0, 0], bench.job.report()
-    assert bench.log("node0/log/workerlog.0") == "rank of first\n"
-    assert bench.log("node0/log.2/workerlog.0") == "rank of second\n"
-    said = next(line for line in second.output.splitlines() if "is in use" in line)
-    assert f"{bench.folder}/node0/log is in use by another job (process {first.process.pid} of " in said
-    assert f"logs in {bench.folder}/node0/log.2" in second.output
-
-
-def test_many_arguments_reach_the_ranks(bench: Bench) -> None:
-    bench.start("import sys\nprint(len(sys.argv))", *["x" * 1000] * 172)
+@pytest.mark.long
+@pytest.mark.parametrize("code", [0, 7])
+def test_without_records_of_their_ends_the_ranks_exit_codes_decide(bench: Bench, code: int) -> None:
+    for rank in range(2):  # from the beginning: not even that the ranks have started can be written down
+        (bench.folder / "node0" / "log" / f"workerend.{rank}.json.tmp").mkdir(parents=True)
+    bench.start(_WITHOUT_RECORDS, str(code), flags=_TWO)
     (ended,) = bench.ended()
-    assert ended.exit_code == 0, ended.output
-    assert bench.log() == "173\n"
+    assert ended.exit_code == code, ended.output
+    said = [line for line in ended.output.splitlines() if "cannot be written" in line]
+    assert len(said) == 1, ended.output
+    assert said[0].endswith(f"cannot be written: {os.strerror(21)}; the job continues, logs are incomplete")
+    if code:
+        assert "rank 1" in next(line for line in ended.output.splitlines() if "the job has failed" in line)
 
 
-# The launcher's own environment fits; with what it adds for its ranks it does not.
-_HUGE = """export HUGE=$(head -c 100000 /dev/zero | tr '\\0' x)
-python -c '
-import os
-from fleet_train.launch import prepare
-from fleet_train.cli import main
-before = prepare.Launch.variables_of
-prepare.Launch.variables_of = lambda self, local: before(self, local) | {"HUGE": 2 * os.environ["HUGE"]}
-main()
-' "${@:4}" """
-
-
-def test_an_environment_that_the_kernel_does_not_take_is_one_error_and_leaves_nothing(bench: Bench) -> None:
-    bench.start("print('a rank ran')", flags=["--max_restarts=2"], shell=_HUGE)
+@pytest.mark.long
+def test_a_folder_that_cannot_be_written_from_the_beginning_is_refused(bench: Bench) -> None:
+    log = bench.folder / "node0" / "log"
+    (log / "workerlog.0").mkdir(parents=True)
+    bench.start("print('a rank ran')")
     (ended,) = bench.ended()
     assert ended.exit_code == 5, ended.output
-    assert "Traceback" not in ended.output
-    assert re.search(r"the environment has 2\d{5} bytes .*\b131072 in one word", ended.output.splitlines()[-1])
-    assert "restart" not in ended.output
-    assert bench.job.leftovers() == []
+    assert ended.output.splitlines()[-1] == (
+        f"fleet_train: --log_dir={log}: {log}/workerlog.0 cannot be written: {os.strerror(21)}; make "
+        "room, or choose another folder"
+    )

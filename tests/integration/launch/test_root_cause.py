@@ -6,10 +6,105 @@ import re
 
 import pytest
 
-from tests.integration.launch.conftest import Bench
-from tests.support.processes import ROOT
+from tests.integration.launch.conftest import SECRET, Bench
 
-SCRIPT = ROOT / "tests" / "integration" / "launch" / "faulty_rank.py"
+# Trains; at step 3 of the first attempt rank 1, or every rank, does what the first argument says.
+SCRIPT = """
+import atexit
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet
+from fleet_train.errors import DataError, FleetTrainError
+from fleet_train.profile import Profile
+from fleet_train.train.agree import ask_first_worker
+
+def raise_and_exit_slowly() -> None:
+    sys.excepthook = lambda _, error, __: print(f"other hook: {error}", flush=True)
+    atexit.register(lambda: time.sleep(60))
+    threading.Thread(target=lambda: time.sleep(60)).start()
+    raise DataError("bad row")
+
+def raise_system_exit() -> None:
+    raise SystemExit(3)
+
+def make_children() -> None:
+    # A child that ends the script, one that calls fleet, and one of multiprocessing; then the parent goes on.
+    for child in (sys.exit, ask_in_child):
+        pid = os.fork()
+        if pid == 0:
+            child()
+            sys.exit(5)
+        os.waitpid(pid, 0)
+    worker = multiprocessing.get_context("fork").Process(target=sys.exit)
+    worker.start()
+    worker.join()
+
+def ask_in_child() -> None:
+    try:
+        fleet.barrier_worker()
+    except FleetTrainError as error:
+        print(f"a child was told: {error}", flush=True)
+        raise
+
+def break_links() -> None:
+    # All connections but those of the job's store end; the processes live.
+    store = int(os.environ["FLEET_TRAIN_STORE"].partition("/")[0].rpartition(":")[2])
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as connection:
+            if connection.getpeername()[1:2] not in ((store,), ()):
+                connection.shutdown(socket.SHUT_RDWR)
+
+def use_full_disk() -> None:
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        ask_first_worker(write)
+    finally:
+        time.sleep(1.0 if fleet.worker_index() == 0 else 0.0)  # the others are quicker to report it
+
+FAULTS = {
+    "raise, exit slowly": raise_and_exit_slowly,
+    "raise SystemExit 3": raise_system_exit,
+    "sys.exit 3": lambda: sys.exit(3),
+    "os._exit 0": lambda: os._exit(0),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "children": make_children,
+}
+FAULTS_OF_ALL = {"links break": break_links, "full disk": use_full_disk}
+
+def main() -> None:
+    paddle.enable_static()
+    fleet.init()
+    x = paddle.static.data("x", [8, 4])
+    loss = paddle.mean(paddle.static.nn.fc(x, 1) ** 2)
+    profile = Profile(collective_timeout_seconds=10 if sys.argv[1] == "freeze" else 60)
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), profile).minimize(loss)
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(fleet.startup_program)
+    for step in range(1, 7):
+        if step == 3 and sys.argv[1] in FAULTS_OF_ALL:
+            if os.environ["FLEET_TRAIN_ATTEMPT"] == "0":
+                FAULTS_OF_ALL[sys.argv[1]]()
+        elif step == 3 and fleet.worker_index() == 1:
+            FAULTS[sys.argv[1]]()
+        exe.run(fleet.main_program, feed={"x": np.ones((8, 4), "float32")}, fetch_list=[loss])
+    print("all steps made", flush=True)
+
+main()
+"""
 
 
 def rows(output: str) -> list[list[str]]:
@@ -32,61 +127,44 @@ def _exits(code: int, why: str) -> str:
 
 _LEFT = r"left the job while others waited for it at step 3"
 _BROKE = r"was lost \(its connection broke\) while others waited for it at step 3"
-_MISSED = r"did not arrive at step 3 within 2 s"
-_MISSED_THERE = r"did not arrive at a collective that failed within 5 s"
+_MISSED = r"did not arrive at step 3 within 10 s"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "exit_code", "how", "last_line", "told"),
+    ("fault", "exit_code", "how", "told"),
     [
         # Its exit handler and its thread would run for a minute; the launcher does not wait so long.
-        ("raise, then exit slowly", 1, "ValueError, then stopped by SIG(TERM|KILL)", "ValueError: boom", "boom"),
-        ("raise, another hook", 10, _exits(10, "DataError"), "fleet_train.errors.DataError: bad row", "bad row"),
-        ("data loader", 1, _exits(1, r"\w*Error"), None, "stopped with"),
-        ("sys.exit text", 1, _exits(1, r"sys\.exit"), "no disk left", "sys.exit: no disk left"),
-        ("raise SystemExit 3", 3, _exits(3, _LEFT), None, "left the job"),
-        ("exit 0", 11, _exits(0, _LEFT), None, "left the job"),
-        ("os._exit 0", 11, _exits(0, _BROKE), None, "was lost"),
-        ("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", None, "did not arrive within 2 s"),
-        # Gloo's own timeout comes before that of the profile, which has no influence on a collective that has begun.
-        ("freeze in the step", 11, rf"{_MISSED_THERE}, then stopped by SIGKILL", None, "TIMEOUT"),
+        pytest.param(
+            "raise, exit slowly",
+            10,
+            "DataError, then stopped by SIG(TERM|KILL)",
+            "bad row",
+            marks=pytest.mark.long,
+        ),
+        ("sys.exit 3", 3, _exits(3, r"sys\.exit\(3\)"), "sys.exit"),
+        pytest.param("raise SystemExit 3", 3, _exits(3, _LEFT), "left the job", marks=pytest.mark.long),
+        pytest.param("os._exit 0", 11, _exits(0, _BROKE), "was lost", marks=pytest.mark.long),
+        pytest.param("freeze", 11, f"{_MISSED}, then stopped by SIGKILL", "did not arrive", marks=pytest.mark.long),
+        ("kill", 137, "killed by SIGKILL", ""),
     ],
-)  # fmt: skip
+)
 def test_the_rank_that_failed_is_named_on_both_nodes(
-    bench: Bench, fault: str, exit_code: int, how: str, last_line: str | None, told: str
+    bench: Bench, fault: str, exit_code: int, how: str, told: str
 ) -> None:
     bench.start_two(SCRIPT, fault)
     ended = bench.ended(120.0)
     assert [one.exit_code for one in ended] == [exit_code, exit_code], bench.job.report()
     for one in ended:
         check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", how)
-        if last_line is not None:
-            assert f"  | {last_line}" in one.output.splitlines(), bench.job.report()
-    (line,) = [line for line in bench.log().splitlines() if line.startswith("fleet_train: WorkerFailed:")]
-    assert f"rank 1 (127.0.0.3:{bench.first_port})" in line
-    assert told in line
-    if fault == "raise, another hook":
-        assert "other hook: bad row" in bench.log("node1/log/workerlog.0").splitlines()
+        if fault == "raise, exit slowly":
+            assert "  | fleet_train.errors.DataError: bad row" in one.output.splitlines(), bench.job.report()
+            assert "other hook: bad row" in bench.log("node1/log/workerlog.0").splitlines()
+    if told:
+        (line,) = [line for line in bench.log().splitlines() if line.startswith("fleet_train: WorkerFailed:")]
+        assert f"rank 1 (127.0.0.3:{bench.first_port})" in line
+        assert told in line
     assert bench.job.leftovers() == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "exit_code", "how"),
-    [
-        pytest.param("loop", 11, f"{_MISSED}, then stopped by SIGTERM", marks=pytest.mark.long),
-        ("sys.exit 3", 3, _exits(3, r"sys\.exit\(3\)")),
-        pytest.param(
-            "never join", 11, r"exit code 0 \(left the job while others waited for it at join\)", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_the_rank_that_failed_is_named_on_one_node(bench: Bench, fault: str, exit_code: int, how: str) -> None:
-    bench.start(SCRIPT, fault, flags=["--nproc_per_node=2"])
-    (ended,) = bench.ended(120.0)
-    assert ended.exit_code == exit_code, bench.job.report()
-    check_table(bench, ended.output, f"127.0.0.1:{bench.first_port + 1}", how)
-    assert bench.job.leftovers() == []
+    assert bench.files_with(SECRET) == []
 
 
 def test_a_full_disk_of_rank_0_is_rank_0s_failure_though_all_ranks_raise_it(bench: Bench) -> None:
@@ -119,14 +197,3 @@ def test_children_of_a_rank_have_no_part_in_its_job(bench: Bench) -> None:
     assert "a child was told: process" in log
     assert "was forked from rank 1" in log
     assert "all steps made" in log
-
-
-@pytest.mark.long
-def test_a_rank_that_left_long_before_it_was_missed_fails_on_its_own_node_too(bench: Bench) -> None:
-    """Longer than the launchers of one job ever wait for each other at its end."""
-    bench.start_two(SCRIPT, "exit 0, missed late", flags=["--join_timeout=10"])
-    ended = bench.ended(200.0)
-    assert [one.exit_code for one in ended] == [11, 11], bench.job.report()
-    for one in ended:
-        check_table(bench, one.output, f"127.0.0.3:{bench.first_port}", _exits(0, _LEFT))
-    assert "this node's ranks have ended; waiting for those of node 0 (127.0.0.2)\n" in ended[1].output

@@ -1,11 +1,16 @@
-"""Jobs on two loopback nodes. The scripts import no Paddle: ranks start at once."""
+"""Jobs on two loopback nodes: how they begin, end, and continue after a fault. The scripts import no Paddle."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
+from collections.abc import Sequence
+
+import pytest
 
 from tests.integration.launch.conftest import HOSTS, SECRET, Bench, send
+from tests.support.processes import Started
 
 _SAY = """
 import os, sys
@@ -15,19 +20,6 @@ for name in "TRAINER_ID TRAINERS_NUM TRAINER_ENDPOINTS LOCAL_RANK".split():
 for name in ("FLEET_TRAIN_STORE", "OMP_NUM_THREADS"):
     print(name, os.environ.get(name))
 print("token", "SECRET_TOKEN" in os.environ)
-"""
-
-_FAIL = """
-import os, pathlib, sys, time
-rank, here = int(os.environ["PADDLE_TRAINER_ID"]), pathlib.Path(sys.argv[1])
-print("rank", rank, "began", flush=True)
-here.joinpath(str(rank)).touch()
-if rank == 1:
-    while not here.joinpath("0").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)
-    raise ValueError("the data of rank 1 is bad")
-time.sleep(120)
 """
 
 _SLEEP = """
@@ -68,23 +60,6 @@ def test_one_job_over_two_nodes(bench: Bench) -> None:
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_every_node_shows_the_same_root_cause(bench: Bench) -> None:
-    (bench.folder / "here").mkdir()
-    bench.start_two(_FAIL, str(bench.folder / "here"))
-    ended = bench.ended()
-    assert [one.exit_code for one in ended] == [1, 1], bench.job.report()
-    log = bench.folder / "node1" / "log" / "workerlog.0"
-    for one in ended:
-        lines = one.output.splitlines()
-        assert "  | ValueError: the data of rank 1 is bad" in lines
-        assert lines[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
-        assert lines[-2].endswith(str(log))
-        assert lines[-1].startswith(f"secondary     0     127.0.0.2:{bench.first_port}  stopped by SIGTERM")
-    assert "rank 0 began" in ended[0].output
-    assert bench.files_with(SECRET) == []
-    bench.no_orphans_within(1.0)
-
-
 def test_a_killed_launcher_leaves_no_process_and_the_others_get_an_error(bench: Bench) -> None:
     first, second = bench.start_two(_SLEEP)
     bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
@@ -110,16 +85,22 @@ def test_kill_of_one_launcher_ends_the_job_on_all_nodes(bench: Bench) -> None:
     bench.no_orphans_within(1.0)
 
 
-def test_nodes_that_were_started_differently_are_refused_before_a_rank_starts(bench: Bench) -> None:
-    script = "print('a rank ran')"
-    bench.start(script, node=0, flags=["--nproc_per_node=1"])
-    bench.start(script, node=1, flags=["--nproc_per_node=1", "--strategy=multi_node"])
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [(["--strategy=multi_node"], "--strategy is"), (["--set=environment.T=abd"], "environment.T=(digest ")],
+)
+def test_nodes_that_were_started_differently_are_refused_before_a_rank_starts(
+    bench: Bench, other: list[str], told: str
+) -> None:
+    bench.start("print('a rank ran')", node=0, flags=["--set=environment.T=abc"] if "--set" in other[0] else [])
+    bench.start("print('a rank ran')", node=1, flags=other)
     ended = bench.ended()
     assert [one.exit_code for one in ended] == [8, 8], bench.job.report()
     for one in ended:
         *before, last = one.output.splitlines()
-        assert "--strategy is" in last
+        assert told in last
         assert all("waiting for node" in line for line in before), one.output  # the other one started late
+        assert "abd" not in one.output
     assert "a rank ran" not in bench.job.report()
 
 
@@ -131,3 +112,147 @@ def test_a_node_that_does_not_come_is_named(bench: Bench) -> None:
         "fleet_train: JoinTimeout: node 1 (127.0.0.3) did not connect within 1.5 s (--join_timeout)"
     )
     assert sys.executable not in ended.output
+
+
+# What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones. Rank 1 fails
+# once rank 0 has begun.
+_ATTEMPTS = """
+import os, pathlib, signal, sys, time
+attempt, rank = int(os.environ["FLEET_TRAIN_ATTEMPT"]), int(os.environ["PADDLE_TRAINER_ID"])
+words = sys.argv[1].split(",")
+print("attempt", attempt, "rank", rank, "of", os.environ["PADDLE_TRAINERS_NUM"], flush=True)
+pathlib.Path(f"{sys.argv[2]}/{attempt}.{rank}").touch()
+how = words[min(attempt, len(words) - 1)]
+if how == "wait":
+    time.sleep(120)
+if how == "done":
+    sys.exit(0)
+if rank == 1:
+    while not os.path.exists(f"{sys.argv[2]}/{attempt}.0"):
+        time.sleep(0.01)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError(f"bad row {attempt}")
+time.sleep(120)
+"""
+
+
+def start_two(bench: Bench, words: str, *flags: str) -> tuple[Started, Started]:
+    return start(bench, 0, words, *flags), start(bench, 1, words, *flags)
+
+
+def start(bench: Bench, node: int, words: str, *flags: str) -> Started:
+    here = bench.folder / "here"
+    here.mkdir(exist_ok=True)
+    return bench.start(_ATTEMPTS, words, str(here), flags=["--max_restarts=3", *flags], node=node)
+
+
+def wait_for_attempt(bench: Bench, attempt: int, logs: Sequence[str] = ("node0", "node1")) -> None:
+    bench.wait_for_output(f"attempt {attempt} rank", *(f"{node}/log/workerlog.0" for node in logs))
+
+
+def test_a_rank_that_is_killed_takes_the_job_to_another_attempt(bench: Bench) -> None:
+    start_two(bench, "kill,done")
+    first, second = bench.ended()
+    assert (first.exit_code, second.exit_code) == (0, 0), bench.job.report()
+    for attempt, name in enumerate(("workerlog.0.attempt0", "workerlog.0")):
+        for rank in (0, 1):
+            assert bench.log(f"node{rank}/log/{name}") == f"attempt {attempt} rank {rank} of 2\n"
+    rank_1 = f"rank 1 (127.0.0.3:{bench.first_port}) failed first: killed by SIGKILL"
+    (told,) = [line for line in first.output.splitlines() if "restart " in line]
+    assert told.startswith(f"fleet_train: attempt 0: {rank_1}")
+    assert told.endswith("; restart 1 of 3 in 1 s")
+    assert rank_1 in second.output  # each node hears of it, in one line
+    assert "failed first  1" not in first.output  # the table is for the end of a job
+    bench.no_orphans_within(1.0)
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: Bench) -> None:
+    start_two(bench, "raise")
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [1, 1], bench.job.report()
+    for one in ended:
+        assert "  | ValueError: bad row 1" in one.output.splitlines()
+        assert one.output.splitlines()[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
+    assert "not restarted: it failed twice in the same way" in ended[0].output
+    assert bench.job.leftovers() == []
+
+
+@pytest.mark.long
+def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench) -> None:
+    words, patience = "wait,wait,done", "--rejoin_timeout=60"
+    first, second = start_two(bench, words, patience)
+    wait_for_attempt(bench, 0)
+    send(second, signal.SIGKILL)
+    second.process.wait()
+    bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
+    assert "attempt 0: the launcher of node 1 (127.0.0.3) was lost" in first.output
+    start(bench, 1, words, patience)
+    wait_for_attempt(bench, 1)
+    send(first, signal.SIGKILL)
+    first.process.wait()
+    bench.wait_for_output("node 1 (127.0.0.3) is the leader from now on", "node1.log")
+    start(bench, 0, words, patience)
+    assert [one.exit_code for one in bench.ended()] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], bench.job.report()
+    # The new launcher of node 0 follows, and has heard from the other one how often the job has begun.
+    assert [bench.log(f"node{node}/log/workerlog.0") for node in (0, 1)] == [
+        "attempt 2 rank 0 of 2\n",
+        "attempt 2 rank 1 of 2\n",
+    ]
+    bench.no_orphans_within(1.0)
+    assert list(bench.temporary.iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_launcher_that_is_killed_during_a_restart_leaves_no_process(bench: Bench) -> None:
+    first, second = start_two(bench, "kill")
+    second_attempt = bench.folder / "node0" / "log" / "workerlog.0.attempt0"  # the first one's, when another begins
+    bench.wait_for(second_attempt.exists, "the ranks of the second attempt are starting")
+    for launcher in (first, second):
+        send(launcher, signal.SIGKILL)
+    bench.no_orphans_within(10.0)
+
+
+# The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the barriers.
+_SAVES = """
+import os, pathlib, signal, sys, time
+stop, seconds = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+def on_sigterm(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    stop.touch()
+signal.signal(signal.SIGTERM, on_sigterm)
+print("began", flush=True)
+while not stop.exists():
+    time.sleep(0.01)
+time.sleep(seconds)
+print("saved", flush=True)
+sys.exit(12)
+"""
+
+
+def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> None:
+    stop = bench.folder / "stop"
+    _, second = bench.start_two(_SAVES, str(stop), "4.5", flags=["--max_restarts=3"])  # longer than a failed rank gets
+    bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    send(second, signal.SIGTERM)
+    ended = bench.ended()
+    assert [one.exit_code for one in ended] == [12, 12], bench.job.report()
+    for node, one in enumerate(ended):
+        assert bench.log(f"node{node}/log/workerlog.0") == "began\nsaved\n"
+        assert one.output.splitlines()[-1] == (
+            "fleet_train: node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state and stopped: "
+            "start it again to continue"
+        )
+    bench.no_orphans_within(1.0)
+
+
+def test_the_grace_has_an_end(bench: Bench) -> None:
+    launcher = bench.start(_SAVES, str(bench.folder / "stop"), "300", flags=["--grace_seconds=1"])
+    bench.wait_for_output("began", "node0/log/workerlog.0")
+    began = time.monotonic()
+    send(launcher, signal.SIGUSR1)
+    assert launcher.process.wait(timeout=250) == 128 + signal.SIGUSR1
+    assert time.monotonic() - began < 200.0
+    assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
+    assert bench.job.leftovers() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import paddle
@@ -10,9 +11,8 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 
-from tests.programs.catalogue.entry import program
-from tests.programs.feeds import classes, floats
-from tests.programs.script import BATCH, STEPS, Script
+from tests.programs.catalogue import BATCH, STEPS, classes, floats, program
+from tests.programs.script import Script
 
 
 class _Samples(paddle.io.Dataset):
@@ -30,26 +30,23 @@ class _Samples(paddle.io.Dataset):
         return len(self._columns[0])
 
 
-class _Shares(paddle.io.BatchSampler):
-    """The places of this rank's share in each joint batch."""
+def _classifier(script: Script, *hidden: int) -> Any:
+    """The loss of a network with tanh layers of these widths, new in the current program."""
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    for width in hidden:
+        x = F.tanh(nn.Linear(8, width)(x))
+    return F.cross_entropy(nn.Linear(8, 5)(x), y)
 
-    def __init__(self, script: Script) -> None:
-        size = BATCH // script.ranks
-        starts = range(script.rank * size, STEPS * BATCH, BATCH)
-        self._batches = [list(range(start, start + size)) for start in starts]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
+def _minimized(script: Script, optimizer: Any, *hidden: int) -> Any:
+    loss = _classifier(script, *hidden)
+    script.minimize(optimizer, loss)
+    return loss
 
 
 @program("The batch size differs in each step.")
 def changing_batches(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
-    script.minimize(Momentum(0.1, 0.9), loss)
+    loss = _minimized(script, Momentum(0.1, 0.9), 8)
     script.start()
     for step, samples in enumerate((8, 4, 16, 12, 4)):
         script.run(script.batch(step, samples=samples), [loss])
@@ -69,63 +66,49 @@ def changing_fetches(script: Script) -> None:
 
 @program("A gradient is fetched with the loss: the script gets this rank's own gradient.")
 def fetched_gradients(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    loss = _classifier(script)
     _, pairs = script.wrap(SGD(0.1)).minimize(loss)
     script.start()
     for batch in script.batches():
         script.run(batch, [loss, *(gradient for _, gradient in pairs)])
 
 
-@program("Evaluation between steps by a second program with the same parameters.")
-def evaluation(script: Script) -> None:
-    def network():
-        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
-
-    with paddle.utils.unique_name.guard():
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        loss = F.cross_entropy(network()(x), y)
-        script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    judging = paddle.static.Program()
-    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        judged = F.cross_entropy(network()(x), y)
+def _evaluated(script: Script, loss: Any, judging: Any, judged: Any) -> None:
     script.start()
     for step, batch in enumerate(script.batches()):
         script.run(batch, [loss])
         script.evaluate(script.batch(50 + step, judging), [judged], judging)
+
+
+@program("Evaluation between steps by a second program with the same parameters.")
+def evaluation(script: Script) -> None:
+    with paddle.utils.unique_name.guard():
+        loss = _minimized(script, Adam(0.01, epsilon=1e-3), 8)
+    judging = paddle.static.Program()
+    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
+        judged = _classifier(script, 8)
+    _evaluated(script, loss, judging, judged)
 
 
 @program("The evaluation program is built first, the training program after it.")
 def evaluation_first(script: Script) -> None:
     judging = paddle.static.Program()
     with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        judged = F.cross_entropy(nn.Linear(8, 5)(x), y)
+        judged = _classifier(script)
     with paddle.utils.unique_name.guard():
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
-        script.minimize(SGD(0.1), loss)
-    script.start()
-    for step, batch in enumerate(script.batches()):
-        script.run(batch, [loss])
-        script.evaluate(script.batch(50 + step, judging), [judged], judging)
+        loss = _minimized(script, SGD(0.1))
+    _evaluated(script, loss, judging, judged)
 
 
 @program("State is saved in the middle, changed by more steps and loaded; training continues.")
 def save_and_load(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    loss = _minimized(script, Adam(0.01, epsilon=1e-3), 8)
     script.start()
-    for step in (0, 1):
-        script.run(script.batch(step), [loss])
-    script.save()
-    for step in (7, 8):
-        script.run(script.batch(step), [loss])
-    script.load()
-    for step in (2, 3):
-        script.run(script.batch(step), [loss])
+    for steps, then in (((0, 1), script.save), ((7, 8), script.load), ((2, 3), None)):
+        for step in steps:
+            script.run(script.batch(step), [loss])
+        if then:
+            then()
 
 
 @program(
@@ -137,10 +120,12 @@ def data_loader(script: Script) -> None:
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
     script.minimize(Momentum(0.1, 0.9), loss)
     script.start()
+    size = BATCH // script.ranks
+    starts = range(script.rank * size, STEPS * BATCH, BATCH)
     loader = paddle.io.DataLoader(
         _Samples(script),
         feed_list=[x, y],
-        batch_sampler=_Shares(script),
+        batch_sampler=_Shares([list(range(start, start + size)) for start in starts]),
         num_workers=2,
         return_list=False,
         use_shared_memory=False,  # with it a worker hangs now and then: docs/paddle.md
@@ -149,12 +134,23 @@ def data_loader(script: Script) -> None:
         script.run_share(batch[0], [loss])
 
 
+class _Shares(paddle.io.BatchSampler):
+    """The places of this rank's share in each joint batch."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
 @program("The schedule is stepped with the loss: ReduceOnPlateau on the mean over ranks.")
 def reduce_on_plateau(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
     schedule = paddle.optimizer.lr.ReduceOnPlateau(0.1, factor=0.5, patience=0)
-    script.minimize(SGD(schedule), loss)
+    loss = _minimized(script, SGD(schedule))
     script.start()
     for batch in script.batches(6):
         (found,) = script.run(batch, [loss])
@@ -165,8 +161,7 @@ def reduce_on_plateau(script: Script) -> None:
 def own_and_default_program(script: Script) -> None:
     own, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(own, startup):
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        first = F.cross_entropy(nn.Linear(8, 5)(x), y)
+        first = _classifier(script)
         script.minimize(SGD(0.1), first, startup_program=startup)
     (z,) = script.inputs(z=floats(3))
     second = (nn.Linear(3, 1)(z) ** 2).mean()
@@ -183,8 +178,7 @@ def own_and_default_program(script: Script) -> None:
 def minimize_outside(script: Script) -> None:
     own, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(own, startup):
-        x, y = script.inputs(x=floats(8), y=classes(5))
-        loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+        loss = _classifier(script)
     with paddle.static.program_guard(own, startup):
         script.minimize(SGD(0.1), loss, startup_program=startup)
     script.start(startup)
@@ -211,21 +205,16 @@ def different_paces(script: Script) -> None:
 def accumulated_by_hand(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     layer = nn.Linear(8, 1)
-    halves = zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)
-    losses = [F.mse_loss(layer(part), goal) for part, goal in halves]
+    losses = [F.mse_loss(layer(part), goal) for part, goal in zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)]
     wrapped = script.wrap(SGD(0.1))
     pairs = [wrapped.backward(loss) for loss in losses]
-    sums = [(first[0], (first[1] + second[1]) / 2) for first, second in zip(*pairs, strict=True)]
-    wrapped.apply_gradients(sums)
-    mean = (losses[0] + losses[1]) / 2
-    script.train(mean)
+    wrapped.apply_gradients([(one[0], (one[1] + two[1]) / 2) for one, two in zip(*pairs, strict=True)])
+    script.train((losses[0] + losses[1]) / 2)
 
 
 @program("The learning rate's variable is a float that is set in the scope between steps.")
 def rate_in_the_scope(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
-    loss = F.mse_loss(nn.Linear(8, 1)(x), y)
-    script.minimize(SGD(0.1), loss)
+    loss = _minimized(script, SGD(0.1))
     script.start()
     for step, batch in enumerate(script.batches()):
         rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
@@ -235,9 +224,7 @@ def rate_in_the_scope(script: Script) -> None:
 
 @program("The optimizer's state and the network have separate startup programs.")
 def two_startup_programs(script: Script) -> None:
-    own = paddle.static.Program()
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y)
+    own, loss = paddle.static.Program(), _classifier(script, 8)
     script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
     script.start()
     script.start(own)
@@ -247,18 +234,14 @@ def two_startup_programs(script: Script) -> None:
 
 @program("The startup program runs twice: training starts again.")
 def started_twice(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
+    loss = _minimized(script, Adam(0.01, epsilon=1e-3))
     script.train(loss, steps=2)
     script.train(loss)
 
 
 @program("The network is initialized before minimize; what minimize adds is then initialized alone.")
 def minimize_after_start(script: Script) -> None:
-    later = paddle.static.Program()
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
+    later, loss = paddle.static.Program(), _classifier(script)
     script.start()
     with paddle.static.program_guard(paddle.static.default_main_program(), later):
         script.minimize(Adam(0.01, epsilon=1e-3), loss, startup_program=later)

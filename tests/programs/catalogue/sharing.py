@@ -2,111 +2,98 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 
-from tests.programs.catalogue.entry import program
-from tests.programs.feeds import classes, floats, tokens
+from tests.programs.catalogue import classes, floats, network, program, tokens
 from tests.programs.script import Script
 
 
-@program("One layer is applied to two inputs: its gradient is the sum over both uses.", simulated=True)
-def siamese(script: Script) -> None:
-    left, right, same = script.inputs(left=floats(12), right=floats(12), same=floats(1))
+@network(
+    "One layer is applied to two inputs: its gradient is the sum over both uses.",
+    simulated=True,
+    left=floats(12),
+    right=floats(12),
+    same=floats(1),
+)
+def siamese(left, right, same):
     tower = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
     distance = ((tower(left) - tower(right)) ** 2).mean(axis=1, keepdim=True)
-    loss = F.mse_loss(distance, same)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(distance, same), SGD(0.1)
 
 
-@program("One layer is applied to two inputs, one of them with ten times the weight.")
-def two_uses(script: Script) -> None:
-    x, y = script.inputs(x=floats(4), y=floats(4))
+@network("One layer is applied to two inputs, one of them with ten times the weight.", x=floats(4), y=floats(4))
+def two_uses(x, y):
     net = nn.Linear(4, 1)
-    loss = net(x).mean() + 10 * net(y).mean()
-    script.minimize(SGD(1.0), loss)
-    script.train(loss)
+    return net(x).mean() + 10 * net(y).mean(), SGD(1.0)
 
 
-@program("Two layers share a parameter by name: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
-def shared_by_name(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
+@network("Two layers share a parameter by name: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
+def shared_by_name(x, y):
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(name="shared.w"))
     second = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(name="shared.w"))
-    loss = F.cross_entropy(nn.Linear(8, 5)(F.tanh(second(F.tanh(first(x))))), y)
-    script.minimize(Momentum(0.1, 0.9), loss)
-    script.train(loss)
+    return F.cross_entropy(nn.Linear(8, 5)(F.tanh(second(F.tanh(first(x))))), y), Momentum(0.1, 0.9)
 
 
-@program("Two layers share a parameter by name, and the optimizer is plain SGD.", rewritten=True)
-def shared_by_name_sgd(script: Script) -> None:
-    x, y = script.inputs(x=floats(6), y=floats(6))
+@network(
+    "Two layers share a parameter by name, and the optimizer is plain SGD.", rewritten=True, x=floats(6), y=floats(6)
+)
+def shared_by_name_sgd(x, y):
     attr = paddle.ParamAttr(name="w")
-    loss = nn.Linear(6, 1, weight_attr=attr)(x).mean() + 10 * nn.Linear(6, 1, weight_attr=attr)(y).mean()
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return nn.Linear(6, 1, weight_attr=attr)(x).mean() + 10 * nn.Linear(6, 1, weight_attr=attr)(y).mean(), SGD(0.1)
 
 
-@program("static.nn.fc twice with one ParamAttr name for weight and bias.", sums=True)
-def shared_fc(script: Script) -> None:
-    x, y, z = script.inputs(x=floats(8), y=floats(8), z=floats(1))
+@network(
+    "static.nn.fc twice with one ParamAttr name for weight and bias.", sums=True, x=floats(8), y=floats(8), z=floats(1)
+)
+def shared_fc(x, y, z):
     weight, bias = (paddle.ParamAttr(name=name) for name in ("fc_w", "fc_b"))
     both = [paddle.static.nn.fc(one, 4, weight_attr=weight, bias_attr=bias, activation="tanh") for one in (x, y)]
-    loss = F.mse_loss(paddle.static.nn.fc(paddle.concat(both, axis=1), 1), z)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
+    return F.mse_loss(paddle.static.nn.fc(paddle.concat(both, axis=1), 1), z), Adam(0.01, epsilon=1e-3)
 
 
-@program("A layer is unrolled over five time steps by hand.")
-def unrolled(script: Script) -> None:
-    x, y = script.inputs(x=floats(5, 6), y=floats(4))
+@network("A layer is unrolled over five time steps by hand.", x=floats(5, 6), y=floats(4))
+def unrolled(x, y):
     cell, read = nn.Linear(10, 4), nn.Linear(4, 4)
     hidden = paddle.zeros([x.shape[0] if x.shape[0] > 0 else 1, 4]) + paddle.zeros_like(x[:, 0, :4])
     for time in range(5):
         hidden = F.tanh(cell(paddle.concat([x[:, time], hidden], axis=1)))
-    loss = F.mse_loss(read(hidden), y)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
+    return F.mse_loss(read(hidden), y), Adam(0.01, epsilon=1e-3)
 
 
-@program("The embedding and the output layer share a matrix.", simulated=True)
-def tied_embedding(script: Script) -> None:
-    words, target = script.inputs(words=tokens(20, 4), target=classes(20))
+@network("The embedding and the output layer share a matrix.", simulated=True, words=tokens(20, 4), target=classes(20))
+def tied_embedding(words, target):
     embedding = nn.Embedding(20, 8)
     hidden = F.tanh(nn.Linear(8, 8)(embedding(words).mean(axis=1)))
     logits = paddle.matmul(hidden, embedding.weight, transpose_y=True)
-    loss = F.cross_entropy(logits, target)
-    script.minimize(Momentum(0.1, 0.9), loss)
-    script.train(loss)
+    return F.cross_entropy(logits, target), Momentum(0.1, 0.9)
 
 
-@program("An anchor, a positive and a negative pass through one network: three uses of each parameter.")
-def triplet(script: Script) -> None:
-    anchor, positive, negative = script.inputs(anchor=floats(6), positive=floats(6), negative=floats(6))
+@network("One network is used three times.", anchor=floats(6), positive=floats(6), negative=floats(6))
+def triplet(anchor, positive, negative):
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias_attr=False))
-    loss = F.triplet_margin_loss(net(anchor), net(positive), net(negative), margin=5.0)
-    script.minimize(SGD(0.05), loss)
-    script.train(loss)
+    return F.triplet_margin_loss(net(anchor), net(positive), net(negative), margin=5.0), SGD(0.05)
 
 
-@program(
-    "A GAN of two programs: the discriminator sees real and generated samples; each optimizer has a parameter list."
-)
+@program("A GAN of two programs: the discriminator sees real and generated samples; each optimizer has a list.")
 def gan(script: Script) -> None:
-    generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
-    discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    def networks() -> tuple[Any, Any]:
+        generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
+        return generator, nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    generator, discriminator = networks()
     startup = paddle.static.default_startup_program()
     judging, making = paddle.static.default_main_program(), paddle.static.Program()
     real, noise = script.inputs(real=floats(6), noise=floats(3))
-    verdicts = discriminator(real), discriminator(generator(noise))
-    judged = F.softplus(-verdicts[0]).mean() + F.softplus(verdicts[1]).mean()
+    judged = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(generator(noise))).mean()
     script.minimize(Adam(0.01, epsilon=1e-3, parameters=discriminator.parameters()), judged)
     with paddle.static.program_guard(making, startup), paddle.utils.unique_name.guard():
-        generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
-        discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        generator, discriminator = networks()
         (noise,) = script.inputs(noise=floats(3))
         made = F.softplus(-discriminator(generator(noise))).mean()
         script.minimize(Adam(0.02, epsilon=1e-3, parameters=generator.parameters()), made)
@@ -139,9 +126,7 @@ def two_optimizers(script: Script) -> None:
     script.train(loss, steps=12)
 
 
-@program(
-    "Two optimizers, two separate losses, twelve steps: their messages must not be mixed up.", several_optimizers=True
-)
+@program("Two optimizers, two losses, twelve steps: their messages must not be mixed up.", several_optimizers=True)
 def two_losses(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(2))
     networks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2)]
@@ -153,9 +138,7 @@ def two_losses(script: Script) -> None:
         script.run(batch, losses)
 
 
-@program(
-    "A second network is built after the first one's minimize; it has its own parameters.", several_optimizers=True
-)
+@program("A second network is built after the first one's minimize.", several_optimizers=True)
 def network_after_minimize(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(3))
     first = F.mse_loss(nn.Linear(8, 3)(x), y)
@@ -167,19 +150,35 @@ def network_after_minimize(script: Script) -> None:
         script.run(batch, [first, second])
 
 
-@program("Two programs with a network and an optimizer each, trained in turn.")
-def two_programs(script: Script) -> None:
-    mains = [paddle.static.default_main_program(), paddle.static.Program()]
-    losses, startup = [], paddle.static.Program()
-    for main, rate in zip(mains, (0.1, 0.001), strict=True):
-        with paddle.static.program_guard(main, startup):
+def _in_turn(script: Script, *optimizers: Any, shared: bool = False) -> None:
+    """A program for each wrapped optimizer, trained in turn; ``shared``: with parameters of the same names."""
+    mains, losses = [paddle.static.default_main_program(), paddle.static.Program()], []
+    startup = paddle.static.Program()
+    for main, optimizer in zip(mains, optimizers, strict=True):
+        names = paddle.utils.unique_name.guard() if shared else nullcontext()
+        with paddle.static.program_guard(main, startup), names:
             x, y = script.inputs(x=floats(8), y=classes(5))
             losses.append(F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y))
-            script.minimize(Momentum(rate, 0.9), losses[-1])
+            optimizer.minimize(losses[-1])
     script.start(startup)
     for step in range(4):
         for main, loss in zip(mains, losses, strict=True):
             script.run(script.batch(step, main), [loss], main)
+
+
+@program("Two programs with a network and an optimizer each, trained in turn.")
+def two_programs(script: Script) -> None:
+    _in_turn(script, *(script.wrap(Momentum(rate, 0.9)) for rate in (0.1, 0.001)))
+
+
+@program("One optimizer minimises in two programs.")
+def one_optimizer_two_programs(script: Script) -> None:
+    _in_turn(script, *[script.wrap(SGD(0.1))] * 2)
+
+
+@program("Two programs train the same parameters in turn, with an optimizer each.")
+def two_programs_same_parameters(script: Script) -> None:
+    _in_turn(script, *(script.wrap(SGD(rate)) for rate in (0.1, 0.05)), shared=True)
 
 
 @program("Names under unique_name.guard('gen_'): a checkpoint has the same names as with one process.")
@@ -192,26 +191,21 @@ def prefixed_names(script: Script) -> None:
     script.train(loss)
 
 
-@program("Two tasks on one trunk; their losses are added with weights.")
-def two_tasks(script: Script) -> None:
-    x, label, value = script.inputs(x=floats(8), label=classes(5), value=floats(1))
+@network("Two tasks on one trunk; their losses are added with weights.", x=floats(8), label=classes(5), value=floats(1))
+def two_tasks(x, label, value):
     trunk = F.relu(nn.Linear(8, 12)(x))
     loss = F.cross_entropy(nn.Linear(12, 5)(trunk), label) + 0.3 * F.mse_loss(nn.Linear(12, 1)(trunk), value)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
+    return loss, Adam(0.01, epsilon=1e-3)
 
 
-@program("A student learns from a frozen teacher in the same program.")
-def distillation(script: Script) -> None:
-    (x,) = script.inputs(x=floats(8))
+@network("A student learns from a frozen teacher in the same program.", x=floats(8))
+def distillation(x):
     teacher = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
     student = nn.Linear(8, 5)
     # Not reduction="batchmean": on Paddle 3.3.1 it divides by -1, the unknown batch size.
-    loss = F.kl_div(F.log_softmax(student(x)), F.softmax(teacher(x)), reduction="none").sum(axis=1).mean()
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.kl_div(F.log_softmax(student(x)), F.softmax(teacher(x)), reduction="none").sum(axis=1).mean(), SGD(0.1)
 
 
 @program("Two losses on one trunk, with an optimizer each; both update the trunk.", several_optimizers=True)
@@ -232,37 +226,6 @@ def one_optimizer_two_losses(script: Script) -> None:
     optimizer.minimize(first)
     optimizer.minimize(second)
     script.train(first)
-
-
-@program("One optimizer minimises in two programs.")
-def one_optimizer_two_programs(script: Script) -> None:
-    mains = [paddle.static.default_main_program(), paddle.static.Program()]
-    losses, startup = [], paddle.static.Program()
-    optimizer = script.wrap(SGD(0.1))
-    for main in mains:
-        with paddle.static.program_guard(main, startup):
-            x, y = script.inputs(x=floats(8), y=classes(5))
-            losses.append(F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y))
-            optimizer.minimize(losses[-1])
-    script.start(startup)
-    for step in range(4):
-        for main, loss in zip(mains, losses, strict=True):
-            script.run(script.batch(step, main), [loss], main)
-
-
-@program("Two programs train the same parameters in turn, with an optimizer each.")
-def two_programs_same_parameters(script: Script) -> None:
-    mains = [paddle.static.default_main_program(), paddle.static.Program()]
-    losses, startup = [], paddle.static.Program()
-    for main, rate in zip(mains, (0.1, 0.05), strict=True):
-        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-            x, y = script.inputs(x=floats(8), y=classes(5))
-            losses.append(F.cross_entropy(nn.Linear(8, 5)(F.tanh(nn.Linear(8, 8)(x))), y))
-            script.minimize(SGD(rate), losses[-1])
-    script.start(startup)
-    for step in range(4):
-        for main, loss in zip(mains, losses, strict=True):
-            script.run(script.batch(step, main), [loss], main)
 
 
 @program("Two networks with the same names are in two scopes.")

@@ -1,15 +1,17 @@
-"""Shapes, sizes and dtypes of parameters, losses and state."""
+"""Shapes, sizes and dtypes of parameters, losses and state; schedules."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
-from paddle.optimizer import SGD, Adam, Momentum
+from paddle.optimizer import SGD, Adam, Momentum, lr
 
-from tests.programs.catalogue.entry import program
-from tests.programs.feeds import classes, floats
+from tests.programs.catalogue import classes, floats, network, program
 from tests.programs.script import Script
 
 
@@ -18,101 +20,86 @@ def _parameter(shape: list[int], name: str, value: float = 0.5, dtype: str = "fl
     return paddle.static.create_parameter(shape, dtype, name=name, default_initializer=start)
 
 
-@program("Parameters without dimensions and with one element.", simulated=True)
-def scalars(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
+@network("Parameters without dimensions and with one element.", simulated=True, x=floats(8), y=floats(1))
+def scalars(x, y):
     hidden = nn.Linear(8, 1)(x) * _parameter([], "scale") + _parameter([1], "shift") + _parameter([1, 1], "more")
-    loss = F.mse_loss(hidden, y)
-    script.minimize(Momentum(0.1, 0.9), loss)
-    script.train(loss)
+    return F.mse_loss(hidden, y), Momentum(0.1, 0.9)
 
 
-@program("A parameter of 100 MB next to tiny ones.", only=("multi_node", "unfused"), reason="it is slow")
-def hundred_megabytes(script: Script) -> None:
-    x, y = script.inputs(x=floats(5), y=floats(1))
+@network(
+    "A parameter of 100 MB next to tiny ones.",
+    only=("multi_node", "unfused"),
+    reason="it is slow",
+    x=floats(5),
+    y=floats(1),
+    steps=2,
+)
+def hundred_megabytes(x, y):
     large = _parameter([26_214_400], "large", 0.1)
-    loss = F.mse_loss(nn.Linear(5, 1)(x) * (large[:4].sum() + large[-4:].mean()), y)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss, steps=2)
+    return F.mse_loss(nn.Linear(5, 1)(x) * (large[:4].sum() + large[-4:].mean()), y), SGD(0.1)
 
 
-@program("A hundred small parameters.")
-def many_parameters(script: Script) -> None:
-    x, y = script.inputs(x=floats(4), y=floats(4))
+@network("A hundred small parameters.", x=floats(4), y=floats(4), steps=2)
+def many_parameters(x, y):
     hidden = x
     for number in range(50):
         hidden = hidden * _parameter([4], f"scale_{number}", 1.0) + _parameter([4], f"shift_{number}", 0.01)
-    loss = F.mse_loss(F.tanh(hidden), y)
-    script.minimize(SGD(0.01), loss)
-    script.train(loss, steps=2)
+    return F.mse_loss(F.tanh(hidden), y), SGD(0.01)
 
 
-@program("A network in float64.")
-def float64(script: Script) -> None:
-    x, y = script.inputs(x=floats(6, dtype="float64"), y=floats(1, dtype="float64"))
+@network("A network in float64.", x=floats(6, dtype="float64"), y=floats(1, dtype="float64"))
+def float64(x, y):
     weight, bias = _parameter([6, 1], "weight", 0.1, "float64"), _parameter([1], "bias", 0.0, "float64")
-    loss = F.mse_loss(paddle.matmul(x, weight) + bias, y)
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
+    return F.mse_loss(paddle.matmul(x, weight) + bias, y), Adam(0.01, epsilon=1e-3)
 
 
-@program("Parameters in float32 and in float64 in one program.", simulated=True)
-def two_dtypes(script: Script) -> None:
-    x, y = script.inputs(x=floats(6), y=floats(4))
+@network("Parameters in float32 and in float64 in one program.", simulated=True, x=floats(6), y=floats(4))
+def two_dtypes(x, y):
     hidden = F.tanh(nn.Linear(6, 4)(x)).cast("float64")
     weight = _parameter([4, 4], "wide", 0.3, "float64")
-    loss = F.mse_loss(paddle.matmul(hidden, weight).cast("float32"), y)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(paddle.matmul(hidden, weight).cast("float32"), y), SGD(0.1)
 
 
-@program(
+@network(
     "Parameters in bfloat16 beside float32 ones.",
     tolerance=2e-2,
     reason="bfloat16 has 8 bits of precision, and a sum over two ranks rounds once more",
+    x=floats(6),
+    y=floats(4),
 )
-def bfloat16(script: Script) -> None:
-    x, y = script.inputs(x=floats(6), y=floats(4))
+def bfloat16(x, y):
     weight = _parameter([4, 4], "short", 0.25, "bfloat16")
     hidden = paddle.matmul(F.tanh(nn.Linear(6, 4)(x)).cast("bfloat16"), weight).cast("float32")
-    loss = F.mse_loss(hidden, y)
-    script.minimize(SGD(0.125), loss)
-    script.train(loss)
+    return F.mse_loss(hidden, y), SGD(0.125)
 
 
-@program("A complex parameter.")
-def complex_numbers(script: Script) -> None:
-    x, y = script.inputs(x=floats(6), y=floats(6))
+@network("A complex parameter.", x=floats(6), y=floats(6))
+def complex_numbers(x, y):
     weight = _parameter([2, 6], "parts", 0.3)
     turned = paddle.fft.ifft(paddle.fft.fft(x.cast("complex64")) * paddle.complex(weight[0], weight[1])).real()
-    loss = F.mse_loss(turned, y)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(turned, y), SGD(0.1)
 
 
-@program("The loss has the shape [1], as in old scripts.")
-def loss_of_one_element(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y).reshape([1])
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+@network("The loss has the shape [1], as in old scripts.")
+def loss_of_one_element(x, y):
+    return F.cross_entropy(nn.Linear(8, 5)(x), y).reshape([1]), SGD(0.1)
 
 
-@program("The loss is a sum over the batch, divided by the batch that was fed.", simulated=True)
-def summed_loss(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
+@network("The loss is a sum over the batch, divided by the batch that was fed.", simulated=True)
+def summed_loss(x, y):
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="sum") / paddle.shape(x)[0].cast("float32")
-    script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
+    return loss, Adam(0.01, epsilon=1e-3)
 
 
-@program("The loss is scaled by a fed number, the same on every rank, and by a constant.")
-def scaled_loss(script: Script) -> None:
-    x, y, weight = script.inputs(x=floats(8), y=classes(5), weight=floats(1))
+@network(
+    "The loss is scaled by a fed number, the same on every rank, and by a constant.",
+    x=floats(8),
+    y=classes(5),
+    weight=floats(1),
+)
+def scaled_loss(x, y, weight):
     losses = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="none")
-    loss = 3.0 * (losses * paddle.abs(weight)).mean()
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return 3.0 * (losses * paddle.abs(weight)).mean(), SGD(0.1)
 
 
 @program(
@@ -131,19 +118,18 @@ def assigned_average(script: Script) -> None:
     script.train(loss)
 
 
-@program(
+@network(
     "The program counts in a buffer: register_buffer and assign.",
     without={"merge": "it counts runs of the program, which are micro-batches"},
+    x=floats(8),
+    y=floats(1),
 )
-def counting_buffer(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
+def counting_buffer(x, y):
     steps = paddle.pir.core.create_persistable_value(
         paddle.float32, [1], "steps_so_far", initializer=nn.initializer.Constant(0.0)
     )
     paddle.assign(steps + 1, steps)
-    loss = F.mse_loss(nn.Linear(8, 1)(x), y) / (1 + steps.mean().detach())
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(nn.Linear(8, 1)(x), y) / (1 + steps.mean().detach()), SGD(0.1)
 
 
 @program("A batch of one sample per rank and micro-batch.")
@@ -154,25 +140,57 @@ def smallest_batch(script: Script) -> None:
     script.train(loss, samples=4)
 
 
-@program("The loss includes a constant array, which gets no gradient.")
-def constant_array(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(4))
+@network("The loss includes a constant array, which gets no gradient.", x=floats(8), y=floats(4))
+def constant_array(x, y):
     table = paddle.assign(np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4))
-    loss = F.mse_loss(paddle.matmul(nn.Linear(8, 4)(x), table), y)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(paddle.matmul(nn.Linear(8, 4)(x), table), y), SGD(0.1)
 
 
-@program(
+@network(
     "The script itself uses paddle.amp.auto_cast around the forward pass.",
     tolerance=2e-2,
     reason="products are rounded to bfloat16, for a share of the batch as for the whole batch",
+    x=floats(8),
+    y=floats(4),
 )
-def own_auto_cast(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(4))
+def own_auto_cast(x, y):
     x.stop_gradient = False
     with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
         hidden = nn.Linear(8, 4)(x)
-    loss = F.mse_loss(hidden.cast("float32"), y)
-    script.minimize(SGD(0.1), loss)
-    script.train(loss)
+    return F.mse_loss(hidden.cast("float32"), y), SGD(0.1)
+
+
+SCHEDULES: dict[str, Callable[[], Any]] = {
+    "NoamDecay": lambda: lr.NoamDecay(8, 3, 0.5),
+    "PiecewiseDecay": lambda: lr.PiecewiseDecay([2, 4], [0.1, 0.05, 0.01]),
+    "NaturalExpDecay": lambda: lr.NaturalExpDecay(0.1, 0.3),
+    "InverseTimeDecay": lambda: lr.InverseTimeDecay(0.1, 0.5),
+    "PolynomialDecay": lambda: lr.PolynomialDecay(0.1, 4, 0.01, cycle=True),
+    "LinearWarmup": lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 5), 3, 0.0, 0.1),
+    "ExponentialDecay": lambda: lr.ExponentialDecay(0.1, 0.7),
+    "MultiStepDecay": lambda: lr.MultiStepDecay(0.1, [2, 3]),
+    "StepDecay": lambda: lr.StepDecay(0.1, 2),
+    "LambdaDecay": lambda: lr.LambdaDecay(0.1, lambda step: 0.9**step),
+    "CosineAnnealingDecay": lambda: lr.CosineAnnealingDecay(0.1, 5),
+    "MultiplicativeDecay": lambda: lr.MultiplicativeDecay(0.1, lambda step: 1 - 0.1 * step),
+    "OneCycleLR": lambda: lr.OneCycleLR(0.1, 6),
+    "CyclicLR": lambda: lr.CyclicLR(0.01, 0.1, 2),
+    "LinearLR": lambda: lr.LinearLR(0.1, 4),
+    "CosineAnnealingWarmRestarts": lambda: lr.CosineAnnealingWarmRestarts(0.1, 2),
+}
+# The base class, and what steps by the loss: the program reduce_on_plateau.
+NOT_HERE = {"LRScheduler", "ReduceOnPlateau"}
+
+for _name, _make in SCHEDULES.items():
+
+    @network(
+        f"The rate follows {_name}.",
+        name=_name,
+        only=("multi_node", "merge"),
+        reason="a schedule runs on the host and only affects the update, of which there are these two kinds",
+        steps=5,
+        x=floats(8),
+        y=floats(1),
+    )
+    def _(x: Any, y: Any, make: Callable[[], Any] = _make) -> Any:
+        return F.mse_loss(nn.Linear(8, 1)(x), y), Momentum(make(), 0.9)

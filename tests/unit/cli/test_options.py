@@ -1,4 +1,8 @@
-"""Scripts of users depend on these options: changes must be deliberate, see ``options.json``."""
+"""Scripts of users depend on the command line's options: changes must be deliberate.
+
+``python -m tests.unit.cli.test_options`` writes each command's arguments and options, with their kinds, defaults and
+choices, to ``options.json``, which the command line is held to.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,81 @@ from typing import Any
 import click
 import pytest
 
-from fleet_train.cli import COMMANDS
-from tests.unit.cli.command_options import FILE, REWRITE, described, kind, parameters_of
+from fleet_train.cli import COMMANDS, cli
 
+FILE = Path(__file__).parent / "options.json"
 PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+
+
+def described() -> dict[str, Any]:
+    """``{"launch": {"--strategy": {...}, ...}, "manifest slurm": ..., "": the options before a command}``."""
+    return {"": parameters_of(cli), **commands_of(cli, ())}
+
+
+def commands_of(group: click.Group, path: tuple[str, ...]) -> dict[str, Any]:
+    context = click.Context(group)
+    found: dict[str, Any] = {}
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None, name
+        found[" ".join((*path, name))] = parameters_of(command)
+        if isinstance(command, click.Group):
+            found |= commands_of(command, (*path, name))
+    return found
+
+
+def parameters_of(command: click.Command) -> dict[str, Any]:
+    """Keyed by how a user writes each: all spellings of an option; an argument by its name in capitals."""
+    return {
+        "/".join((*p.opts, *p.secondary_opts)) if isinstance(p, click.Option) else p.name.upper(): one(p)
+        for p in command.params
+    }
+
+
+def one(parameter: click.Parameter) -> dict[str, Any]:
+    """Without what differs between releases of click: an option that has no default has no ``default`` here."""
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    told: dict[str, Any] = {"kind": "flag" if is_flag else kind(parameter.type)}
+    if parameter.required:
+        told["required"] = True
+    if parameter.multiple or parameter.nargs != 1:
+        told["many"] = True
+    if isinstance(parameter, click.Option) and parameter.hidden:
+        told["hidden"] = True
+    if isinstance(parameter.type, click.Choice):
+        told["choices"] = list(parameter.type.choices)
+    default = parameter.to_info_dict()["default"]
+    if default is not None and not (is_flag and default is False):
+        told["default"] = plain(default)
+    return told
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def kind(of: click.ParamType) -> str:
+    """``integer 1..``: bounds where there are some, ``..<1`` where the bound itself is excluded."""
+    name = str(of.to_info_dict()["name"]).lower().removesuffix(" range")
+    low, high = getattr(of, "min", None), getattr(of, "max", None)
+    if low is None and high is None:
+        return name
+    low_text = "" if low is None else f"{'>' if getattr(of, 'min_open', False) else ''}{low:g}"
+    high_text = "" if high is None else f"{'<' if getattr(of, 'max_open', False) else ''}{high:g}"
+    return f"{name} {low_text}..{high_text}"
+
+
+def text() -> str:
+    """JSON with a line for each option."""
+    commands = []
+    for name, options in described().items():
+        lines = ",\n".join(f"  {json.dumps(option)}: {json.dumps(told)}" for option, told in options.items())
+        commands.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(commands) + "\n}\n"
+
+
 FOUND = described()
 
 
@@ -28,7 +103,7 @@ def test_a_command_takes_what_it_took(command: str) -> None:
     told = differences(PINNED.get(command, {}), FOUND.get(command, {}))
     assert (command in PINNED, command in FOUND, told) == (True, True, []), (
         f"the options of {command or 'fleet_train itself'!r} differ from {FILE.name}; if that is meant, run "
-        f"`{REWRITE}` and tell users in CHANGELOG.md:\n" + "\n".join(told)
+        f"`python -m tests.unit.cli.test_options` and tell users in CHANGELOG.md:\n" + "\n".join(told)
     )
 
 
@@ -37,44 +112,6 @@ def test_every_command_and_those_below_manifest_are_pinned() -> None:
     assert {"manifest slurm", "manifest job", "manifest paddlejob", "manifest trainjob"} <= set(PINNED)
 
 
-@click.command()
-@click.argument("script")
-@click.option("--steps", "--updates", type=click.IntRange(1, 9), default=3)
-@click.option("--share", type=click.FloatRange(min=0, min_open=True))
-@click.option("--way", type=click.Choice(["up", "down"]), required=True)
-@click.option("--folder", type=click.Path(path_type=Path), multiple=True, default=(Path("runs"),))
-@click.option("--secret", hidden=True)
-@click.option("--fast", is_flag=True)
-@click.option("--slow", is_flag=True, default=True)
-def sample() -> None:
-    """A command with every kind."""
-
-
-def test_what_is_written_of_each_kind() -> None:
-    assert parameters_of(sample) == {
-        "SCRIPT": {"kind": "text", "required": True},
-        "--steps/--updates": {"kind": "integer 1..9", "default": 3},
-        "--share": {"kind": "float >0.."},
-        "--way": {"kind": "choice", "required": True, "choices": ["up", "down"]},
-        "--folder": {"kind": "path", "many": True, "default": ["runs"]},
-        "--secret": {"kind": "text", "hidden": True},
-        "--fast": {"kind": "flag"},
-        "--slow": {"kind": "flag", "default": True},
-    }
-
-
-@pytest.mark.parametrize(
-    ("of", "shown"),
-    [
-        (click.IntRange(max=5), "integer ..5"),
-        (click.FloatRange(0, 1, max_open=True), "float 0..<1"),
-        (click.INT, "integer"),
-    ],
-)
-def test_bounds_are_part_of_a_kind(of: click.ParamType, shown: str) -> None:
-    assert kind(of) == shown
-
-
-def test_differences_name_what_is_removed_added_and_changed() -> None:
-    told = differences({"--a": {"kind": "flag"}, "--b": {"kind": "text"}}, {"--b": {"kind": "integer"}, "--c": {}})
-    assert told == ["--a: is gone", "--c: is new: {}", "--b: was {'kind': 'text'}, is {'kind': 'integer'}"]
+if __name__ == "__main__":
+    FILE.write_text(text())
+    print(f"wrote {FILE}")

@@ -1,19 +1,20 @@
-"""Which engine started this process: its variables, and which of them are not trusted."""
+"""Which engine started this process: its variables, which of them are not trusted, and what it is advised."""
 
 from __future__ import annotations
 
-import re
+import os
+from pathlib import Path
 
 import pytest
 
+from fleet_train.cluster import at_import
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import _READERS, CHOICES, detect
+from fleet_train.cluster.engines import _READERS, detect
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.slurm import allocated_nodes, expand_counts, expand_hostlist, port_of
+from fleet_train.cluster.started import Started
 from fleet_train.errors import ClusterError
-from tests.support.processes import ROOT
 
-PAGE = ROOT / "docs" / "engines.md"
 SLURM = {
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "2",
@@ -84,26 +85,33 @@ RECOGNISED: list[tuple[dict[str, str], tuple[object, ...]]] = [
 """(variables of one process, engine, index, count, local index, local count), for each reader at least one."""
 
 
-def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
+def recognised(environ: dict[str, str], asked: str | None = None) -> Started:
     found = detect(environ, asked)
     assert found is not None
+    return found
+
+
+def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
+    found = recognised(environ, asked)
     return found.index, found.count, found.local_index, found.local_count, found.node, found.hosts, found.port
 
 
-def test_a_task_of_slurm_is_placed_by_its_steps_variables() -> None:
-    assert place(SLURM) == (3, 4, 1, 2, 1, ("n1", "n2"), port_of(SLURM))
+@pytest.mark.parametrize("exported", [{}, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}])
+def test_a_task_of_slurm_is_placed_by_its_steps_variables(exported: dict[str, str]) -> None:
+    assert place(SLURM | exported) == (3, 4, 1, 2, 1, ("n1", "n2"), port_of(SLURM))
 
 
 @pytest.mark.parametrize(
-    "change",
+    "environ",
     [
-        {"SLURM_STEP_ID": "4294967291"},  # the batch script
-        {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
-        {"SLURM_STEP_ID": ""},  # a shell inside an allocation
+        {**SLURM, "SLURM_STEP_ID": "4294967291"},  # the batch script
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {**SLURM, "SLURM_STEP_ID": ""},  # a shell inside an allocation
+        {"JOB_COMPLETION_INDEX": "3"},
     ],
 )
-def test_what_is_no_task_of_several_is_a_job_of_its_own(change: dict[str, str]) -> None:
-    assert detect({**SLURM, **change}) is None
+def test_what_is_no_task_of_several_is_a_job_of_its_own(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
 
 
 def test_the_shell_of_srun_is_no_task_and_what_srun_starts_from_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +127,6 @@ def test_one_task_in_a_larger_allocation_is_a_job_of_one_process() -> None:
     one |= {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     assert place({**SLURM, **one})[:2] == (0, 1)
     assert isinstance(cluster_from_environ({**SLURM, **one}), Cluster)
-
-
-def test_a_shell_of_an_allocation_gets_its_nodes_in_the_message() -> None:
     shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
     assert (detect(shell), allocated_nodes(shell), allocated_nodes(SLURM)) == (None, 2, 0)
 
@@ -143,10 +148,6 @@ def test_contradictions_of_slurm_are_named(change: dict[str, str], message: str)
         detect({**SLURM, **change})
 
 
-def test_scripts_that_export_slurms_own_numbers_contradict_nothing() -> None:
-    assert place({**SLURM, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"})[:2] == (3, 4)
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -165,17 +166,11 @@ def test_slurms_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "text", ["node[1-", "node]1[", "node[3-1]", "node[a-b]", "a,,b", "node[1-999999999]", "n[[1]]"]
 )
-def test_what_is_no_list_of_hosts(text: str) -> None:
+def test_what_is_no_list_of_hosts_or_tasks(text: str) -> None:
     with pytest.raises(ClusterError, match="is not a list of hosts"):
         expand_hostlist(text)
-
-
-def test_too_many_hosts_are_no_list() -> None:
     with pytest.raises(ClusterError, match="expands to 1000000 hosts"):
         expand_hostlist("a[0-999]b[0-999]")
-
-
-def test_tasks_per_node() -> None:
     assert expand_counts("2(x3),1") == (2, 2, 2, 1)
     with pytest.raises(ClusterError, match="not a list of tasks per node"):
         expand_counts("2x3")
@@ -192,20 +187,12 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
 
 @pytest.mark.parametrize(("environ", "expected"), RECOGNISED)
 def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[object, ...]) -> None:
-    found = detect(environ)
-    assert found is not None
+    found = recognised(environ)
     assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
 
 
 def test_each_reader_has_a_case() -> None:
     assert [name for name, read in _READERS if not any(read(environ) for environ, _ in RECOGNISED)] == []
-
-
-def test_the_page_names_every_engine() -> None:
-    """Where it says what --engine takes."""
-    sentence = re.search(r"`--engine none`.*?insists on\s+one", PAGE.read_text(), re.DOTALL)
-    assert sentence is not None
-    assert set(CHOICES) - set(re.findall(r"\w+", sentence[0])) == {"auto"}
 
 
 @pytest.mark.parametrize(
@@ -229,44 +216,22 @@ def test_the_page_names_every_engine() -> None:
 def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
     environ: dict[str, str], node: int | None, master: str, job: str
 ) -> None:
-    found = detect(environ)
-    assert found is not None
+    found = recognised(environ)
     assert (found.node, found.master, found.job, found.restarts) == (node, master, job, 0)
     assert found.run == ("slurm-cluster-17" if environ is SLURM else "")
     assert found.processes == (4 if environ is TRAIN_JOB else None)
     assert found.in_words() == f"started by {found.engine}: process {found.index} of {found.count}"
 
 
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        (SLURM, "SLURM_LOCALID"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        (PADDLE_JOB, "PADDLE_NNODES"),
-        (ELASTIC, "PADDLE_ELASTIC_NP"),
-        (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
-    ],
-)
-def test_a_missing_variable_of_an_engine_is_named_and_blank_counts_as_missing(
-    environ: dict[str, str], name: str
-) -> None:
-    with pytest.raises(ClusterError, match=name):
-        detect({**environ, name: " "})
-
-
 def test_open_mpis_jobs_have_ports_of_their_own_below_the_kernels() -> None:
-    found = [detect({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}) for job in range(40)]
-    ports = [one.port for one in found if one is not None and one.port is not None]
+    ports = {recognised({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}).port or 0 for job in range(40)}
     assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports)
-    assert len(set(ports)) > 30
-    (long,) = {one.job for one in [detect({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100})] if one is not None}
-    assert long == "openmpi-" + "x" * 60
+    assert len(ports) > 30
+    assert recognised({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100}).job == "openmpi-" + "x" * 60
 
 
 def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:
-    again = detect({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "blue", "SLURM_STEP_ID": "5"})
-    assert again is not None
+    again = recognised({**SLURM, "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "blue", "SLURM_STEP_ID": "5"})
     assert (again.restarts, again.run, again.job) == (2, "slurm-blue-17", "slurm-17.5")
 
 
@@ -281,26 +246,21 @@ def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:
         (INDEXED_JOB, ("digits-0.digits", "digits-1.digits", "digits-2.digits"), 7000),
         ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "10.0.0.1"}, (), None),
         (VOLCANO, (), 23456),
+        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, (), 29501),  # its own store keeps its port
     ],
 )
 def test_pods_are_known_by_names_that_outlive_their_addresses(
     environ: dict[str, str], hosts: tuple[str, ...], port: int | None
 ) -> None:
-    found = detect(environ)
-    assert found is not None
+    found = recognised(environ)
     assert (found.hosts, found.port) == (hosts, port)
 
 
 def test_the_nearest_engine_counts() -> None:
-    mpi_in_slurm = detect({**SLURM, **OPEN_MPI})
-    assert mpi_in_slurm is not None
-    assert mpi_in_slurm.engine == "Open MPI"
-    torchrun_in_slurm = detect({**SLURM, "SLURM_PROCID": "0", **TORCHRUN})
-    assert torchrun_in_slurm is not None
-    assert torchrun_in_slurm.engine == "torchrun"
-    mpi_of_slurm = detect({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
-    assert mpi_of_slurm is not None
-    assert mpi_of_slurm.engine.startswith("Slurm")
+    assert recognised({**SLURM, **OPEN_MPI}).engine == "Open MPI"
+    assert recognised({**SLURM, "SLURM_PROCID": "0", **TORCHRUN}).engine == "torchrun"
+    srun_mpi = recognised({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
+    assert srun_mpi.engine.startswith("Slurm")
 
 
 def test_an_engine_can_be_named_or_left_out() -> None:
@@ -323,6 +283,17 @@ def test_an_engine_can_be_named_or_left_out() -> None:
         ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "digits-0.digits:port"}, "FLEET_TRAIN_MASTER=.* is not of the form"),
         ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK=2 is not in 0 \.\. 1"),
+        *(
+            ({**environ, name: " "}, name)  # blank counts as missing
+            for environ, name in (
+                (SLURM, "SLURM_LOCALID"),
+                (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+                (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+                (PADDLE_JOB, "PADDLE_NNODES"),
+                (ELASTIC, "PADDLE_ELASTIC_NP"),
+                (INDEXED_JOB, "JOB_COMPLETION_INDEX"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_with_the_fix(environ: dict[str, str], message: str) -> None:
@@ -330,11 +301,71 @@ def test_what_cannot_be_used_is_named_with_the_fix(environ: dict[str, str], mess
         detect(environ)
 
 
-def test_an_index_of_a_job_alone_is_no_rank() -> None:
-    assert detect({"JOB_COMPLETION_INDEX": "3"}) is None
+def test_a_rank_of_an_engine_gets_its_share_and_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_import, "usable_processors", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(at_import, "is_amd_processor", lambda: True)
+    monkeypatch.setattr(at_import, "_computes_on_cpu", lambda: True)
+    environ = {**HYDRA, "FLAGS_new_executor_serial_run": "0"}
+    at_import.advise_this_process(environ, loaded=())
+    flags = {"FLAGS_new_executor_serial_run": "0", "FLAGS_new_executor_sequential_run": "1"}
+    assert environ == {**HYDRA, **flags, "OMP_NUM_THREADS": "4", "MKL_DEBUG_CPU_TYPE": "5"}
+    assert at_import.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(at_import, "usable_processors", lambda: 3)  # bound to some, it uses all of them
+    environ = dict(HYDRA)
+    at_import.advise_this_process(environ, loaded=())
+    assert environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_torchruns_own_store_keeps_its_port() -> None:
-    found = detect({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert found is not None
-    assert found.port == 29501
+@pytest.mark.parametrize(
+    ("environ", "loaded"),
+    [
+        ({}, ()),
+        (HYDRA, ("paddle",)),
+        ({**SLURM, "SLURM_NODEID": "9"}, ()),  # a contradiction: fleet.init tells of it
+        ({**INDEXED_JOB, "FLEET_TRAIN_STORE": "10.0.0.1:6171"}, ()),  # a rank of the launcher, which has done it
+        ({**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"}, ()),
+    ],
+)
+def test_nothing_is_set_elsewhere(environ: dict[str, str], loaded: tuple[str, ...]) -> None:
+    before = dict(environ)
+    at_import.advise_this_process(environ, loaded)
+    assert environ == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_count", "usable", "expected"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "6"}, 4, 12, 6),
+        ({}, 4, 12, 3),  # nobody has bound it: four ranks share the machine
+        ({}, 4, 3, 3),  # bound to three already
+        ({}, None, 12, 12),  # the engine does not say how many share the machine
+    ],
+)
+def test_the_threads_of_a_rank(environ: dict[str, str], local_count: int | None, usable: int, expected: int) -> None:
+    started = Started("an engine", 0, 8, local_count=local_count)
+    assert at_import.threads_of_rank(environ, started, usable, 12) == expected
+
+
+def test_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert at_import.usable_processors() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert at_import.usable_processors() == len(allowed)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems than Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert at_import.usable_processors() == 6
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert at_import.usable_processors() == 1
+
+
+def test_a_processor_of_amd_is_known_by_its_name(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert not at_import.is_amd_processor(info)
+    info.write_text("vendor_id : GenuineIntel\n")
+    assert not at_import.is_amd_processor(info)
+    info.write_bytes(b"\xff vendor_id : AuthenticAMD\n")
+    assert at_import.is_amd_processor(info)

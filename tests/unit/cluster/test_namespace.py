@@ -25,8 +25,6 @@ from tests.support.connections import Heard, Transport
 from tests.support.virtual_time import in_virtual_time
 
 BARRIER = ["rank", "barrier", "step 1"]
-
-
 R = TypeVar("R", bound=StoreNamespace)
 
 
@@ -117,12 +115,10 @@ async def test_who_does_not_come_in_time_is_named_and_who_gave_up_is_not_blamed(
 
 @in_virtual_time
 async def test_members_that_say_another_number_of_members_are_told_both() -> None:
-    root = root_here()
-    one, two = Heard(), Heard()
+    root, one, two = root_here(), Heard(), Heard()
     arrive(root, one, 3, 8)
     arrive(root, two, 5, 9)
-    expected = {"error": "count", "counts": [[3, 8], [5, 9]], "to": BARRIER}
-    assert one.headers == two.headers == [expected]
+    assert one.headers == two.headers == [{"error": "count", "counts": [[3, 8], [5, 9]], "to": BARRIER}]
 
 
 @in_virtual_time
@@ -142,8 +138,7 @@ async def test_members_at_different_barriers_are_told_a_second_later() -> None:
 
 @in_virtual_time
 async def test_a_coincidence_is_no_mistake_and_is_looked_at_again() -> None:
-    root = root_here()
-    one, two, three = Heard(), Heard(), Heard()
+    root, one, two, three = root_here(), Heard(), Heard(), Heard()
     arrive(root, one, 0, 3, name="a")
     arrive(root, two, 1, 3, name="b")
     await asyncio.sleep(5.0)  # the third may come to either
@@ -174,74 +169,52 @@ async def test_members_that_come_to_the_same_place_meanwhile_are_left_alone() ->
 
 
 @in_virtual_time
-async def test_a_value_that_does_not_fit_is_refused() -> None:
+async def test_a_value_that_does_not_fit_is_refused_and_leaves_the_one_before() -> None:
     root = root_here()
-    most = 64 << 20
-    half = bytes(most // 2)
-    assert root.put("a", half)
-    assert root.put("b", half)
+    half = bytes(32 << 20)
+    assert [root.put(key, half) for key in "ab"] == [True, True]
     assert not root.put("c", b"x")
     assert root.put("a", half)  # in place of the old one
     assert root.put("a", half[:-1])
-    assert root.put("c", b"x")
+    assert root.put("c", b"7")
     assert not root.put("d", b"x")
+    assert not root.put("c", b"10")
+    assert ask(root, {"do": "get", "key": "c"}) == ({}, 7)
     assert ask(root, {"do": "set", "key": "e"}, b"1") == ({"error": "full"}, None)
     assert ask(root, {"do": "keys", "prefix": ""}) == ({}, ["a", "b", "c"])
 
 
 @in_virtual_time
-async def test_a_value_that_is_refused_leaves_the_one_before() -> None:
-    root = root_here()
-    root.put("a", bytes(40 << 20))
-    root.put("b", b"7")
-    assert not root.put("b", bytes(30 << 20))
-    assert ask(root, {"do": "get", "key": "b"}) == ({}, 7)
-    assert root.put("c", bytes((24 << 20) - 1))
-    assert not root.put("d", b"x")
-
-
-def test_keys_are_bounded_and_listed_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_are_bounded_and_listed_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace, "_MOST_KEYS", 3)
-
-    @in_virtual_time
-    async def body() -> None:
-        root = root_here()
-        assert [root.put(key, b"1") for key in ("ab", "b", "ac", "d")] == [True, True, True, False]
-        assert root.put("b", b"2")
-        assert ask(root, {"do": "keys", "prefix": "a"}) == ({}, ["ab", "ac"])
-        assert ask(root, {"do": "get", "key": "b"}) == ({}, 2)
-        assert ask(root, {"do": "get", "key": "d"}) == ({}, None)
-
-    body()
+    root = root_here()
+    assert [root.put(key, b"1") for key in ("ab", "b", "ac", "d")] == [True, True, True, False]
+    assert root.put("b", b"2")
+    assert ask(root, {"do": "keys", "prefix": "a"}) == ({}, ["ab", "ac"])
+    assert [ask(root, {"do": "get", "key": key}) for key in "bd"] == [({}, 2), ({}, None)]
 
 
 @in_virtual_time
 async def test_a_failure_ends_every_barrier_and_the_first_one_stands() -> None:
-    root = root_here()
-    one, two, late = Heard(), Heard(), Heard()
+    root, one, two, late = root_here(), Heard(), Heard(), Heard()
     arrive(root, one, 0, 2)
     arrive(root, two, 0, 2, group="supervisor")
     await asyncio.sleep(2.5)
-    for message in ("first", "second"):
-        assert ask(root, {"do": "fail"}, json.dumps({"message": message}).encode()) == ({}, None)
+    first, second = {"message": "first"}, {"message": "second"}
+    for report in (first, second):
+        assert ask(root, {"do": "fail"}, json.dumps(report).encode()) == ({}, None)
     for heard in (one, two):
-        assert [(header["error"], json.loads(body)) for header, body in heard.frames] == [
-            ("failed", {"message": "first"})
-        ]
+        assert [(header["error"], json.loads(body)) for header, body in heard.frames] == [("failed", first)]
     arrive(root, late, 1, 2)
-    assert json.loads(late.frames[0][1]) == {"message": "first"}
+    assert json.loads(late.frames[0][1]) == first
     await asyncio.sleep(1.0)
-    assert ask(root, {"do": "failures", "known": 0})[1] == [[{"message": "first"}, 2.5], [{"message": "second"}, 2.5]]
-    assert ask(root, {"do": "failures", "known": 1})[1] == [[{"message": "second"}, 2.5]]
+    assert ask(root, {"do": "failures", "known": 0})[1] == [[first, 2.5], [second, 2.5]]
+    assert ask(root, {"do": "failures", "known": 1})[1] == [[second, 2.5]]
     assert ask(root, {"do": "clock"}) == ({}, 3.5)
-
-
-@in_virtual_time
-async def test_so_many_failures_are_kept() -> None:
-    root = root_here()
     for number in range(260):
         ask(root, {"do": "fail"}, json.dumps({"message": str(number)}).encode())
-    assert [report["message"] for report, _ in ask(root, {"do": "failures", "known": 254})[1]] == ["254", "255"]
+    kept = ask(root, {"do": "failures", "known": 254})[1]
+    assert [report["message"] for report, _ in kept] == ["252", "253"], "so many are kept"
 
 
 @in_virtual_time
@@ -384,14 +357,17 @@ async def test_a_relay_speaks_once_for_all_below_it() -> None:
 
 
 @in_virtual_time
-async def test_a_relay_waits_for_those_of_a_small_group_only() -> None:
+async def test_a_relay_waits_for_those_of_a_small_group_only_and_tells_other_numbers_at_once() -> None:
     """The first two ranks of six meet: nobody else below the relay will come."""
     relay, link = relay_of()
-    one, two = Heard(), Heard()
-    arrive(relay, one, 0, 2)
+    arrive(relay, Heard(), 0, 2)
     assert link.frames == []
-    arrive(relay, two, 1, 2)
+    arrive(relay, Heard(), 1, 2)
     assert [header["members"] for header in link.headers] == [[[0, 1]]]
+    relay, link = relay_of()
+    arrive(relay, Heard(), 0, 6)
+    arrive(relay, Heard(), 1, 5)
+    assert [(header["count"], header["members"]) for header in link.headers] == [(5, [[0, 1]])]
 
 
 @in_virtual_time
@@ -415,27 +391,18 @@ async def test_a_relay_tells_who_is_there_while_others_are_late() -> None:
 @in_virtual_time
 async def test_a_relay_that_has_told_all_does_not_tell_a_part_later() -> None:
     relay, link = relay_of()
-    members = [Heard() for _ in range(3)]
     for member in range(3):
-        arrive(relay, members[member], member, 6)
+        arrive(relay, Heard(), member, 6)
         await asyncio.sleep(0.3)
     assert len(link.frames) == 1
     answer(relay, {"number": 1, "to": BARRIER})
     await asyncio.sleep(5.0)
     # The next round of the same barrier begins anew, with a second of patience.
-    arrive(relay, members[0], 0, 6)
+    arrive(relay, Heard(), 0, 6)
     await asyncio.sleep(0.9)
     assert len(link.frames) == 1
     await asyncio.sleep(0.2)
     assert [header["again"] for header in link.headers] == [False, False]
-
-
-@in_virtual_time
-async def test_members_below_that_say_another_number_are_told_upwards_at_once() -> None:
-    relay, link = relay_of()
-    arrive(relay, Heard(), 0, 6)
-    arrive(relay, Heard(), 1, 5)
-    assert [(header["count"], header["members"]) for header in link.headers] == [(5, [[0, 1]])]
 
 
 @in_virtual_time
@@ -481,37 +448,33 @@ async def test_questions_in_flight_are_answered_when_the_parent_is_lost() -> Non
     relay, link = relay_of()
     waiting, late = Heard(), Heard()
     arrive(relay, waiting, 0, 6)
-    answers: list[tuple[int, dict[str, Any], bytes]] = []
-    for number in range(3):
-        relay.ask({"do": "get", "key": str(number)}, b"", lambda head, body, n=number: answers.append((n, head, body)))
-    assert [(header["do"], header["id"], header["key"]) for header in link.headers] == [
-        ("get", 1, "0"),
-        ("get", 2, "1"),
-        ("get", 3, "2"),
-    ]
+    answers: list[tuple[str, dict[str, Any], bytes]] = []
+
+    def get(key: str) -> None:
+        relay.ask({"do": "get", "key": key}, b"", lambda head, body: answers.append((key, head, body)))
+
+    for key in "abc":
+        get(key)
+    asked = [("get", 1, "a"), ("get", 2, "b"), ("get", 3, "c")]
+    assert [(header["do"], header["id"], header["key"]) for header in link.headers] == asked
     answer(relay, {"id": 2, "error": "full"}, b"body")
     answer(relay, {"id": 2}, b"again")  # nobody waits for it any more
     answer(relay, {"id": 99}, b"")
-    assert answers == [(1, {"error": "full"}, b"body")]
+    assert answers == [("b", {"error": "full"}, b"body")]
     relay.parent_lost("the connection was closed")
     lost = {"error": "store", "why": "10.0.0.1:6170, the parent of this node's relay: the connection was closed"}
-    assert answers[1:] == [(0, lost, b""), (2, lost, b"")]
+    assert answers[1:] == [("a", lost, b""), ("c", lost, b"")]
     assert waiting.headers == [lost | {"to": BARRIER}]
     relay.parent_lost("something else")
-    relay.ask({"do": "get", "key": "x"}, b"", lambda head, body: answers.append((7, head, body)))
+    get("x")
     arrive(relay, late, 1, 6)
-    assert answers[3:] == [(7, lost, b"")]
+    assert answers[3:] == [("x", lost, b"")]
     assert late.headers == [lost | {"to": BARRIER}]
     assert len(link.frames) == 3
     assert not relay.pending
-
-
-@in_virtual_time
-async def test_a_departure_is_told_upwards() -> None:
     relay, link = relay_of()
     relay.depart("connection 7", "left")
     assert link.take() == [({"do": "depart", "via": "connection 7", "how": "left", "id": 1}, b"")]
-    answer(relay, {"id": 1})
 
 
 @pytest.mark.parametrize("to", [None, "rank", ["rank", "barrier"], ["rank", "dance", "a"], ["rank", "barrier", 1]])
@@ -522,19 +485,15 @@ async def test_an_answer_that_says_not_to_which_barrier_is_refused(to: object) -
         answer(relay, {"to": to})
 
 
-def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet_train.cluster.store.wire.MOST_GATHERED_BYTES", 10)
-
-    @in_virtual_time
-    async def body() -> None:
-        for at in (root_here(), relay_of()[0]):
-            one, two = Heard(), Heard()
-            arrive(at, one, 0, 3, kind="all_gather", body=b"12345")
-            arrive(at, two, 1, 3, kind="all_gather", body=b"123456")
-            assert one.headers == two.headers == [{"error": "large", "to": ["rank", "all_gather", "step 1"]}]
-            assert not at.pending
-
-    body()
+    for at in (root_here(), relay_of()[0]):
+        one, two = Heard(), Heard()
+        arrive(at, one, 0, 3, kind="all_gather", body=b"12345")
+        arrive(at, two, 1, 3, kind="all_gather", body=b"123456")
+        assert one.headers == two.headers == [{"error": "large", "to": ["rank", "all_gather", "step 1"]}]
+        assert not at.pending
 
 
 # a relay's link
@@ -581,20 +540,15 @@ async def test_a_parent_that_is_silent_is_lost() -> None:
 
 
 @in_virtual_time
-async def test_a_parent_that_ends_the_connection_is_lost() -> None:
-    link, _, lost = linked()
-    link.connection_lost(None)
-    link, _, lost_too = linked()
-    link.connection_lost(OSError("reset"))
-    link, transport, broken = linked()
+async def test_a_parent_that_ends_the_connection_is_lost_and_a_link_that_its_relay_closes_is_not() -> None:
+    for error, why in ((None, "the connection was closed"), (OSError("reset"), "reset")):
+        link, _, lost = linked()
+        link.connection_lost(error)
+        assert lost == [why]
+    link, transport, lost = linked()
     link.data_received(encode({"to": 7}))
     assert transport.is_closing()
-    assert (lost, lost_too) == (["the connection was closed"], ["reset"])
-    assert broken == ["an answer does not name its barrier"]
-
-
-@in_virtual_time
-async def test_a_link_that_its_relay_closes_is_no_loss() -> None:
+    assert lost == ["an answer does not name its barrier"]
     link, _, lost = linked()
     link.close()
     link.connection_lost(None)

@@ -1,3 +1,8 @@
+"""Members at real servers: one server, a tree of relays, and the helper processes that host them.
+
+Members see the same over relays as at one server.
+"""
+
 from __future__ import annotations
 
 import os
@@ -6,14 +11,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.cluster import Cluster, assign, below, parent_of
+from fleet_train.cluster.store.access import Access, access_of
+from fleet_train.cluster.store.client import StepNote, StoreClient, close_after_fork
+from fleet_train.cluster.store.host import BindAddress, StoreHost, endpoint_of, is_host, needs_relays
+from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import Absence, ClusterError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.support.processes import clean_environ
+
+# one server
 
 
 @pytest.fixture
@@ -23,142 +37,17 @@ def server() -> Iterator[StoreServer]:
     server.stop()
 
 
-def connect(server: StoreServer, member: int, **options: object) -> StoreClient:
-    return StoreClient.connect(server.endpoint, member, timeout_seconds=5, **options)  # type: ignore[arg-type]
-
-
-def in_thread(call: object) -> tuple[threading.Thread, list[object]]:
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(call())  # type: ignore[operator]
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
-
-def test_set_then_get_from_another_member(server: StoreServer) -> None:
-    connect(server, 0).set("port", 6170)
-    assert connect(server, 1).get("port") == 6170
-
-
-def test_get_of_unknown_key_is_none(server: StoreServer) -> None:
-    assert connect(server, 0).get("nothing") is None
-
-
-def test_gather_gives_every_member_all_values(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.all_gather("join", "b", 2, 5))
-    assert one.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
-    thread.join()
-    assert results == [{0: "a", 1: "b"}]
-
-
-def test_gather_can_be_repeated_under_the_same_name(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    for step in range(3):
-        thread, _ = in_thread(lambda step=step: two.all_gather("step", step, 2, 5))
-        assert one.all_gather("step", step, 2, 5) == {0: step, 1: step}
-        thread.join()
-
-
-def test_gather_timeout_names_the_missing_members(server: StoreServer) -> None:
-    one = connect(server, 0, describe=lambda i: f"rank {i} (10.0.0.{i}:6170)")
-    with pytest.raises(
-        JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\), rank 2 \(10.0.0.2:6170\) did not arrive within 0.2 s"
-    ):
-        one.all_gather("join", None, 3, 0.2)
-
-
-def test_gather_after_a_timeout_starts_clean(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    with pytest.raises(JoinTimeout):
-        one.all_gather("join", "old", 2, 0.1)
-    thread, _ = in_thread(lambda: two.all_gather("join", "b", 2, 5))
-    assert one.all_gather("join", "new", 2, 5) == {0: "new", 1: "b"}
-    thread.join()
-
-
-def test_member_whose_connection_breaks_is_named_to_the_waiters(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.all_gather("step 5", None, 2, 30))
-    time.sleep(0.1)
-    two.close()
-    thread.join(timeout=20)
-    assert isinstance(results[0], WorkerFailed)
-    assert str(results[0]).startswith("rank 1 was lost")
-
-
-def test_member_that_dies_inside_a_gather_is_named(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.all_gather("step", None, 3, 30))
-    waiting, _ = in_thread(lambda: two.all_gather("step", None, 3, 30))
-    time.sleep(0.1)
-    two._sock.shutdown(2)
-    waiting.join(timeout=20)
-    third = connect(server, 2)
-    with pytest.raises(WorkerFailed, match="rank 1 was lost"):
-        third.all_gather("next step", None, 3, 5)
-    one._sock.shutdown(2)
-    thread.join(timeout=20)
-    assert results
-
-
-def test_a_member_that_left_is_distinguished_from_one_that_died(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    two.leave()
-    with pytest.raises(WorkerFailed, match="rank 1 finished and left the job"):
-        one.all_gather("step 9", None, 2, 30)
-    assert one.gone() == {1: "left"}
-
-
-def test_connection_that_is_not_watched_may_close(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    connect(server, 1, watched=False).close()
-    thread, _ = in_thread(lambda: two.all_gather("step", 2, 2, 5))
-    assert one.all_gather("step", 1, 2, 5) == {0: 1, 1: 2}
-    thread.join()
-
-
-def test_the_first_failure_report_counts_and_wakes_the_waiters(server: StoreServer) -> None:
-    one, two, three = (connect(server, i) for i in range(3))
-    thread, results = in_thread(lambda: one.all_gather("step", None, 3, 30))
-    time.sleep(0.05)
-    two.fail({"message": "rank 1 ran out of memory"})
-    three.fail({"message": "rank 2 followed"})
-    thread.join(timeout=20)
-    assert str(results[0]) == "rank 1 ran out of memory"
-    assert three.failure() == {"message": "rank 1 ran out of memory"}
-
-
-def test_every_failure_report_is_kept_with_its_time_on_one_clock(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    before = one.clock()
-    one.fail({"message": "first"})
-    two.fail({"message": "second"})
-    reports = two.failures()
-    assert [report for report, _ in reports] == [{"message": "first"}, {"message": "second"}]
-    assert before <= reports[0][1] <= reports[1][1] <= two.clock()
-
-
-def test_whose_patience_ends_first_is_not_missed_by_the_others(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.all_gather("step 4", None, 3, 1.0))
-    with pytest.raises(JoinTimeout, match="rank 2 did not arrive"):
-        one.all_gather("step 4", None, 3, 0.1)
-    thread.join()
-    assert str(results[0]) == "step 4: rank 2 did not arrive within 1 s"
+def connect(server: StoreServer, member: int, namespace: str = "", **options: Any) -> StoreClient:
+    return StoreClient.connect(f"{server.endpoint}{namespace}", member, timeout_seconds=5, **options)
 
 
 def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    with pytest.raises(JoinTimeout) as late:
+    one, two = connect(server, 0, describe=lambda i: f"rank {i} (10.0.0.{i}:6170)"), connect(server, 1)
+    with pytest.raises(JoinTimeout, match=r"rank 1 \(10.0.0.1:6170\) did not arrive within 0.1 s") as late:
         one.all_gather("step 4", None, 2, 0.1)
     assert late.value.absent == (Absence(1, "missing", "did not arrive at step 4 within 0.1 s"),)
+    with pytest.raises(JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 .* within 0\.2 s; call fleet\."):
+        one.all_gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")
     two.leave()
     with pytest.raises(WorkerFailed) as left:
         one.all_gather("step 5", None, 2, 5)
@@ -170,6 +59,7 @@ def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> 
         one.all_gather("step 6", None, 2, 5)
     assert [each.kind for each in lost.value.absent] == ["lost"]
     one.fail({"message": "rank 0 has said it"})
+    assert one.failure() == {"message": "rank 0 has said it"}
     with pytest.raises(WorkerFailed) as told:
         one.all_gather("step 7", None, 2, 5)
     assert told.value.absent == ()
@@ -177,12 +67,10 @@ def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> 
 
 def test_whose_process_has_ended_without_having_come_is_not_waited_for(server: StoreServer) -> None:
     launcher, one, two = connect(server, 0, group="node"), connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.all_gather("join", None, 3, 30))
     launcher.ended("rank", 1)  # it is still connected: its own goodbye counts
     launcher.ended("rank", 2)
-    thread.join(timeout=20)
-    assert isinstance(results[0], WorkerFailed)
-    assert str(results[0]).startswith("rank 2 finished and left the job")
+    with pytest.raises(WorkerFailed, match=r"^rank 2 finished and left the job"):
+        one.all_gather("join", None, 3, 30)
     assert launcher.gone("rank") == {2: "left"}
     two.leave()
 
@@ -221,118 +109,351 @@ def test_a_forked_child_neither_sends_for_its_parent_nor_hides_its_death(server:
             os.killpg(parent.pid, signal.SIGKILL)
 
 
-def test_both_get_a_disagreement_on_the_world_size(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.all_gather("join", None, 4, 30))
-    time.sleep(0.05)
-    with pytest.raises(ScheduleMismatch, match="rank 0 says that the job has 4 ranks, rank 1 says 2"):
-        two.all_gather("join", None, 2, 5)
-    thread.join(timeout=20)
-    assert isinstance(results[0], ScheduleMismatch)
-
-
-def test_same_rank_twice_is_refused(server: StoreServer) -> None:
-    first = connect(server, 0)
-    with pytest.raises(ClusterError, match="rank 0 has joined this job already"):
-        connect(server, 0)
-    assert first.get("x") is None
-
-
-def test_connect_without_a_server_names_the_address() -> None:
+def test_a_server_that_is_not_there_cannot_be_or_is_no_more_is_named(server: StoreServer) -> None:
     with pytest.raises(JoinTimeout, match=r"nobody answers at 127\.0\.0\.1:9"):
         StoreClient.connect("127.0.0.1:9", 0, timeout_seconds=0.2)
-
-
-def test_server_on_a_taken_port_says_which(server: StoreServer) -> None:
     with pytest.raises(ClusterError, match=f"cannot listen on 127.0.0.1:{server.port}"):
         StoreServer("127.0.0.1", server.port).start()
-
-
-def test_server_that_stops_is_named_to_its_clients(server: StoreServer) -> None:
     client = connect(server, 0)
     server.stop()
     with pytest.raises(WorkerFailed, match=f"store at {server.endpoint} no longer answers"):
         client.get("x")
 
 
-def test_a_stranger_with_another_protocol_does_no_harm(server: StoreServer) -> None:
-    import socket
-
-    with socket.create_connection((server.host, server.port)) as stranger:
-        assert stranger.recv(4096)  # the server's challenge
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(10) == b""
-    client = connect(server, 0)
-    client.set("a", 1)
-    assert client.get("a") == 1
-
-
-def test_members_that_wait_for_each_other_at_different_points_get_an_error(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: one.all_gather("step 12", None, 2, 30))
-    with pytest.raises(ScheduleMismatch, match="rank 0 at 'step 12', rank 1 at 'all_reduce 0'"):
-        two.all_gather("all_reduce 0", None, 2, 30)
-    thread.join(timeout=20)
-    assert isinstance(results[0], ScheduleMismatch)
-
-
 def test_namespaces_share_a_port_and_nothing_else(server: StoreServer) -> None:
-    first, second = connect(server, 0), StoreClient.connect(f"{server.endpoint}/1", 0, timeout_seconds=5)
+    first, second = connect(server, 0), connect(server, 0, "/1")
     first.set("key", "of the first")
     first.fail({"message": "the first has failed"})
     assert (second.get("key"), second.failure()) == (None, None)
     first.close()
-    thread, results = in_thread(lambda: StoreClient.connect(f"{server.endpoint}/1", 1).all_gather("join", "b", 2, 5))
-    assert second.all_gather("join", "a", 2, 5) == {0: "a", 1: "b"}
-    thread.join()
-    assert results == [{0: "a", 1: "b"}]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: connect(server, 1, "/1").all_gather("join", "b", 2, 5))
+        assert second.all_gather("join", "a", 2, 5) == other.result() == {0: "a", 1: "b"}
     assert server.connected_members(namespace="1") >= {0}
 
 
 def test_a_silent_member_is_lost_in_every_namespace_and_may_return(server: StoreServer) -> None:
-    def participant() -> StoreClient:
-        return connect(server, 1, machine="b", silence_seconds=0.3)
-
-    silent = participant()
-    elsewhere = StoreClient.connect(f"{server.endpoint}/2", 1, machine="b")
-    waiting = StoreClient.connect(f"{server.endpoint}/2", 0, timeout_seconds=5)
-    for _ in range(4):
-        silent.beat()
-        time.sleep(0.15)  # twice as often as it must
-    assert connect(server, 0).gone() == {}
+    silent = connect(server, 1, machine="b", silence_seconds=0.3)
+    elsewhere, waiting = connect(server, 1, "/2", machine="b"), connect(server, 0, "/2")
+    silent.beat()
     with pytest.raises(WorkerFailed, match=r"rank 1 was lost \(not heard of for 0.3 s"):
         waiting.all_gather("join", 0, 2, 5)
     with pytest.raises(WorkerFailed):
         silent.beat()
-    assert participant().get("nothing") is None
+    assert connect(server, 1, machine="b").get("nothing") is None
     elsewhere.close()
 
 
-def test_members_at_a_step_and_in_a_call_get_the_name_of_the_call(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, results = in_thread(lambda: two.all_gather("step 5", None, 2, 10))
-    with pytest.raises(ScheduleMismatch) as caught:
-        one.all_gather("save to out 0", None, 2, 10, "fleet.save_persistables('out')")
-    thread.join()
-    expected = (
-        "the ranks wait for each other at different points: rank 0 in fleet.save_persistables('out'), rank 1 at 'step "
-        "5'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it; if all of them do, "
-        "they have made unequal numbers of steps before it"
-    )
-    assert (str(caught.value), str(results[0])) == (expected, expected)
+# a tree of servers: seven nodes with a fan-in of two, a root, two relays below it, four below these; two members each
+
+NODES, FAN_IN, EACH = 7, 2, 2
+SIZE = NODES * EACH
+SILENCE_SECONDS = 1.0
+RANKS = [range(node * EACH, (node + 1) * EACH) for node in range(NODES)]
 
 
-def test_members_at_different_steps_are_asked_for_their_batches(server: StoreServer) -> None:
-    one, two = connect(server, 0), connect(server, 1)
-    thread, _ = in_thread(lambda: two.all_gather("step 5", None, 2, 10))
-    with pytest.raises(ScheduleMismatch, match=r"\(unequal numbers of batches\?\)$"):
-        one.all_gather("step 6", None, 2, 10)
-    thread.join()
+class Tree:
+    """The servers, and a client of each member at its own node's."""
+
+    def __init__(self) -> None:
+        self.servers = [StoreServer("127.0.0.1", 0).start() for _ in range(NODES)]
+        self.servers[0].open_root("0")
+        for node in range(1, NODES):
+            parent = self.servers[parent_of(node, FAN_IN)]
+            mask = below(node, RANKS, FAN_IN)
+            place = Parent("127.0.0.1", parent.port, "0", node, f"node {node}", mask, Access(), SILENCE_SECONDS)
+            self.servers[node].open_relay(place, 5.0)
+        self.clients = [self.connect(member) for member in range(SIZE)]
+
+    def connect(self, member: int, namespace: str = "/0", **options: Any) -> StoreClient:
+        return connect(self.servers[member // EACH], member, namespace, **options)
+
+    def all(self, call: Callable[[StoreClient], Any], members: range | list[int] = range(SIZE)) -> list[Any]:
+        """What each member's call gives or raises."""
+
+        def one(member: int) -> Any:
+            try:
+                return call(self.clients[member])
+            except FleetTrainError as error:
+                return error
+
+        with ThreadPoolExecutor(SIZE) as pool:
+            return list(pool.map(one, members))
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for server in reversed(self.servers):
+            server.stop()
 
 
-def test_a_member_missing_in_a_call_is_reported_with_the_call(server: StoreServer) -> None:
-    one, _ = connect(server, 0), connect(server, 1)
-    with pytest.raises(
-        JoinTimeout, match=r"^fleet\.barrier_worker\(\): rank 1 did not arrive within 0\.2 s; call fleet\."
-    ):
-        one.all_gather("barrier 0", None, 2, 0.2, "fleet.barrier_worker()")
+@pytest.fixture
+def tree() -> Iterator[Tree]:
+    tree = Tree()
+    yield tree
+    tree.close()
+
+
+def test_every_member_gets_all_values_or_that_of_one(tree: Tree) -> None:
+    for turn in range(3):
+        found = tree.all(lambda client, turn=turn: client.all_gather("values", [client.member, turn], SIZE, 10))
+        assert found == [{member: [member, turn] for member in range(SIZE)}] * SIZE
+    for source in (0, 5, SIZE - 1):
+        found = tree.all(lambda client, of=source: client.broadcast("port", client.member * 10, of, SIZE, 10))
+        assert found == [source * 10] * SIZE
+
+
+def test_different_values_are_reported_with_the_members_that_have_them(tree: Tree) -> None:
+    assert tree.all(lambda client: client.compare("facts", {"a": 1}, SIZE, 10)) == [[]] * SIZE
+    found = tree.all(lambda client: client.compare("facts", client.member in (3, 4, 9), SIZE, 10))
+    assert found == [[([[0, 2], [5, 8], [10, 13]], False), ([[3, 4], [9, 9]], True)]] * SIZE
+    found = tree.all(lambda client: client.compare("facts", client.member, SIZE, 10))
+    assert found[1:] == found[:-1]
+    assert sorted(who[0][0] for who, _ in found[0]) == list(range(SIZE))
+    assert sum(value is not None for _, value in found[0]) == 4, "of many, the first few are shown"
+
+
+def test_a_step_barrier_reduces_and_each_members_payload_can_be_read(tree: Tree) -> None:
+    def step(client: StoreClient, number: int) -> Any:
+        stop = "SIGTERM" if number == 2 and client.member in (6, 11) else None
+        digest = {1: 5, 2: min(client.member, 1), 3: 0 if client.member else None}[number]
+        note = StepNote(1 + client.member % 2, 10.0 * client.member, float(number), stop, digest)
+        return client.barrier(f"step {number}", note, SIZE, 10)
+
+    answers = [tree.all(lambda client, number=number: step(client, number)) for number in (1, 2, 3)]
+    for found in answers:
+        assert found == [found[0]] * SIZE
+    assert [found[0].slowest_ms for found in answers] == [120.0] * 3  # member 12 makes one step of 120 ms
+    assert [found[0].stop for found in answers] == [None, (6, "SIGTERM"), None]
+    assert [found[0].same_gradients for found in answers] == [True, False, False]
+    sums = {member: [3.0 * (1 + member % 2), 30.0 * member, 6.0] for member in range(SIZE)}
+    assert tree.clients[13].times(answers[2][0].number) == sums  # nobody else asks
+    earlier = {member: [2.0 * (1 + member % 2), 20.0 * member, 3.0] for member in range(SIZE)}
+    assert tree.all(lambda client: client.times(answers[1][0].number)) == [earlier] * SIZE
+
+
+def test_who_is_missing_is_named_through_the_tree(tree: Tree) -> None:
+    present = [member for member in range(SIZE) if member not in (7, 12, 13)]
+    found = tree.all(lambda client: client.barrier("step 3", None, SIZE, 2.0), present)
+    assert all(isinstance(error, JoinTimeout) for error in found)
+    assert {str(error) for error in found} == {"step 3: rank 7, rank 12, rank 13 did not arrive within 2 s"}
+    assert [each.member for each in found[0].absent] == [7, 12, 13]
+    # The next round of the same barrier starts clean.
+    assert all(not isinstance(answer, Exception) for answer in tree.all(lambda c: c.barrier("step 3", None, SIZE, 10)))
+
+
+def test_a_member_that_dies_is_named_to_all_and_one_that_leaves_is_distinguished(tree: Tree) -> None:
+    waiting = [member for member in range(SIZE) if member != 11]
+    threading.Timer(0.5, tree.clients[11].close).start()
+    began = time.monotonic()
+    found = tree.all(lambda client: client.barrier("step 4", None, SIZE, 60), waiting)
+    assert time.monotonic() - began < 40
+    assert all(str(error).startswith("rank 11 was lost (its connection broke") for error in found), found
+    tree.clients[8].leave()
+    (error,) = tree.all(lambda client: client.barrier("step 5", None, SIZE, 60), [0])
+    assert "rank 8 finished and left the job" in str(error)
+    assert tree.clients[0].gone() == {8: "left", 11: "its connection broke"}
+
+
+def test_a_killed_relay_is_named_with_all_below_it(tree: Tree) -> None:
+    """Node 1 relays for nodes 3 and 4: its members and theirs are lost."""
+    threading.Timer(0.5, tree.servers[1].stop).start()
+    outside = [member for node in (0, 2, 5, 6) for member in RANKS[node]]
+    found = tree.all(lambda client: client.barrier("step 5", None, SIZE, 60), [*outside, 6, 7, 8, 9])
+    outside, below_it = found[: len(outside)], found[len(outside) :]
+    assert all(isinstance(error, WorkerFailed) for error in found), found
+    for error in outside:
+        text = str(error)
+        assert "was lost (the relay of node 1 was lost" in text or "its connection broke" in text, text
+    for error in below_it:
+        assert "the parent of this node's relay" in str(error)
+    lost = {member for node in (1, 3, 4) for member in RANKS[node]}
+    deadline = time.monotonic() + 10
+    while set(tree.clients[0].gone()) != lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(tree.clients[0].gone()) == lost
+
+
+@pytest.mark.parametrize(
+    ("frozen", "waiting", "words"),
+    [
+        (2, [*RANKS[0], *RANKS[1], *RANKS[3], *RANKS[4]], "the relay of node 2 was not heard of for 1 s"),
+        (0, [*RANKS[6]], "no longer answers"),
+    ],
+)
+def test_a_frozen_server_is_named_within_its_silence(tree: Tree, frozen: int, waiting: list[int], words: str) -> None:
+    resume = threading.Event()
+    tree.servers[frozen]._loop.call_soon_threadsafe(resume.wait)
+    began = time.monotonic()
+    try:
+        found = tree.all(lambda client: client.barrier("step 6", None, SIZE, 60), waiting)
+    finally:
+        resume.set()
+    assert time.monotonic() - began < 40 * SILENCE_SECONDS
+    assert all(words in str(error) for error in found), found
+
+
+def test_members_at_different_points_get_an_error(tree: Tree) -> None:
+    found = tree.all(lambda client: client.barrier("step 12" if client.member < 9 else "all_reduce 0", None, SIZE, 30))
+    assert all(isinstance(error, ScheduleMismatch) for error in found)
+    elsewhere = "rank 9, rank 10, rank 11, rank 12, rank 13 at 'all_reduce 0'"
+    assert f"ranks 0-8 (9 in all) at 'step 12', {elsewhere}" in str(found[0])
+
+
+def test_values_failures_and_the_clock_are_those_of_the_root(tree: Tree) -> None:
+    with pytest.raises(ClusterError, match="rank 9 has joined this job already"):
+        tree.connect(9)
+    tree.clients[13].set("port", 6170)
+    assert tree.all(lambda client: client.get("port")) == [6170] * SIZE
+    assert tree.clients[12].get("nothing") is None
+    before = tree.clients[0].clock()
+    threading.Timer(0.3, lambda: tree.connect(5, watched=False).fail({"message": "rank 5 ran out of memory"})).start()
+    found = tree.all(lambda client: client.barrier("step", None, SIZE, 30), [0, 7, 13])
+    assert [str(error) for error in found] == ["rank 5 ran out of memory"] * 3
+    (report, at), *_ = tree.clients[13].failures()
+    assert report == {"message": "rank 5 ran out of memory"}
+    assert before <= at <= tree.clients[13].clock() <= tree.clients[0].clock()
+
+
+def test_a_namespace_within_a_namespace_has_its_tree(tree: Tree) -> None:
+    def meet(member: int) -> Any:
+        client = tree.connect(member, "/0.selftest", group="supervisor")
+        try:
+            return client.all_gather("facts", member, SIZE, 10)
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(meet, range(SIZE))) == [{member: member for member in range(SIZE)}] * SIZE
+
+
+# the helper processes of ranks that another launcher started: one for few ranks, one per node for many
+
+HOSTS = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+
+
+def cluster(rank: int, ranks_per_node: int, port: int) -> Cluster:
+    return Cluster(assign(HOSTS, ranks_per_node, port), rank)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "hosts"), [(2, [0]), (12, [0, 12, 24])])
+def test_who_hosts(ranks_per_node: int, hosts: list[int]) -> None:
+    size = ranks_per_node * len(HOSTS)
+    assert [rank for rank in range(size) if is_host(cluster(rank, ranks_per_node, 6170))] == hosts
+    assert {endpoint_of(cluster(rank, ranks_per_node, 6170)) for rank in range(size)} == {
+        f"{HOSTS[rank // ranks_per_node]}:6170" for rank in hosts
+    }
+    launched = Cluster(assign(HOSTS, ranks_per_node, 6170), 0, "127.0.0.9:1/0")
+    assert not is_host(launched)
+    assert endpoint_of(launched) == "127.0.0.9:1/0"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "relays"), [(1, 40, False), (2, 16, False), (3, 11, True), (2, 17, True)]
+)
+def test_more_than_32_ranks_on_several_nodes_have_relays(nodes: int, ranks_per_node: int, relays: bool) -> None:
+    assert needs_relays(Cluster.imagined(nodes, ranks_per_node)) == relays
+
+
+def test_where_a_nodes_server_listens_and_which_ranks_it_serves() -> None:
+    root = BindAddress.of(cluster(5, 12, 7000), 60.0)
+    # 32 relays below it at most, and as many members.
+    assert root == BindAddress("127.0.0.2", 7000, HOSTS, 64, timeout_seconds=60.0)
+    second = BindAddress.of(cluster(12, 12, 7000), 60.0)
+    assert (second.host, second.port, second.node, second.parent) == ("127.0.0.3", 7000, 1, "127.0.0.2:7000")
+    assert int(second.below, 16) == sum(2**rank for rank in range(12, 24))
+    few = BindAddress.of(cluster(3, 2, 7000), 60.0)
+    assert (few.parent, few.below, few.members) == ("", "0", 64)
+    assert BindAddress.of(Cluster(assign(HOSTS, 40, 7000), 119), 60.0).members == 72
+
+
+def test_a_forked_child_does_not_hold_the_server_that_its_parent_has_started() -> None:
+    """The pipe is the parent's word that it lives; the server sees its end once the parent has closed it."""
+    reader, writer = os.pipe()
+    alive, child_ends = os.pipe()
+    host = StoreHost.__new__(StoreHost)
+    host._process = SimpleNamespace(stdin=os.fdopen(writer, "wb"))  # type: ignore[assignment]
+    close_after_fork(host)
+    child = os.fork()
+    if child == 0:
+        os.close(child_ends)
+        os.read(alive, 1)  # until the parent lets go
+        os._exit(0)
+    os.close(alive)
+    host.release()
+    os.set_blocking(reader, False)
+    try:
+        for _ in range(200):  # the child may not have run yet
+            try:
+                assert os.read(reader, 1) == b""
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the child still holds the pipe")
+    finally:
+        os.close(child_ends)
+        os.waitpid(child, 0)
+        os.close(reader)
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(12.0, marks=pytest.mark.long), 0.0])
+def test_a_server_that_stands_still_is_waited_for_unless_it_does_for_too_long(
+    seconds: float, free_ports: Callable[..., int]
+) -> None:
+    """A machine that swaps, or is paused by its hypervisor, must not end the job; a server that hangs must."""
+    member = cluster(0, 1, free_ports(1, HOSTS))
+    host = StoreHost.of(member, 30.0)
+    patience = {} if seconds else {"answer_seconds": 0.5}
+    client = StoreClient.connect(endpoint_of(member), 0, access=access_of(member), timeout_seconds=30.0, **patience)
+    os.kill(host._process.pid, signal.SIGSTOP)
+    os.waitpid(host._process.pid, os.WUNTRACED)  # a process that is yet to be scheduled may still answer
+    try:
+        if seconds:
+            threading.Timer(seconds, os.kill, (host._process.pid, signal.SIGCONT)).start()
+            began = time.monotonic()
+            client.set("key", "value")
+            assert time.monotonic() - began > seconds - 1
+            assert client.get("key") == "value"
+        else:
+            with pytest.raises(WorkerFailed, match=r"no longer answers \(timed out"):
+                client.set("key", "value")
+    finally:
+        os.kill(host._process.pid, signal.SIGCONT)
+        client.close()
+        host.release()
+        host._process.wait(30)
+
+
+def test_many_ranks_reach_barriers_over_the_helpers_of_their_nodes(free_ports: Callable[..., int]) -> None:
+    each = 12
+    port = free_ports(each, HOSTS)
+    size = each * len(HOSTS)
+    hosts: list[StoreHost] = []
+
+    def meet(rank: int) -> dict[int, int]:
+        place = cluster(rank, each, port)
+        endpoint = endpoint_of(place)
+        client = StoreClient.connect(endpoint, rank, timeout_seconds=60, access=access_of(place, {}))
+        try:
+            values: dict[int, int] = client.all_gather("ranks", rank * rank, size, 60)
+            client.leave()
+            return values
+        finally:
+            client.close()
+
+    def host(rank: int) -> None:
+        hosts.append(StoreHost.of(cluster(rank, each, port), 60))
+
+    # The last node's helper starts first, and its ranks are there before it can reach its parent.
+    helpers = [threading.Thread(target=host, args=(rank,)) for rank in (24, 12, 0)]
+    with ThreadPoolExecutor(size) as pool:
+        found = [pool.submit(meet, rank) for rank in range(size)]
+        for helper in helpers:
+            helper.start()
+        for helper in helpers:
+            helper.join()
+        assert [each.result() for each in found] == [{rank: rank * rank for rank in range(size)}] * size
+    for one in hosts:
+        one.release()
+        assert one._process.wait(timeout=120) == 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,32 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet_train import timeouts
-from fleet_train.cluster.store import server as servers_server
-from fleet_train.cluster.store import wire
-from fleet_train.cluster.store.access import Access, Callers, challenge, job_secret
+from fleet_train.cluster.store.access import Access, Callers, job_secret
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.server import StoreServer
-from fleet_train.cluster.store.wire import (
-    LENGTHS,
-    Decoder,
-    ProtocolError,
-    encode,
-    parse,
-    raise_descriptor_limit,
-)
+from fleet_train.cluster.store.server import Session, StoreServer
+from fleet_train.cluster.store.wire import LENGTHS, Decoder, ProtocolError, encode, parse
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 
 SECRET = b"correct horse battery staple"
-HELLO = {
-    "do": "hello",
-    "job": "",
-    "nonce": "n",
-    "namespace": "",
-    "group": "rank",
-    "member": 5,
-    "watched": False,
-}
+FILE, VARIABLE = "FLEET_TRAIN_JOB_SECRET_FILE", "FLEET_TRAIN_JOB_SECRET"
+STEP = {"do": "barrier", "name": "step 1", "count": 8, "timeout": 1}
+HELLO = {"do": "hello", "job": "", "nonce": "n", "group": "rank", "member": 5, "watched": False}
 
 
 @pytest.fixture
@@ -52,10 +34,6 @@ def server(capfd: pytest.CaptureFixture[str]) -> Iterator[StoreServer]:
     yield server
     server.stop()
     assert capfd.readouterr().err == ""  # no traceback, whatever was sent
-
-
-def started(**options: Any) -> StoreServer:
-    return StoreServer("127.0.0.1", 0, **options).start()
 
 
 def dial(server: StoreServer) -> socket.socket:
@@ -88,70 +66,57 @@ def members_meet(server: StoreServer, turns: int = 3) -> None:
 # addresses, jobs, secrets
 
 
-def test_an_address_outside_the_node_list_is_refused_and_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
-    server = started(callers=Callers(["127.0.0.2"]))
+@contextlib.contextmanager
+def started(**options: Any) -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1", 0, **options).start()
     try:
+        yield server
+    finally:
+        server.stop()
+
+
+def test_an_address_outside_the_node_list_is_refused_and_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with started(callers=Callers(["127.0.0.2"])) as server:
         for _ in range(3):
             with pytest.raises(ClusterError, match=r"accepts the addresses of the node list only, and this connection"):
                 StoreClient.connect(server.endpoint, 0, timeout_seconds=2)
         node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="127.0.0.2"))
         assert node.get("nothing") is None
         node.close()
-    finally:
-        server.stop()
     expected = "fleet_train: refused a connection from 127.0.0.1, which is not in the node list\n"
     assert capfd.readouterr().err == expected
 
 
-def test_an_address_of_another_machine_is_no_hindrance() -> None:
-    """Behind a translation of addresses a node's own is none of this machine's: then the kernel chooses."""
-    server = started()
-    try:
-        node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="192.0.2.7"))
-        assert node.get("nothing") is None
-        node.close()
-    finally:
-        server.stop()
-
-
-def test_another_job_is_refused_by_name() -> None:
-    server = started(access=Access("train.py-1"))
-    try:
-        with pytest.raises(ClusterError, match=r"belongs to another job, 'train.py-1', and this is 'other.py-2'"):
-            StoreClient.connect(server.endpoint, 0, timeout_seconds=2, access=Access("other.py-2"))
-    finally:
-        server.stop()
+def test_behind_a_translation_of_addresses_the_kernel_chooses_the_own_one(server: StoreServer) -> None:
+    node = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access(source="192.0.2.7"))
+    assert node.get("nothing") is None
+    node.close()
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "why"),
     [
-        (SECRET, None, "requires this job's secret"),
-        (SECRET, b"x" * 20, "another secret"),
-        (None, SECRET, "has no job secret and this node has one"),
+        (Access("one"), Access("other"), "belongs to another job, 'one', and this is 'other'"),
+        (Access("job", SECRET), Access("job"), "requires this job's secret"),
+        (Access("job", SECRET), Access("job", b"x" * 20), "another secret"),
+        (Access("job"), Access("job", SECRET), "has no job secret and this node has one"),
     ],
 )
-def test_who_does_not_know_the_secret_is_refused(ours: bytes | None, theirs: bytes | None, why: str) -> None:
-    server = started(access=Access("job", ours))
-    try:
-        with pytest.raises(ClusterError, match=why):
-            StoreClient.connect(server.endpoint, 0, timeout_seconds=2, access=Access("job", theirs))
-    finally:
-        server.stop()
+def test_who_is_of_another_job_or_does_not_know_the_secret_is_refused(ours: Access, theirs: Access, why: str) -> None:
+    with started(access=ours) as server, pytest.raises(ClusterError, match=why):
+        StoreClient.connect(server.endpoint, 0, timeout_seconds=2, access=theirs)
 
 
 def test_with_a_secret_addresses_may_differ_and_it_never_travels() -> None:
-    server = started(access=Access("job", SECRET), callers=Callers(["10.0.0.1"]))
     seen = bytearray()
-    proxy = socket.create_server(("127.0.0.1", 0))
 
-    def pass_on() -> None:
-        def copy(one: socket.socket, other: socket.socket) -> None:
-            while data := one.recv(65536):
-                seen.extend(data)
-                other.sendall(data)
-            other.shutdown(socket.SHUT_WR)  # the other thread may be reading from it
+    def copy(one: socket.socket, other: socket.socket) -> None:
+        while data := one.recv(65536):
+            seen.extend(data)
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)  # the other thread may be reading from it
 
+    def pass_on(server: StoreServer) -> None:
         inside, _ = proxy.accept()
         with inside, dial(server) as outside:
             back = threading.Thread(target=copy, args=(outside, inside), daemon=True)
@@ -159,116 +124,69 @@ def test_with_a_secret_addresses_may_differ_and_it_never_travels() -> None:
             copy(inside, outside)
             back.join()
 
-    threading.Thread(target=pass_on, daemon=True).start()
-    try:
-        endpoint = f"127.0.0.1:{proxy.getsockname()[1]}"
-        client = StoreClient.connect(endpoint, 0, timeout_seconds=5, access=Access("job", SECRET))
-        client.set("a", 1)
-        client.close()
-    finally:
-        proxy.close()
-    assert b'"proof"' in seen
-    assert SECRET not in seen
-    # What was recorded once is of no use: the server draws another nonce.
-    try:
+    with started(access=Access("job", SECRET), callers=Callers(["10.0.0.1"])) as server:
+        with socket.create_server(("127.0.0.1", 0)) as proxy:
+            threading.Thread(target=pass_on, args=(server,), daemon=True).start()
+            endpoint = f"127.0.0.1:{proxy.getsockname()[1]}"
+            client = StoreClient.connect(endpoint, 0, timeout_seconds=5, access=Access("job", SECRET))
+            client.set("a", 1)
+            client.close()
+        assert b'"proof"' in seen
+        assert SECRET not in seen
+        # What was recorded once is of no use: the server draws another nonce.
         words = [parse(head) for head, _ in Decoder().feed(bytes(seen))]
         with dial(server) as replay:
             replay.sendall(encode(next(word for word in words if word.get("do") == "hello")))
             assert is_closed(replay)
-    finally:
-        server.stop()
 
 
-def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
-    """It sends the caller's own proof back, as far as it can know one."""
-    fake = socket.create_server(("127.0.0.1", 0))
-
-    def answer() -> None:
-        sock, _ = fake.accept()
-        sock.sendall(encode(challenge(Access("job", b"y" * 20))))
-        hello = parse(sock.recv(65536)[LENGTHS.size :])
-        sock.sendall(encode({"welcome": True, "proof": hello["proof"]}))
-        sock.recv(65536)
-        sock.close()
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    try:
-        with pytest.raises(ClusterError, match="another secret"):
-            StoreClient.connect(
-                f"127.0.0.1:{fake.getsockname()[1]}", 0, timeout_seconds=3, access=Access("job", SECRET)
-            )
-    finally:
-        fake.close()
-        thread.join()
-
-
-def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
-    assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}) == SECRET
-    assert job_secret({"FLEET_TRAIN_JOB_SECRET": SECRET.decode()}) == SECRET
+    return file
+
+
+def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(
+    secret_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert job_secret({VARIABLE: SECRET.decode()}) == SECRET
     assert job_secret({}) is None
+    environ = {FILE: str(secret_file)}
     for mode in (0o600, 0o400, 0o640):
-        file.chmod(mode)
-        assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, warns=True) == SECRET
+        secret_file.chmod(mode)
+        assert job_secret(environ, warns=True) == SECRET
     assert capfd.readouterr().err == ""
-    file.chmod(0o644)
-    assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, warns=True) == SECRET
-    assert job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}) == SECRET
-    warning = f"fleet_train: every user here can read the job's secret in {file} (mode 0644); chmod 600 {file}\n"
-    assert capfd.readouterr().err == warning
-    with monkeypatch.context() as patched:  # as Kubernetes mounts it
-        patched.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)}, warns=True)
+    secret_file.chmod(0o644)
+    assert job_secret(environ, warns=True) == job_secret(environ) == SECRET
+    said = f"every user here can read the job's secret in {secret_file} (mode 0644); chmod 600 {secret_file}"
+    assert capfd.readouterr().err == f"fleet_train: {said}\n"
+    # as Kubernetes mounts it
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    job_secret(environ, warns=True)
     assert capfd.readouterr().err == ""
-    file.chmod(0o622)
-    with pytest.raises(ClusterError, match="can be changed by other users"):
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)})
-    file.chmod(0o600)
-    file.write_text("short")
-    with pytest.raises(ClusterError, match="has 5 bytes"):
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file)})
-    with pytest.raises(ClusterError, match="cannot be read"):
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(tmp_path / "none")})
-    with pytest.raises(ClusterError, match="not a regular file"):
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": "/dev/zero"})
-    with pytest.raises(ClusterError, match="both set"):
-        job_secret({"FLEET_TRAIN_JOB_SECRET_FILE": str(file), "FLEET_TRAIN_JOB_SECRET": "x" * 20})
     assert SECRET.decode() not in repr(Access("job", SECRET))
 
 
-def test_only_the_own_machine_can_be_lost_by_falling_silent(server: StoreServer) -> None:
-    node = Access(source="127.0.0.2")
-    other = StoreClient.connect(server.endpoint, 0, timeout_seconds=5, machine="127.0.0.2", access=node)
-    liar = StoreClient.connect(
-        server.endpoint,
-        1,
-        timeout_seconds=5,
-        machine="127.0.0.2",
-        silence_seconds=0.1,
-        access=Access(source="127.0.0.3"),
-    )
-    while 1 not in other.gone():
-        time.sleep(0.02)
-    assert set(other.gone()) == {1}
-    other.close()
-    liar.close()
-
-
-def test_more_open_files_than_there_may_be_are_refused_with_the_way_out() -> None:
-    import resource
-
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY:
-        pytest.skip("this process may open as many files as it likes")
-    with pytest.raises(
-        ClusterError, match=r"needs \d+ open files \(ulimit -n\) for this job, and this process may have"
-    ):
-        started(members=hard)
+@pytest.mark.parametrize(
+    ("content", "mode", "environ", "words"),
+    [
+        (SECRET, 0o622, {}, "can be changed by other users"),
+        (b"short", 0o600, {}, r"SECRET_FILE=/\S+secret: the job's secret has 5 bytes; it must have 16 to 4096"),
+        (SECRET, 0o600, {FILE: "/none"}, "cannot be read"),
+        (SECRET, 0o600, {FILE: "/dev/zero"}, "not a regular file"),
+        (SECRET, 0o600, {VARIABLE: "x" * 20}, "both set"),
+        (SECRET, 0o600, {FILE: "", VARIABLE: "short"}, "^FLEET_TRAIN_JOB_SECRET: "),
+    ],
+)
+def test_a_secret_that_is_none_is_refused(
+    secret_file: Path, content: bytes, mode: int, environ: dict[str, str], words: str
+) -> None:
+    secret_file.write_bytes(content)
+    secret_file.chmod(mode)
+    with pytest.raises(ClusterError, match=words):
+        job_secret({FILE: str(secret_file), **environ})
 
 
 # before the hello
@@ -284,7 +202,6 @@ def test_more_open_files_than_there_may_be_are_refused_with_the_way_out() -> Non
         encode({"do": "set", "key": "a"}, b"1"),
         encode({"do": "hello"}),
         LENGTHS.pack(4000, 0) + b"[" * 4000,
-        LENGTHS.pack(4000, 0) + b"1" * 4000,
         b"\x00" * 100_000,
     ],
 )
@@ -298,123 +215,22 @@ def test_a_stranger_that_says_something_else_is_closed(server: StoreServer, said
     members_meet(server)
 
 
-def test_a_stranger_that_says_nothing_or_half_is_closed_in_time(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeouts, "STRANGERS_SECONDS", 0.3)
-    with dial(server) as silent, dial(server) as half:
-        half.sendall(LENGTHS.pack(100, 0) + b'{"do": "he')
-        assert is_closed(silent)
-        assert is_closed(half)
-
-
-def test_of_many_idle_connections_only_a_few_are_kept(server: StoreServer) -> None:
-    raise_descriptor_limit(4000)
-    idle = [dial(server) for _ in range(1500)]
-    try:
-        members_meet(server)
-        assert 0 < len(server._strangers) <= 256
-    finally:
-        for sock in idle:
-            sock.close()
-
-
-@pytest.mark.parametrize(
-    ("hello", "proof"),
-    [
-        ({"nonce": "\ud800"}, "00"),  # a text in JSON, and in no encoding of bytes
-        ({"nonce": "n"}, "\ud800"),
-        ({"nonce": "n", "group": "\ud800"}, "00"),
-        ({"nonce": "n", "member": [0]}, "00"),
-    ],
-)
-def test_what_cannot_be_signed_is_refused_without_a_word(
-    hello: dict[str, Any], proof: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = started(access=Access("job", SECRET))
-    try:
-        with dial(server) as stranger:
-            stranger.sendall(encode({"do": "hello", "job": "job", "proof": proof, **hello}))
-            assert is_closed(stranger)
-        StoreClient.connect(server.endpoint, 0, timeout_seconds=5, access=Access("job", SECRET)).close()
-    finally:
-        server.stop()
-    assert capfd.readouterr().err == ""
-
-
 def test_an_error_of_the_server_itself_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a fault of this test")
 
-    monkeypatch.setattr(servers_server.Session, "hear", broken)
-    server = started()
-    try:
+    monkeypatch.setattr(Session, "hear", broken)
+    with started() as server:
         for _ in range(3):
             with dial(server) as stranger:
                 stranger.sendall(encode(HELLO))
                 assert is_closed(stranger)
-    finally:
-        server.stop()
     assert capfd.readouterr().err.count("ZeroDivisionError: a fault of this test") == 1
 
 
 # after the hello
-
-
-def greet(server: StoreServer, **more: Any) -> socket.socket:
-    sock = dial(server)
-    sock.recv(65536)
-    sock.sendall(encode({**HELLO, **more}))
-    sock.recv(65536)
-    return sock
-
-
-STEP = {"do": "barrier", "name": "step 1", "count": 8, "timeout": 1}
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"count": 0},
-        {"count": -1},
-        {"count": 10**9},
-        {"count": 5},  # it is member 5
-        {"count": "8"},
-        {"count": True},
-        {"name": 3},
-        {"name": "x" * 100_000},
-        {"timeout": "soon"},
-        {"timeout": -1},
-        {"calls": ["a"]},
-        {"calls": [["a", [[4, 4]]]]},
-        {"members": [[4, 4]]},
-        {"group": "supervisor"},
-        {"slowest": "fast"},
-        {"slowest": -1},
-        {"stop": "now"},
-        {"stop": [9, "now"]},
-        {"stop": [1, 2]},
-        {"digest": "5"},
-        {"digest": -1},
-        {"digest": 1 << 32},
-        {"do": "broadcast", "source": 1},
-        {"do": "join", "group": "rank", "member": 1},
-        {"do": "depart", "via": "m at 127.0.0.1", "how": "left"},
-        {"do": "hello"},
-        {"do": "dance"},
-        {"do": ["set"]},
-        {"do": "failures", "known": -1},
-        {"do": "get", "key": None},
-        {"do": "ended", "group": "rank", "member": 10**12},
-    ],
-)
-def test_a_member_that_breaks_the_rules_is_closed(server: StoreServer, broken: dict[str, Any]) -> None:
-    with greet(server) as member:
-        member.sendall(encode({**STEP, **broken}))
-        assert is_closed(member)
-    members_meet(server)
 
 
 def test_a_value_may_be_large_and_too_large_is_refused_before_it_travels(server: StoreServer) -> None:
@@ -423,64 +239,13 @@ def test_a_value_may_be_large_and_too_large_is_refused_before_it_travels(server:
     assert len(client.get("large")) == 20 << 20
     with pytest.raises(ClusterError, match="takes 64 MB"):
         client.set("larger", "x" * (65 << 20))
-    client.set("large 1", "x" * (40 << 20))
     with pytest.raises(ClusterError, match="can hold no more values"):
-        client.set("large 2", "x" * (20 << 20))
-    assert client.get("large 2") is None
-    client.close()
-
-
-def test_what_all_members_bring_together_is_bounded(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_GATHERED_BYTES", 1000)
-    clients = [StoreClient.connect(server.endpoint, i, timeout_seconds=5) for i in range(3)]
-    found: list[str] = []
-
-    def gather(client: StoreClient) -> None:
-        with contextlib.suppress(ScheduleMismatch):
-            try:
-                client.all_gather("values", "x" * 400, 3, 10)
-            except ClusterError as error:
-                found.append(str(error))
-
-    threads = [threading.Thread(target=gather, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == ["the values of all members together exceed what the rendezvous store can hold"] * 3
-    for client in clients:
-        client.close()
-
-
-def test_a_value_costs_the_store_no_parsing(server: StoreServer) -> None:
-    """Deep or endless as it may be: it is a matter between those who write and read it."""
-    with greet(server) as member:
-        member.sendall(encode({"do": "set", "key": "deep"}, b"[" * 1_000_000))
-        assert b"error" not in member.recv(65536)
-    members_meet(server)
-
-
-def test_a_failure_is_never_a_success_and_prints_no_control_characters(server: StoreServer) -> None:
-    client = StoreClient.connect(server.endpoint, 0, timeout_seconds=5)
-    client.fail({"message": "\x1b[2Jall is\rwell\x07", "exit_code": 0, "traceback": ["\x1b]0;title\x07"]})
-    client.fail({"message": "m", "exit_code": 256})
-    client.fail({"message": "m" * 100_000, "exit_code": 137})
-    (first, _), (second, _), (third, _) = client.failures()
-    assert first == {"message": "\\x1b[2Jall is\\rwell\\x07", "exit_code": 1, "traceback": ["\\x1b]0;title\\x07"]}
-    assert (second["exit_code"], third["exit_code"]) == (1, 137)
-    assert len(third["message"]) < 10_000
+        client.set("large 2", "x" * (50 << 20))
+    for value in (None, 1.5, "é\n", [1, [2]], {"a": None}):
+        client.set("value", value)
+        assert client.get("value") == value
     with pytest.raises(WorkerFailed):
         client.fail({"message": {"deep": []}})
-    client.close()
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"1" * 60_000, b"[" * 60_000, b'{"exit_code": 1' + b"0" * 5000 + b"}"])
-def test_a_failure_report_that_is_none_ends_its_connection_only(server: StoreServer, body: bytes) -> None:
-    with greet(server) as member:
-        member.sendall(encode({"do": "fail"}, body))
-        assert is_closed(member)
-    client = StoreClient.connect(server.endpoint, 0, timeout_seconds=5)
-    assert client.failures() == []
     client.close()
 
 
@@ -489,25 +254,11 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-_WORDS = ["hello", "barrier", "all_gather", "compare", "set", "get", "fail", "failures", "clock", "gone"]
-_WORDS += ["ended", "join", "depart", "times", "beat", "leave"]
-_FIELDS = ["name", "count", "timeout", "via", "members", "calls", "again", "slowest"]
-_FIELDS += [
-    "stop",
-    "digest",
-    "times",
-    "key",
-    "known",
-    "group",
-    "member",
-    "number",
-    "id",
-    "version",
-    "how",
-    "role",
-    "namespace",
-    "job",
-]
+_WORDS = "hello barrier all_gather compare set get fail failures clock gone ended join depart times beat leave".split()
+_FIELDS = (
+    "name count timeout via members calls again slowest stop digest times key known group member number id version how "
+    "role namespace job"
+).split()
 _HEADERS = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=8)
 _FRAMES = st.builds(
     lambda do, header, plain, body: encode({**STEP, **plain, **header, "do": do}, body),
@@ -530,12 +281,12 @@ def test_whatever_a_connection_sends_the_others_pass_the_barrier(
     server: StoreServer, role: str, frames: list[bytes]
 ) -> None:
     server.open_root("fuzzed")
-    with greet(server, role=role, namespace="fuzzed") as member:
-        try:
-            for frame in frames:
-                member.sendall(frame)
-        except ConnectionError:
-            pass
+    with dial(server) as member, contextlib.suppress(ConnectionError):
+        member.recv(65536)
+        member.sendall(encode({**HELLO, "role": role, "namespace": "fuzzed"}))
+        member.recv(65536)
+        for frame in frames:
+            member.sendall(frame)
     members_meet(server, 1)
 
 
@@ -576,11 +327,3 @@ def test_a_client_survives_a_server_that_talks_nonsense(answer: dict[str, Any], 
     finally:
         client.close()
         theirs.close()
-
-
-def test_json_that_travels_is_what_was_meant(server: StoreServer) -> None:
-    client = StoreClient.connect(server.endpoint, 0, timeout_seconds=5)
-    for value in (None, 0, 1.5, "é\n", [1, [2]], {"a": None}):
-        client.set("value", value)
-        assert client.get("value") == json.loads(json.dumps(value))
-    client.close()

@@ -1,4 +1,4 @@
-"""Several ranks in one process: their stages run in turn, and numpy carries out the collectives."""
+"""Several ranks in one process: groups on paper, stages that run in turn, collectives by numpy or only recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,99 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engine import Collective, Progress, Stages
-from tests.unit.collectives.recorded import Group
+from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Progress, Stage, Stages
+from fleet_train.collectives.engines import StreamEngine, Watchdog
+from fleet_train.errors import WorkerFailed
+
+PLACE = CallContext("step 1", "step 1, bucket 0")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group on paper."""
+
+    id: int
+    ranks: Sequence[int] = (0, 1)
+
+
+@dataclass
+class Task:
+    """``wait`` lets a collective end."""
+
+    name: str
+    events: list[str]
+    broken: bool = False
+    ended: bool = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"{self.name} was lost")
+        if not self.ended:
+            self.events.append(f"wait {self.name}")
+        self.ended = True
+
+
+@dataclass
+class Recorder:
+    """``begin`` of a stream engine. A collective's ``kind`` is its name here."""
+
+    rank: int = 0
+    events: list[str] = field(default_factory=list)
+    refused: str = ""
+    """The collective that cannot be begun."""
+    broken: str = ""
+    """The one that cannot be waited for."""
+    tasks: list[tuple[Collective, Task]] = field(default_factory=list)
+
+    def __call__(self, collective: Collective) -> Task | None:
+        if self.rank not in collective.group.ranks:
+            return None
+        if collective.kind == self.refused:
+            raise RuntimeError(f"{collective.kind} cannot be begun")
+        self.events.append(f"begin {collective.kind}")
+        self.tasks.append((collective, Task(collective.kind, self.events, collective.kind == self.broken)))
+        return self.tasks[-1][1]
+
+    @property
+    def begun(self) -> list[str]:
+        return [event.removeprefix("begin ") for event in self.events if event.startswith("begin")]
+
+    def in_flight(self) -> list[Collective]:
+        return [collective for collective, task in self.tasks if not task.ended]
+
+
+@dataclass
+class Attributed:
+    """The ``blame`` of an engine, and for what it was called."""
+
+    places: list[CallContext] = field(default_factory=list)
+
+    def __call__(self, context: CallContext, error: BaseException) -> WorkerFailed:
+        self.places.append(context)
+        return WorkerFailed(f"{context.what}: {error}")
+
+
+def unwatched() -> Watchdog:
+    """A watchdog that has nothing to say in a test of milliseconds."""
+    return Watchdog(lambda _, __: None, lambda: False)
+
+
+def stream_engine(begin: Callable[[Collective], Any], blamed: Attributed | None = None) -> StreamEngine:
+    return StreamEngine(HostDevice(), blamed or Attributed(), unwatched(), begin)
+
+
+def stages(*every: Stage, result: Any = None) -> Stages[Any]:
+    yield from every
+    return result
+
+
+def one(name: str, group: Group, more: bool = False) -> Stage:
+    """A stage of one collective."""
+    return Stage((collective(name, group),), more)
+
 
 T = TypeVar("T")
 
@@ -67,23 +158,18 @@ def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[CollectiveSpec]]:
         for rank, one in enumerate(everybody):
             for collective in one.stage.collectives:  # type: ignore[union-attr]
                 queues.setdefault(collective.group.id, {}).setdefault(rank, []).append(collective)
-        assert len({one.stage.more for one in everybody}) == 1  # type: ignore[union-attr]
+        (more,) = {one.stage.more for one in everybody}  # type: ignore[union-attr]
         for queue in queues.values():
-            for collectives in zip(*_by_member(queue), strict=True):
+            members = next(iter(queue.values()))[0].group.ranks
+            assert set(queue) == set(members), f"{sorted(queue)} have come to a collective of {list(members)}"
+            for collectives in zip(*(queue[rank] for rank in members), strict=True):
                 _carry_out(collectives)
                 first = collectives[0]
                 dtype = str(first.tensor.dtype).rpartition(".")[2]
-                more = everybody[0].stage.more  # type: ignore[union-attr]
                 sent.append(CollectiveSpec(first.kind, tuple(first.group.ranks), dtype, first.tensor.size, more))
         for one in everybody:
             one.go_on()
     return [one.value for one in everybody], sent  # type: ignore[misc]
-
-
-def _by_member(queue: dict[int, list[Collective]]) -> list[list[Collective]]:
-    ranks = next(iter(queue.values()))[0].group.ranks
-    assert set(queue) == set(ranks), f"{sorted(queue)} have come to a collective of {list(ranks)}"
-    return [queue[rank] for rank in ranks]
 
 
 def _carry_out(collectives: tuple[Collective, ...]) -> None:
@@ -119,3 +205,7 @@ def _put(tensor: Any, values: np.ndarray) -> None:
     """A backend takes a buffer as it is."""
     assert tuple(tensor.shape) == values.shape
     paddle.assign(paddle.to_tensor(values).cast(tensor.dtype), output=tensor)
+
+
+def collective(name: str, group: Group) -> Collective:
+    return Collective(name, group, None)

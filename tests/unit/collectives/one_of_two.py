@@ -24,7 +24,7 @@ from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from tests.support.agreeing import AgreeingJob
 from tests.support.late import LateBackend, LateDevice
-from tests.unit.collectives.recorded import unwatched
+from tests.unit.collectives.in_turn import unwatched
 
 
 @dataclass(frozen=True)

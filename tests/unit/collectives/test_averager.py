@@ -12,22 +12,15 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import fragments as flats_module
 from fleet_train.collectives.averaging import Held, ParameterAverager
-from fleet_train.collectives.methods import dense as allreduce
-from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
-from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
+from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, in_turn, ranks_of
 
+pytestmark = pytest.mark.usefixtures("groups_on_paper")
 RANKS = 3
 SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "three.b": (2,)}
-
-
-@pytest.fixture(autouse=True)
-def groups_on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (allreduce, quantised):
-        monkeypatch.setattr(module, "new_group", form)
 
 
 class Later:
@@ -86,7 +79,8 @@ def values_of(tensors: Sequence[Any]) -> list[float]:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_parameters_and_statistics_become_their_means(dtype: str) -> None:
     every, brought = averagers(dtype=dtype), [held(value, dtype) for value in (1.0, 2.0, 6.0)]
-    sent = average(every, brought)
+    every[0].before_update(full(1.0, dtype))
+    sent = average(every, brought, losses=[float("nan")] * 3)
     for mine in brought:
         assert values_of(mine.parameters) == [3.0, 6.0, 9.0, 12.0, 15.0]
         assert {str(tensor.dtype) for tensor in mine.parameters} == {f"paddle.{dtype}"}
@@ -97,38 +91,27 @@ def test_parameters_and_statistics_become_their_means(dtype: str) -> None:
         ("float32", 2, False),
         ("float64", 1, False),
     ]
-    assert every[0].anchor is None
-    assert every[0].velocity is None
+    every[0].after_synchronous_step(0, held(1.0, dtype))
+    every[0].drain_copies()
+    assert (every[0].keeps_anchor, every[0].anchor, every[0].velocity) == (False, None, None)
 
 
 def test_16_bits_carry_the_difference_to_what_was_last_agreed() -> None:
-    """Of 1000 and a little, bfloat16 would keep nothing; of the little it does: 3, 5 and 1 become 3."""
-    every = averagers(local_sgd_dtype="bfloat16")
-    starts = [full(1000.0) for _ in every]
-    brought = [
-        Held([one + little for one in full(1000.0)], [paddle.full([2], little)], []) for little in (3.0, 5.0, 1.0)
-    ]
-    for one, start in zip(every, starts, strict=True):
-        one.before_update(start)
-        one.before_update(full(7.0))  # it is the first that counts
-    sent = average(every, brought)
-    for one, mine in zip(every, brought, strict=True):
-        assert values_of(mine.parameters) == [1003.0, 2003.0, 3003.0, 4003.0, 5003.0]
-        assert values_of(mine.statistics) == [3.0]
-        (anchor,) = one.anchor or []
-        assert anchor.tolist() == [1003.0] * 6 + [2003.0] * 3 + [3003.0] * 4 + [4003.0] * 4 + [5003.0] * 2
-    assert [(one.dtype, one.elements) for one in sent] == [("bfloat16", 19), ("float32", 2)]
-
-
-def test_mean_of_differences_in_16_bits_is_taken_in_32() -> None:
-    """256 / 3 has more bits than bfloat16, and a third in bfloat16 is 0.2 % too large."""
-    every = averagers(local_sgd_dtype="bfloat16")
-    brought = [Held([one + little for one in full(0.0)], [], []) for little in (128.0, 64.0, 64.0)]
-    for one in every:
-        one.before_update(full(0.0))
-    average(every, brought)
-    for mine in brought:
-        np.testing.assert_allclose(flat(mine.parameters), 256 / 3, rtol=1e-6)
+    """Of 1000 and a little, bfloat16 would keep nothing. 259 / 3 has more bits than it has: the mean is taken in 32."""
+    for littles, mean in (((3.0, 5.0, 1.0), 3.0), ((128.0, 64.0, 64.0), 256 / 3)):
+        every = averagers(local_sgd_dtype="bfloat16")
+        brought = [Held([one + little for one in full(1000.0)], [paddle.full([2], little)], []) for little in littles]
+        for one in every:
+            one.before_update(full(1000.0))
+            one.before_update(full(7.0))  # it is the first that counts
+        sent = average(every, brought)
+        assert [(one.dtype, one.elements) for one in sent] == [("bfloat16", 19), ("float32", 2)]
+        expected = flat([tensor + mean for tensor in full(1000.0)])
+        for one, mine in zip(every, brought, strict=True):
+            np.testing.assert_allclose(flat(mine.parameters), expected, rtol=1e-7)
+            np.testing.assert_allclose(flat(mine.statistics), [mean] * 2, rtol=1e-6)
+            (anchor,) = one.anchor or []
+            np.testing.assert_allclose(anchor.tolist(), expected, rtol=1e-7)
 
 
 def test_values_are_added_in_the_dtype_of_their_means_and_keep_their_own() -> None:
@@ -137,13 +120,6 @@ def test_values_are_added_in_the_dtype_of_their_means_and_keep_their_own() -> No
     flats_module.add(tensors, flats_module.flats(more))
     assert values_of(tensors) == [1.5, 2.0 + 2.0**-40, 7.0]
     assert [str(one.dtype) for one in tensors] == ["paddle.float16", "paddle.float64", "paddle.bfloat16"]
-
-
-def test_nothing_is_remembered_where_values_themselves_are_sent() -> None:
-    (one, *_) = averagers()
-    one.before_update(full(1.0))
-    one.after_synchronous_step(0, held(1.0))
-    assert (one.keeps_anchor, one.anchor) == (False, None)
 
 
 def test_last_step_of_the_warm_up_is_what_local_training_starts_from() -> None:
@@ -165,10 +141,7 @@ def test_optimizers_state_is_kept_averaged_or_reset(momentum: str, expected: lis
     sent = average(every, brought)
     assert [mine.accumulators[0].tolist() for mine in brought] == [[value] * 5 for value in expected]
     assert [(one.elements, one.more) for one in sent] == [(19, more), *([(5, False)] if more else [])]
-
-
-def test_nothing_follows_where_there_is_no_state_to_average() -> None:
-    sent = average(averagers(local_sgd_momentum="average"), [Held(full(1.0), [], []) for _ in range(RANKS)])
+    sent = average(averagers(local_sgd_momentum=momentum), [Held(full(1.0), [], []) for _ in range(RANKS)])
     assert [(one.elements, one.more) for one in sent] == [(19, False)]
 
 
@@ -197,14 +170,6 @@ def test_adaptive_period_follows_from_the_mean_loss_that_is_read_once_later() ->
             assert heard[0].reads == 1  # type: ignore[attr-defined]
             assert one.schedule.period == period
             assert one.schedule.local_steps == 0
-
-
-def test_other_schedules_ask_for_no_loss() -> None:
-    every = averagers(local_sgd_steps=8)
-    average(every, [Held(full(1.0), [], []) for _ in every], losses=[float("nan")] * 3)
-    for one in every:
-        one.drain_copies()
-        assert (one.schedule.period, one.rate()) == (8, 0.5)
 
 
 FRAGMENTS = {"local_sgd_fragments": 2, "local_sgd_steps": 4, "local_sgd_fragment_pattern": "strided"}
@@ -261,47 +226,37 @@ def test_anchor_and_momentum_of_fragments_are_saved_as_those_of_all_parameters()
     assert again.velocity is None
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_few_bits_carry_whole_numbers_exactly_and_belong_to_their_parameters(more: bool) -> None:
+def test_fragments_of_few_bits_remember_each_their_own() -> None:
+    (one, *_) = averagers(**FRAGMENTS, local_sgd_dtype="int4", quantised_block_size=32)
+    found = [(bucket.index, [gradient.name for gradient in bucket.gradients]) for bucket, _ in one.memories]
+    assert found == [(0, ["one.w", "one.b", "three.w", "three.b"]), (1, ["two.w"])]
+
+
+@pytest.mark.parametrize(
+    ("has_statistics", "has_state", "following"),
+    [(True, False, [False]), (True, True, [True, False]), (False, True, [False]), (False, False, [])],
+)
+def test_few_bits_carry_whole_numbers_exactly_whatever_follows(
+    has_statistics: bool, has_state: bool, following: list[bool]
+) -> None:
     """Differences to the agreed ones, -127 .. 127 in steps of the scale, lose nothing."""
-    settings = {"local_sgd_dtype": "int8", "quantised_block_size": 32}
-    every = averagers(**settings, **({"local_sgd_momentum": "average"} if more else {}))
+    momentum = "average" if has_state else "keep"
+    every = averagers(local_sgd_dtype="int8", quantised_block_size=32, local_sgd_momentum=momentum)
     brought = []
     for one, little in zip(every, (3.0, 5.0, 1.0), strict=True):
         one.before_update(full(1000.0))
-        state = [paddle.full([1], little)] if more else []
-        brought.append(Held([each + little for each in full(1000.0)], [paddle.full([2], little)], state))
+        statistics = [paddle.full([2], little)] if has_statistics else []
+        state = [paddle.full([1], little)] if has_state else []
+        brought.append(Held([each + little for each in full(1000.0)], statistics, state))
     sent = average(every, brought)
     for mine in brought:
         np.testing.assert_allclose(flat(mine.parameters), flat([each + 3.0 for each in full(1000.0)]), rtol=1e-6)
-        assert values_of(mine.statistics) == [3.0]
-    assert {one.dtype for one in sent[:-1]} - {"float32"} == {"uint8"}
-    assert next(one.more for one in sent if one.dtype == "float32") is more
-    assert all(one.more for one in sent if one.dtype == "uint8")
+        assert values_of([*mine.statistics, *mine.accumulators]) == [3.0] * len(following)
+    in_bits = [one.more for one in sent if one.dtype == "uint8"]
+    assert in_bits == [True] * (len(in_bits) - 1) + [bool(following)]
+    assert [one.more for one in sent if one.dtype == "float32"] == following
     for one in every:
         ((bucket, memory),) = one.memories
         assert [gradient.name for gradient in bucket.gradients] == list(SHAPES)
         assert (memory.kind, bucket.index) == ("local_sgd", 0)
         assert memory.state()["one.w.sums"].tolist() == [1]
-
-
-def test_a_quantised_averaging_has_more_stages_if_the_optimizers_state_follows() -> None:
-    every = averagers(local_sgd_dtype="int8", quantised_block_size=32, local_sgd_momentum="average")
-    for one in every:
-        one.before_update(full(1.0))
-    sent = average(every, [Held(full(2.0), [], [paddle.ones([5])]) for _ in every])
-    assert [(one.dtype, one.more) for one in sent[-2:]] == [("uint8", True), ("float32", False)]
-
-
-def test_few_bits_end_where_neither_statistics_nor_state_follow() -> None:
-    every = averagers(local_sgd_dtype="int8", quantised_block_size=32)
-    for one in every:
-        one.before_update(full(1.0))
-    sent = average(every, [Held(full(2.0), [], []) for _ in every])
-    assert [one.more for one in sent if one.kind == "all_gather"][-1] is False
-
-
-def test_fragments_of_few_bits_remember_each_their_own() -> None:
-    (one, *_) = averagers(**FRAGMENTS, local_sgd_dtype="int4", quantised_block_size=32)
-    found = [(bucket.index, [gradient.name for gradient in bucket.gradients]) for bucket, _ in one.memories]
-    assert found == [(0, ["one.w", "one.b", "three.w", "three.b"]), (1, ["two.w"])]

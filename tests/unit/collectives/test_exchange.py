@@ -1,14 +1,13 @@
-"""An exchange step by step: what is sent, waited for and compared when.
-
-The peer always brings three times what this rank does, so that an average is twice this rank's own.
-"""
+"""An exchange step by step: what is sent, waited for and compared when; and the late group that it is played on."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
@@ -16,8 +15,12 @@ from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Collective
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine
 from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.job import Passed
+from fleet_train.collectives.methods.dense import DenseMethod
+from tests.support import late
+from tests.support.late import HostRead, install_tripwire
 from tests.unit.collectives import one_of_two as module
-from tests.unit.collectives.one_of_two import OneOfTwo, exchange_of, one_of_two
+from tests.unit.collectives.one_of_two import OneOfTwo, Pair, exchange_of, one_of_two
 
 SHAPES = [(3, 2), (5,)]
 NAMES = ["p0", "p1"]
@@ -80,25 +83,19 @@ def test_averages_of_each_bucket_are_right_whatever_is_launched_between(job: One
     assert job.clock.read().steps == 1
 
 
-def test_bytes_of_a_step_are_counted_where_it_sends(job: OneOfTwo) -> None:
-    """11 float32 values on a ring of two; a local step sends none, and a period's averaging sends them."""
+def test_local_steps_keep_their_own_gradients_and_send_nothing(job: OneOfTwo) -> None:
+    """11 float32 values on a ring of two; a period's averaging sends them, too."""
     exchange = exchange_of(job, SHAPES, **LOCAL)
-    sent = []
+    found, sent = [], []
     for _ in range(5):
-        step(exchange)
+        found += step(exchange, 5.0)
+        assert exchange.sends_gradients is (len(found) == 1)
         finish(exchange, Held(full(1.0), [], []))
         sent.append(job.clock.read().sent_bytes)
+    assert found == [10.0, 5.0, 5.0, 5.0, 5.0]
     assert sent == [44, 0, 0, 44, 0]
-
-
-def test_local_steps_keep_their_own_gradients_and_send_nothing(job: OneOfTwo) -> None:
-    exchange = exchange_of(job, SHAPES, **LOCAL)
-    assert step(exchange, 5.0) == [10.0]
-    assert exchange.sends_gradients
-    begun = job.backend.begun
-    assert step(exchange, 5.0) == [5.0]
-    assert not exchange.sends_gradients
-    assert job.backend.begun == begun
+    assert exchange.communication().local_sgd_period == 3
+    assert exchange_of(job, SHAPES).communication().local_sgd_period == 1
 
 
 def test_runs_between_updates_send_nothing_and_end_nothing(job: OneOfTwo, met: list[str]) -> None:
@@ -233,79 +230,6 @@ def digests(met: Sequence[str]) -> list[str]:
     return [name.removeprefix("digest at ") for name in met if name.startswith("digest at ")]
 
 
-def test_replicas_are_compared_after_the_first_step_and_then_every_nth(job: OneOfTwo, met: list[str]) -> None:
-    """A device's digests are read a step later."""
-    exchange = exchange_of(job, SHAPES, divergence_check_steps=3)
-    seen = []
-    for _ in range(8):
-        step(exchange)
-        seen.append(list(digests(met)))
-        finish(exchange, Held(full(1.0), [], []))
-    assert seen == [[], *[["step 1"]] * 3, *[["step 1", "step 4"]] * 3, ["step 1", "step 4", "step 7"]]
-    step(exchange_of(job, SHAPES))
-    assert len(digests(met)) == 3
-
-
-def test_replicas_are_not_compared_unasked(job: OneOfTwo, met: list[str]) -> None:
-    exchange = exchange_of(job, SHAPES, divergence_check_steps=0)
-    for _ in range(3):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-    assert (digests(met), exchange.reads_parameters) == ([], False)
-
-
-def test_local_steps_from_the_first_on_compare_the_start_once(job: OneOfTwo, met: list[str]) -> None:
-    settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 100}
-    exchange = exchange_of(job, SHAPES, **settings)
-    assert exchange.reads_parameters
-    for _ in range(4):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-    assert digests(met) == ["the start"]
-
-
-def test_start_is_compared_once_whatever_is_run_before_the_first_update(job: OneOfTwo, met: list[str]) -> None:
-    settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 100}
-    exchange = exchange_of(job, SHAPES, **settings)
-    for _ in range(3):
-        exchange.begin(full(0.0))
-    step(exchange)
-    step(exchange)
-    assert digests(met) == ["the start"]
-
-
-def test_start_is_not_compared_unasked(job: OneOfTwo, met: list[str]) -> None:
-    settings = {**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 0}
-    exchange = exchange_of(job, SHAPES, **settings)
-    assert not exchange.reads_parameters
-    for _ in range(3):
-        step(exchange)
-    assert digests(met) == []
-
-
-def test_after_a_period_what_was_agreed_is_compared(job: OneOfTwo, met: list[str]) -> None:
-    exchange = exchange_of(job, SHAPES, **LOCAL, divergence_check_steps=1)
-    assert not exchange.reads_parameters
-    for _ in range(8):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-    assert digests(met) == ["step 1", "step 4", "step 7"]
-
-
-@pytest.mark.parametrize(("settings", "period"), [({}, 1), (LOCAL, 3), ({**LOCAL, "local_sgd_is_warm_steps": 9}, 1)])
-def test_the_cost_of_communication_is_given_for_a_period(
-    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], period: int
-) -> None:
-    exchange = exchange_of(job, SHAPES, **settings)
-    periods: list[int] = []
-    monkeypatch.setattr(job.notes, "read", periods.append)
-    for _ in range(3):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-    exchange.communication()
-    assert periods == [period]
-
-
 def test_bound_of_a_barrier_is_the_profiles_and_the_engines_margin(
     job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,36 +243,6 @@ def test_bound_of_a_barrier_is_the_profiles_and_the_engines_margin(
     monkeypatch.setattr(job, "step_barrier", step_barrier)
     step(exchange_of(job, SHAPES, collective_timeout_seconds=40))
     assert bounds == [40 + job.engine.barrier_margin_seconds]
-
-
-def test_a_host_that_may_look_compares_replicas_in_the_same_step(
-    job: OneOfTwo, met: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StreamEngine, "reads_values", True)
-    exchange = exchange_of(job, SHAPES, divergence_check_steps=2)
-    seen = []
-    for _ in range(3):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-        seen.append(digests(met))
-    assert seen == [["step 1"], ["step 1"], ["step 1", "step 3"]]
-
-
-def test_second_and_later_buckets_of_local_steps_move_nothing_on(
-    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is in flight then is an averaging: it is moved on once in a step."""
-    exchange = exchange_of(job, SHAPES, fuse_all_reduce_ops=False, **LOCAL)
-    moves: list[int] = []
-    real = job.engine.step_on
-    monkeypatch.setattr(job.engine, "step_on", lambda: moves.append(exchange.step) or real())
-    for _ in range(2):
-        exchange.arrive()
-        for index in range(2):
-            exchange.launch(index, full(1.0)[index : index + 1])
-        for index in range(2):
-            exchange.wait(index)
-    assert moves == [1, 1, 2]
 
 
 def test_computing_continues_while_a_communicators_thread_waits_at_the_barrier(
@@ -370,3 +264,146 @@ def test_computing_continues_while_a_communicators_thread_waits_at_the_barrier(
     opened.set()
     assert values_of(exchange.wait(0)) == [2.0]
     assert job.barriers == ["step 1"]
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
+    """A rank whose peer brings the same."""
+    with one_of_two(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def tripwire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed for one test: what it replaces comes back."""
+    monkeypatch.setattr(paddle, "to_tensor", paddle.to_tensor)
+    for name in late._READERS:
+        if hasattr(paddle.Tensor, name):
+            monkeypatch.setattr(paddle.Tensor, name, getattr(paddle.Tensor, name))
+    for name in ("arrive", "begin", "launch", "wait", "finish"):
+        monkeypatch.setattr(GradientExchange, name, getattr(GradientExchange, name))
+    install_tripwire()
+
+
+def random_gradients(step: int) -> list[Any]:
+    random = np.random.default_rng(step)
+    return [paddle.to_tensor(random.standard_normal(shape).astype("float32")) for shape in SHAPES]
+
+
+def step_of(alike: OneOfTwo, exchange: GradientExchange, local: Sequence[Any]) -> list[np.ndarray]:
+    exchange.arrive()
+    exchange.launch(0, local)
+    averages = exchange.wait(0)
+    alike.device.step += 1
+    return [np.array(average.numpy()) for average in averages]
+
+
+@pytest.mark.usefixtures("tripwire")
+def test_sound_exchange_gives_the_average_and_trips_nothing(alike: OneOfTwo) -> None:
+    exchange = exchange_of(alike, SHAPES)
+    for step in range(3):
+        local = random_gradients(step)
+        for average, mine in zip(step_of(alike, exchange, local), local, strict=True):
+            np.testing.assert_array_equal(average, mine.numpy())
+    assert alike.backend.begun == 3
+    assert alike.device.early_reads == 0
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda tensor: tensor.sum().item(),
+    "numpy": lambda tensor: tensor.numpy(),
+    "bool": lambda tensor: bool((tensor > 0).all()),
+    "float": lambda tensor: float(tensor.sum()),
+    "int": lambda tensor: int(tensor.sum()),
+    "tolist": lambda tensor: tensor.tolist(),
+    "asarray": np.asarray,
+    "to_tensor": lambda tensor: paddle.to_tensor(np.zeros(tensor.shape)),
+}
+
+
+@pytest.mark.usefixtures("tripwire")
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_method_that_reads_a_value_in_a_step_trips_the_tripwire(
+    alike: OneOfTwo, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any]
+) -> None:
+    real = DenseMethod.average
+    monkeypatch.setattr(DenseMethod, "average", lambda self, local: (read(local[0]), real(self, local))[1])
+    exchange = exchange_of(alike, SHAPES)
+    exchange.arrive()
+    with pytest.raises(HostRead, match=r" of an? (tensor|array)"):
+        exchange.launch(0, random_gradients(0))
+
+
+def test_writing_what_is_being_received_is_detected(alike: OneOfTwo) -> None:
+    buffer = paddle.ones([4])
+    task = alike.backend(Collective("all_reduce", Pair(), buffer))
+    assert task is not None
+    assert np.isnan(buffer.numpy()).all()
+    buffer.zero_()
+    with pytest.raises(AssertionError, match="a buffer was written while its collective was in flight"):
+        task.wait()
+
+
+def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded(alike: OneOfTwo) -> None:
+    """The loss of before would choose the period of what was loaded."""
+    settings = {"local_sgd_is_warm_steps": 0, "local_sgd_steps": 4, "local_sgd_schedule": "adaptive"}
+    exchange = exchange_of(alike, SHAPES, use_local_sgd=True, **settings)
+    averager = exchange.averager
+    assert averager is not None
+    for step in range(4):
+        step_of(alike, exchange, random_gradients(step))
+        exchange.finish(Held(random_gradients(step), [], []), ["p0", "p1"], paddle.to_tensor([2.0]))
+    exchange.drop_averaging()
+    averager.schedule.restore([3.0, 0.0, 0.5, 1e-6])
+    step_of(alike, exchange, random_gradients(9))
+    assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
+
+
+def test_time_at_a_barrier_is_no_work(alike: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computing thread stands there itself: a rank that waits for a slow one must not look slow."""
+    real, seconds = alike.step_barrier, 0.2
+
+    def step_barrier(name: str, timeout_seconds: float, note: Any = None) -> Passed:
+        time.sleep(seconds)
+        return real(name, timeout_seconds, note)
+
+    monkeypatch.setattr(alike, "step_barrier", step_barrier)
+    exchange = exchange_of(alike, SHAPES, use_local_sgd=True, local_sgd_is_warm_steps=2, local_sgd_steps=1)
+    for step in range(4):
+        local = random_gradients(step)
+        step_of(alike, exchange, local)
+        exchange.finish(Held(random_gradients(step), [], []), ["p0", "p1"], None)
+    # Barriers at 2 synchronous steps, and behind 2 local ones.
+    assert alike.clock.read().exposed_seconds > 4 * 0.9 * seconds
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_host", "expected"),
+    [
+        ({"divergence_check_steps": 3}, False, {"step 1": 2, "step 4": 5, "step 7": 8}),
+        ({"divergence_check_steps": 2}, True, {"step 1": 1, "step 3": 3, "step 5": 5, "step 7": 7}),
+        ({"divergence_check_steps": 0}, False, {}),
+        ({**LOCAL, "divergence_check_steps": 1}, False, {"step 1": 2, "step 4": 5, "step 7": 8}),
+        ({**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 100}, False, {"the start": 2}),
+        ({**LOCAL, "local_sgd_is_warm_steps": 0, "divergence_check_steps": 0}, False, {}),
+    ],
+)
+def test_replicas_are_compared_after_the_first_step_and_every_nth(
+    job: OneOfTwo,
+    met: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    on_host: bool,
+    expected: dict[str, int],
+) -> None:
+    """Of a device, a step later than of a host that may look; while ranks train alone, what they have agreed on."""
+    monkeypatch.setattr(StreamEngine, "reads_values", on_host)
+    exchange, heard = exchange_of(job, SHAPES, **settings), dict[str, int]()
+    assert exchange.reads_parameters is ("the start" in expected)
+    for number in range(1, 9):
+        step(exchange)
+        finish(exchange, Held(full(1.0), [], []))
+        for name in digests(met):
+            heard.setdefault(name, number)
+    assert heard == expected
+    assert len(digests(met)) == len(expected)

@@ -1,8 +1,9 @@
-"""Quantised sums of several ranks, against a simulation in numpy of rounding errors and results."""
+"""Quantised sums of several ranks: whose bytes reach whom, and results and errors of a simulation in numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,15 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives.engine import Stages
 from fleet_train.collectives.methods import dense, quantised
 from fleet_train.collectives.methods.dense import make_allreduces
-from fleet_train.collectives.methods.quantised import QuantisedAllreduce, QuantisedMethod, QuantisedSums
+from fleet_train.collectives.methods.quantised import (
+    QuantisedAllreduce,
+    QuantisedMethod,
+    QuantisedSums,
+    make_all_to_all,
+)
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
@@ -95,6 +102,19 @@ class Simulated:
         return total[:ELEMENTS]
 
 
+def linked(backend: str, members: list[int]) -> list[Any]:
+    """The links of all ranks of the world."""
+    ranks = ranks_of(6)
+    links = [make_all_to_all(rank, form(rank, members), members) for rank in ranks]  # type: ignore[arg-type]
+    assert all(rank.formed == ranks[0].formed for rank in ranks)
+    pairs = list(combinations(members, 2)) if backend == "gloo" and len(members) > 2 else []
+    assert [group.ranks for group in ranks[0].formed[1:]] == pairs
+    return links
+
+
+MEMBERS = pytest.mark.parametrize("members", [[0, 1], [1, 3], [0, 1, 2], [0, 2, 3], [1, 2, 3, 5], [0, 1, 2, 3, 4]])
+
+
 @WORLDS
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("feedback", [True, False])
@@ -110,20 +130,6 @@ def test_sums_and_what_is_kept_back_are_those_of_the_simulation(world_size: int,
             assert (every[rank].step, every[rank].has_error_feedback) == (step + 1, feedback)
             owed = every[rank].residual.numpy()
             np.testing.assert_allclose(owed, simulated.owed[rank, :ELEMENTS], rtol=1e-4, atol=1e-5)
-
-
-@WORLDS
-def test_nothing_is_lost_between_what_is_read_and_what_is_owed(world_size: int) -> None:
-    every, brought = allreduces(world_size, settings(4)), values(world_size)
-    (total, *_) = summed(every, brought)
-    owed = sum(one.residual.numpy() for one in every)
-    np.testing.assert_allclose(total + owed, brought.sum(axis=0), rtol=0, atol=1e-5)
-    assert np.abs(owed).max() > 0.1
-
-
-def test_nothing_is_owed_before_the_first_sum() -> None:
-    (one, _) = allreduces(2, settings())
-    assert (one.step, one.residual.tolist()) == (0, [0.0] * ELEMENTS)
 
 
 @WORLDS
@@ -201,17 +207,6 @@ def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-@WORLDS
-def test_gradients_become_averages_of_their_shapes(world_size: int) -> None:
-    simulated, every = Simulated(world_size, 8), methods(ranks_of(world_size))
-    for step in range(2):
-        brought = gradients(world_size, step)
-        expected = simulated.sum(np.stack([flat(mine) for mine in brought])) / world_size
-        for averages in averaged(every, brought):
-            assert [average.shape for average in averages] == SHAPES
-            np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
     """Two local groups of two: what the leaders bring to the few bits are the sums of their local groups."""
     ranks = ranks_of(4)
@@ -230,27 +225,25 @@ def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
 
 
 @WORLDS
-def test_a_method_with_restored_state_continues_with_the_same_bits(world_size: int) -> None:
-    every = methods(ranks_of(world_size))
-    averaged(every, gradients(world_size, 0))
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_method_with_restored_state_continues_with_the_same_bits(world_size: int, feedback: bool) -> None:
+    every, simulated = methods(ranks_of(world_size), feedback), Simulated(world_size, 8, feedback)
+    brought = [gradients(world_size, step) for step in range(2)]
+    expected = simulated.sum(np.stack([flat(mine) for mine in brought[0]])) / world_size
+    for averages in averaged(every, brought[0]):
+        assert [average.shape for average in averages] == SHAPES
+        np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-6)
     states = [one.state() for one in every]
+    errors = {f"w{index}.error": [size] for index, size in enumerate((21, 40, 1, 88))} if feedback else {}
     for state in states:
-        assert list(state) == ["w0.sums", "w0.error", "w1.error", "w2.error", "w3.error"]
+        assert {name: tensor.shape for name, tensor in state.items()} == {"w0.sums": [1], **errors}
         assert state["w0.sums"].tolist() == [1]
-        assert [state[f"w{index}.error"].shape for index in range(4)] == [[21], [40], [1], [88]]
-    expected = averaged(every, gradients(world_size, 1))
-    again = methods(ranks_of(world_size))
+    again = methods(ranks_of(world_size), feedback)
     for one, state in zip(again, states, strict=True):
         one.load_state(state)
-    for found, wanted in zip(averaged(again, gradients(world_size, 1)), expected, strict=True):
+    for found, wanted in zip(averaged(again, brought[1]), averaged(every, brought[1]), strict=True):
         np.testing.assert_array_equal(flat(found), flat(wanted))
     assert [one.state()["w0.sums"].item() for one in again] == [2] * world_size
-
-
-def test_state_of_sums_without_feedback_is_their_number() -> None:
-    every = methods(ranks_of(2), feedback=False)
-    averaged(every, gradients(2))
-    assert {name: tensor.tolist() for name, tensor in every[0].state().items()} == {"w0.sums": [1]}
 
 
 def test_what_is_missing_or_of_another_size_starts_as_zero() -> None:
@@ -282,40 +275,38 @@ def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> Non
             assert gathers == [communicator]
 
 
-def test_buckets_that_stay_whole_leave_the_others_their_links(backend: str) -> None:
-    gradients = [*GRADIENTS, TensorSpec("count", (3,), "float64")]
-    plan = build_plan(gradients, Cluster.imagined(3, 1), Profile(compression="int8", nccl_comm_num=2))
-    assert sorted(bucket.is_quantised for bucket in plan.buckets) == [False, True]
-    (rank, *_) = ranks_of(3)
-    QuantisedSums(rank, plan, make_allreduces(rank, 2, 0))  # type: ignore[arg-type]
-    assert len(rank.formed) == 2 + (6 if backend == "gloo" else 0)
+def wire(sender: int, receiver: int) -> Any:
+    return paddle.to_tensor([sender, receiver, 7], dtype="uint8")
 
 
-@WORLDS
-def test_no_random_numbers_are_drawn_twice(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[Any, ...]] = []
-    real = QuantisedSettings.dither
-
-    def dither(self: QuantisedSettings, *key: Any) -> Any:
-        drawn.append(key)
-        return real(self, *key)
-
-    monkeypatch.setattr(QuantisedSettings, "dither", dither)
-    for name in ("w0", "w1"):
-        made = allreduces(world_size, settings(stochastic=True), name)
-        for step in range(3):
-            summed(made, values(world_size, step))
-    assert len(drawn) == len(set(drawn)) == 2 * 3 * world_size * (1 if world_size == 2 else 2)
+def idle(stages: int, more: bool = True) -> Stages[None]:
+    """A rank that has no part in an exchange: it is not asked to take part by those who use links."""
+    yield from (quantised.Stage(more=more) for _ in range(stages))
 
 
-def test_averages_are_cut_as_asked() -> None:
-    bucket, ranks = Bucket(0, tuple(GRADIENTS), 0), ranks_of(2)
-    asked: list[Any] = []
+@MEMBERS
+def test_each_member_gets_all_wires_in_the_order_of_members(backend: str, members: list[int]) -> None:
+    links = linked(backend, members)
+    assert [links[rank].members for rank in members] == [len(members)] * len(members)
+    assert {links[rank].position for rank in range(6) if rank not in members} == {-1}
+    for more in (True, False):
+        ranks = [links[rank].gather(wire(rank, 9), more) if rank in members else idle(1, more) for rank in range(6)]
+        found, sent = in_turn(ranks)
+        for rank in members:
+            assert [one.tolist() for one in found[rank]] == [[member, 9, 7] for member in members]
+        assert [(one.kind, one.more) for one in sent] == [("all_gather", more)]
 
-    def cut(total: Any, shapes: Any) -> list[Any]:
-        asked.append((total.shape, [tuple(shape) for shape in shapes]))
-        return [total]
 
-    every = [QuantisedMethod(bucket, sums_of(rank).make(0, "w0", ELEMENTS, settings()), 2, cut) for rank in ranks]
-    in_turn([one.average([paddle.ones(shape) for shape in SHAPES]) for one in every])
-    assert asked == [([ELEMENTS], SHAPES)] * 2
+@MEMBERS
+def test_each_member_gets_what_the_others_sent_to_it_in_their_order(backend: str, members: list[int]) -> None:
+    if backend == "gloo" and len(members) == 2:
+        return  # they send each other everything: they gather, and have no pairs
+    links = linked(backend, members)
+    stages = 1 if backend == "nccl" else len(members) - 1 + len(members) % 2
+    ranks = [
+        links[rank].exchange([wire(rank, other) for other in members]) if rank in members else idle(stages)
+        for rank in range(6)
+    ]
+    found, _ = in_turn(ranks)
+    for rank in members:
+        assert [one.tolist() for one in found[rank]] == [[other, rank, 7] for other in members if other != rank]

@@ -1,8 +1,9 @@
-"""Host operators in a running program: what each calls with what, and what it returns."""
+"""Host operators in a running program: what each calls with what, in which mode, and what it returns."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle.nn import functional as F
+from paddle.static import python_op
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import sync_batch_norm
@@ -31,11 +33,12 @@ from fleet_train.collectives.host_ops import (
     passes_a_token,
     token,
 )
-from fleet_train.collectives.sync_batch_norm import Local, RankStatistics
+from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode, operators_in_dynamic_mode
+from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, combined, packed
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, TensorSpec
 from fleet_train.profile.methods.base import CollectiveSpec
-from tests.unit.collectives.recorded import Group
+from tests.unit.collectives.in_turn import Group
 
 BUCKET = Bucket(2, (TensorSpec("w", (2, 3), "float32"), TensorSpec("b", (3,), "float32")), 0)
 
@@ -68,15 +71,6 @@ class Exchange:
         self.did.append(("finish", groups, list(names), None if loss is None else loss.tolist()))
         for parameter in held.parameters:
             parameter.zero_()
-
-
-@pytest.fixture
-def main() -> Iterator[Any]:
-    paddle.enable_static()
-    made = paddle.static.Program()
-    with paddle.static.program_guard(made):
-        yield made
-    paddle.disable_static()
 
 
 def run(main: Any, fetched: list[Any], **feed: Any) -> list[np.ndarray]:
@@ -167,32 +161,30 @@ class Job:
 
 def test_ranks_pass_a_named_barrier_within_the_jobs_timeout(main: Any) -> None:
     job: Any = Job()
-    chain = emit_barrier(job, "before the epoch", token())
-    (operator,) = [one for one in main.global_block().ops if passes_a_token(one)]
-    assert (is_barrier(operator), is_link(operator)) == (True, False)
+    chain = emit_barrier(job, "before the epoch", emit_barrier(job, "before the epoch", token()))
+    operators = [one for one in main.global_block().ops if passes_a_token(one)]
+    assert [(is_barrier(operator), is_link(operator)) for operator in operators] == [(True, False)] * 2
+    assert len({operator.name() for operator in operators}) == 2
     run(main, [chain])
-    assert job.did == [("before the epoch 0", 9.0)]
+    assert [name for name, _ in job.did] == ["before the epoch 0", "before the epoch 0"]
+    assert {seconds for _, seconds in job.did} == {9.0}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "values", "size"),
-    [("bool", [True, False, False, True, True], 5), ("uint8", [1, 2, 3, 250], 4), ("int8", [1, -2, 3, -4], 4)],
+    ("dtype", "values"),
+    [("bool", [True, False, False, True, True]), ("uint8", [1, 2, 3, 250]), ("int8", [1, -2, 3, -4])],
 )
-def test_rank_0s_values_replace_this_ranks_as_bytes(dtype: str, values: list[Any], size: int) -> None:
+def test_rank_0s_values_replace_this_ranks_as_bytes(dtype: str, values: list[Any]) -> None:
     job: Any = Job()
     tensor = paddle.to_tensor(values, dtype=dtype).reshape([1, -1])
     found = broadcast(job, tensor, "start value of 'w'")
     assert (found.tolist(), found.dtype) == ([values[::-1]], tensor.dtype)
     assert tensor.tolist() == [values]
-    assert (job.sent, job.did) == ([("broadcast", size, 0)], ["start value of 'w'"])
-
-
-def test_wide_values_travel_in_their_bytes_and_nothing_does_not() -> None:
-    job: Any = Job()
+    assert job.did == ["start value of 'w'"]
     broadcast(job, paddle.ones([3, 2], "float64"), "w")
     nothing = paddle.empty([0, 4])
     assert broadcast(job, nothing, "n") is nothing
-    assert job.sent == [("broadcast", 48, 0)]
+    assert job.sent == [("broadcast", len(values), 0), ("broadcast", 48, 0)]
 
 
 def test_error_of_an_operator_is_marked_as_one_of_ours(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,27 +243,12 @@ def test_what_onednn_computed_is_read_in_paddles_layout(main: Any) -> None:
     expected, average, kept = run(main, [value, *averages, *held], **feed, trigger=np.zeros(1, "float32"))
     np.testing.assert_array_equal(average, 2 * expected)
     np.testing.assert_array_equal(kept, expected)
-
-
-@pytest.mark.usefixtures("onednn")
-def test_loss_is_read_in_paddles_layout_and_variables_are_not_copied(main: Any) -> None:
-    value, _ = convolved()
-    emit_finish(Exchange(), Held([value], [], []), ["w"], value.mean(), token())  # type: ignore[arg-type]
+    emit_finish(exchange, Held([value], [], []), ["w"], value.mean(), token())
     (finish,) = [one for one in main.global_block().ops if "fleet_train_finish" in one.name()]
     assert [one.get_defining_op().name() for one in finish.operands_source()][1:] == ["pd_op.conv2d", "pd_op.assign"]
-
-
-@pytest.mark.usefixtures("onednn")
-def test_flags_of_onednn_are_named() -> None:
     assert onednn_flags() == ["FLAGS_use_onednn"]
     paddle.set_flags(dict.fromkeys(onednn_flags(), False))
-    assert not any(paddle.get_flags(["FLAGS_use_onednn", "FLAGS_use_mkldnn"]).values())
     assert onednn_flags() == []
-
-
-def test_nothing_is_copied_where_paddle_computes_itself(main: Any) -> None:
-    emit_launched(Exchange(), [convolved()[0]])
-    assert not [one for one in main.global_block().ops if one.name() == "pd_op.assign"]
 
 
 def test_flag_that_comes_after_the_conversion_is_refused(
@@ -281,6 +258,7 @@ def test_flag_that_comes_after_the_conversion_is_refused(
     monkeypatch.setattr(sys, "excepthook", lambda _, error, __: told.append(error))
     value, feed = convolved()
     averages = emit_launched(Exchange(), [value])
+    assert not [one for one in main.global_block().ops if one.name() == "pd_op.assign"], "nothing has to be copied"
     request.getfixturevalue("onednn")
     with pytest.raises((SystemError, ConversionError)):
         run(main, averages, **feed)
@@ -342,19 +320,6 @@ def test_statistics_and_sums_are_those_of_ranks_that_bring_the_same(
     ]
 
 
-def test_layer_that_shares_its_exchange_with_no_other(main: Any, new_groups: list[Any]) -> None:
-    job: Any = Job()
-    ranks = RankStatistics(job)
-    ranks.connect()
-    layer = Local(data("x", 4, 3), data("m", 3), data("v", 3))
-    ((found,), chain) = ranks.combine("batch norm", [layer], ranks.start())
-    feed = {"x": np.ones([4, 3], "float32"), "m": np.full(3, 2.0, "float32"), "v": np.full(3, 5.0, "float32")}
-    _, count, mean, variance = run(main, [chain, found.count, found.mean, found.variance], **feed)
-    assert (count.tolist(), mean.tolist(), variance.tolist()) == ([8.0], [2.0] * 3, [5.0] * 3)
-    assert ranks.exchanges == [CollectiveSpec("allgather", 7 * 4, 4, flat=True)]
-    assert new_groups == [[0, 1]]
-
-
 def test_statistics_on_streams_share_the_first_communicator(new_groups: list[Any]) -> None:
     job: Any = Job(side_by_side=False)
     ranks = RankStatistics(job)
@@ -363,8 +328,131 @@ def test_statistics_on_streams_share_the_first_communicator(new_groups: list[Any
     assert (stage.collectives[0].group.id, new_groups) == (0, [])
 
 
-def test_operators_of_two_programs_have_names_of_their_own(main: Any) -> None:
-    job: Any = Job()
-    emit_barrier(job, "a", emit_barrier(job, "a", token()))
-    names = [one.name() for one in main.global_block().ops if passes_a_token(one)]
-    assert len(set(names)) == 2
+CHANNELS = (3, 5)
+
+
+def values_of(rank: int, samples: int, dtype: str, mean: float) -> list[np.ndarray]:
+    """Of a layer with images and one with vectors; the ranks differ in mean and spread."""
+    random = np.random.default_rng(rank)
+    shapes = ((samples, CHANNELS[0], 2, 3), (samples, CHANNELS[1]))
+    return [((1 + rank) * random.standard_normal(shape) + mean + rank).astype(dtype) for shape in shapes]
+
+
+def row_of(layers: list[np.ndarray]) -> paddle.Tensor:
+    means = [paddle.to_tensor(each.mean(axes_of(each), dtype="float64").astype(each.dtype)) for each in layers]
+    variances = [paddle.to_tensor(each.var(axes_of(each), dtype="float64").astype(each.dtype)) for each in layers]
+    return packed([paddle.to_tensor(each) for each in layers], means, variances)
+
+
+def axes_of(values: np.ndarray) -> tuple[int, ...]:
+    return tuple(axis for axis in range(values.ndim) if axis != 1)
+
+
+@pytest.mark.parametrize("samples", [(4, 4), (1, 7), (2, 5, 11)])
+@pytest.mark.parametrize(
+    ("dtype", "mean", "tolerance"), [("float32", 0, 1e-6), ("float64", 0, 1e-13), ("float32", 1e4, 1e-3)]
+)
+def test_batches_of_different_size_combine_to_the_joint_batch(
+    samples: tuple[int, ...], dtype: str, mean: float, tolerance: float
+) -> None:
+    """With a mean of 1e4, mean(x * x) - mean * mean would be off by more than the variance in float32."""
+    ranks = [values_of(rank, count, dtype, mean) for rank, count in enumerate(samples)]
+    found = combined(paddle.stack([row_of(layers) for layers in ranks]), CHANNELS)
+    assert [each.shape for each in found] == [[1], [3], [3], [1], [5], [5]]
+    for layer in range(2):
+        joint = np.concatenate([each[layer] for each in ranks]).astype("float64")
+        count, average, variance = (each.numpy() for each in found[3 * layer : 3 * layer + 3])
+        assert count == joint.size / CHANNELS[layer]
+        np.testing.assert_allclose(average, joint.mean(axes_of(joint)), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(variance, joint.var(axes_of(joint)), rtol=tolerance)
+
+
+def as_operator(function: Any) -> Any:
+    """``function`` as Paddle's executor calls a host operator that was emitted in our mode."""
+    with operators_in_dynamic_mode():
+        return python_op.run_in_dynamic_mode(function)
+
+
+def tracer() -> Any:
+    return paddle.base.framework.global_var._dygraph_tracer_
+
+
+@pytest.mark.usefixtures("main")
+def test_a_threads_operators_share_one_tracer_and_threads_do_not() -> None:
+    found: list[Any] = []
+    note = as_operator(lambda: found.append(tracer()))
+    note()
+    note()
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join()
+    assert found[0] is found[1]
+    assert found[2] is not found[0]
+    assert None not in found
+
+
+@pytest.mark.usefixtures("main")
+def test_other_threads_run_while_the_executor_does() -> None:
+    """The watchdog relies on it: a thread that held the lock for the run would leave one tick at most."""
+    ticks, is_over = list[int](), threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(1)
+
+    values = data("x", 1500, 1500)
+    result = values
+    for _ in range(8):
+        result = paddle.matmul(result, values) * 1e-3
+    feed = {"x": np.ones((1500, 1500), np.float32)}
+    executor = paddle.static.Executor(paddle.CPUPlace())
+    executor.run(feed=feed, fetch_list=[total := result.sum()])  # compiled
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = len(ticks)
+        executor.run(feed=feed, fetch_list=[total])
+        during = len(ticks) - before
+    finally:
+        is_over.set()
+        thread.join()
+    assert during > 10
+
+
+@pytest.mark.usefixtures("main")
+def test_the_thread_is_as_before_when_an_operator_or_its_dynamic_mode_ends_or_raises() -> None:
+    def fail() -> None:
+        assert paddle.in_dynamic_mode()
+        raise ValueError("in the operator")
+
+    def fail_in_dynamic_mode() -> None:
+        with dynamic_mode():
+            fail()
+
+    for failing in (as_operator(fail), fail_in_dynamic_mode):
+        with pytest.raises(ValueError, match="in the operator"):
+            failing()
+        assert (tracer(), paddle.in_dynamic_mode()) == (None, False)
+    with dynamic_mode():
+        before = tracer()
+        as_operator(lambda: None)()
+        assert tracer() is before
+        with dynamic_mode():
+            assert tracer() is not before
+        assert tracer() is before
+        with ensured_dynamic_mode():
+            assert tracer() is before
+    with ensured_dynamic_mode():
+        assert tracer() is not None
+    assert tracer() is None
+
+
+@pytest.mark.usefixtures("main")
+def test_dynamic_mode_asks_for_the_processs_place_where_it_is_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    framework = paddle.base.framework
+    monkeypatch.setattr(framework, "_current_expected_place_", lambda: asked.append("") or paddle.CPUPlace())
+    with dynamic_mode(paddle.CPUPlace()):
+        assert asked == []
+    with dynamic_mode():
+        assert asked == [""]

@@ -1,10 +1,11 @@
-"""A job's requests to the store, and its errors when other ranks are missing."""
+"""A job's requests to the store, its errors when other ranks are missing, and arrays between its ranks."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,23 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient
+from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient, Variants
 from fleet_train.collectives import job as job_module
-from fleet_train.collectives.engine import CallContext, Collective
+from fleet_train.collectives import transfer
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective
 from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.in_turn import form
+from tests.unit.collectives.one_of_two import OneOfTwo
 
 CLUSTER = Cluster.imagined(3, 1)
 PLACE = CallContext("step 4", "step 4, bucket 1")
 ABSENT = (Absence(2, "missing", "did not come"),)
-CALLS: dict[str, Callable[[Job], Any]] = {
-    "barrier": lambda job: job.barrier("here"),
-    "all_gather": lambda job: job.all_gather("here", 7),
-    "broadcast": lambda job: job.broadcast("here", 7, 1),
-    "compare": lambda job: job.compare("here", 7),
+CALLS: dict[str, Callable[..., Any]] = {
+    "barrier": lambda job, **bound: job.barrier("here", **bound),
+    "all_gather": lambda job, **bound: job.all_gather("here", 7, **bound),
+    "broadcast": lambda job, **bound: job.broadcast("here", 7, 1, **bound),
+    "compare": lambda job, **bound: job.compare("here", 7, **bound),
 }
 
 
@@ -104,103 +107,64 @@ def alone() -> Iterator[Job]:
     made.leave()
 
 
+ASKED = {"barrier": [None], "all_gather": [7], "broadcast": [7, 1], "compare": [7]}
+
+
 def test_one_process_passes_barriers_alone(alone: Job) -> None:
-    found = [meet(alone) for meet in CALLS.values()]
-    assert found == [None, {0: 7}, 7, []]
+    assert [meet(alone) for meet in CALLS.values()] == [None, {0: 7}, 7, []]
     assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
     values = np.array([[1.0, 2.0]], "float32")
     np.testing.assert_array_equal(alone.reduce(values, "sum"), values)
     assert not np.shares_memory(alone.reduce(values, "sum"), values)
     with pytest.raises(AssertionError, match="has no store"):
         _ = alone.store
+    alone.report_failure(ValueError("alone"))
+    assert str(alone.failure) == "alone"
 
 
-@pytest.mark.parametrize(
-    ("call", "asked"),
-    [
-        ("barrier", ("barrier", "here", None)),
-        ("all_gather", ("all_gather", "here", 7)),
-        ("broadcast", ("broadcast", "here", 7, 1)),
-        ("compare", ("compare", "here", 7)),
-    ],
-)
-def test_barrier_waits_for_all_ranks_and_names_the_call(
-    make: Callable[..., Made], call: str, asked: tuple[Any, ...]
-) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_barrier_waits_for_all_ranks_and_names_the_call(make: Callable[..., Made], call: str) -> None:
     made = make(**{call: "answer"})
     assert CALLS[call](made.job) == (None if call == "barrier" else "answer")
     with made.job.inside("fleet.save"):
         with made.job.inside("fleet.all_reduce"):
             CALLS[call](made.job)
         CALLS[call](made.job)
-    CALLS[call](made.job)
-    assert made.store.asked == [(*asked, 3, 60.0, call) for call in ("", "fleet.save", "fleet.save", "")]
+    CALLS[call](made.job, timeout_seconds=2.5)
+    bounds = [(60.0, ""), (60.0, "fleet.save"), (60.0, "fleet.save"), (2.5, "")]
+    assert made.store.asked == [(call, "here", *ASKED[call], 3, *bound) for bound in bounds]
     assert (made.job.sync_points, made.barriers.asked) == (4, [])
+    two = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=made.store)  # type: ignore[arg-type]
+    CALLS[call](two)
+    assert (made.store.asked[-1][-3], two.sync_points) == (2, 1)
+    two.engine.stop()
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_two_ranks_pass_a_barrier(call: str) -> None:
-    store: Any = Store()
-    job = Job(Cluster.imagined(2, 1), paddle.CPUPlace(), store=store)
-    CALLS[call](job)
-    assert (store.names, job.sync_points) == ([call], 1)
-    job.leave()
-
-
-def test_bound_of_the_call_comes_before_the_jobs(make: Callable[..., Made]) -> None:
-    made = make()
-    made.job.barrier("a", 2.5)
-    made.job.all_gather("b", 1, 3.5)
-    made.job.broadcast("c", 1, 0, 4.5)
-    made.job.compare("d", 1, 5.5)
-    assert [asked[-2] for asked in made.store.asked] == [2.5, 3.5, 4.5, 5.5]
-
-
-def test_names_are_numbered_each_for_itself(alone: Job) -> None:
-    assert [alone.count(name) for name in ("a", "b", "a", "a", "b")] == [0, 0, 1, 2, 1]
-
-
-def test_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
-    meetings = []
-    for number in (0, 0, 1, 1, 0):
-        alone.mark_active_program(number)
-        meetings.append(alone.sync_points)
-    assert meetings == [1, 1, 2, 2, 3]
-
-
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, "step_barrier"])
 def test_rank_that_does_not_reach_a_barrier_is_named_by_the_failure(make: Callable[..., Made], call: str) -> None:
-    made = make(**{call: missing()})
+    meet = CALLS.get(call, lambda job: job.step_barrier("step 4", 9.0))
+    made = make(**{call: missing(), "barrier": missing()})
     with pytest.raises(WorkerFailed, match="rank 2 did not come") as raised:
-        CALLS[call](made.job)
-    assert made.job.failure is raised.value
-    assert raised.value.absent == ABSENT
-
-
-def test_other_errors_of_a_barrier_are_remembered_as_they_are(make: Callable[..., Made]) -> None:
+        meet(made.job)
+    assert (made.job.failure, raised.value.absent) == (raised.value, ABSENT)
     error = ScheduleMismatch("other plans")
-    made = make(barrier=error)
+    made = make(**{call: error, "barrier": error})
     with pytest.raises(ScheduleMismatch):
-        made.job.barrier("here")
+        meet(made.job)
     assert made.job.failure is error
 
 
 def test_step_barrier_uses_its_own_connection_and_is_no_sync_point(make: Callable[..., Made]) -> None:
     answer, note = StepAnswer(3.0, None, 4), StepNote(1, 2.0, 3.0)
-    made = make(barrier=answer)
+    made = make(barrier=answer, times={0: [1.0]})
     with made.job.inside("fleet.barrier"):
         passed = made.job.step_barrier("step 4", 9.0, note)
     assert passed.answer is answer
     assert 0.0 <= passed.seconds < 60.0
     assert made.barriers.asked == [("barrier", "step 4", note, 3, 9.0, "fleet.barrier")]
     assert (made.job.sync_points, made.store.asked) == (0, [])
-
-
-def test_a_rank_missing_at_a_step_is_a_failure_that_names_it(make: Callable[..., Made]) -> None:
-    made = make(barrier=missing())
-    with pytest.raises(WorkerFailed) as raised:
-        made.job.step_barrier("step 4", 9.0)
-    assert (made.job.failure, raised.value.absent) == (raised.value, ABSENT)
+    assert made.job._times_up_to(4) == {0: [1.0]}
+    assert made.store.asked == [("times", 4)]
 
 
 def test_groups_of_all_ranks_are_made_once(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,33 +225,25 @@ def test_what_no_backend_reduces_is_refused_before_anybody_is_met(
     assert made.store.asked == []
 
 
-LOST = RuntimeError("Connection reset\nby peer: 10.0.0.3\n")
-
-
 @pytest.mark.parametrize(
-    ("answer", "told", "absent"),
+    ("answer", "error", "told", "absent"),
     [
-        (missing(), "step 4, bucket 1: rank 2 did not come (the collective ended with: by peer: 10.0.0.3)", ABSENT),
-        (missing("step 4, bucket 1: rank 2 died"), "step 4, bucket 1: rank 2 died", ABSENT),
-        (FleetTrainError("the store is gone"), "step 4, bucket 1: the store is gone", ()),
+        (missing(), "lost\nby peer\n", "rank 2 did not come (the collective ended with: by peer)", ABSENT),
+        (missing("step 4, bucket 1: rank 2 died"), "lost", "rank 2 died", ABSENT),
+        (FleetTrainError("the store is gone"), "lost", "the store is gone", ()),
+        (None, "lost", "the collective failed on every rank (lost); all ranks are alive, so look at the network", ()),
+        (None, "", "the collective failed on every rank (RuntimeError); all ranks are alive, so", ()),
     ],
 )
 def test_collective_that_failed_is_put_down_to_who_does_not_say_so(
-    make: Callable[..., Made], answer: Any, told: str, absent: Any
+    make: Callable[..., Made], answer: Any, error: str, told: str, absent: Any
 ) -> None:
     made = make(barrier=answer)
-    error = made.job.attribute_failure(PLACE, LOST)
-    assert (str(error), error.absent, made.job.failure) == (told, absent, error)
+    found = made.job.attribute_failure(PLACE, RuntimeError(error) if error else RuntimeError())
+    assert str(found).startswith(f"step 4, bucket 1: {told}")
+    assert answer is None or str(found).endswith(told)
+    assert (found.absent, made.job.failure) == (absent, found)
     assert made.store.asked == [("barrier", "a collective that failed", None, 3, 5.0)]
-
-
-@pytest.mark.parametrize(("error", "detail"), [(LOST, "by peer: 10.0.0.3"), (RuntimeError(), "RuntimeError")])
-def test_collective_that_failed_on_all_ranks_is_put_down_to_the_network(
-    make: Callable[..., Made], error: BaseException, detail: str
-) -> None:
-    told = str(make().job.attribute_failure(PLACE, error))
-    assert told.startswith("step 4, bucket 1: the collective failed on every rank (")
-    assert f"{detail}); all ranks are alive, so look at the network" in told
 
 
 @pytest.mark.parametrize(
@@ -309,81 +265,63 @@ def test_collective_is_hopeless_where_a_rank_is_lost_or_has_given_up(
     assert made.store.asked == made.barriers.asked == []
 
 
-def test_lost_ranks_are_polled_on_a_separate_connection_until_this_rank_leaves(make: Callable[..., Made]) -> None:
-    made = make(gone={1: "left"})
-    assert made.job.gone() == {1: "left"}
-    assert made.store.asked == []
-    made.job.leave()
-    assert made.job.gone() == {}
-
-
-class Ended(BaseException):
-    """Stands for the end of the process."""
-
-
-@pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    codes: list[int] = []
+@pytest.mark.parametrize(
+    ("answers", "told", "names"),
+    [
+        (
+            {"barrier": missing()},
+            "rank 2 did not come (the collective ended with: no collective has ended for 31 s)",
+            ["set", "barrier", "fail"],
+        ),
+        (
+            {"set": WorkerFailed("the store does not answer")},
+            "no collective has ended for 31 s, and the store does not answer",
+            ["set"],
+        ),
+    ],
+)
+def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
+    make: Callable[..., Made],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answers: dict[str, Any],
+    told: str,
+    names: list[str],
+) -> None:
+    class Ended(BaseException):
+        """Stands for the end of the process."""
 
     def end(code: int) -> None:
-        codes.append(code)
+        assert code == 11
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
-    return codes
-
-
-def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
-    make: Callable[..., Made], ends: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = make(barrier=missing())
+    made, told = make(**answers), f"step 4, bucket 1: {told}"
     with pytest.raises(Ended):
         made.job._end_stuck(PLACE, 31.4)
-    assert ends == [11]
-    told = "step 4, bucket 1: rank 2 did not come (the collective ended with: no collective has ended for 31 s)"
     assert capsys.readouterr().err == f"fleet_train: WorkerFailed: {told}\n"
-    assert made.watch.names == ["set", "barrier", "fail"]
+    assert made.watch.names[: len(names)] == names
     assert made.watch.asked[0] == ("set", "a collective is given up", "step 4")
-    report = made.watch.asked[2][1]
-    assert (report["rank"], report["reporter"], report["kind"], report["message"]) == (2, 0, "missing", told)
+    if "fail" in names:
+        report = made.watch.asked[2][1]
+        assert (report["rank"], report["reporter"], report["kind"], report["message"]) == (2, 0, "missing", told)
     assert made.store.asked == made.barriers.asked == []
 
 
-def test_collective_that_never_ends_ends_the_process_without_a_store_too(
-    make: Callable[..., Made], ends: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = make(set=WorkerFailed("the store does not answer"))
-    with pytest.raises(Ended):
-        made.job._end_stuck(PLACE, 31.4)
-    assert ends == [11]
-    told = "step 4, bucket 1: no collective has ended for 31 s, and the store does not answer"
-    assert capsys.readouterr().err == f"fleet_train: WorkerFailed: {told}\n"
-
-
 def test_a_failure_of_this_rank_is_reported_once(make: Callable[..., Made]) -> None:
-    made = make()
+    made = make(fail=WorkerFailed("the store is gone"))
     made.job.report_failure(ValueError("no such file"))
     made.job.report_failure(KeyError("later"))
     assert (type(made.job.failure), str(made.job.failure)) == (FleetTrainError, "no such file")
     ((name, report),) = made.store.asked
     assert (name, report["rank"], report["kind"], report["what"]) == ("fail", 0, "raised", "ValueError")
     assert report["message"] == f"{CLUSTER.describe(0)} stopped with ValueError: no such file"
-
-
-def test_own_error_is_kept_as_the_failure_and_a_silent_store_is_no_other(make: Callable[..., Made]) -> None:
-    made, error = make(fail=WorkerFailed("the store is gone")), ConversionError("no optimizer")
+    made, error = make(), ConversionError("no optimizer")
     made.job.report_failure(error, doing="could not join")
     assert made.job.failure is error
     assert made.store.asked[0][1]["message"] == f"{CLUSTER.describe(0)} could not join: no optimizer"
-
-
-def test_nothing_is_reported_after_leaving_or_without_a_store(make: Callable[..., Made], alone: Job) -> None:
-    made = make()
     made.job.leave()
-    made.job.report_failure(ValueError("late"))
-    assert made.store.names == ["leave", "close"]
-    alone.report_failure(ValueError("alone"))
-    assert str(alone.failure) == "alone"
+    assert made.store.names == ["fail", "close"]
 
 
 def test_a_script_that_ends_itself_is_reported_unless_it_succeeds(make: Callable[..., Made]) -> None:
@@ -396,39 +334,164 @@ def test_a_script_that_ends_itself_is_reported_unless_it_succeeds(make: Callable
     assert str(made.job.failure) == report["message"]
 
 
-def test_departure_is_reported_once_and_all_connections_are_closed(make: Callable[..., Made]) -> None:
-    made = make(gone={})
-    made.job.gone()
-    made.job.leave()
-    made.job.leave()
-    assert made.store.names == ["leave", "close"]
-    assert made.barriers.names == ["close"]
-    assert made.watch.names == ["gone", "close"]
-    assert made.host.released == 1
+ARRAYS = {
+    "matrix": np.arange(6, dtype="float32").reshape(2, 3).T,  # not contiguous
+    "number": np.array(7, "int64"),
+    "nothing": np.empty((0, 4), "float16"),
+    "flags": np.array([True, False, True]),
+}
 
 
-def test_engines_threads_end_with_the_job(make: Callable[..., Made]) -> None:
-    made = make()
+def assert_same(found: transfer.Arrays, expected: transfer.Arrays = ARRAYS) -> None:
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("piece_bytes", [16, 18, 1 << 20])
+def test_rank_0_has_its_own_part_and_the_others_whatever_the_pieces(
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
+    parts = transfer.gather_arrays(job, ARRAYS)
+    assert len(parts) == 2
+    for part in parts:
+        assert_same(part)
+    assert not np.shares_memory(parts[0]["flags"], parts[1]["flags"])
+
+
+def test_rank_0_gives_away_what_it_has(job: OneOfTwo) -> None:
+    assert_same(transfer.broadcast_arrays(job, ARRAYS))
+    assert_same(transfer.scatter_arrays(job, [ARRAYS, ARRAYS]))
+
+
+def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, Any]] = []
+
+    def compare(name: str, value: Any) -> Variants:
+        told.append((name, value))
+        return [([(0, 0)], value), ([(1, 1)], [["w", [2], "<f4"]])]
+
+    monkeypatch.setattr(job, "compare", compare)
+    with pytest.raises(ScheduleMismatch) as caught:
+        transfer.gather_arrays(job, {"w": np.zeros((3, 1), "float32")})
+    assert told == [("collect 0", [["w", [3, 1], "<f4"]])]
+    assert str(caught.value) == (
+        f"{job.cluster.describe(0)} and {job.cluster.describe(1)} have different state of their own to save: "
+        "[['w', [3, 1], '<f4']] and [['w', [2], '<f4']]"
+    )
+
+
+def test_each_call_has_a_barrier_with_its_own_name(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(job, "met", names.append)
+    for _ in range(2):
+        transfer.broadcast_arrays(job, {})
+        transfer.gather_arrays(job, {})
+        transfer.scatter_arrays(job, [{}, {}])
+    assert names == ["share 0", "collect 0", "hand out 0", "share 1", "collect 1", "hand out 1"]
+
+
+class Other:
+    """The last of three ranks, beside a rank 0 that has sent ``wire`` already, piece by piece."""
+
+    world_size, timeout_seconds = 3, 60.0
+
+    def __init__(self, described: Any, wire: bytes) -> None:
+        self.cluster = Cluster(Cluster.imagined(3, 1).ranks, 2)
+        self.place = paddle.CPUPlace()
+        self.engine = SimpleNamespace(start=self._start)
+        self.described, self.wire = described, wire
+        self.did: list[tuple[str, int, int, Any]] = []
+        self.told: list[tuple[str, Any]] = []
+
+    def count(self, name: str) -> int:
+        del name
+        return 7
+
+    def broadcast(self, name: str, value: Any) -> Any:
+        self.told.append((name, value))
+        return self.described
+
+    def compare(self, name: str, value: Any) -> Variants:
+        self.told.append((name, value))
+        return []
+
+    def communicators(self, number: int) -> list[str]:
+        return ["group"][:number]
+
+    def _start(self, stages: Any, place: Any) -> Any:
+        assert next(stages) is HAND_OVER
+        (collective,) = next(stages).collectives
+        tensor = collective.tensor
+        if collective.kind != "gather":
+            mine, self.wire = self.wire[: tensor.size], self.wire[tensor.size :]
+            paddle.assign(paddle.to_tensor(np.frombuffer(mine, "uint8")), output=tensor)
+        self.did.append((collective.kind, collective.root, tensor.size, collective.parts))
+        assert (collective.group, place.timeout_seconds) == ("group", 60.0)
+        return SimpleNamespace(result=lambda: list(stages))
+
+
+DESCRIBED = [["w", [2, 3], "<f4"], ["none", [0, 4], "<f2"], ["n", [], "<i8"]]
+SENT = {
+    "w": np.arange(6, dtype="float32").reshape(2, 3),
+    "none": np.empty((0, 4), "float16"),
+    "n": np.array(9, "int64"),
+}
+WIRE = b"".join(array.tobytes() for array in SENT.values())
+
+
+def test_one_process_shares_with_itself() -> None:
+    alone: Any = SimpleNamespace(world_size=1)
+    found = transfer.broadcast_arrays(alone, SENT)
+    assert_same(found, SENT)
+    assert found is not SENT
+
+
+def test_names_are_numbered_each_for_itself_and_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
+    assert [alone.count(name) for name in ("a", "b", "a", "a", "b")] == [0, 0, 1, 2, 1]
+    meetings = []
+    for number in (0, 0, 1, 1, 0):
+        alone.mark_active_program(number)
+        meetings.append(alone.sync_points)
+    assert meetings == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("leave", [None, WorkerFailed("the store is gone")])
+def test_departure_is_reported_once_and_everything_ends(make: Callable[..., Made], leave: Any) -> None:
+    made = make(gone={1: "left"}, leave=leave)
     thread = made.job.engine.run_in_background(threading.current_thread).result(60)
     assert thread.is_alive()
+    assert made.job.gone() == {1: "left"}
     made.job.leave()
-    assert not thread.is_alive()
-
-
-def test_failed_rank_does_not_report_its_departure(make: Callable[..., Made]) -> None:
-    made = make()
-    made.job.failure = FleetTrainError("something")
     made.job.leave()
-    assert made.store.names == ["close"]
+    made.job.report_failure(ValueError("late"))
+    assert made.store.names == ["leave", "close"]
+    assert (made.barriers.names, made.watch.names) == (["close"], ["gone", "close"])
+    assert (made.host.released, made.job.gone(), thread.is_alive()) == (1, {}, False)
 
 
-def test_no_departure_is_reported_to_a_lost_store(make: Callable[..., Made]) -> None:
-    made = make(leave=WorkerFailed("the store is gone"))
-    made.job.leave()
-    assert made.host.released == 1
-
-
-def test_times_are_asked_of_the_store(make: Callable[..., Made]) -> None:
-    made = make(times={0: [1.0]})
-    assert made.job._times_up_to(4) == {0: [1.0]}
-    assert made.store.asked == [("times", 4)]
+@pytest.mark.parametrize(
+    ("call", "name", "brought", "piece_bytes", "pieces"),
+    [
+        ("broadcast", "share 7", {"something else": np.ones(3)}, 16, [16, 8, 8]),
+        ("broadcast", "share 7", {"something else": np.ones(3)}, 1 << 20, [24, 8]),
+        ("scatter", "hand out 7", [], 48, [16, 8, 8]),
+        ("scatter", "hand out 7", [], 1 << 20, [24, 8]),
+        ("gather", "collect 7", SENT, 48, [16, 8, 8]),
+    ],
+)
+def test_other_ranks_get_what_rank_0_has_and_bring_theirs(
+    monkeypatch: pytest.MonkeyPatch, call: str, name: str, brought: Any, piece_bytes: int, pieces: list[int]
+) -> None:
+    """Of what is different for each rank, a piece is for all three: rank 0 sends as much at a time as it may."""
+    monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
+    job: Any = Other(DESCRIBED, WIRE)
+    found = getattr(transfer, f"{call}_arrays")(job, brought)
+    if call == "gather":
+        assert found == []
+    else:
+        assert_same(found, SENT)
+    assert job.did == [(call, 0, size, None) for size in pieces]
+    assert job.told == [(name, DESCRIBED if call == "gather" else None)]

@@ -1,4 +1,4 @@
-"""Joining, step by step: which ranks wait, what is compared, what Paddle is told, and what is undone on failure."""
+"""Joining, step by step: Paddle and the device of a rank, who waits, what is compared, and what a failure undoes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata, util
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,125 @@ import pytest
 import fleet_train
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.collectives import join as join_module
-from fleet_train.collectives.join import join, refuse_other_ranks
-from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, LinkFailed, ScheduleMismatch
+from fleet_train.collectives.join import choose_place, chosen_gpu, join, refuse_other_ranks
+from fleet_train.collectives.paddle_compat import backend_name, installed_version, require_paddle
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, LinkFailed, PaddleUnusable, ScheduleMismatch
+
+
+@pytest.mark.parametrize("environ", [{}, {"FLAGS_enable_pir_api": "1"}, {"FLAGS_enable_pir_api": " True "}])
+def test_the_installed_one_can_be_used(environ: dict[str, str]) -> None:
+    require_paddle(environ)
+
+
+@pytest.mark.parametrize("said", ["", None])
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"paddlepaddle": "3.3.1"}, "3.3.1"),
+        ({"paddlepaddle-gpu": "3.4.0"}, "3.4.0"),
+        ({"paddlepaddle": "3.3.1", "paddlepaddle-gpu": "3.4.0"}, "3.3.1"),
+        ({}, "unknown"),
+    ],
+)
+def test_version_is_the_packages_where_paddle_does_not_say_it(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, versions: dict[str, str], expected: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert installed_version() == paddle.__version__ != ""
+    monkeypatch.setattr(paddle, "__version__", said)
+    assert installed_version() == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked", "expected"),
+    [
+        (True, None, "nccl"),
+        (True, "nccl", "nccl"),
+        (True, "GLOO", "gloo"),
+        (False, None, "gloo"),
+        (False, "nccl", "gloo"),
+    ],
+)
+def test_backend_is_nccl_on_a_gpu_build_that_is_not_asked_for_gloo(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, asked: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: gpu)
+    assert backend_name({} if asked is None else {"PADDLE_DISTRI_BACKEND": asked}) == expected
+
+
+@pytest.mark.parametrize(
+    ("selected", "local_rank", "visible", "gpu"),
+    [
+        (None, 0, 8, 0),
+        (None, 5, 8, 5),
+        (None, 3, 1, 0),  # a scheduler shows each rank a GPU of its own
+        ("2", 0, 8, 2),
+        ("0", 3, 8, 0),
+        ("6,7", 1, 8, 6),
+        (" 4 , 5", 0, 8, 4),
+        ("", 2, 4, 2),
+        (" ", 2, 4, 2),
+        ("0", 3, 1, 0),
+    ],
+)
+def test_launchers_choice_comes_before_what_is_visible_and_that_before_the_local_rank(
+    selected: str | None, local_rank: int, visible: int, gpu: int
+) -> None:
+    environ = {} if selected is None else {"FLAGS_selected_gpus": selected}
+    assert chosen_gpu(environ, local_rank, visible) == gpu
+
+
+@pytest.mark.parametrize(
+    ("selected", "local_rank", "visible", "told"),
+    [
+        (None, 2, 2, "local rank 2 asks for GPU 2, and this process sees 2 .*--nproc_per_node"),
+        (None, 0, 0, "local rank 0 asks for GPU 0, and this process sees 0 .*PADDLE_DISTRI_BACKEND=gloo"),
+        ("3", 0, 1, "FLAGS_selected_gpus=3 asks for GPU 3, and this process sees 1 .*CUDA_VISIBLE_DEVICES"),
+        ("8,0", 0, 8, "FLAGS_selected_gpus=8 asks for GPU 8, and this process sees 8"),
+        ("gpu:1", 0, 8, "FLAGS_selected_gpus='gpu:1': it takes GPU numbers, such as 0,1"),
+        ("-1", 0, 8, "FLAGS_selected_gpus='-1': it takes GPU numbers"),
+    ],
+)
+def test_gpu_that_is_not_there_is_refused_with_what_asks_for_it(
+    selected: str | None, local_rank: int, visible: int, told: str
+) -> None:
+    environ = {} if selected is None else {"FLAGS_selected_gpus": selected}
+    with pytest.raises(ClusterError, match=told):
+        chosen_gpu(environ, local_rank, visible)
+
+
+def cluster(local_rank: int) -> Cluster:
+    return Cluster(Cluster.imagined(1, 4).ranks, local_rank)
+
+
+def test_chosen_gpu_is_paddles_current_one_and_its_flag_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``init_parallel_env`` would take GPU 0 on every rank where the flag says nothing."""
+    current: list[str] = []
+    device = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 4), set_device=current.append)
+    fake: Any = SimpleNamespace(device=device, CUDAPlace=lambda gpu: ("gpu", gpu))
+    monkeypatch.setattr(join_module, "paddle", fake)
+    monkeypatch.setattr(join_module, "backend_name", lambda: "nccl")
+    for flag, gpu in (("", 2), ("1,3", 1)):
+        monkeypatch.setenv("FLAGS_selected_gpus", flag)
+        assert choose_place(cluster(2)) == ("gpu", gpu)
+        assert (current.pop(), os.environ["FLAGS_selected_gpus"]) == (f"gpu:{gpu}", str(gpu))
+    monkeypatch.setenv("FLAGS_selected_gpus", "7")
+    with pytest.raises(ClusterError, match="asks for GPU 7"):
+        choose_place(cluster(0))
+    assert (current, os.environ["FLAGS_selected_gpus"]) == ([], "7")
+
+
+def test_cpu_needs_no_choice_and_leaves_the_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGS_selected_gpus", "nonsense")
+    monkeypatch.setattr(join_module, "backend_name", lambda: "gloo")
+    assert isinstance(choose_place(cluster(3)), paddle.CPUPlace)
+    assert os.environ["FLAGS_selected_gpus"] == "nonsense"
+
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")
 PADDLES = ("PADDLE_MASTER", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
@@ -133,12 +251,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_one_process_joins_alone(world: World) -> None:
-    job = join(cluster_of(0, ("10.0.0.1",)), 30.0)
-    assert (job.world_size, world.did, world.connections) == (1, [], [])
-    job.leave()
-
-
 def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World) -> None:
     job = join(cluster_of(0), 30.0)
     assert world.did == [
@@ -183,11 +295,11 @@ def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> Non
     job.leave()
 
 
-@pytest.mark.usefixtures("world")
-def test_paddle_gets_the_variables_it_needs_and_no_other_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paddle_gets_the_variables_it_needs_and_no_other_master(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
     monkeypatch.setenv("MASTER_PORT", "1")
-    join(cluster_of(1), 30.0).leave()
+    cluster = cluster_of(1)
+    join(cluster, 30.0).leave()
     told = {name: os.environ.get(name) for name in (*VARIABLES, "PADDLE_TRAINERS_NUM", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "GLOO_SOCKET_IFNAME": "eth7",
@@ -198,38 +310,6 @@ def test_paddle_gets_the_variables_it_needs_and_no_other_master(monkeypatch: pyt
         "MASTER_ADDR": None,
         "MASTER_PORT": None,
     }
-
-
-@pytest.mark.usefixtures("world")
-def test_users_own_interface_and_bound_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    monkeypatch.setenv("FLAGS_stop_check_timeout", "900")
-    join(cluster_of(0), 30.0).leave()
-    assert [os.environ[name] for name in VARIABLES[:3]] == ["ib0", "eth7", "900"]
-
-
-@pytest.mark.usefixtures("world")
-def test_without_a_route_no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_module, "interface_towards", lambda _: None)
-    join(cluster_of(0), 30.0).leave()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
-def test_ranks_of_one_machine_talk_over_its_own_interface(world: World) -> None:
-    join(cluster_of(1, ("10.0.0.1", "10.0.0.1")), 30.0).leave()
-    assert "route to 10.0.0.1" in world.did
-
-
-def test_nccl_keeps_its_allocator_and_its_backend(world: World) -> None:
-    world.backend = "nccl"
-    join(cluster_of(1), 30.0).leave()
-    assert "keep freed memory" not in world.did
-    assert "PADDLE_DISTRI_BACKEND" not in os.environ
-
-
-def test_versions_backend_and_endpoints_are_compared(world: World) -> None:
-    cluster = cluster_of(1)
-    join(cluster, 30.0).leave()
     assert world.facts == {
         "Paddle version": paddle.__version__,
         "fleet_train version": fleet_train.__version__,
@@ -320,6 +400,47 @@ def test_the_first_fact_that_differs_from_rank_0_is_reported_with_all_ranks_that
     assert str(raised.value) == told.format(*map(cluster.describe, range(4))) + " ranks must agree"
 
 
-@pytest.mark.parametrize("brought", [[], [([[0, 3]], FACTS)], [([[0, 1]], FACTS), ([[2, 3]], FACTS | {"more": "1"})]])
-def test_ranks_that_agree_with_what_rank_0_brings_are_not_refused(brought: Any) -> None:
-    refuse_other_ranks(brought, Cluster.imagined(4, 1))
+@pytest.mark.parametrize(
+    ("module", "name", "value", "environ", "told"),
+    [
+        (util, "find_spec", lambda _: None, {}, r"Paddle is not installed; .* pip install paddlepaddle=="),
+        (paddle.framework, "use_pir_api", lambda: False, {}, "Paddle runs its old IR"),
+        (paddle, "__version__", "3.3.1", {"FLAGS_enable_pir_api": " FALSE "}, "unset FLAGS_enable_pir_api"),
+        (paddle, "__version__", "3.3.1", {"FLAGS_enable_pir_api": "0"}, "unset FLAGS_enable_pir_api"),
+        (paddle, "static", SimpleNamespace(), {}, r"Paddle .* has no paddle\.static\.register_op"),
+    ],
+)
+def test_paddle_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, environ: dict[str, str], told: str
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    with pytest.raises(PaddleUnusable, match=told):
+        require_paddle(environ)
+
+
+def test_users_own_interface_and_bound_stay_and_without_a_route_none_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("FLAGS_stop_check_timeout", "900")
+    join(cluster_of(0), 30.0).leave()
+    assert [os.environ[name] for name in VARIABLES[:3]] == ["ib0", "eth7", "900"]
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(join_module, "interface_towards", lambda _: None)
+    join(cluster_of(0), 30.0).leave()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    world.did.clear()
+    world.backend = "nccl"
+    monkeypatch.delenv("PADDLE_DISTRI_BACKEND")
+    join(cluster_of(1, ("10.0.0.1", "10.0.0.1")), 30.0).leave()
+    assert "keep freed memory" not in world.did
+    assert "PADDLE_DISTRI_BACKEND" not in os.environ
+
+
+def test_one_process_joins_alone_and_ranks_of_one_machine_over_its_own_interface(world: World) -> None:
+    job = join(cluster_of(0, ("10.0.0.1",)), 30.0)
+    assert (job.world_size, world.did, world.connections) == (1, [], [])
+    job.leave()
+    join(cluster_of(1, ("10.0.0.1", "10.0.0.1")), 30.0).leave()
+    assert "route to 10.0.0.1" in world.did

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import paddle
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, HostDevice, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.recorded import (
+from tests.unit.collectives.in_turn import (
     PLACE,
     Attributed,
     Group,
@@ -53,17 +55,14 @@ def test_collectives_begin_in_the_order_of_the_calls_and_are_waited_for_at_the_r
     engine = engine_of(recorder)
     first = engine.start(stages(one("a", ALL), result="A"), PLACE)
     second = engine.start(stages(Stage((collective("b", ALL), collective("c", ALL))), result="B"), PLACE)
+    third = engine.start(stages(one("theirs", Group(1, (2, 3))), result="C"), PLACE)
     assert recorder.events == ["begin a", "begin b", "begin c"]
-    assert (first.result(), recorder.events[3:]) == ("A", ["wait a"])
-    assert (second.result(), recorder.events[4:]) == ("B", ["wait b", "wait c"])
-
-
-def test_results_may_be_asked_for_in_any_order_and_twice(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    first, second = (engine.start(stages(one(name, ALL), result=name), PLACE) for name in "ab")
-    assert [running.result() for running in (second, first, second, first)] == ["b", "a", "b", "a"]
-    assert recorder.events == ["begin a", "begin b", "wait b", "wait a"]
+    assert [running.result() for running in (second, first, second, first, third)] == ["B", "A", "B", "A", "C"]
+    assert recorder.events[3:] == ["wait b", "wait c", "wait a"]
+    here = stages(one("d", ALL, more=True), one("e", ALL), result="sum")
+    assert engine.run_here(here, PLACE) == "sum"
+    assert recorder.events[6:] == ["begin d", "wait d", "begin e", "wait e"]
+    assert engine.start(stages(result=3), PLACE).result() == 3
 
 
 def test_stage_with_more_behind_it_ends_at_the_next_step_on_and_the_last_one_does_not(engine_of: Make) -> None:
@@ -101,36 +100,6 @@ def test_stages_without_collectives_are_passed_at_once_unless_others_may_have_so
     engine.step_on()
     assert recorder.events == ["begin last"]
     assert (at_once.result(), placed.result()) == ("done", "later")
-
-
-def test_stages_without_any_collective_give_their_result(engine_of: Make) -> None:
-    assert engine_of(Recorder()).start(stages(result=3), PLACE).result() == 3
-
-
-def test_rank_outside_a_group_goes_through_the_same_stages(engine_of: Make) -> None:
-    recorder = Recorder(rank=2)
-    running = engine_of(recorder).start(stages(one("theirs", ALL), result=1), PLACE)
-    assert (running.result(), recorder.events) == (1, [])
-
-
-def test_what_runs_here_is_over_when_the_call_returns(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    assert engine.run_here(stages(one("a", ALL, more=True), one("b", ALL), result="sum"), PLACE) == "sum"
-    assert recorder.events == ["begin a", "wait a", "begin b", "wait b"]
-
-
-def test_first_part_of_stages_runs_in_the_call_that_starts_them(engine_of: Make) -> None:
-    seen = []
-
-    def method() -> Stages[None]:
-        seen.append(threading.current_thread())
-        yield HAND_OVER
-        seen.append(threading.current_thread())
-        yield one("a", ALL)
-
-    engine_of(Recorder()).start(method(), PLACE)
-    assert seen == [threading.current_thread()] * 2
 
 
 def test_nothing_is_computed_or_started_before_the_barrier_is_passed(engine_of: Make) -> None:
@@ -189,9 +158,7 @@ def test_what_a_method_itself_raises_behind_a_stage_is_not_blamed_on_peers_if_it
     assert blamed.places == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "waits"), [((0, 1, 2), True), ((0, 2), False), ((2, 3), False)], ids=["two", "one", "none"]
-)
+@pytest.mark.parametrize(("ranks", "waits"), [((0, 1, 2), True), ((0, 2), False), ((2, 3), False)])
 def test_groups_that_share_two_ranks_are_never_in_flight_together(
     engine_of: Make, ranks: tuple[int, ...], waits: bool
 ) -> None:
@@ -201,21 +168,6 @@ def test_groups_that_share_two_ranks_are_never_in_flight_together(
     engine.start(stages(one("first", own)), PLACE)
     engine.start(stages(one("second", Group(6, ranks))), PLACE)
     assert recorder.events == ["begin first", *(["wait first"] if waits else []), "begin second"]
-
-
-def test_collectives_of_one_group_are_in_flight_together(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    for name in "abc":
-        engine.start(stages(one(name, ALL)), PLACE)
-    assert recorder.events == ["begin a", "begin b", "begin c"]
-
-
-def test_other_stages_of_the_same_start_keep_apart_too(engine_of: Make) -> None:
-    recorder = Recorder()
-    both = Stage((collective("a", ALL), collective("b", Group(1, (0, 1)))))
-    engine_of(recorder).start(stages(both), PLACE)
-    assert recorder.events == ["begin a", "wait a", "begin b"]
 
 
 def test_calls_from_a_script_in_static_mode_are_eager(engine_of: Make) -> None:
@@ -317,30 +269,20 @@ def test_any_two_ranks_begin_what_they_share_in_the_same_order(seed: int) -> Non
     assert shared > 50
 
 
-class Watched:
-    """A watchdog that is told what to look at."""
-
-    def __init__(self) -> None:
-        self.tasks: list[object] = []
-        self.calls: list[CallContext] = []
-
-    def watch(self, task: object, context: CallContext) -> None:
-        self.tasks.append((task, context))
+def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
+    tasks: list[Any] = []
+    calls: list[CallContext] = []
 
     @contextmanager
-    def over_a_call(self, context: CallContext) -> Iterator[None]:
-        self.calls.append(context)
+    def over_a_call(context: CallContext) -> Iterator[None]:
+        calls.append(context)
         yield
 
-    def stop(self) -> None:
-        pass
-
-
-def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
-    watched, recorder = Watched(), Recorder()
-    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)  # type: ignore[arg-type]
+    watched: Any = SimpleNamespace(watch=lambda *what: tasks.append(what), over_a_call=over_a_call, stop=lambda: None)
+    recorder = Recorder()
+    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)
     others = Group(1, (1, 2))
     engine.start(stages(Stage((collective("a", ALL), collective("b", others)))), PLACE).result()
     engine.stop()
-    assert watched.calls == [PLACE, PLACE]
-    assert watched.tasks == [(recorder.tasks[0][1], PLACE)]
+    assert calls == [PLACE, PLACE]
+    assert tasks == [(recorder.tasks[0][1], PLACE)]

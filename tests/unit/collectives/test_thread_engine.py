@@ -1,22 +1,30 @@
-"""The thread engine on collectives that only take time: which thread runs what, in which order."""
+"""The thread engine on collectives that only take time, the watchdog of streams, and devices."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 from fleet_train import timeouts
+from fleet_train.collectives import engine as devices
 from fleet_train.collectives import engines as thread
-from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
-from fleet_train.collectives.engines import ThreadEngine
+from fleet_train.collectives import job as choose
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, GpuDevice, HostDevice, Stage, Stages
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
+from fleet_train.collectives.job import make_engine
+from fleet_train.collectives.methods.dense import cut_for, flatten, unflatten, views
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.recorded import PLACE, Attributed, Group, stages
+from tests.unit.collectives.in_turn import PLACE, Attributed, Group, stages
 
 SECONDS = 60
 GROUP = Group(0)
@@ -46,19 +54,7 @@ def engine(blamed: Attributed) -> Iterator[ThreadEngine]:
     made.stop()
 
 
-def test_one_communicator_keeps_the_order_of_the_calls(engine: ThreadEngine) -> None:
-    released, order = threading.Event(), list[str]()
-
-    def first() -> None:
-        released.wait(SECONDS)
-        order.append("first")
-
-    running = [engine.start(stages(calling(first), result=1), PLACE)]
-    running.append(engine.start(stages(calling(lambda: order.append("second")), result=2), PLACE))
-    assert order == []
-    released.set()
-    assert [one.result() for one in running] == [1, 2]
-    assert order == ["first", "second"]
+TENSOR, OUTPUT, PARTS = "tensor", "output", ["part", "part"]
 
 
 def test_another_communicator_continues_meanwhile(engine: ThreadEngine) -> None:
@@ -137,31 +133,13 @@ def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
     assert engine.start(stages(calling(lambda: None), result=1), PLACE).result() == 1
 
 
-def test_what_runs_here_is_on_the_calling_thread(engine: ThreadEngine) -> None:
-    threads = list[threading.Thread]()
-    assert engine.run_here(stages(calling(lambda: threads.append(threading.current_thread())), result=4), PLACE) == 4
-    assert threads == [threading.current_thread()]
-
-
-def test_overlapped_work_is_queued_on_the_first_communicator(engine: ThreadEngine) -> None:
-    released = threading.Event()
-    barrier = engine.run_in_background(lambda: released.wait(SECONDS))
-    behind = engine.start(stages(calling(lambda: None), result=1), PLACE, communicator=0)
-    assert not behind.done()
-    released.set()
-    assert barrier.result(SECONDS)
-    assert behind.result() == 1
-
-
-def disagree() -> None:
-    raise ScheduleMismatch("ours")
-
-
 def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Attributed) -> None:
-    with pytest.raises(ScheduleMismatch, match="ours"):
-        engine.start(stages(calling(disagree)), PLACE).result()
-    with pytest.raises(ScheduleMismatch, match="ours"):
-        engine.run_here(stages(calling(disagree)), PLACE)
+    def disagree() -> None:
+        raise ScheduleMismatch("ours")
+
+    for carry_out in (lambda given: engine.start(given, PLACE).result(), lambda given: engine.run_here(given, PLACE)):
+        with pytest.raises(ScheduleMismatch, match="ours"):
+            carry_out(stages(calling(disagree)))
     assert blamed.places == []
 
 
@@ -231,7 +209,320 @@ def test_time_at_a_barrier_is_no_silence_of_the_collective_behind_it(
     assert waits == [70.0, 70.0]
 
 
-def test_threads_keep_no_process_from_ending(engine: ThreadEngine) -> None:
-    """One of them may stand in a call of a lost rank for ever."""
-    running = engine.run_in_background(threading.current_thread)
-    assert running.result(SECONDS).daemon
+FIRST, SECOND = (
+    CallContext("step 1", "bucket 0", timeout_seconds=60.0),
+    CallContext("step 1", "bucket 1", timeout_seconds=60.0),
+)
+REAL_SECONDS = 60
+
+
+class Task:
+    """Counts how often the watchdog has looked at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.ended = False
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.ended
+
+
+class Scene:
+    """A watchdog with what it is told and what it says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.asked = 0
+        self.gone: bool | Exception = False
+        self.stuck: list[tuple[CallContext, float]] = []
+        self.watchdog = Watchdog(lambda place, seconds: self.stuck.append((place, seconds)), self._is_hopeless)
+
+    def _is_hopeless(self) -> bool:
+        self.asked += 1
+        if isinstance(self.gone, Exception):
+            raise self.gone
+        return self.gone
+
+    def watch(self, context: CallContext = FIRST) -> Task:
+        task = Task()
+        self.watchdog.watch(task, context)
+        return task
+
+    def looked_at(self, task: Task) -> None:
+        """Until the watchdog has seen ``task``, and all that the test has set before, and has acted on it."""
+        seen = task.looks
+        until(lambda: task.looks >= seen + 3)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + REAL_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the watchdog did not do it"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    made = Scene()
+    monkeypatch.setattr(thread, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(timeouts, "WATCHDOG_POLL_SECONDS", 0.002)
+    yield made
+    made.watchdog.stop()
+
+
+def test_oldest_that_has_not_ended_is_named_once_after_its_time(scene: Scene) -> None:
+    ended, oldest, newest = scene.watch(FIRST), scene.watch(SECOND), scene.watch(FIRST)
+    ended.ended = True
+    scene.looked_at(oldest)
+    scene.now += SECOND.timeout_seconds - 0.1
+    scene.looked_at(oldest)
+    assert scene.stuck == []
+    scene.now += 0.1
+    until(lambda: bool(scene.stuck))
+    ((place, seconds),) = scene.stuck
+    assert place is SECOND
+    assert seconds == pytest.approx(SECOND.timeout_seconds)
+    oldest.ended = newest.ended = True
+    scene.now += 10 * SECOND.timeout_seconds
+    assert len(scene.stuck) == 1
+
+
+def test_anything_that_ends_is_progress(scene: Scene) -> None:
+    slow, quick = scene.watch(), scene.watch()
+    scene.now += FIRST.timeout_seconds - 0.1
+    scene.looked_at(slow)
+    quick.ended = True
+    scene.looked_at(slow)
+    scene.now += FIRST.timeout_seconds - 0.1
+    scene.looked_at(slow)
+    assert scene.stuck == []
+    scene.now += 0.2
+    until(lambda: bool(scene.stuck))
+
+
+def test_time_in_which_nothing_is_in_flight_does_not_count(scene: Scene) -> None:
+    first = scene.watch()
+    first.ended = True
+    looks = first.looks
+    until(lambda: first.looks > looks)
+    scene.now += 100 * FIRST.timeout_seconds
+    task = scene.watch()
+    scene.looked_at(task)
+    assert (scene.stuck, scene.asked) == ([], 0)
+
+
+def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(scene: Scene) -> None:
+    task = scene.watch()
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
+    scene.looked_at(task)
+    assert scene.asked == 0
+    scene.now += 0.2
+    until(lambda: scene.asked == 1)
+    scene.looked_at(task)
+    assert scene.asked == 1
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
+    until(lambda: scene.asked == 2)
+    assert scene.stuck == []
+
+
+def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
+    scene.gone = True
+    for _ in range(4):
+        scene.watch().ended = True
+        task = scene.watch()
+        scene.looked_at(task)
+        scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
+        task.ended = True
+        seen = task.looks
+        until(lambda seen=seen, task=task: task.looks > seen)  # type: ignore[misc]
+    assert (scene.asked, scene.stuck) == (0, [])
+
+
+def test_call_that_raises_is_over(scene: Scene) -> None:
+    with pytest.raises(RuntimeError, match="refused"), scene.watchdog.over_a_call(FIRST):
+        raise RuntimeError("refused")
+    scene.now += 2 * FIRST.timeout_seconds
+    task = scene.watch(SECOND)
+    scene.looked_at(task)
+    assert scene.stuck == []
+
+
+def test_stopped_watchdog_says_nothing_and_leaves_no_thread(scene: Scene) -> None:
+    task = scene.watch()
+    scene.looked_at(task)
+    scene.watchdog.stop()
+    until(lambda: "fleet_train watchdog" not in {thread.name for thread in threading.enumerate()})
+    seen = task.looks
+    scene.now += 2 * FIRST.timeout_seconds
+    time.sleep(0.05)
+    assert (task.looks, scene.stuck) == (seen, [])
+
+
+def test_hosts_moments_are_those_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 7.0
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: now))
+    earlier = HostDevice().moment()
+    now = 9.5
+    later = HostDevice().moment()
+    assert (later.seconds_since(earlier), earlier.seconds_since(later)) == (2.5, -2.5)
+    assert earlier.has_passed()
+
+
+def test_copy_to_the_host_is_of_the_value_of_now() -> None:
+    tensor = paddle.to_tensor([1.0, 2.0])
+    copy = HostDevice().to_host(tensor)
+    tensor.zero_()
+    assert copy.read().tolist() == [1.0, 2.0]
+    assert HostDevice().to_device(np.array([3, 4])).tolist() == [3, 4]
+
+
+def test_processors_have_threads_and_gpus_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, kind in ((paddle.CPUPlace(), ThreadEngine), ("gpu:0", StreamEngine)):
+        engine = make_engine(place, Attributed(), lambda: False, lambda *_: None)
+        assert type(engine) is kind
+        engine.stop()
+    hopeless, stuck = object(), object()
+    monkeypatch.setattr(choose, "Watchdog", lambda *told: SimpleNamespace(told=told, stop=lambda: None))
+    engine = make_engine("gpu:0", Attributed(), hopeless, stuck)  # type: ignore[arg-type]
+    assert engine._watchdog.told == (stuck, hopeless)  # type: ignore[attr-defined]
+    engine.stop()
+
+
+def test_buffers_are_cut_without_a_copy_on_a_host_only() -> None:
+    assert (cut_for(True), cut_for(False)) == (views, unflatten)
+    for cut in (views, unflatten):
+        for shapes in ([(2, 3), (), (4,)], [(11,)], [(1, 11)]):
+            parts = cut(paddle.arange(11, dtype="float32"), shapes)
+            assert [tuple(part.shape) for part in parts] == shapes
+            assert [value for part in parts for value in part.reshape([-1]).tolist()] == list(range(11))
+    whole = paddle.arange(12, dtype="float32")
+    parts = views(whole[4:], [[2, 3], [2]])
+    assert [part.tolist() for part in parts] == [[[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], [10.0, 11.0]]
+    copied = flatten(parts[1:])
+    whole.scale_(2.0)
+    assert (parts[1].tolist(), copied.tolist()) == ([20.0, 22.0], [10.0, 11.0])
+    np.testing.assert_array_equal(flatten(parts).numpy(), whole[4:].numpy())
+
+
+CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "all_reduce": ("all_reduce", (TENSOR,), {"op": paddle.distributed.ReduceOp.MAX}),
+    "reduce": ("reduce", (TENSOR,), {"dst": 3}),
+    "broadcast": ("broadcast", (TENSOR,), {"src": 3}),
+    "all_gather": ("all_gather", (OUTPUT, TENSOR), {}),
+    "all_to_all": ("alltoall_single", (OUTPUT, TENSOR), {}),
+    "gather": ("gather", (TENSOR, OUTPUT), {"dst": 3}),
+    "scatter": ("scatter", (TENSOR, PARTS), {"src": 3}),
+}
+
+
+def test_one_communicator_keeps_the_order_of_the_calls_and_carries_out_what_overlaps(engine: ThreadEngine) -> None:
+    """On a daemon thread: it may stand in a call of a lost rank for ever."""
+    released, order = threading.Event(), list[Any]()
+    beside = engine.run_in_background(lambda: (released.wait(SECONDS), threading.current_thread())[1])
+    first = engine.start(stages(calling(lambda: order.append("first")), result=1), PLACE)
+    second = engine.start(stages(calling(lambda: order.append("second")), result=2), PLACE, communicator=0)
+    here = threading.current_thread()
+    assert engine.run_here(stages(calling(lambda: order.append(threading.current_thread())), result=4), PLACE) == 4
+    assert order == [here]
+    released.set()
+    assert (first.result(), second.result(), order[1:]) == (1, 2, ["first", "second"])
+    assert beside.result(SECONDS).daemon
+
+
+@pytest.mark.parametrize("gone", [True, WorkerFailed("the store does not answer")])
+def test_a_lost_rank_or_store_ends_it_long_before_the_timeout(scene: Scene, gone: Any) -> None:
+    scene.watch()
+    scene.gone = gone
+    scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
+    until(lambda: bool(scene.stuck))
+    assert scene.stuck[0][0] is FIRST
+    assert scene.stuck[0][1] < FIRST.timeout_seconds / 2
+
+
+def test_call_that_does_not_return_is_named_and_one_that_has_is_not(scene: Scene) -> None:
+    assert "fleet_train watchdog" not in {each.name for each in threading.enumerate()}
+    with scene.watchdog.over_a_call(FIRST):
+        pass
+    later = scene.watch(SECOND)
+    scene.looked_at(later)
+    scene.now += SECOND.timeout_seconds
+    until(lambda: bool(scene.stuck))
+    assert [place for place, _ in scene.stuck] == [SECOND]
+
+
+def test_call_that_does_not_return_is_named(scene: Scene) -> None:
+    with scene.watchdog.over_a_call(FIRST):
+        scene.now += FIRST.timeout_seconds
+        until(lambda: bool(scene.stuck))
+    assert [place for place, _ in scene.stuck] == [FIRST]
+
+
+def test_a_gpus_events_give_seconds_and_its_copies_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of Paddle are written down; ``passed`` are the events that have passed."""
+    did: list[str] = []
+    passed: list[int] = []
+    numbers = itertools.count(1)
+
+    def event(enable_timing: bool) -> Any:
+        assert enable_timing, "times are asked for"
+        number = next(numbers)
+        return SimpleNamespace(
+            record=lambda: did.append(f"record {number}"),
+            query=lambda: number in passed,
+            synchronize=lambda: did.append(f"await {number}"),
+            elapsed_time=lambda later: 250.0 * (later.number - number),
+            number=number,
+        )
+
+    def tensor(name: str) -> Any:
+        def copy(place: str, blocking: bool) -> Any:
+            assert blocking is False, "the host must not wait"
+            did.append(f"copy {name} to {place}")
+            return tensor(f"{name} on {place}")
+
+        return SimpleNamespace(_copy_to=copy, numpy=lambda: f"array of {name}", name=name)
+
+    fake = SimpleNamespace(
+        device=SimpleNamespace(Event=event),
+        CUDAPinnedPlace=lambda: "pinned",
+        to_tensor=lambda array, place: tensor(f"{place} {array}"),
+    )
+    monkeypatch.setattr(devices, "paddle", fake)
+    device = GpuDevice("gpu:0")
+    first, second = device.moment(), device.moment()
+    passed.append(1)
+    assert (second.seconds_since(first), first.has_passed(), second.has_passed()) == (0.25, True, False)
+    second.await_passed()
+    assert did == ["record 1", "record 2", "await 2"]
+    copy = device.to_host(tensor("loss"))
+    assert did[3:] == ["copy loss to pinned", "record 3"]
+    assert copy.read() == "array of loss on pinned"
+    assert did[5:] == ["await 3"]
+    assert device.to_device("a").name == "pinned a on gpu:0"
+    assert did[6:] == ["copy pinned a to gpu:0", "record 4"]
+    device.to_device("b")
+    assert [pinned.name for pinned, _ in device._sent] == ["pinned a", "pinned b"]
+    passed.append(4)
+    device.to_device("c")
+    assert [pinned.name for pinned, _ in device._sent] == ["pinned b", "pinned c"]
+
+
+@pytest.mark.parametrize("sync_op", [True, False])
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_kind_is_one_call_of_paddles_that_returns_its_task(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sync_op: bool
+) -> None:
+    called: list[Any] = []
+    name, arguments, options = CALLS[kind]
+    stream = SimpleNamespace(**{name: lambda *given, **named: called.append((given, named)) or "task"})
+    reductions = paddle.distributed.ReduceOp
+    monkeypatch.setattr(paddle, "distributed", SimpleNamespace(stream=stream, ReduceOp=reductions))
+    for op in ("max", "min", "sum"):
+        collective = Collective(kind, "group", TENSOR, root=3, op=op, output=OUTPUT, parts=PARTS)
+        assert collective.begin(sync_op) == "task"
+        if "op" in options:
+            options = {"op": getattr(reductions, op.upper())}
+        assert called.pop() == (arguments, {**options, "group": "group", "sync_op": sync_op})
+    with pytest.raises(AssertionError, match="unknown collective 'send'"):
+        Collective("send", "group", TENSOR).begin(True)

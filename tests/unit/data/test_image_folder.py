@@ -1,4 +1,4 @@
-"""Image folders and lists: which files, which labels, what a decoded image is, and how broken files are handled."""
+"""Image folders and lists: which files and labels, what a decoded and changed image is, and how broken files end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from fleet_train.data import Draws, ImageFolder, ImageSettings, LoaderSettings, image_splits, make_loader
+from fleet_train.data.decode import DRAWS_PER_IMAGE, center_box, change_colors, random_box, random_changes
 from fleet_train.data.images import CorruptImages
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
@@ -53,6 +54,9 @@ def test_classes_file_numbers_the_classes_also_those_without_images(tmp_path: Pa
     assert val.arrays(np.array([0]))["labels"].tolist() == [0]
 
 
+TWO_LISTS = {"train.txt": "a.jpg 0\n", "val.txt": "a.jpg 0\n"}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -61,11 +65,8 @@ def test_classes_file_numbers_the_classes_also_those_without_images(tmp_path: Pa
         ({"train/a/x.txt": "", "val/a/1.jpg": None}, "train has no images; known are .jpg"),
         ({"train/a/1.jpg": None, "val/b/1.jpg": None}, "val/b: this class is not among the 1 of train/"),
         ({"train.txt": "a.jpg 0\n"}, "val.txt cannot be read"),
-        ({"train.txt": "a.jpg zero\n", "val.txt": "a.jpg 0\n"}, "train.txt:1: 'a.jpg zero' is not"),
-        (
-            {"train.txt": "a.jpg 2\n", "val.txt": "a.jpg 0\n", "classes.txt": "x\ny\n"},
-            "a label is 2, classes.txt names 2",
-        ),
+        (TWO_LISTS | {"train.txt": "a.jpg zero\n"}, "train.txt:1: 'a.jpg zero' is not"),
+        (TWO_LISTS | {"train.txt": "a.jpg 2\n", "classes.txt": "x\ny\n"}, "a label is 2, classes.txt names 2"),
         ({"train/a/1.jpg": None, "val/a/1.jpg": None, "classes.txt": "a\na\n"}, "'a' is listed twice"),
     ],
 )
@@ -78,6 +79,8 @@ def test_unusable_folders_are_refused_with_the_fix(tmp_path: Path, files: dict[s
             (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         image_splits(tmp_path, SMALL)
+    with pytest.raises(DataError, match=r"image folder .*/nowhere: this folder does not exist on this machine"):
+        image_splits(tmp_path / "nowhere")
 
 
 def test_a_list_cannot_ask_for_more_classes_than_it_may(tmp_path: Path) -> None:
@@ -158,11 +161,6 @@ def test_what_is_no_image_starts_no_program_and_is_not_waited_for(
     assert not (tmp_path / "started").exists()
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"image folder .*/nowhere: this folder does not exist on this machine"):
-        image_splits(tmp_path / "nowhere")
-
-
 def one_image(tmp_path: Path, name: str, settings: ImageSettings) -> ImageFolder:
     return ImageFolder("one", tmp_path, (name,), np.array([0]), ("only",), settings)
 
@@ -206,17 +204,7 @@ def test_every_colour_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
     assert data.arrays(np.array([0]))["features"].min() > 0.99
 
 
-def test_mirrored_half_of_the_training_images(tmp_path: Path) -> None:
-    write_image(tmp_path / "image.png", 64, 64)  # red grows from left to right
-    data = one_image(tmp_path, "image.png", ImageSettings(image_size=16))
-    mirrored = 0
-    for epoch in range(40):
-        red = data.augmented(Draws(0, epoch, np.array([0])), "crop_flip", data.corrupt_images())["features"][0, 0]
-        mirrored += int(red[:, 0].mean() > red[:, -1].mean())
-    assert 10 <= mirrored <= 30
-
-
-def test_augmented_images_depend_on_seed_and_epoch_and_colours_on_the_name(tmp_path: Path) -> None:
+def test_augmented_images_depend_on_seed_and_epoch_colours_on_the_name_and_half_are_mirrored(tmp_path: Path) -> None:
     train, _ = image_splits(write_image_folder(tmp_path), SMALL)
     assert isinstance(train, ImageFolder)
 
@@ -228,6 +216,12 @@ def test_augmented_images_depend_on_seed_and_epoch_and_colours_on_the_name(tmp_p
     assert len({look(*case) for case in [(0, 0, "crop_flip"), (1, 0, "crop_flip"), (0, 1, "crop_flip")]}) == 3
     assert look(0, 0, "crop_flip") != look(0, 0, "crop_flip_color")
     assert look(0, 0, "none") == look(3, 4, "none")
+    write_image(tmp_path / "image.png", 64, 64)  # red grows from left to right
+    data, mirrored = one_image(tmp_path, "image.png", SMALL), 0
+    for epoch in range(40):
+        red = data.augmented(Draws(0, epoch, np.array([0])), "crop_flip", data.corrupt_images())["features"][0, 0]
+        mirrored += int(red[:, 0].mean() > red[:, -1].mean())
+    assert 10 <= mirrored <= 30
 
 
 def break_images(root: Path) -> None:
@@ -237,13 +231,12 @@ def break_images(root: Path) -> None:
     (root / "train/class0/2.jpg").write_text("no image at all")
 
 
-def test_unreadable_images_are_replaced_by_the_next_readable_and_counted(tmp_path: Path) -> None:
+def test_unreadable_images_are_replaced_by_the_next_readable_and_more_than_allowed_are_an_error(tmp_path: Path) -> None:
     break_images(write_image_folder(tmp_path))
     train, _ = image_splits(tmp_path, SMALL, max_corrupt=2)
     assert isinstance(train, ImageFolder)
     corrupt = train.corrupt_images()
-    draws = Draws(0, 0, np.arange(12))
-    arrays = train.augmented(draws, "crop_flip", corrupt)
+    arrays = train.augmented(Draws(0, 0, np.arange(12)), "crop_flip", corrupt)
     assert len(corrupt) == 2
     assert corrupt.names == ["train/class0/1.jpg", "train/class0/2.jpg"]
     third = train.augmented(Draws(0, 0, np.array([3])), "crop_flip", corrupt)["features"][0]
@@ -251,17 +244,6 @@ def test_unreadable_images_are_replaced_by_the_next_readable_and_counted(tmp_pat
     assert (arrays["features"][2] == third).all()
     assert arrays["labels"].tolist() == [0] * 6 + [1] * 6
 
-
-def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    corrupt = CorruptImages(9, 1, "x")
-    corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")
-    assert caplog.messages == ["cannot read \\x1b[2J.jpg (\\x9b31m); another image replaces it"]
-    with pytest.raises(DataError, match=r": \\x1b\[2J.jpg \(\\x9b31m\), b"):
-        corrupt.replacement(1, "b", "c")
-
-
-def test_more_unreadable_images_than_allowed_are_an_error_with_their_names(tmp_path: Path) -> None:
-    break_images(write_image_folder(tmp_path))
     train, _ = image_splits(tmp_path, SMALL, max_corrupt=0.1)
     message = (
         r"2 image\(s\) of .*train cannot be read, --max_corrupt allows 1 of 12: train/class0/1.jpg \(OSError: .*\), "
@@ -288,3 +270,70 @@ def test_fingerprint_tells_other_files_and_other_labels(tmp_path: Path) -> None:
     assert isinstance(fewer, ImageFolder)
     assert fewer.fingerprint() != train.fingerprint()
     assert fewer.classes_digest() == train.classes_digest()
+
+
+def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    corrupt = CorruptImages(9, 1, "x")
+    corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")
+    assert caplog.messages == ["cannot read \\x1b[2J.jpg (\\x9b31m); another image replaces it"]
+    with pytest.raises(DataError, match=r": \\x1b\[2J.jpg \(\\x9b31m\), b"):
+        corrupt.replacement(1, "b", "c")
+
+
+def draws(count: int) -> list[list[float]]:
+    return np.random.default_rng(0).random((count, DRAWS_PER_IMAGE)).tolist()
+
+
+def test_evaluation_takes_the_middle_of_the_shorter_side() -> None:
+    assert ImageSettings().shorter_side == 256
+    assert center_box(512, 256, ImageSettings()) == (144.0, 16.0, 368.0, 240.0)
+    assert center_box(100, 200, ImageSettings(image_size=64, resize_size=64)) == (0.0, 50.0, 100.0, 150.0)
+
+
+def test_training_crops_lie_inside_with_areas_and_aspect_ratios_in_range() -> None:
+    boxes = np.array([random_box(400, 300, ImageSettings(), numbers) for numbers in draws(2000)])
+    left, top, right, bottom = boxes.T
+    assert (left.min(), top.min(), right.max(), bottom.max()) == (0, 0, 400, 300)
+    shares = (right - left) * (bottom - top) / (400 * 300)
+    assert 0.075 < shares.min() < 0.1
+    assert 0.9 < shares.max() <= 1.0
+    ratios = (right - left) / (bottom - top)
+    assert ratios.min() >= 0.74
+    assert ratios.max() <= 1.35
+    assert 0.4 < shares.mean() < 0.48  # below the middle of 0.08 and 1: large crops often do not fit
+
+
+def test_an_image_too_narrow_for_any_crop_gives_its_middle() -> None:
+    assert random_box(1000, 10, ImageSettings(min_area=1.0), draws(1)[0]) == (493, 0, 506, 10)
+    assert random_box(10, 1000, ImageSettings(min_area=1.0), draws(1)[0]) == (0, 493, 10, 506)
+
+
+def test_half_of_the_images_are_mirrored_and_colours_stay_in_range() -> None:
+    changed = [random_changes(ImageSettings(color_jitter=0.2), numbers) for numbers in draws(2000)]
+    assert abs(sum(change.flip for change in changed) / 2000 - 0.5) < 0.05
+    factors = np.array([change[1:] for change in changed])
+    assert 0.8 <= factors.min() < 0.81
+    assert 1.19 < factors.max() <= 1.2
+
+
+def test_colour_factors_of_one_change_nothing_and_saturation_zero_is_grey() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3)).astype(np.float32)
+    np.testing.assert_allclose(change_colors(pixels, 1.0, 1.0, 1.0), pixels, atol=1e-4)
+    gray = change_colors(pixels, 1.0, 1.0, 0.0)
+    np.testing.assert_allclose(gray, np.repeat(pixels @ [0.299, 0.587, 0.114], 3).reshape(4, 5, 3), atol=1e-3)
+    np.testing.assert_allclose(change_colors(pixels, 0.5, 1.0, 1.0), pixels / 2, atol=1e-4)
+    assert np.ptp(change_colors(pixels, 1.0, 0.0, 1.0)) < 1e-3  # no contrast: one grey
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"image_size": 224, "resize_size": 200}, "image_size=224, resize_size=200"),
+        ({"image_size": 0}, "image_size=0"),
+        ({"min_area": 0.0}, "min_area=0.0"),
+        ({"color_jitter": 1.0}, "color_jitter=1.0"),
+    ],
+)
+def test_senseless_settings_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ImageSettings(**values)  # type: ignore[arg-type]

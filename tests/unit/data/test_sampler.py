@@ -1,17 +1,20 @@
-"""Which rank reads which sample: the common cases, as literal lists."""
+"""Which rank reads which sample, in how many steps, also with shards of different sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fleet_train.data import ShardedBatchSampler, evaluation_batches
+from fleet_train.data import OwnDataSampler, ShardedBatchSampler, agree_steps, evaluation_batches
 from fleet_train.errors import DataError
 
 # Batches of two samples by rank and step: 8 samples, 2 ranks, seed 0, epochs 0, 1 and 2.
 FIRST_ORDER = [[[2, 3], [5, 1]], [[4, 6], [0, 7]]]
+
+
 SECOND_ORDER = [[[1, 7], [0, 2]], [[3, 6], [4, 5]]]
 THIRD_ORDER = [[[5, 6], [7, 4]], [[2, 0], [1, 3]]]
 
@@ -21,45 +24,41 @@ def batches(num_samples: int, batch_size: int, rank: int, world_size: int, **opt
     return [batch.tolist() for batch in sampler]
 
 
-def test_without_rank_and_world_size_every_process_reads_everything() -> None:
-    seen_by = [[batch.tolist() for batch in ShardedBatchSampler(8, 4, shuffle=False)] for _ in range(2)]
-    assert seen_by == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
+@pytest.mark.parametrize(
+    ("num_samples", "world_size", "options", "expected"),
+    [
+        (8, 2, {}, [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]),
+        (6, 2, {}, [[[0, 2, 4]], [[1, 3, 5]]]),
+        (6, 2, {"drop_last": True}, [[], []]),
+        (5, 2, {}, [[[0, 2, 4]], [[1, 3, 0]]]),  # padded with the first of the order
+        (10, 2, {}, [[[0, 2, 4, 6], [8]], [[1, 3, 5, 7], [9]]]),
+        (10, 2, {"drop_last": True}, [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]),
+        (10, 2, {"last_batch": "merge"}, [[[0, 2, 4, 6, 8]], [[1, 3, 5, 7, 9]]]),
+        (9, 1, {"last_batch": "merge"}, [[[0, 1, 2, 3], [4, 5, 6, 7, 8]]]),
+        (2, 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
+    ],
+)
+def test_batches_of_four_by_rank(num_samples: int, world_size: int, options: Any, expected: list[Any]) -> None:
+    found = [batches(num_samples, 4, rank, world_size, shuffle=False, **options) for rank in range(world_size)]
+    assert found == expected
 
 
-def test_two_ranks_share_eight_samples() -> None:
-    assert batches(8, 4, 0, 2, shuffle=False) == [[0, 2, 4, 6]]
-    assert batches(8, 4, 1, 2, shuffle=False) == [[1, 3, 5, 7]]
+def test_without_rank_and_world_size_every_process_reads_everything_as_int64() -> None:
+    read = list(ShardedBatchSampler(8, 4, shuffle=False))
+    assert [batch.tolist() for batch in read] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert {batch.dtype for batch in read} == {np.dtype(np.int64)}
 
 
-def test_without_set_epoch_every_pass_over_eight_samples_is_the_same() -> None:
+@pytest.mark.parametrize(
+    "passes", [[(None, FIRST_ORDER)] * 2, list(enumerate((FIRST_ORDER, SECOND_ORDER, THIRD_ORDER)))]
+)
+def test_set_epoch_alone_changes_the_order_of_eight_samples(passes: list[tuple[int | None, Any]]) -> None:
     ranks = [ShardedBatchSampler(8, 2, rank, 2, seed=0) for rank in range(2)]
-    for _ in range(2):
-        assert [[batch.tolist() for batch in rank] for rank in ranks] == FIRST_ORDER
-
-
-def test_with_set_epoch_every_pass_over_eight_samples_is_another() -> None:
-    passes = []
-    for epoch in range(3):
-        ranks = [ShardedBatchSampler(8, 2, rank, 2, seed=0) for rank in range(2)]
+    for epoch, expected in (*passes, passes[0]):
         for rank in ranks:
-            rank.set_epoch(epoch)
-        passes.append([[batch.tolist() for batch in rank] for rank in ranks])
-    assert passes == [FIRST_ORDER, SECOND_ORDER, THIRD_ORDER]
-
-
-def test_six_samples_on_two_ranks_give_three_each() -> None:
-    assert batches(6, 4, 0, 2, shuffle=False) == [[0, 2, 4]]
-    assert batches(6, 4, 1, 2, shuffle=False) == [[1, 3, 5]]
-
-
-def test_six_samples_on_two_ranks_with_drop_last_give_none() -> None:
-    assert batches(6, 4, 0, 2, shuffle=False, drop_last=True) == []
-    assert batches(6, 4, 1, 2, shuffle=False, drop_last=True) == []
-
-
-def test_five_samples_on_two_ranks_are_padded_with_the_first_of_the_order() -> None:
-    assert batches(5, 4, 0, 2, shuffle=False) == [[0, 2, 4]]
-    assert batches(5, 4, 1, 2, shuffle=False) == [[1, 3, 0]]
+            if epoch is not None:
+                rank.set_epoch(epoch)
+        assert [[batch.tolist() for batch in rank] for rank in ranks] == expected
 
 
 def test_repeated_sample_changes_with_the_epoch() -> None:
@@ -69,22 +68,6 @@ def test_repeated_sample_changes_with_the_epoch() -> None:
         sampler.set_epoch(epoch)
         repeated.append(int(sampler.batch(0)[-1]))
     assert repeated == [2, 1, 4, 3, 2, 0]
-
-
-def test_ten_samples_leave_a_last_batch_of_one() -> None:
-    assert batches(10, 4, 0, 2, shuffle=False) == [[0, 2, 4, 6], [8]]
-    assert batches(10, 4, 1, 2, shuffle=False) == [[1, 3, 5, 7], [9]]
-
-
-def test_drop_last_removes_the_batch_of_one() -> None:
-    assert batches(10, 4, 0, 2, shuffle=False, drop_last=True) == [[0, 2, 4, 6]]
-    assert batches(10, 4, 1, 2, shuffle=False, drop_last=True) == [[1, 3, 5, 7]]
-
-
-def test_batch_of_one_is_merged_into_the_one_before_it() -> None:
-    assert batches(10, 4, 0, 2, shuffle=False, last_batch="merge") == [[0, 2, 4, 6, 8]]
-    assert batches(10, 4, 1, 2, shuffle=False, last_batch="merge") == [[1, 3, 5, 7, 9]]
-    assert batches(9, 4, 0, 1, shuffle=False, last_batch="merge") == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
 
 
 def test_batch_of_one_is_refused_and_batch_norm_is_named() -> None:
@@ -101,15 +84,6 @@ def test_batch_of_one_is_refused_and_batch_norm_is_named() -> None:
 def test_other_last_batches_stay_as_they_are(num_samples: int, batch_size: int, last_batch: str) -> None:
     kept = batches(num_samples, batch_size, 0, 1)
     assert batches(num_samples, batch_size, 0, 1, last_batch=last_batch) == kept
-
-
-def test_unknown_last_batch_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match="last_batch='pad'; use one of keep, merge, refuse"):
-        ShardedBatchSampler(8, 4, last_batch="pad")
-
-
-def test_fewer_samples_than_ranks_still_give_every_rank_one() -> None:
-    assert [batches(2, 4, rank, 5, shuffle=False) for rank in range(5)] == [[[0]], [[1]], [[0]], [[1]], [[0]]]
 
 
 def joint_steps(sampler: dict[str, Any], world_size: int, epoch: int, consumed: int) -> tuple[list[list[int]], int]:
@@ -163,11 +137,6 @@ def test_drop_last_resumed_on_other_ranks_drops_at_most_one_joint_batch() -> Non
     assert end == 36 + 56
 
 
-def test_more_samples_consumed_than_there_are_is_refused() -> None:
-    with pytest.raises(DataError, match="consumed_samples=11 of an epoch with 10 samples; has the data changed"):
-        ShardedBatchSampler(10, 4).set_epoch(1, consumed_samples=11)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17, 31, 97])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -190,23 +159,6 @@ def test_no_sample_is_lost_and_at_most_the_padding_is_repeated(num_samples: int,
     assert len(seen) - num_samples == -num_samples % world_size
 
 
-def test_without_set_epoch_every_pass_has_the_same_order() -> None:
-    sampler = ShardedBatchSampler(16, 4, 0, 2)
-    assert [b.tolist() for b in sampler] == [b.tolist() for b in sampler]
-
-
-def test_set_epoch_reshuffles_and_the_same_seed_repeats_it() -> None:
-    first, second = ShardedBatchSampler(64, 8, seed=3), ShardedBatchSampler(64, 8, seed=3)
-    orders = []
-    for epoch in (0, 1, 0):
-        first.set_epoch(epoch)
-        second.set_epoch(epoch)
-        assert [b.tolist() for b in first] == [b.tolist() for b in second]
-        orders.append(np.concatenate(list(first)).tolist())
-    assert orders[0] != orders[1]
-    assert orders[0] == orders[2]
-
-
 def test_epoch_one_of_seed_zero_is_not_epoch_zero_of_seed_one() -> None:
     first, second = ShardedBatchSampler(64, 64, seed=0), ShardedBatchSampler(64, 64, seed=1)
     first.set_epoch(1)
@@ -227,16 +179,9 @@ def test_a_step_can_be_read_by_its_number() -> None:
         sampler.batch(4)
 
 
-def test_indices_are_int64() -> None:
-    assert {batch.dtype for batch in ShardedBatchSampler(10, 4)} == {np.dtype(np.int64)}
-
-
-def test_evaluation_reads_each_sample_once_on_uneven_shards() -> None:
+def test_evaluation_reads_each_sample_once_on_uneven_shards_of_which_one_may_be_empty() -> None:
     assert [b.tolist() for b in evaluation_batches(5, 2, 0, 2)] == [[0, 2], [4]]
     assert [b.tolist() for b in evaluation_batches(5, 2, 1, 2)] == [[1, 3]]
-
-
-def test_evaluation_shard_may_be_empty() -> None:
     assert evaluation_batches(1, 2, 1, 2) == []
 
 
@@ -253,3 +198,104 @@ def test_senseless_sizes_are_refused(arguments: tuple[int, int, int, int], messa
         ShardedBatchSampler(*arguments)
     with pytest.raises(DataError, match=message):
         evaluation_batches(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (lambda: ShardedBatchSampler(8, 4, last_batch="pad"), "last_batch='pad'; use one of keep, merge, refuse"),
+        (
+            lambda: ShardedBatchSampler(10, 4).set_epoch(1, consumed_samples=11),
+            "consumed_samples=11 of an epoch with 10 samples; has the data changed",
+        ),
+        (
+            lambda: job([8, 6], "truncate")[0].set_epoch(0, 13),
+            "consumed_samples=13 of an epoch in which all ranks read 12 samples",
+        ),
+        (lambda: agree_steps([1], "join"), "--uneven 'join' is unknown; use one of truncate, pad, error"),
+        (
+            lambda: agree_steps([5, 3], "error"),
+            r"by rank: 5, 3; .* truncate \(3 steps for all\) or --uneven pad \(5 steps",
+        ),
+        *(
+            (
+                lambda policy=policy: agree_steps([2, 0, 1, 0], policy),
+                r"by rank: 2, 0, 1, 0; rank\(s\) 1, 3 have too few samples",
+            )
+            for policy in ("truncate", "pad", "error")
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(do: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        do()
+
+
+def test_truncate_takes_the_smallest_count_and_pad_the_largest() -> None:
+    assert (agree_steps([5, 3, 4], "truncate"), agree_steps([5, 3, 4])) == (3, 3)
+    assert agree_steps([5, 3, 4], "pad") == 5
+    assert agree_steps([4, 4], "error") == 4
+
+
+def job(sizes: list[int], policy: str, **options: Any) -> list[OwnDataSampler]:
+    """One rank per machine, machine i with sizes[i] samples of its own, steps agreed."""
+    ranks = [OwnDataSampler(n, 2, total_ranks=len(sizes), policy=policy, **options) for n in sizes]
+    for rank in ranks:
+        rank.agree([one.proposed_steps for one in ranks])
+    return ranks
+
+
+def listed(sampler: OwnDataSampler) -> list[list[int]]:
+    return [sampler.batch(step).tolist() for step in range(len(sampler))]
+
+
+def test_what_truncate_leaves_out_changes_with_the_epoch() -> None:
+    long, _ = job([9, 4], "truncate", seed=1)
+    seen = set()
+    for epoch in range(12):
+        long.set_epoch(epoch)
+        seen |= set(np.concatenate(listed(long)).tolist())
+    assert seen == set(range(9))
+
+
+def test_ranks_of_one_machine_share_its_shard() -> None:
+    ranks = [OwnDataSampler(8, 2, rank, 2, total_ranks=3, shuffle=False) for rank in range(2)]
+    alone = OwnDataSampler(4, 2, total_ranks=3, shuffle=False)
+    counts = [*(rank.proposed_steps for rank in ranks), alone.proposed_steps]
+    assert counts == [2, 2, 2]
+    assert {rank.agree(counts) for rank in (*ranks, alone)} == {2}
+    assert [listed(rank) for rank in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+@pytest.mark.parametrize("policy", ["truncate", "pad"])
+def test_a_resume_in_the_middle_of_an_epoch_equals_an_undisturbed_run(policy: str) -> None:
+    ranks = job([11, 8, 6], policy, seed=4)
+    for rank in ranks:
+        rank.set_epoch(5)
+    whole = [listed(rank) for rank in ranks]
+    for done in range(len(ranks[0]) + 1):
+        consumed = ranks[0].consumed_after(done)
+        again = job([11, 8, 6], policy, seed=4)
+        for rank in again:
+            rank.set_epoch(5, consumed)
+        assert [listed(rank) for rank in again] == [batches[done:] for batches in whole]
+        assert again[0].consumed_after(len(again[0])) == 6 * len(whole[0])
+
+
+def test_with_one_more_rank_per_machine_each_machine_continues_its_shard() -> None:
+    one_each = job([12, 12], "truncate", shuffle=False)[0]
+    assert one_each.consumed_after(2) == 8
+    two_each = [OwnDataSampler(12, 2, rank, 2, total_ranks=4, shuffle=False) for rank in range(2)]
+    for rank in two_each:
+        rank.agree([rank.proposed_steps] * 4)
+        rank.set_epoch(0, consumed_samples=8)
+    assert [listed(rank) for rank in two_each] == [[[4, 6], [8, 10]], [[5, 7], [9, 11]]]
+
+
+def test_truncated_ranks_read_whole_batches_of_their_own_samples_and_padded_ones_start_them_again() -> None:
+    truncated, padded = job([7, 5], "truncate", shuffle=False), job([7, 3], "pad", shuffle=False)
+    assert [listed(rank) for rank in truncated] == [[[0, 1], [2, 3]]] * 2
+    assert [listed(rank) for rank in padded] == [
+        [[0, 1], [2, 3], [4, 5], [6, 0]],
+        [[0, 1], [2, 0], [1, 2], [0, 1]],
+    ]

@@ -1,12 +1,14 @@
-"""From facts to findings: tables of facts, with the expected level and host."""
+"""From facts to findings: tables of facts, with the expected level and host; and the line behind a failure's report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleet_train.doctor import report
 from fleet_train.doctor.facts import (
     FAIL,
     GROUPS,
@@ -37,7 +39,8 @@ from fleet_train.doctor.facts import (
     verdict,
 )
 from fleet_train.doctor.judge import judge
-from fleet_train.doctor.report import lines, matrix
+from fleet_train.doctor.report import AfterFailure, lines, matrix
+from fleet_train.launch.node import Node
 
 GIB = 1 << 30
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
@@ -78,8 +81,7 @@ HEALTHY = Examination(ADDRESSES, {i: node(i) for i in range(3)}, {i: GroupResult
 
 
 def with_facts(index: int, **changed: Any) -> Examination:
-    report = HEALTHY.reports[index]
-    return replace(HEALTHY, reports=HEALTHY.reports | {index: replace(report, facts=replace(report.facts, **changed))})
+    return with_report(index, facts=replace(HEALTHY.reports[index].facts, **changed))
 
 
 def with_network(index: int, **changed: Any) -> Examination:
@@ -137,11 +139,6 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(("changed", "level", "id"), OWN.values(), ids=OWN.keys())
-def test_fault_of_one_node_is_named_with_it(changed: dict[str, Any], level: str, id: str) -> None:
-    assert alarms(with_facts(1, **changed)) == [(level, id, (host(1),))]
-
-
 NETWORK = {
     "name means 127": ({"resolved": "127.0.1.1"}, WARN, "own_name"),
     "listed by that name": ({"resolved": "127.0.1.1", "is_named": True}, FAIL, "own_name"),
@@ -153,11 +150,6 @@ NETWORK = {
     "port range": ({"outgoing_ports": (1024, 65000)}, WARN, "ports_range"),
     "slow card": ({"interfaces": (Interface("eth0", ("10.0.0.2",), 1500, 100),)}, WARN, "card"),
 }
-
-
-@pytest.mark.parametrize(("changed", "level", "id"), NETWORK.values(), ids=NETWORK.keys())
-def test_fault_of_a_nodes_network_is_named_with_it(changed: dict[str, Any], level: str, id: str) -> None:
-    assert alarms(with_network(1, **changed)) == [(level, id, (host(1),))]
 
 
 def test_routes_that_are_missing_or_leave_elsewhere() -> None:
@@ -190,9 +182,21 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(("changed", "level", "id"), PAIRS.values(), ids=PAIRS.keys())
-def test_fault_between_two_nodes_is_named_with_its_direction(changed: dict[str, Any], level: str, id: str) -> None:
-    assert alarms(with_report(1, **changed)) == [(level, id, (host(1), host(2)))]
+FAULTS = {name: (with_facts(1, **changed), level, id, (host(1),)) for name, (changed, level, id) in OWN.items()}
+FAULTS |= {name: (with_network(1, **changed), level, id, (host(1),)) for name, (changed, level, id) in NETWORK.items()}
+FAULTS |= {
+    f"between two: {name}": (with_report(1, **changed), level, id, (host(1), host(2)))
+    for name, (changed, level, id) in PAIRS.items()
+}
+
+
+@pytest.mark.parametrize(("examined", "level", "id", "hosts"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_named_with_its_node_or_its_direction(
+    examined: Examination, level: str, id: str, hosts: tuple[str, ...]
+) -> None:
+    assert alarms(examined) == [(level, id, hosts)]
+    findings = judge(examined, tuple(GROUPS))
+    assert [one for one in findings if one.level != PASS and not (one.threshold and one.fix)] == []
 
 
 def test_a_clock_that_is_not_known_well_is_no_alarm() -> None:
@@ -200,7 +204,7 @@ def test_a_clock_that_is_not_known_well_is_no_alarm() -> None:
 
 
 def test_pairs_beyond_what_one_process_can_fill_are_not_compared() -> None:
-    fast = tuple(Stream(1, 2, 4e8, 4e8, 9999, 0) for _ in range(1))
+    fast = (Stream(1, 2, 4e8, 4e8, 9999, 0),)
     others = tuple(Stream(0, i, 3e9, 3e9, 9999, 0) for i in (1, 2) for _ in range(3))
     examined = with_report(1, streams=fast)
     examined = replace(examined, reports=examined.reports | {0: replace(examined.reports[0], streams=others)})
@@ -214,7 +218,7 @@ def test_a_group_that_was_not_formed() -> None:
 
 def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
     without = replace(HEALTHY, reports={i: HEALTHY.reports[i] for i in (0, 2)})
-    without = replace(without, reports={i: replace(report, present=(0, 2)) for i, report in without.reports.items()})
+    without = replace(without, reports={i: replace(told, present=(0, 2)) for i, told in without.reports.items()})
     findings = judge(without, ("network",))
     (absent,) = [finding for finding in findings if finding.level == FAIL]
     assert (absent.hosts, absent.measured) == ((host(1),), "did not connect")
@@ -229,14 +233,6 @@ def test_exit_codes_and_verdicts() -> None:
     assert verdict([bad, odd], 3.2) == "FAIL: memory on a (1 FAIL, 1 WARN, in 3 s)"
 
 
-def test_every_finding_but_a_pass_has_a_threshold_and_a_fix() -> None:
-    for examined in [with_facts(1, **fault[0]) for fault in OWN.values()] + [
-        with_report(1, **fault[0]) for fault in PAIRS.values()
-    ]:
-        for finding in judge(examined, tuple(GROUPS)):
-            assert finding.level == PASS or (finding.threshold and finding.fix), finding
-
-
 def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
     shown = list(lines(judge(HEALTHY, tuple(GROUPS))))
     assert len(shown) == len({line.split("  ")[1] for line in shown})
@@ -246,18 +242,54 @@ def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
 
 
 def test_facts_survive_json_and_nonsense_is_refused() -> None:
-    report = HEALTHY.reports[1]
-    assert from_json(NodeReport, asdict(report)) == report
-    for nonsense in ({}, {"facts": 1, "present": []}, asdict(report) | {"present": ["x"]}, []):
+    told = HEALTHY.reports[1]
+    assert from_json(NodeReport, asdict(told)) == told
+    for nonsense in ({}, {"facts": 1, "present": []}, asdict(told) | {"present": ["x"]}, []):
         with pytest.raises(ValueError, match="validation error"):
             from_json(NodeReport, nonsense)
 
 
-@pytest.mark.parametrize(("number", "text"), [(999, "999 B"), (1.5e9, "1.5 GB"), (2e13, "20 TB")])
-def test_sizes(number: float, text: str) -> None:
-    assert size(number) == text
+def test_sizes_and_rates_are_written_for_people() -> None:
+    assert [size(number) for number in (999, 1.5e9, 2e13)] == ["999 B", "1.5 GB", "20 TB"]
+    assert [rate(number) for number in (1.25e8, 2.5e9, 1e5)] == ["1000 Mb/s", "20.0 Gb/s", "0.80 Mb/s"]
 
 
-@pytest.mark.parametrize(("number", "text"), [(1.25e8, "1000 Mb/s"), (2.5e9, "20.0 Gb/s"), (1e5, "0.80 Mb/s")])
-def test_rates(number: float, text: str) -> None:
-    assert rate(number) == text
+ALONE = Node(("127.0.0.1",), 0, 6170, 1, None, "lo")
+TWO = Node(("127.0.0.2", "127.0.0.3"), 0, 6170, 1, None, "lo")
+
+
+def test_a_failures_report_has_no_line_where_nothing_is_found(tmp_path: Path) -> None:
+    assert AfterFailure(ALONE, tmp_path).line() == ""
+    assert AfterFailure(TWO, tmp_path).line() == ""  # a node that refuses is there
+
+
+def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = AfterFailure(ALONE, tmp_path)
+    monkeypatch.setattr(report, "oom_kills", lambda: asked._kills + 1)
+    line = asked.line()
+    assert line.startswith("doctor: FAIL  memory  node 0 (127.0.0.1): ")
+    assert "1 processes were killed for lack of memory" in line
+    assert line.endswith("; more: python -m fleet_train doctor")
+    assert "\n" not in line
+
+
+def test_killed_processes_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfree 1\noom_kill 3\n")
+    assert report.oom_kills(tmp_path / "vmstat") == 3
+    assert report.oom_kills(tmp_path / "none") == 0
+
+
+def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(report, "connect_from", silent)
+    line = AfterFailure(TWO, tmp_path).line()
+    assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
+    assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.measure_machine, "space_of", lambda _: (1 << 40, 5000))
+    line = AfterFailure(ALONE, tmp_path / "log").line()
+    assert f"FAIL  disk  node 0 (127.0.0.1): {tmp_path} (logs): 5 kB free" in line

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet_train.doctor import measure_apart, measure_machine
-from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu
+from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu, Gpus
 from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
 from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
@@ -104,12 +104,13 @@ def test_ports_of_outgoing_connections(tmp_path: Path) -> None:
 
 
 def test_a_package_is_known_by_its_files(tmp_path: Path) -> None:
-    first, second = (
-        tree(tmp_path / "one", {"a.py": "1", "b/c.py": "2"}),
-        tree(tmp_path / "two", {"a.py": "1", "b/d.py": "2"}),
+    same, more = {"a.py": "1", "b/c.py": "2"}, {"a.py": "1", "b/c.py": "2", "x.pyc": ""}
+    others = {"a.py": "1", "b/d.py": "2"}, {"a.py": "1", "b/c.py": "3"}
+    first, second, *different = (
+        package_digest(tree(tmp_path / str(number), files)) for number, files in enumerate((same, more, *others))
     )
-    assert package_digest(first) == package_digest(tree(tmp_path / "three", {"a.py": "1", "b/c.py": "2", "x.pyc": ""}))
-    assert package_digest(first) != package_digest(second)
+    assert first == second
+    assert first not in different
 
 
 def test_a_folder_is_written_to_and_left_with_the_mark_alone(tmp_path: Path) -> None:
@@ -161,8 +162,6 @@ def test_recorded_output_of_nvidia_smi() -> None:
 
 
 def test_findings_of_gpus() -> None:
-    from fleet_train.doctor.facts import Gpus
-
     gpus = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
     levels = {
         (finding.id, finding.level, finding.hosts) for finding in _of_gpus("node 0", gpus) if finding.level != "PASS"

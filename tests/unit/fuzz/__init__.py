@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+from fleet_train.errors import UNPRINTABLE
 
 _EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
@@ -45,6 +48,18 @@ def little_memory(nbytes: int = 1 << 30) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def check(read: Callable[[], Any], *errors: type[Exception]) -> str:
+    """What an expected error says, which must be printable."""
+    told = ""
+    try:
+        read()
+    except errors as error:
+        told = str(error)
+    assert UNPRINTABLE.search(told) is None
+    assert len(told) < 50_000
+    return told
 
 
 @st.composite

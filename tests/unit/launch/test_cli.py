@@ -1,5 +1,8 @@
+"""The flags of launch, as they are typed: what they mean, and what is refused."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from click.testing import CliRunner
 
 from fleet_train.cli import COMMANDS
 from fleet_train.cli import launch as cli
-from fleet_train.launch.request import FaultPolicy, LaunchRequest
+from fleet_train.cluster.cluster import parse_hosts
+from fleet_train.errors import ClusterError
+from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices
 
 
 def read(*arguments: str) -> LaunchRequest:
@@ -40,23 +45,17 @@ def test_todays_spelling_means_the_same() -> None:
     assert read("--ips", "a,b", "--host", "a", "--start-port", "7000", "--gpus", "0", "t.py") == old
 
 
-def test_flags_behind_the_script_belong_to_the_script() -> None:
+def test_flags_behind_the_script_or_module_belong_to_it() -> None:
     request = read("--nproc_per_node=2", "train.py", "--nproc_per_node=9", "--help", "--", "-m")
     assert request.processes_per_node == 2
     assert request.command == ("train.py", "--nproc_per_node=9", "--help", "--", "-m")
-
-
-def test_a_module_and_its_flags() -> None:
     request = read("-m", "fleet_train", "train", "--epochs", "3")
     assert (request.is_module, request.command) == (True, ("fleet_train", "train", "--epochs", "3"))
 
 
-def test_what_to_do_about_faults() -> None:
+def test_what_to_do_about_faults_and_defaults() -> None:
     flags = "--max_restarts=3 --min_nodes 2 --rejoin-timeout=60 --lost_node_timeout=10 --grace_seconds=45".split()
     assert read(*flags, "train.py").faults == FaultPolicy(3, 2, 60.0, 10.0, 45.0)
-
-
-def test_defaults() -> None:
     assert read("train.py") == LaunchRequest(command=("train.py",))
     assert (LaunchRequest(("x",)).first_port, LaunchRequest(("x",)).join_timeout_seconds) == (6170, 300.0)
 
@@ -80,12 +79,6 @@ def test_unknown_flags_end_with_2_and_a_hint(arguments: list[str], said: str) ->
     result = CliRunner().invoke(cli.command, arguments)
     assert result.exit_code == 2
     assert said in result.output
-
-
-def test_help_teaches_with_examples() -> None:
-    text = CliRunner().invoke(cli.command, ["--help"]).output
-    assert "--cluster_node_ips=192.168.1.2,192.168.1.3" in text
-    assert isinstance(cli.command, click.Command)
 
 
 def test_paddlecloud_takes_the_place_of_the_node_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +122,33 @@ def test_numbers_that_are_right_are_read() -> None:
 def test_no_command_reads_numbers_with_pythons_own_types() -> None:
     for name in COMMANDS:
         for parameter in import_module(f"fleet_train.cli.{name}").command.params:
-            loose = isinstance(parameter.type, (click.types.IntParamType, click.types.FloatParamType))
-            assert not loose or type(parameter.type).__module__ == "fleet_train.cli.options", (
-                name,
-                parameter.name,
-            )
+            if isinstance(parameter.type, (click.types.IntParamType, click.types.FloatParamType)):
+                assert type(parameter.type).__module__ == "fleet_train.cli.options", (name, parameter.name)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        (parse_hosts, "10.0.0.1,", "a comma with no address on one side"),
+        (parse_hosts, "", "a comma with no address on one side"),
+        (parse_hosts, "10.0.0.1,10.0.0.2,10.0.0.1", "10.0.0.1 is listed more than once"),
+        (parse_hosts, "10.0.0.1:6170,10.0.0.2:6170", "carries a port"),
+        (parse_devices, "0,x", "'x' is not a device number"),
+        (parse_devices, "0,,1", "'' is not"),
+        (parse_devices, "1,1", "more than once"),
+    ],
+)
+def test_lists_that_cannot_be_meant_are_refused(parse: Callable[[str], object], text: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        parse(text)
+    assert parse_hosts("10.0.0.1, node-b,10.0.0.3") == ("10.0.0.1", "node-b", "10.0.0.3")
+    assert parse_devices("3, 01") == ("3", "1")
+
+
+def test_the_message_after_a_fault() -> None:
+    assert FaultPolicy().in_words(2) == "when a rank or node fails: the job ends (--max_restarts)"
+    assert FaultPolicy(max_restarts=3).in_words(1) == "when a rank or node fails: 3 restarts at most"
+    assert FaultPolicy(max_restarts=3, min_nodes=2).in_words(3) == (
+        "when a rank or node fails: 3 restarts at most; a node is lost after 20 s of silence and waited for 300 s, "
+        "then the job continues with 2 or more"
+    )

@@ -1,4 +1,4 @@
-"""What node 0 decides and how the others learn of it, over a real store and without any rank."""
+"""Who leads, what it decides and how the others learn of it, over a real store and without any rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ import pytest
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, ScheduleMismatch
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
+from fleet_train.launch.election import (
+    Heard,
+    State,
+    Status,
+    Unheard,
+    elected,
+    is_at_work,
+    leader_among,
+    may_go_on,
+)
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
@@ -51,21 +61,30 @@ def seats(free_ports: Callable[..., int], messages: list[str]) -> Iterator[Parti
         membership.close()
 
 
-def together(**calls: Callable[[], Any]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def aside(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that calls it, and its result once that has ended."""
+    results: list[Any] = []
 
-    def one(name: str) -> None:
+    def one() -> None:
         try:
-            results[name] = calls[name]()
+            results.append(call())
         except Exception as error:
-            results[name] = error
+            results.append(error)
 
-    threads = [threading.Thread(target=one, args=(name,)) for name in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    thread = threading.Thread(target=one)
+    thread.start()
+    return thread, results
+
+
+def together(**calls: Callable[[], Any]) -> dict[str, Any]:
+    begun = {name: aside(call) for name, call in calls.items()}
+    for thread, _ in begun.values():
         thread.join(timeout=60)
-    return results
+    return {name: results[0] for name, (_, results) in begun.items()}
+
+
+def next_of(attempt: Attempt, result: RunResult, **coordinators: Coordinator) -> dict[str, Any]:
+    return together(**{name: partial(each.next, attempt, result) for name, each in coordinators.items()})
 
 
 def die(coordinator: Coordinator) -> None:
@@ -84,9 +103,7 @@ def begin(seats: Participants) -> list[Coordinator]:
 
 def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
     lead, one, two = begin(seats)
-    found = together(
-        lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED), two=lambda: two.next(FIRST, FAILED)
-    )
+    found = next_of(FIRST, FAILED, lead=lead, one=one, two=two)
     assert found == dict.fromkeys(("lead", "one", "two"), Attempt(1, 1, (0, 1, 2)))
     what = "attempt 0: rank 1 (127.0.0.2:6170) failed first: killed by SIGKILL after 4.0 s"
     decided = f"{what}; waiting for the decision of node 0 (127.0.0.1)"
@@ -96,16 +113,14 @@ def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
 def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
-    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    found = next_of(FIRST, FAILED, lead=lead, one=one)
     second = Attempt(1, 1, (0, 1))
     assert found == {"lead": second, "one": second}
     assert (
         "node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); continuing with fewer nodes"
     ) in seats.messages
     back = seats.take(2)
-    waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(back.first()))
-    thread.start()
+    thread, waiting = aside(back.first)
     while "the job is running; node 2 (127.0.0.3) joins at the next restart" not in seats.messages:
         time.sleep(0.01)
     while (why := lead.waiting_nodes(second)) is None:
@@ -113,7 +128,7 @@ def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Partici
     assert why == "node 2 (127.0.0.3) can join again"
     assert one.waiting_nodes(second) is None
     resumes = RunResult(Kind.RESUMES, 12, why)
-    found = together(lead=lambda: lead.next(second, resumes), one=lambda: one.next(second, resumes))
+    found = next_of(second, resumes, lead=lead, one=one)
     thread.join(timeout=60)
     third = Attempt(2, 2, (0, 1, 2))
     assert found == {"lead": third, "one": third}
@@ -161,20 +176,16 @@ def test_the_exit_of_a_launcher_that_waits_to_join_does_not_end_the_job(seats: P
     waiting.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
     waiting.membership.close()
     seats.memberships.remove(waiting.membership)
-    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    found = next_of(FIRST, FAILED, lead=lead, one=one)
     assert found == {"lead": Attempt(1, 1, (0, 1)), "one": Attempt(1, 1, (0, 1))}
 
 
-def test_a_launcher_that_was_started_differently_does_not_disturb_the_job(seats: Participants) -> None:
+def test_a_launcher_that_was_started_differently_or_is_late_does_not_disturb_the_job(seats: Participants) -> None:
     begin(seats)[2].membership.close()
     seats.memberships.pop()
     with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here"):
         seats.take(2, {"a": 2}).first()
-
-
-def test_without_restarts_a_late_launcher_is_refused(seats: Participants) -> None:
-    begin(seats)[2].membership.close()
-    seats.memberships.pop()
+    seats.memberships.pop().close()
     with pytest.raises(ClusterError, match="started without this launcher of node 2"):
         seats.take(2, policy=FaultPolicy()).first()
 
@@ -182,7 +193,7 @@ def test_without_restarts_a_late_launcher_is_refused(seats: Participants) -> Non
 def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(lead)
-    found = together(one=lambda: one.next(FIRST, STORE_LOST), two=lambda: two.next(FIRST, STORE_LOST))
+    found = next_of(FIRST, STORE_LOST, one=one, two=two)
     second = Attempt(1, 1, (1, 2))
     assert found == {"one": second, "two": second}
     assert (one.membership.leader, two.membership.leader, one.membership.term) == (1, 1, 1)
@@ -192,14 +203,12 @@ def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants
     # Node 0 comes back, and whoever leads keeps the lead.
     back = seats.take(0)
     assert (back.membership.is_leader, back.membership.leader) == (False, 1)
-    waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(back.first()))
-    thread.start()
+    thread, waiting = aside(back.first)
     while (why := one.waiting_nodes(second)) is None:
         time.sleep(0.01)
     assert why == "node 0 (127.0.0.1) can join again"
     resumes = RunResult(Kind.RESUMES, 12, why)
-    found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
+    found = next_of(second, resumes, one=one, two=two)
     thread.join(timeout=60)
     assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
     assert waiting[0].nodes == (0, 1, 2)
@@ -209,25 +218,23 @@ def test_a_new_leader_continues_the_count_of_restarts(seats: Participants) -> No
     lead, one, two = begin(seats)
     attempt = FIRST
     for number in (1, 2):
-        failed = RunResult(Kind.FAILED, 137, ends=(KILLED,), root_cause=KILLED)
-        next_of = {name: each.next for name, each in (("lead", lead), ("one", one), ("two", two))}
-        found = together(**{name: partial(following, attempt, failed) for name, following in next_of.items()})
+        found = next_of(attempt, FAILED, lead=lead, one=one, two=two)
         attempt = Attempt(number, number, (0, 1, 2))
         assert found == dict.fromkeys(("lead", "one", "two"), attempt)
     die(lead)
-    found = together(one=lambda: one.next(attempt, STORE_LOST), two=lambda: two.next(attempt, STORE_LOST))
+    found = next_of(attempt, STORE_LOST, one=one, two=two)
     assert found == dict.fromkeys(("one", "two"), Attempt(3, 3, (1, 2)))
     assert any("restart 3 of 3" in line for line in seats.messages)
     third = Attempt(3, 3, (1, 2))
-    found = together(one=lambda: _ended(one, third), two=lambda: two.next(third, FAILED))
+
+    def end() -> Attempt | None:
+        following = one.next(third, FAILED)
+        one.end(FAILED)
+        return following
+
+    found = together(one=end, two=lambda: two.next(third, FAILED))
     assert found == {"one": None, "two": None}
     assert "not restarted: all restarts are used up (--max_restarts=3)" in seats.messages
-
-
-def _ended(leader: Coordinator, attempt: Attempt) -> Attempt | None:
-    following = leader.next(attempt, FAILED)
-    leader.end(FAILED)
-    return following
 
 
 def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) -> None:
@@ -236,18 +243,16 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) 
     # Its launcher is frozen: its server neither answers nor closes anything.
     resume = threading.Event()
     lead.membership._server._loop.call_soon_threadsafe(resume.wait)
-    found = together(one=lambda: one.next(FIRST, STORE_LOST), two=lambda: two.next(FIRST, STORE_LOST))
+    found = next_of(FIRST, STORE_LOST, one=one, two=two)
     assert found == dict.fromkeys(("one", "two"), Attempt(1, 1, (1, 2)))
     resume.set()
-    waiting: list[Any] = []
     lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True)
-    thread = threading.Thread(target=lambda: waiting.append(lead.next(FIRST, lost)))
-    thread.start()
+    thread, waiting = aside(lambda: lead.next(FIRST, lost))
     second = Attempt(1, 1, (1, 2))
     while one.waiting_nodes(second) is None:
         time.sleep(0.01)
     resumes = RunResult(Kind.RESUMES, 12, "node 0 can join again")
-    found = together(one=lambda: one.next(second, resumes), two=lambda: two.next(second, resumes))
+    found = next_of(second, resumes, one=one, two=two)
     thread.join(timeout=60)
     assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
     assert waiting[0].nodes == (0, 1, 2)
@@ -257,13 +262,11 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) 
 def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
-    found = together(lead=lambda: lead.next(FIRST, FAILED), one=lambda: one.next(FIRST, FAILED))
+    found = next_of(FIRST, FAILED, lead=lead, one=one)
     second = Attempt(1, 1, (0, 1))
     assert found == {"lead": second, "one": second}
     back = seats.take(2)
-    waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(back.first()))
-    thread.start()
+    thread, waiting = aside(back.first)
     while not any("joins at the next restart" in message for message in seats.messages):
         time.sleep(0.01)
     die(lead)
@@ -272,3 +275,53 @@ def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participan
     assert found == {"one": Attempt(2, 2, (1, 2))}
     assert waiting == [Attempt(2, 1, (1, 2))]
     assert (back.membership.leader, back.membership.term) == (1, 1)
+
+
+LOOKING = Status(State.LOOKING, 0, 3)
+FRESH = Status(State.FRESH)
+FOLLOWING = Status(State.FOLLOWING, 0, 3)
+NODES = (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("me", "heard", "term"),
+    [
+        (1, {0: Unheard.DEAD, 2: LOOKING}, 4),
+        (2, {0: Unheard.DEAD, 1: LOOKING}, None),  # node 1 comes before it
+        (1, {0: Unheard.SILENT, 2: LOOKING}, 4),  # two of three
+        (1, {0: Unheard.SILENT, 2: Unheard.SILENT}, None),  # one of three
+        (1, {0: Unheard.DEAD, 2: Unheard.SILENT}, 4),  # two halves: it has the first living node
+        (2, {0: Unheard.DEAD, 1: Unheard.SILENT}, None),
+        (2, {0: Unheard.DEAD, 1: Unheard.DEAD}, 4),
+        (1, {0: FRESH, 2: LOOKING}, 4),  # started again, knows nothing: it has nothing to decide with
+        (1, {0: Unheard.DEAD, 2: FOLLOWING}, None),  # node 2 still hears the leader, or has not noticed yet
+        (1, {0: Unheard.DEAD, 2: Status(State.LOOKING, 1, 7)}, 8),
+    ],
+)
+def test_the_first_living_node_of_the_larger_side_is_elected(me: int, heard: Heard, term: int | None) -> None:
+    assert elected(me, 3, heard, NODES) == term
+
+
+def test_the_latest_term_leads_and_a_job_is_running_if_a_node_has_known_a_leader() -> None:
+    heard = {0: Status(State.LEADING, 0, 3), 1: Status(State.LEADING, 1, 4), 2: FOLLOWING}
+    assert leader_among(heard, 3) == 1
+    assert leader_among(heard, 5) is None
+    assert not is_at_work({0: FRESH, 1: Unheard.DEAD})
+    assert is_at_work({0: FRESH, 1: LOOKING})
+    # nodes that took no part do not count
+    assert elected(1, 0, {0: Unheard.DEAD, 2: Unheard.SILENT, 3: Unheard.SILENT}, (0, 1)) == 1
+
+
+def test_both_sides_of_a_broken_network_never_continue() -> None:
+    for count in range(2, 7):
+        everybody = set(range(count))
+        for bits in range(1, 2**count - 1):
+            here = {node for node in everybody if bits >> node & 1}
+            assert may_go_on(here, everybody - here) != may_go_on(everybody - here, here)
+
+
+def test_a_status_that_is_none_is_refused() -> None:
+    for told in (None, {}, {"state": "king", "leader": 0, "term": 0}, {"state": "leading", "leader": "x", "term": 1}):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            Status.from_json(told)
+    assert Status.from_json(LOOKING.to_json()) == LOOKING

@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.node import Node
@@ -76,45 +78,46 @@ def look_at(world: World, monitor: Monitor, now: float) -> Verdict | None:
     return monitor.look()
 
 
+def looks(world: World, monitor: Monitor, *times: float) -> list[Verdict | None]:
+    return [look_at(world, monitor, now) for now in times]
+
+
 def test_it_waits_until_all_ranks_have_ended() -> None:
     world = World(ended={0: end(0, 1, code=0)})
     monitor = monitored(world)
-    for now in (1.0, 1.5):
-        assert look_at(world, monitor, now) is None
-        assert world.finished == [0]  # others may wait for it in fleet.init
+    assert looks(world, monitor, 1.0, 1.5) == [None, None]
+    assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
     assert look_at(world, monitor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
+    # until then: a store that has vanished ends the job
+    world = World(store_is_lost=True)
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
 
 
 def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
-    world, looks = World(), []
-    monitor = monitored(world, look_at_connections=lambda: looks.append(world.now))
-    for now in (0.0, 0.1, 9.9, 10.0, 10.1, 25.0):
-        look_at(world, monitor, now)
-    assert looks == [0.0, 10.0, 25.0]
+    world, seen = World(), []
+    monitor = monitored(world, look_at_connections=lambda: seen.append(world.now))
+    looks(world, monitor, 0.0, 0.1, 9.9, 10.0, 10.1, 25.0)
+    assert seen == [0.0, 10.0, 25.0]
 
 
-def test_a_failed_rank_ends_the_job_at_once() -> None:
+def test_a_failed_rank_ends_the_job_at_once_or_with_time_for_followers_a_little_later() -> None:
     world = World(ended={1: end(1, 1, code=3)})
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+    verdict = Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+    assert look_at(world, monitored(world), 1.0) == verdict
+    assert looks(world, monitored(world, followers_seconds=2.0), 1.0, 2.9, 3.1) == [None, None, verdict]
 
 
-def test_an_echo_waits_for_its_cause_on_this_node() -> None:
+def test_an_echo_waits_for_its_cause_on_this_or_another_node_and_not_for_ever() -> None:
     world = World(ended={0: end(0, 1.0, code=11)})
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
-    world.ended[1] = end(1, 1.2, killed=9)
-    assert look_at(world, monitor, 1.3) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
-
-
-def test_an_echo_waits_for_its_cause_on_another_node_and_not_for_ever() -> None:
-    world = World(ended={0: end(0, 1.0, code=11)})
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
+    here, elsewhere = monitored(world), monitored(world)
+    assert look_at(world, here, 1.0) is look_at(world, elsewhere, 1.0) is None
     world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
-    assert look_at(world, monitor, 1.4) == Verdict(Cause.REPORTED, world.word)
+    assert look_at(world, elsewhere, 1.4) == Verdict(Cause.REPORTED, world.word)
     world.word = None
-    assert look_at(world, monitor, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
+    assert look_at(world, elsewhere, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
+    world.ended[1] = end(1, 1.2, killed=9)
+    assert look_at(world, here, 1.3) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
 
 
 def own(rank: int, seconds: float) -> FailureReport:
@@ -136,75 +139,47 @@ def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | No
     return verdict.cause, int(str(verdict.report["rank"]))
 
 
-def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_code() -> None:
+def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_code_and_not_for_ever() -> None:
     world = World(reports=[own(1, 0.9)])
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
+    hung, exits = monitored(world), monitored(world)
+    assert look_at(world, hung, 1.0) is look_at(world, exits, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)  # whoever heard of it is quicker
-    assert look_at(world, monitor, 4.0) is None
+    assert look_at(world, exits, 4.0) is None
+    assert judged(world, hung, 5.9) is None
+    assert judged(world, hung, 6.1) == (Cause.RANK_FAILED, 1)
     world.ended[1] = end(1, 4.5, code=1)
-    verdict = look_at(world, monitor, 4.5)
+    verdict = look_at(world, exits, 4.5)
     assert verdict == Verdict(Cause.RANK_FAILED, root_cause=replace(world.ended[1], report=own(1, 0.9)))
 
 
-def test_a_rank_that_reports_a_failure_and_then_hangs_is_not_waited_for_for_ever() -> None:
-    world = World(reports=[own(1, 0.9)])
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
-    world.ended[0] = end(0, 1.2, code=11)
-    assert judged(world, monitor, 5.9) is None
-    assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
-
-
-def test_with_time_for_followers_a_failed_rank_ends_the_job_a_little_later() -> None:
-    world = World(ended={1: end(1, 1, code=3)})
-    monitor = monitored(world, followers_seconds=2.0)
-    assert judged(world, monitor, 1.0) is None
-    assert judged(world, monitor, 2.9) is None
-    assert judged(world, monitor, 3.1) == (Cause.RANK_FAILED, 1)
-
-
-def test_a_report_that_a_rank_gives_to_its_parent_alone_counts() -> None:
-    world = World(answers=[own(1, 0.9)])
+@pytest.mark.parametrize(
+    ("world", "root_cause_at"),
+    [
+        (World(answers=[own(1, 0.9)]), 6.1),  # told to its parent alone
+        (World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)}), 3.1),  # others have missed it
+        (World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)}), 2.1),  # whoever misses it says a line
+    ],
+)
+def test_a_rank_that_is_reported_is_the_root_cause_soon(world: World, root_cause_at: float) -> None:
     monitor = monitored(world)
     assert judged(world, monitor, 1.0) is None
-    assert judged(world, monitor, 6.1) == (Cause.RANK_FAILED, 1)
-
-
-def test_a_rank_that_others_have_missed_is_the_root_cause_soon() -> None:
-    world = World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)})
-    monitor = monitored(world)
-    assert judged(world, monitor, 1.0) is None
-    assert judged(world, monitor, 3.1) == (Cause.RANK_FAILED, 1)
-
-
-def test_a_rank_that_has_left_too_early_is_the_root_cause() -> None:
-    world = World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)})
-    monitor = monitored(world)
-    assert judged(world, monitor, 1.0) is None  # whoever misses it has a line to say
-    assert judged(world, monitor, 2.1) == (Cause.RANK_FAILED, 1)
+    assert judged(world, monitor, root_cause_at) == (Cause.RANK_FAILED, 1)
 
 
 LINK = FailureReport(NO_RANK, 1, "link", "...", "step 4: all ranks are alive", 11, (), 0.9)
 OF_NO_RANK = {"exit_code": 11, "no_root_cause": True}
 
 
-def test_ranks_that_live_and_cannot_communicate_are_no_root_cause() -> None:
-    world = World(reports=[LINK])
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
+def test_ranks_that_live_and_cannot_communicate_are_no_root_cause_and_one_that_failed_by_itself_is() -> None:
+    world, other = World(reports=[LINK]), World(reports=[LINK], ended={0: end(0, 1.0, code=11)})
+    monitor, beside = monitored(world), monitored(other)
+    assert look_at(world, monitor, 1.0) is look_at(other, beside, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)
     world.ended[1] = end(1, 1.3, killed=15, asked=True)
-    assert look_at(world, monitor, 2.9) is None
-    assert look_at(world, monitor, 3.1) == Verdict(Cause.REPORTED, {"message": LINK.message, **OF_NO_RANK})
-
-
-def test_a_rank_that_failed_by_itself_is_the_root_cause_of_broken_links() -> None:
-    world = World(reports=[LINK], ended={0: end(0, 1.0, code=11)})
-    monitor = monitored(world)
-    assert look_at(world, monitor, 1.0) is None
-    world.ended[1] = end(1, 0.9, killed=9)
-    assert look_at(world, monitor, 1.2) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+    told = Verdict(Cause.REPORTED, {"message": LINK.message, **OF_NO_RANK})
+    assert looks(world, monitor, 2.9, 3.1) == [None, told]
+    other.ended[1] = end(1, 0.9, killed=9)
+    assert look_at(other, beside, 1.2) == Verdict(Cause.RANK_FAILED, root_cause=other.ended[1])
 
 
 def test_a_rank_that_raises_another_ones_error_is_not_the_root_cause() -> None:
@@ -231,39 +206,25 @@ def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() ->
 def test_a_node_that_misses_a_rank_that_was_stopped_waits_for_that_stop() -> None:
     notice = {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 10.0}
     world = World(reports=[missed(2, 0.9, "left")], ended={0: end(0, 1.0, code=11)}, notice=notice)
-    monitor = monitored(world)
-    for now in (1.0, 9.0, 15.9):
-        assert look_at(world, monitor, now) is None
-    assert look_at(world, monitor, 16.1) == Verdict(Cause.STOPPED)
+    found = looks(world, monitored(world), 1.0, 9.0, 15.9, 16.1)
+    assert found == [None, None, None, Verdict(Cause.STOPPED)]
 
 
-def test_a_vanished_host_of_the_store_ends_the_job() -> None:
-    world = World(store_is_lost=True)
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
-
-
-def test_ranks_that_were_asked_to_stop_end_in_good_order() -> None:
-    world = World()
-    monitor = monitored(world)
-    world.stopping.asked = signal.SIGTERM
-    assert look_at(world, monitor, 1.0) is None
-    assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
-    world.ended[0] = end(0, 2, code=12)
-    assert look_at(world, monitor, 2.0) is None
-    world.ended[1] = end(1, 9, code=12)
-    assert look_at(world, monitor, 9.0) == Verdict(Cause.PREEMPTED)
-    assert len(world.announced) == 1
-
-
-def test_ranks_without_an_answer_to_sigterm_were_stopped() -> None:
-    world = World()
-    monitor = monitored(world)
-    world.stopping.asked = signal.SIGTERM
-    assert look_at(world, monitor, 1.0) is None
-    world.ended[0] = end(0, 1.1, killed=15, asked=True)
-    assert look_at(world, monitor, 1.2) is None  # the other one may be saving
-    world.ended[1] = end(1, 1.2, killed=15, asked=True)
-    assert look_at(world, monitor, 1.3) == Verdict(Cause.STOPPED)
+def test_ranks_that_were_asked_to_stop_end_in_good_order_or_without_an_answer_were_stopped() -> None:
+    for last, cause in (
+        ({"code": 12}, Cause.PREEMPTED),
+        ({"killed": 15, "asked": True}, Cause.STOPPED),
+    ):
+        world = World()
+        monitor = monitored(world)
+        world.stopping.asked = signal.SIGTERM
+        assert look_at(world, monitor, 1.0) is None
+        assert world.announced == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
+        world.ended[0] = end(0, 2, **last)  # type: ignore[arg-type]
+        assert look_at(world, monitor, 2.0) is None  # the other one may be saving
+        world.ended[1] = end(1, 9, **last)  # type: ignore[arg-type]
+        assert look_at(world, monitor, 9.0) == Verdict(cause)
+        assert len(world.announced) == 1
 
 
 def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere() -> None:
@@ -271,10 +232,8 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
     here.stopping.asked = signal.SIGTERM
     of_a_rank.ended[0] = end(0, 1.0, code=12)
     for world, patience in ((here, 30.0), (elsewhere, 15.0), (of_a_rank, 30.0)):
-        monitor = monitored(world)
-        assert look_at(world, monitor, 1.0) is None
-        assert look_at(world, monitor, 1.0 + patience) is None
-        assert look_at(world, monitor, 1.1 + patience) == Verdict(Cause.STOPPED)
+        found = looks(world, monitored(world), 1.0, 1.0 + patience, 1.1 + patience)
+        assert found == [None, None, Verdict(Cause.STOPPED)]
 
 
 def test_a_stop_whose_state_was_not_saved_is_a_failure_but_not_one_that_waits_for_nodes() -> None:
@@ -301,9 +260,7 @@ def test_nodes_that_returned_cause_a_graceful_stop_once_the_ranks_have_settled()
     world.stopping.asked = signal.SIGTERM  # whoever ends the job is stronger
     assert look_at(world, monitor, 22.0) is None
     assert world.announced[1:] == [("node 0 (10.0.0.1) was asked to stop by SIGTERM", 30.0, False)]
-
-
-def test_a_signal_reaches_the_ranks_of_this_node_also_when_another_node_had_one_first() -> None:
+    # a signal reaches the ranks of this node also when another node had one first
     world = World(notice={"why": "node 1 ...", "grace_seconds": 10.0})
     monitor = monitored(world)
     assert look_at(world, monitor, 1.0) is None

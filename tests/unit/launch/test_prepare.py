@@ -1,15 +1,235 @@
+"""What a launcher makes of its flags, its machine and its environment before any rank starts."""
+
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
 from fleet_train.launch import prepare
-from fleet_train.launch.node import LaunchEnvironment, Machine, Node, visible_gpus
+from fleet_train.launch.node import (
+    LaunchEnvironment,
+    Machine,
+    Node,
+    build_environment,
+    check_ports,
+    choose_interface,
+    choose_node,
+    choose_processes,
+    place,
+    variables_of_rank,
+    visible_gpus,
+)
 from fleet_train.launch.request import FaultPolicy, LaunchRequest
+
+CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1", "10.9.0.1")}, 8, False, None, {})
+
+
+def asked(**flags: object) -> LaunchRequest:
+    return LaunchRequest(command=("train.py",), **flags)  # type: ignore[arg-type]
+
+
+def test_a_node_is_placed_by_its_flags_or_its_only_listed_address() -> None:
+    assert place(asked(), CPU) == Node(("127.0.0.1",), 0, 6170, 1, None, "lo")
+    node = place(asked(hosts=("127.0.0.2", "127.0.0.3"), node_host="127.0.0.3", processes_per_node=2), CPU)
+    assert node == Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 2, None, "lo")
+    assert (node.world_size, list(node.ranks), node.store_endpoint) == (4, [2, 3], "127.0.0.2:6172")
+    assert choose_node(("10.0.0.7", "10.0.0.1"), ("10.0.0.7", "10.0.0.1"), None, CPU.addresses) == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node_host", "said"),
+    [
+        (("10.0.0.7", "10.0.0.8"), None, "none of them is its own .this machine has 127.0.0.1, 10.0.0.1, 10.9.0.1"),
+        (("127.0.0.2", "127.0.0.3"), None, "127.0.0.2, 127.0.0.3 of them are its own"),
+        (("10.0.0.7", "10.0.0.8"), "10.0.0.7", "is not an address of this machine: this machine has 127.0.0.1, 10.0"),
+        (("10.0.0.7", "10.0.0.8"), "10.0.0.1", "--node_ip=10.0.0.1 is not among --cluster_node_ips=10.0.0.7,10.0.0.8"),
+        (("10.0.0.1", "127.0.0.1"), "10.0.0.1", "127.0.0.1 means another machine on every node"),
+        (("10.0.0.1", "127.0.0.5"), "10.0.0.1", "can be reached from this machine only"),
+        (("10.0.0.1", "010.0.0.1"), "10.0.0.1", "not an IPv4 address"),
+        (("10.0.0.1", "fe80::1"), "10.0.0.1", "IPv6"),
+    ],
+)
+def test_wrong_addresses_say_what_this_machine_has(hosts: tuple[str, ...], node_host: str | None, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        place(asked(hosts=hosts, node_host=node_host), CPU)
+
+
+def test_ports_outside_the_range_are_refused_and_a_pod_has_one_for_every_process() -> None:
+    for port in (0, -1, 65535, 70000):
+        with pytest.raises(ClusterError, match=f"--started_port={port}"):
+            place(asked(started_port=port), CPU)
+    assert place(asked(ports_per_node=2, processes_per_node=2), CPU).processes == 2
+    with pytest.raises(ClusterError, match="TRAINER_PORTS_NUM=2 is too few for 3 processes"):
+        place(asked(ports_per_node=2, processes_per_node=3), CPU)
+
+
+@pytest.mark.parametrize(
+    ("selected", "number", "gpus", "expected"),
+    [
+        (None, None, None, (1, None)),
+        (("0", "1"), None, None, (2, None)),  # a CPU build: that many processes
+        (("4", "5"), 2, None, (2, None)),
+        (None, 3, None, (3, None)),
+        (None, None, ("0", "1"), (2, ("0", "1"))),
+        (("1",), None, ("0", "1"), (1, ("1",))),
+        (None, 1, ("2", "3"), (1, ("2",))),
+        (None, 2, (), (2, None)),  # a GPU build on a machine without GPUs
+    ],
+)
+def test_processes_and_devices(
+    selected: tuple[str, ...] | None, number: int | None, gpus: tuple[str, ...] | None, expected: object
+) -> None:
+    assert choose_processes(selected, number, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("selected", "number", "gpus", "said"),
+    [
+        (("0", "1"), 3, None, "names 2 devices, but --nproc_per_node=3"),
+        (None, 0, None, "at least 1 process"),
+        (("0", "2"), None, ("0", "1"), "the visible GPUs are 0,1"),
+        (None, 3, ("0", "1"), "--nproc_per_node=3: the visible GPUs are 0,1"),
+        (("0",), None, (), "no visible GPU; to train on its processors use --nproc_per_node=1"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused(
+    selected: tuple[str, ...] | None, number: int | None, gpus: tuple[str, ...] | None, said: str
+) -> None:
+    with pytest.raises(ClusterError, match=said):
+        choose_processes(selected, number, gpus)
+
+
+def test_the_interface_is_that_of_the_route_to_the_others() -> None:
+    routes: dict[str, str | None] = {"10.0.0.2": "eth0", "10.0.0.3": "eth0", "172.16.0.1": "lo", "192.0.2.9": None}
+    nodes = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    assert choose_interface(nodes, 0, CPU, routes.__getitem__) == "eth0"
+    assert choose_interface(("10.0.0.1", "10.0.0.2", "172.16.0.1"), 0, CPU, routes.__getitem__) == "eth0"
+    assert choose_interface(("10.0.0.1", "192.0.2.9"), 0, CPU, routes.__getitem__) == "eth0"
+    assert choose_interface(("127.0.0.1",), 0, CPU, routes.__getitem__) == "lo"
+
+
+def test_a_taken_port_is_reported_with_its_purpose_and_owner(free_ports: Callable[..., int]) -> None:
+    port = free_ports(3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 2))
+        taken.listen()
+        with pytest.raises(
+            ClusterError, match=rf"port {port + 2} on 127.0.0.1, which the job store needs.*process \d+"
+        ):
+            check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
+    check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
+
+
+def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() -> None:
+    node = Node(("10.0.0.1", "10.0.0.2", "10.0.0.3"), 2, 6170, 2, None, "eth0")
+    fewer = node.among((0, 2))
+    assert (fewer.addresses, fewer.index, list(fewer.ranks), fewer.world_size) == (
+        ("10.0.0.1", "10.0.0.3"), 1, [2, 3], 4,
+    )  # fmt: skip
+    assert fewer.describe() == "node 2 (10.0.0.3)"
+    assert fewer.store_endpoint == node.store_endpoint
+
+
+AMD = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}, 8, True, None, {})
+TWO_NODES = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
+GPU_NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, ("0", "1"), "eth0")
+
+
+def built(node: Node, environ: dict[str, str], **asked: Any) -> LaunchEnvironment:
+    return build_environment(node, AMD, environ, **{"profile": {}, "join_timeout_seconds": 300.0, **asked})
+
+
+def test_what_a_cpu_node_sets() -> None:
+    assert built(TWO_NODES, {}).ours == {
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "FLAGS_new_executor_serial_run": "1",
+        "FLAGS_new_executor_sequential_run": "1",
+        "MKL_DEBUG_CPU_TYPE": "5",
+        "FLEET_TRAIN_STORE": "10.0.0.1:6172",
+        "FLEET_TRAIN_JOIN_TIMEOUT": "300",
+    }
+    emulated = Node(("127.0.0.2", "127.0.0.3"), 0, 6170, 2, None, "lo")
+    assert built(emulated, {}).ours["OMP_NUM_THREADS"] == "2", "they share the processors"
+
+
+def test_a_gpu_node_gets_no_processor_settings_and_keeps_its_visible_devices() -> None:
+    environment = built(GPU_NODE, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert "FLAGS_new_executor_serial_run" not in environment.ours
+    assert "MKL_DEBUG_CPU_TYPE" not in environment.ours
+    assert environment.over({"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_the_users_environment_wins_over_the_profile_and_over_advice() -> None:
+    users = {"NCCL_IB_DISABLE": "0", "OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}
+    environment = built(TWO_NODES, users, profile={"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO", "X": "y"})
+    assert environment.kept == ("NCCL_IB_DISABLE",)
+    result = environment.over(users)
+    assert (result["NCCL_IB_DISABLE"], result["OMP_NUM_THREADS"], result["X"]) == ("0", "3", "y")
+
+
+def test_what_an_outer_job_left_behind_is_taken_out() -> None:
+    left = {"PADDLE_MASTER": "a:1", "POD_IP": "b", "PADDLE_TRAINER_ID": "7", "FLAGS_selected_gpus": "3"}
+    left["FLEET_TRAIN_STRATEGY"] = "old"
+    users = {"PADDLE_PG_TIMEOUT": "5", "CUDA_VISIBLE_DEVICES": "", "HOME": "/root", "FLAGS_enable_pir_api": "1"}
+    environment = built(TWO_NODES, {**left, **users})
+    result = environment.over({**left, **users})
+    assert environment.removed == frozenset(left)
+    assert not left.keys() & result.keys()
+    assert users.items() <= result.items()
+
+
+def test_a_profile_cannot_set_what_only_the_launcher_knows() -> None:
+    with pytest.raises(ProfileError, match="PADDLE_TRAINER_ID is set by the launcher"):
+        built(TWO_NODES, {}, profile={"PADDLE_TRAINER_ID": "0"})
+
+
+def test_the_import_path_is_added_and_the_users_path_is_not_shown() -> None:
+    asked = {"strategy": "multi_node", "import_path": Path("/checkout")}
+    environment = built(TWO_NODES, {"PYTHONPATH": "/secret/place"}, **asked)
+    assert environment.over({"PYTHONPATH": "/secret/place"})["PYTHONPATH"] == "/secret/place:/checkout"
+    assert environment.over({})["PYTHONPATH"] == "/checkout"
+    assert environment.shown()["PYTHONPATH"] == "...:/checkout"
+    assert environment.ours["FLEET_TRAIN_STRATEGY"] == "multi_node"
+
+
+def test_settings_reach_the_ranks_and_a_variables_value_is_not_shown() -> None:
+    asked = {"profile": {"TOKEN": "abc"}, "hidden": frozenset({"TOKEN", SETTINGS}), "settings": ("a=1",)}
+    environment = built(TWO_NODES, {SETTINGS: "an outer job's"}, **asked)
+    ours = environment.over({SETTINGS: "an outer job's"})
+    assert asked_settings(ours) == ("a=1",)
+    assert (environment.shown()[SETTINGS], environment.shown()["TOKEN"]) == ("(set)", "(set)")
+
+
+def test_a_rank_gets_the_variables_of_paddles_own_launcher() -> None:
+    endpoints = [f"10.0.0.{node}:{port}" for node in (1, 2) for port in (6170, 6171)]
+    rank_3 = Cluster(assign(TWO_NODES.addresses, 2, 6170), 3)
+    common = {
+        "PADDLE_MASTER": endpoints[0],
+        "PADDLE_GLOBAL_SIZE": "4",
+        "PADDLE_LOCAL_SIZE": "2",
+        "PADDLE_GLOBAL_RANK": "3",
+        "PADDLE_LOCAL_RANK": "1",
+        "PADDLE_NNODES": "2",
+        "PADDLE_CURRENT_ENDPOINT": endpoints[3],
+        "PADDLE_TRAINER_ID": "3",
+        "PADDLE_TRAINERS_NUM": "4",
+        "PADDLE_RANK_IN_NODE": "1",
+        "PADDLE_AUTO_CLUSTER": "0",
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+    }
+    assert variables_of_rank(rank_3, on_gpu=False) == common | {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert variables_of_rank(rank_3, on_gpu=True, selected_gpu=0) == common | {"FLAGS_selected_gpus": "0"}
 
 
 def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
@@ -21,24 +241,27 @@ def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
     return Machine({"lo": ("127.0.0.1",)}, 4, False, None, versions)
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
-def test_invalid_file_names_are_errors(name: str) -> None:
-    with pytest.raises(ClusterError, match=r"the training script .* cannot be used: "):
-        prepare.check_program(LaunchRequest((name,)))
-    with pytest.raises(ClusterError, match=r"--log_dir=.* cannot be used: "):
-        prepare.check_log_dir(Path(name))
+def test_what_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(ClusterError, match=r"the training script .* cannot be used: "):
+            prepare.check_program(LaunchRequest((name,)))
+        with pytest.raises(ClusterError, match=r"--log_dir=.* cannot be used: "):
+            prepare.check_log_dir(Path(name))
+    prepare.check_log_dir(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match="file is not a writable folder"):
+        prepare.check_log_dir(tmp_path / "file" / "log")
+    with pytest.raises(PaddleUnusable, match=r"Paddle is not installed for .*pip install paddlepaddle"):
+        prepare.check_paddle(machine("not installed"), None)
 
 
-def test_a_script_must_exist(tmp_path: Path) -> None:
+def test_a_script_or_module_must_exist(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     prepare.check_program(request(str(tmp_path / "train.py")))
     with pytest.raises(ClusterError, match=r"trian.py does not exist; did you mean .*/train.py\?"):
         prepare.check_program(request(str(tmp_path / "trian.py")))
     with pytest.raises(ClusterError, match="is a folder"):
         prepare.check_program(request(str(tmp_path)))
-
-
-def test_a_module_must_exist() -> None:
     prepare.check_program(request("json.tool", is_module=True))
     with pytest.raises(ClusterError, match="-m no_such_thing: there is no such module"):
         prepare.check_program(request("no_such_thing", is_module=True))
@@ -59,15 +282,9 @@ def test_every_rank_runs_the_script_with_its_own_environment() -> None:
     assert launch.variables_of(0)["PADDLE_LOG_DIR"] == "/logs"
     told = {"FLEET_TRAIN_STORE": "10.0.0.1:6172/1", "FLEET_TRAIN_ATTEMPT": "1", "FLEET_TRAIN_LAUNCHED": "abc"}
     assert environ == {**told, "HOME": "/root", "X": "y"}
-
-
-def test_a_module_is_run_as_a_module() -> None:
-    launch = launch_of(Node(("10.0.0.1",), 0, 6170, 1, None, None), is_module=True)
+    # a device is selected by its position among the visible ones
+    launch = launch_of(Node(("10.0.0.1",), 0, 6170, 2, ("0", "5"), "eth0"), ("5", "2", "0"), is_module=True)
     assert launch.command()[:4] == [sys.executable, "-u", "-m", "train.py"]
-
-
-def test_a_device_is_selected_by_its_position_among_the_visible_ones() -> None:
-    launch = launch_of(Node(("10.0.0.1",), 0, 6170, 2, ("0", "5"), "eth0"), ("5", "2", "0"))
     assert [launch.variables_of(local)["FLAGS_selected_gpus"] for local in (0, 1)] == ["2", "0"]
 
 
@@ -79,11 +296,6 @@ def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkey
     assert prepare.load_strategy(None) == (None, None)
     with pytest.raises(ProfileError):
         prepare.load_strategy("no_such_profile")
-
-
-def test_a_missing_paddle_is_one_clear_line() -> None:
-    with pytest.raises(PaddleUnusable, match=r"Paddle is not installed for .*pip install paddlepaddle"):
-        prepare.check_paddle(machine("not installed"), None)
 
 
 def test_facts_are_what_must_be_equal_everywhere() -> None:
@@ -103,13 +315,6 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "the fleet_train version": "0.1.0",
         "the Paddle version": "3.3.1 (paddlepaddle)",
     }
-
-
-def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    prepare.check_log_dir(tmp_path / "a" / "b")
-    (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match="file is not a writable folder"):
-        prepare.check_log_dir(tmp_path / "file" / "log")
 
 
 def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as real processes: their output, end records and signals."""
+"""Ranks as real processes: their output, end records and signals; the folder of their logs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+import fleet_train.files
 from fleet_train import timeouts
-from fleet_train.launch import processes
+from fleet_train.launch import logs, processes
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
-from fleet_train.launch.processes import Process, why_not_started
+from fleet_train.launch.processes import Process, StopRequested, stopping_signals, why_not_started
 from fleet_train.launch.workers import RankProcess, Ranks
 from tests.support.processes import clean_environ, python
 
@@ -36,6 +37,7 @@ def ranks_of(folder: Path, command: list[str]) -> Ranks[RankProcess]:
 def started(tmp_path: Path) -> Iterator[Starter]:
     """Starts the only rank of node 1; ``said`` of the result has what was reported."""
     every: list[Ranks[RankProcess]] = []
+    (tmp_path / "logs").mkdir()
 
     def start(code: str, *arguments: str) -> Ranks[RankProcess]:
         (tmp_path / "script.py").write_text(code)
@@ -74,7 +76,6 @@ def is_gone(pid: int) -> bool:
 def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, started: Starter) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (tmp_path / "logs").mkdir()
     for name in NAMES:
         (tmp_path / "logs" / name).symlink_to(precious)
     ranks = started("print('fine')")
@@ -86,7 +87,7 @@ def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, starte
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "signal_number"),
+    ("code", "exit_code", "number"),
     [
         ("print('fine')", 0, None),
         ("raise SystemExit(7)", 7, None),
@@ -96,33 +97,23 @@ def test_planted_links_in_the_log_folder_are_not_followed(tmp_path: Path, starte
     ],
 )
 def test_an_end_is_placed_in_the_job_and_written_down(
-    tmp_path: Path,
-    started: Starter,
-    code: str,
-    exit_code: int | None,
-    signal_number: int | None,
+    tmp_path: Path, started: Starter, code: str, exit_code: int | None, number: int | None
 ) -> None:
-    (tmp_path / "logs").mkdir()
     before = time.monotonic()
     ranks = started(code)
     end = ended(ranks)
     assert (end.rank, end.endpoint, end.node_index, end.asked_to_stop) == (1, "127.0.0.3:6170", 1, False)
-    assert (end.exit_code, end.signal_number, end.log_file) == (
-        exit_code,
-        signal_number,
-        f"{tmp_path}/logs/workerlog.0",
-    )
+    assert (end.exit_code, end.signal_number, end.log_file) == (exit_code, number, f"{tmp_path}/logs/workerlog.0")
     assert before < end.seconds <= time.monotonic()
     ranks.close()
     written = record(tmp_path)
     assert (written["rank"], written["local_rank"], written["endpoint"]) == (1, 0, "127.0.0.3:6170")
-    assert (written["exit_code"], written["signal"], written["asked_to_stop"]) == (exit_code, signal_number, None)
+    assert (written["exit_code"], written["signal"], written["asked_to_stop"]) == (exit_code, number, None)
     assert round(written["ended_monotonic"], 3) == end.seconds
     assert written["wall_seconds"] == pytest.approx(written["ended_monotonic"] - written["began_monotonic"], abs=0.01)
 
 
 def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Starter) -> None:
-    (tmp_path / "logs").mkdir()
     ranks = started("import time; time.sleep(60)")
     assert record(tmp_path).keys() == {"rank", "local_rank", "endpoint", "pid", "began_monotonic"}
     assert not is_gone(record(tmp_path)["pid"])
@@ -131,14 +122,12 @@ def test_a_rank_is_written_down_while_it_runs(tmp_path: Path, started: Starter) 
 
 
 def test_output_and_arguments_of_the_script(tmp_path: Path, started: Starter) -> None:
-    (tmp_path / "logs").mkdir()
     code = "import sys\nprint(sys.argv[1:])\nprint(sys.stdin.read() == '', file=sys.stderr)\n"
     assert ended(started(code, "--lr=1", "--", "-m")).succeeded
     assert (tmp_path / "logs" / "workerlog.0").read_text() == "['--lr=1', '--', '-m']\nTrue\n"
 
 
 def test_a_request_to_stop_comes_once_and_the_script_may_save_its_state(tmp_path: Path, started: Starter) -> None:
-    (tmp_path / "logs").mkdir()
     ready = tmp_path / "ready"
     code = (
         "import pathlib, signal, sys, time\ngot = []\n"
@@ -169,7 +158,6 @@ time.sleep(60)
 
 
 def test_a_script_that_ignores_the_signal_is_killed_with_its_children(tmp_path: Path, started: Starter) -> None:
-    (tmp_path / "logs").mkdir()
     ranks = started(_STUBBORN, str(tmp_path / "ready"))
     wait_for((tmp_path / "ready").exists)
     began = time.monotonic()
@@ -184,7 +172,6 @@ def test_a_script_that_ignores_the_signal_is_killed_with_its_children(tmp_path: 
 def test_what_a_rank_has_started_stays_only_if_it_has_succeeded(
     tmp_path: Path, started: Starter, code: str, stays: bool
 ) -> None:
-    (tmp_path / "logs").mkdir()
     ranks = started(_STUBBORN, str(tmp_path / "ready"), code)
     assert ended(ranks).exit_code == int(code)
     ranks.close()
@@ -330,3 +317,94 @@ def test_a_launcher_that_was_started_with_sigchld_ignored_knows_exit_codes() -> 
         python("-c", _WITH_SIGCHLD_IGNORED), env=clean_environ(), capture_output=True, text=True, check=True
     )
     assert done.stdout == "3\n"
+
+
+def code_of(number: int, *, has_watched: bool = False) -> int:
+    with pytest.raises(StopRequested) as raised, stopping_signals() as stopping:  # noqa: PT012
+        if has_watched:
+            with stopping.gracefully():
+                pass
+        os.kill(os.getpid(), number)
+        signal.pause()
+    return raised.value.exit_code
+
+
+def test_a_graceful_signal_ends_with_12_once_ranks_have_run() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        assert code_of(number) == 128 + number
+        assert code_of(number, has_watched=True) == 12
+    assert code_of(signal.SIGINT, has_watched=True) == 130, "Ctrl-C is none"
+
+
+@pytest.mark.parametrize("ranks_run", [True, False])  # or: it comes between two attempts
+def test_a_second_signal_is_no_stop_in_good_order(ranks_run: bool) -> None:
+    with pytest.raises(StopRequested) as raised, stopping_signals() as stopping:  # noqa: PT012
+        with stopping.gracefully():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopping.asked == signal.SIGTERM
+            if ranks_run:
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert raised.value.exit_code == 143
+
+
+_OTHER_JOB = """
+import os, sys
+from pathlib import Path
+from fleet_train.launch.logs import take_log_dir
+print(take_log_dir(Path(sys.argv[1])), os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def as_a_new_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    taken: dict[Path, tuple[Path, Any]] = {}
+    monkeypatch.setattr(logs, "_taken", taken)
+    yield
+    for _, held in taken.values():
+        if held is not None:
+            held.close()
+
+
+@pytest.mark.usefixtures("as_a_new_launcher")
+def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: Path, messages: list[str]) -> None:
+    command, pipes = python("-c", _OTHER_JOB, str(tmp_path / "log")), {"stdin": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, **pipes)  # type: ignore[call-overload]
+    folder, pid = other.stdout.readline().split()
+    try:
+        assert folder == str(tmp_path / "log")
+        for _ in range(2):  # as every attempt asks
+            assert logs.take_log_dir(tmp_path / "log") == tmp_path / "log.2"
+        assert len(messages) == 1
+        assert messages[0].startswith(f"{tmp_path}/log is in use by another job (process {pid} of ")
+        assert messages[0].endswith(f"); the logs of this one go to {tmp_path}/log.2 (--log_dir)")
+        assert (tmp_path / "log.2").is_dir()
+    finally:
+        other.kill()
+        other.communicate()
+    logs._taken.clear()
+    assert logs.take_log_dir(tmp_path / "log") == tmp_path / "log"
+    assert len(messages) == 1
+
+
+@pytest.mark.usefixtures("as_a_new_launcher")
+def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fleet_train.files.fcntl, "flock", has_none)
+    assert logs.take_log_dir(tmp_path / "log") == tmp_path / "log"
+    assert (tmp_path / "log").is_dir()
+
+
+@pytest.mark.usefixtures("as_a_new_launcher")
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"symbolic links: .*\.lock"):
+        logs.take_log_dir(tmp_path / "log")
+    assert (tmp_path / "precious").read_text() == "mine"

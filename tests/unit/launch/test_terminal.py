@@ -1,15 +1,19 @@
-"""Pipes that are read, not read, read late, or closed: a writer never blocks."""
+"""What reaches the terminal: whole logs, no lines of Paddle's start, and no writer that blocks on a reader."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from fleet_train.launch.terminal import Outlet
+from fleet_train.launch import launcher
+from fleet_train.launch.node import Node
+from fleet_train.launch.processes import end_of
+from fleet_train.launch.terminal import Follower, Outlet, StartupLines, without_startup_lines
 
 
 class Pipes:
@@ -49,11 +53,14 @@ def fill(outlet: Outlet) -> None:
             outlet.drain()
 
 
-def test_what_is_put_is_written(pipes: Pipes) -> None:
+def test_what_is_put_is_written_and_what_was_dropped_is_counted(pipes: Pipes) -> None:
     pipes.one.put(b"one\n")
     pipes.one.put(b"two\n")
     assert pipes.one.drain()
     assert pipes.read(0) == b"one\ntwo\n"
+    pipes.one.leave_out(2)  # even if nothing follows
+    assert pipes.one.drain()
+    assert pipes.read(0) == b"fleet_train: 2 lines could not be shown here in time\n"
 
 
 def test_two_streams_of_one_screen_keep_their_order(pipes: Pipes) -> None:
@@ -87,12 +94,6 @@ def test_a_late_reader_gets_the_number_of_lines_it_missed(pipes: Pipes) -> None:
     assert read.splitlines()[-1] == b"fleet_train: 5 lines could not be shown here in time"
 
 
-def test_dropped_lines_are_counted_even_if_nothing_follows(pipes: Pipes) -> None:
-    pipes.one.leave_out(2)
-    assert pipes.one.drain()
-    assert pipes.read(0) == b"fleet_train: 2 lines could not be shown here in time\n"
-
-
 def test_a_closed_pipe_and_a_missing_stream_take_everything_in_silence(pipes: Pipes) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), pipes.readers[0])  # which closes the pipe
@@ -107,7 +108,163 @@ def test_a_closed_pipe_and_a_missing_stream_take_everything_in_silence(pipes: Pi
 def test_a_full_disk_costs_the_lines_and_nothing_else() -> None:
     with open("/dev/full", "w") as full:
         outlet = Outlet(full, threading.Condition())
-        outlet.put(b"one\n")
-        assert outlet.drain()
-        outlet.put(b"two\n")
-        assert outlet.drain()
+        for _ in range(2):
+            outlet.put(b"one\n")
+            assert outlet.drain()
+
+
+# What Paddle 3.3.1 prints in a job of two ranks on CPUs, and what its sources print on GPUs.
+PADDLES = """\
+/opt/venv/lib/paddle/utils/cpp_extension/extension_utils.py:712: UserWarning: No ccache found. Be
+  warnings.warn(warning_message)
+I1123 00:22:11.288606 27353 tcp_store.cc:336] create libuv server at port: 46113
+I1123 00:22:11.288967 27353 tcp_utils.cc:132] Successfully connected to 127.0.0.1:46113
+======================= Modified FLAGS detected =======================
+FLAGS(name='FLAGS_enable_pir_in_executor', current_value=True, default_value=False)
+FLAGS(name='FLAGS_new_executor_serial_run', current_value=True, default_value=False)
+=======================================================================
+W1123 00:22:12.850771 27353 eager_utils.cc:3584] Paddle static graph(PIR) not support input out tensor for now!!!!!
+/opt/venv/lib/paddle/pir/math_op_patch.py:241: UserWarning: Tensor do not have 'place' interface
+  warnings.warn(
+I1123 00:22:13.023294 27353 pir_interpreter.cc:1529] New Executor is Running ...
+WARNING: Logging before InitGoogleLogging() is written to STDERR
+W1123 00:22:13.023294 27353 gpu_resources.cc:119] Please NOTE: device: 0, GPU Compute Capability: 8.0
+"""
+SHOWN = """\
+fleet_train: profile multi_node
+epoch 1/1  train loss 1.6878
+I1123 00:22:13.023294 27353 train.py:30] a line of absl's logging
+I1123 00:22:13.023294 27353 my_operator.cc:30] of the user's own operator
+W1123 00:22:13.023294 27353 comm_task_manager.cc:200] a collective is late
+E1123 00:22:13.023294 27353 pir_interpreter.cc:1529] an error
+F1123 00:22:13.023294 27353 tcp_store.cc:336] a fatal one
+W1123 00:22:13.023294 27353 eager_utils.cc:3584] something else
+/home/me/train.py:3: UserWarning: No ccache found
+  warnings.warn("No ccache found")
+/home/me/paddle/utils/my.py:3: DeprecationWarning: old
+  warnings.warn(
+/opt/venv/lib/paddle/pir/math_op_patch.py:241: UserWarning: Tensor do not have 'is_cuda' interface
+  warnings.warn(
+=======================================================================
+WARNING: Logging of mine
+FLAGS of mine
+"""
+
+
+def in_pieces(text: str, size: int) -> str:
+    startup_lines = StartupLines()
+    data = text.encode()
+    shown = b"".join(startup_lines.feed(data[at : at + size]) for at in range(0, len(data), size))
+    return (shown + startup_lines.rest()).decode()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 4096])
+def test_paddles_lines_are_left_out_and_all_others_stay_in_pieces_of_any_size(size: int) -> None:
+    assert in_pieces(PADDLES, size) == ""
+    assert in_pieces(SHOWN, size) == SHOWN
+    mixed = [line for pair in zip(PADDLES.splitlines(True)[2:4], SHOWN.splitlines(True), strict=False) for line in pair]
+    assert in_pieces("".join(mixed) + SHOWN, size) == "".join(mixed[1::2]) + SHOWN
+
+
+def test_progress_bars_and_prompts_are_shown_before_their_line_ends() -> None:
+    startup_lines = StartupLines()
+    assert startup_lines.feed(b"\repoch 1 |##  |") == b"\repoch 1 |##  |"
+    assert startup_lines.feed(b"\repoch 1 |####|") == b"\repoch 1 |####|"
+    assert startup_lines.feed(b"\nWorking") == b"\n"
+    assert startup_lines.rest() == b"Working"
+    assert startup_lines.feed(b" ... done\n") == b" ... done\n"
+    assert startup_lines.feed(b"=" * 5000) == b"=" * 5000
+    assert StartupLines().feed(b"\xff\x00\xfe\n") == b"\xff\x00\xfe\n", "no text"
+    lines = PADDLES.splitlines(True)
+    assert without_startup_lines("".join([*lines[4:6], "step 1\n", *lines[6:]])) == "step 1\n", "amid the table"
+
+
+def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> None:
+    log, shown = tmp_path / "workerlog.0", bytearray()
+    log.write_text(PADDLES + "one\n" + PADDLES + "Wait")
+    follower = Follower(log, write=shown.extend, passing=StartupLines())
+    follower.pump()
+    assert bytes(shown) == b"one\n"
+    follower.pump()  # nothing has come since
+    assert bytes(shown) == b"one\nWait"
+    follower.close()
+    assert bytes(shown) == b"one\nWait\n"
+    assert end_of(log).count("ccache") == 2
+
+
+NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
+
+
+class Screen:
+    """Stands in for the terminal: has room for so many chunks, and gets more of it ``reads`` times when waited for."""
+
+    def __init__(self, room: int = 100, reads: int = 0) -> None:
+        self.shown: list[bytes] = []
+        self.left_out = 0
+        self._room, self._reads = room, reads
+
+    def has_room(self) -> bool:
+        return len(self.shown) < self._room
+
+    def show(self, text: bytes) -> None:
+        self.shown.append(text)
+
+    def drain(self) -> bool:
+        self._reads -= 1
+        self._room += 1
+        return self._reads >= 0
+
+    def leave_out(self, lines: int) -> None:
+        self.left_out += lines
+
+
+def follower_on(screen: Screen, path: Path) -> Follower:
+    return Follower(path, screen, screen.show)  # type: ignore[arg-type]
+
+
+def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    listed = {"old"}
+
+    def connections_at(endpoints: Iterable[tuple[str, int]]) -> frozenset[str]:
+        asked[:] = endpoints
+        return frozenset(listed)
+
+    monkeypatch.setattr(launcher, "connections_at", connections_at)
+    connections = launcher.Connections(NODE)
+    assert asked == [(f"10.0.0.{node}", port) for node in (1, 2) for port in (6170, 6171)]
+    connections.look()
+    assert not connections.seen
+    listed.add("new")
+    connections.look()
+    listed.clear()
+    connections.look()
+    assert connections.seen, "it has ended"
+
+
+def test_the_follower_copies_what_is_there_and_what_comes(tmp_path: Path) -> None:
+    screen = Screen()
+    follower = follower_on(screen, tmp_path / "workerlog.0")
+    follower.pump()
+    with (tmp_path / "workerlog.0").open("wb") as log:
+        log.write(b"one\n")
+        log.flush()
+        follower.pump()
+        log.write(b"50%\r100%")
+    follower.close()
+    assert b"".join(screen.shown) == b"one\n50%\r100%\n"
+    assert screen.left_out == 0
+
+
+def test_a_slow_reader_gets_everything_and_a_blocked_one_the_number_of_missed_lines(tmp_path: Path) -> None:
+    path = tmp_path / "workerlog.0"
+    path.write_bytes(b"x" * 65_535 + b"\n" + b"y" * 65_535 + b"\n" + b"z\nz\nz\n")
+    slow, stuck = Screen(room=1, reads=9), Screen(room=1)
+    for screen in (slow, stuck):
+        follower = follower_on(screen, path)
+        for _ in range(3):
+            follower.pump()
+        assert len(screen.shown) == 1
+        follower.close()
+    assert b"".join(slow.shown) == path.read_bytes()
+    assert (slow.left_out, stuck.left_out) == (0, 4)

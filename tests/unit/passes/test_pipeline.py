@@ -1,4 +1,4 @@
-"""The three calls around an optimizer, in a job of one process."""
+"""Merged micro-batches, scaled losses and the chain of all that communicates: training stays what it is without."""
 
 from __future__ import annotations
 
@@ -8,15 +8,166 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 
 from fleet_train.cluster import Cluster, Rank
+from fleet_train.collectives.host_ops import emit_barrier, passes_a_token, token
 from fleet_train.collectives.job import Job
 from fleet_train.convert import fleet, session
 from fleet_train.convert.passes import pipeline
-from fleet_train.convert.passes.pipeline import ProgramPasses
+from fleet_train.convert.passes.pipeline import LossScaler, ProgramPasses, merge_gradients
+from fleet_train.convert.rewrite import broadcast_start_state, chain_in_program_order
+from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
-from tests.unit.passes.test_sync_norm import normalised
+from tests.unit.passes.test_recompute import normalised
 from tests.unit.passes.training import Trained, batches, loss_scaling, relative_difference
+
+MICRO_SAMPLES = 4
+OPTIMIZERS = {
+    "SGD": lambda: paddle.optimizer.SGD(0.1),
+    "Momentum": lambda: paddle.optimizer.Momentum(
+        paddle.optimizer.lr.StepDecay(0.05, step_size=3, gamma=0.5), 0.9, weight_decay=1e-4
+    ),
+    "Adam": lambda: paddle.optimizer.Adam(0.01, epsilon=1e-3),
+    "AdamW": lambda: paddle.optimizer.AdamW(
+        0.01, epsilon=1e-3, weight_decay=0.05, grad_clip=nn.ClipGradByGlobalNorm(0.1)
+    ),
+}
+
+
+def minimize_merged(accumulate_steps: int) -> Any:
+    def minimize(optimizer: Any, loss: Any) -> Any:
+        merged = merge_gradients(optimizer.backward(loss), accumulate_steps)
+        merged.apply(lambda: optimizer.apply_gradients(merged.pairs))
+        return merged
+
+    return minimize
+
+
+def micro_batches(batch: tuple[np.ndarray, np.ndarray], count: int) -> Any:
+    return zip(np.split(batch[0], count), np.split(batch[1], count), strict=True)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("accumulate_steps", "seed"), [(2, 0), (3, 1), (4, 2)])
+def test_micro_batches_train_like_the_joint_batch(optimizer: str, accumulate_steps: int, seed: int) -> None:
+    paddle.seed(seed)
+    joint = Trained(OPTIMIZERS[optimizer])
+    merged = Trained(OPTIMIZERS[optimizer], minimize_merged(accumulate_steps))
+    start = joint.parameters()
+    merged.start_from(joint.state())
+    for batch in batches(10, MICRO_SAMPLES * accumulate_steps, seed):
+        joint.step(batch)
+        joint.schedule()
+        for part in micro_batches(batch, accumulate_steps):
+            merged.step(part)
+        merged.schedule()  # once per update
+    assert relative_difference(joint.parameters(), start) > 1e-2
+    assert relative_difference(merged.parameters(), joint.parameters()) < 1e-5
+    ours, expected = merged.state(), joint.state()
+    assert relative_difference({name: ours[name] for name in expected}, expected) < 1e-5
+
+
+def test_state_in_the_middle_of_an_update_continues_it() -> None:
+    whole = Trained(OPTIMIZERS["Momentum"], minimize_merged(3))
+    data = batches(9, MICRO_SAMPLES, seed=3)
+    for batch in data[:4]:
+        whole.step(batch)
+    resumed = Trained(OPTIMIZERS["Momentum"], minimize_merged(3))
+    resumed.start_from(whole.state())
+    for batch in data[4:]:
+        whole.step(batch)
+        resumed.step(batch)
+    ours, expected = resumed.state(), whole.state()
+    assert ours.keys() == expected.keys()
+    assert all(np.array_equal(ours[name], expected[name]) for name in ours)
+
+
+SCALE_STATE = {"loss_scaling_0", "loss_scaling_good_steps_0", "loss_scaling_bad_steps_0"}
+
+
+def minimize_scaled(settings: Profile, accumulate_steps: int = 1) -> Any:
+    def minimize(optimizer: Any, loss: Any) -> None:
+        scaler = LossScaler(settings)
+        merged = merge_gradients(optimizer.backward(scaler.scaled(loss)), accumulate_steps)
+        merged.apply(lambda: scaler.apply(merged.pairs, optimizer.apply_gradients))
+
+    return minimize
+
+
+def overflowing(batch: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.full_like(batch[0], np.inf), batch[1]
+
+
+def scale_of(trained: Trained) -> float:
+    return float(trained.state()["loss_scaling_0"].item())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_scaled_loss_trains_like_an_unscaled_one(optimizer: str, seed: int) -> None:
+    paddle.seed(seed)
+    plain = Trained(OPTIMIZERS[optimizer])
+    scaled = Trained(OPTIMIZERS[optimizer], minimize_scaled(loss_scaling(incr_every_n_steps=4)))
+    scaled.start_from(plain.state())
+    for batch in batches(10, 8, seed):
+        assert scaled.step(batch) == pytest.approx(plain.step(batch), rel=1e-5)  # the fetched loss is not scaled
+    assert relative_difference(scaled.parameters(), plain.parameters()) < 1e-5
+    assert scale_of(scaled) == 32768 * 2 * 2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_overflow_changes_nothing_but_the_scale(optimizer: str) -> None:
+    trained = Trained(OPTIMIZERS[optimizer], minimize_scaled(loss_scaling(decr_every_n_nan_or_inf=1, decr_ratio=0.5)))
+    first, second, third = batches(3, 8, seed=0)
+    trained.step(first)
+    before = trained.state()
+    trained.step(overflowing(second))
+    after = trained.state()
+    assert [name for name in before if not np.array_equal(before[name], after[name])] == [
+        name for name in before if name in SCALE_STATE - {"loss_scaling_bad_steps_0"}
+    ]
+    assert scale_of(trained) == 32768 / 2
+    trained.step(third)
+    assert all(np.isfinite(value).all() for value in trained.state().values())
+    assert relative_difference(trained.parameters(), {n: before[n] for n in trained.parameters()}) > 0
+
+
+def test_scale_falls_after_that_many_overflows_in_a_row() -> None:
+    trained = Trained(OPTIMIZERS["SGD"], minimize_scaled(loss_scaling(init_loss_scaling=100.0)))
+    batch = batches(1, 8, seed=0)[0]
+    scales = []
+    for overflow in (True, False, True, True, True, True):
+        trained.step(overflowing(batch) if overflow else batch)
+        scales.append(scale_of(trained))
+    assert scales == pytest.approx([100, 100, 100, 80, 80, 64])
+
+
+def test_static_scale_stays_and_still_skips() -> None:
+    settings = loss_scaling(init_loss_scaling=128.0, dynamic_loss_scaling=False)
+    trained = Trained(OPTIMIZERS["Momentum"], minimize_scaled(settings))
+    before = trained.state()
+    for batch in batches(3, 8, seed=0):
+        trained.step(overflowing(batch))
+    assert all(np.array_equal(before[name], value) for name, value in trained.state().items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_overflow_in_one_micro_batch_skips_the_whole_update(optimizer: str) -> None:
+    paddle.seed(0)
+    settings = loss_scaling(decr_every_n_nan_or_inf=1, decr_ratio=0.5)
+    trained = Trained(OPTIMIZERS[optimizer], minimize_scaled(settings, accumulate_steps=2))
+    plain = Trained(OPTIMIZERS[optimizer])
+    plain.start_from(trained.state())
+    data = batches(4, 8, seed=0)
+    trained.step(overflowing(data[0]))
+    assert scale_of(trained) == 32768  # decided at the update
+    trained.step(data[1])
+    assert scale_of(trained) == 32768 / 2
+    trained.step(data[2])
+    trained.step(data[3])
+    plain.step((np.concatenate([data[2][0], data[3][0]]), np.concatenate([data[2][1], data[3][1]])))
+    assert relative_difference(trained.parameters(), plain.parameters()) < 1e-5
 
 
 def alone() -> Job:
@@ -77,3 +228,78 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
         (features, labels) = batches(1, 8, seed=0)[0]
         trained.step((np.full_like(features, np.inf), labels))
         assert fleet.loss_scale() == pytest.approx(0.8 * 256.0)
+
+
+class PlayedJob:
+    """What host operators ask of one when they run."""
+
+    timeout_seconds = 1.0
+
+    def __init__(self) -> None:
+        self.met: list[str] = []
+
+    def count(self, _: str) -> int:
+        return 0
+
+    def step_barrier(self, moment: str, _: float) -> None:
+        self.met.append(moment)
+
+
+def links(program: Any) -> list[Any]:
+    return [operator for operator in program.global_block().ops if passes_a_token(operator)]
+
+
+def is_one_chain(program: Any) -> bool:
+    """Whether each operator that talks takes the token of the one before it."""
+    found = links(program)
+    before = [link.operand_source(0).get_defining_op().id() for link in found[1:]]
+    return before == [link.id() for link in found[:-1]]
+
+
+def test_interleaved_chains_become_one_in_program_order() -> None:
+    main, job = paddle.static.Program(), PlayedJob()
+    with paddle.static.program_guard(main):
+        x = paddle.static.data("x", [2], "float32")
+        first, second = token(), token()
+        first = emit_barrier(job, "a", first)  # type: ignore[arg-type]
+        second = emit_barrier(job, "b", second)  # type: ignore[arg-type]
+        y = paddle.tanh(x)
+        second = emit_barrier(job, "c", second)  # type: ignore[arg-type]
+        first = emit_barrier(job, "d", first)  # type: ignore[arg-type]
+        assert not is_one_chain(main)
+        operators = [operator.id() for operator in main.global_block().ops]
+        chain_in_program_order(main.global_block().ops)
+    assert is_one_chain(main)
+    assert [operator.id() for operator in main.global_block().ops] == operators, "nothing is moved"
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(main, feed={"x": np.zeros(2, "float32")}, fetch_list=[y, first, second])
+    assert job.met == ["a 0", "b 0", "c 0", "d 0"]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_start_values_that_several_optimizers_add_are_broadcast_in_one_order(calls: int) -> None:
+    main, startup, job = paddle.static.Program(), paddle.static.Program(), SimpleNamespace()
+    with paddle.static.program_guard(main, startup):
+        for _ in range(calls):
+            nn.Linear(3, 2)
+            broadcast_start_state(job, startup)  # type: ignore[arg-type]
+    assert len(links(startup)) == calls * (1 + 2)
+    assert is_one_chain(startup)
+
+
+def test_nothing_moves_between_updates_and_the_main_block_knows_their_ends() -> None:
+    merged, plain = Trained(OPTIMIZERS["Adam"], minimize_merged(3)), Trained(OPTIMIZERS["Adam"])
+    added = merged.state().keys() - plain.state().keys()
+    assert sorted(added) == ["gradient_merge_count_0", *(f"{n}@gradient_merge" for n in sorted(plain.parameters()))]
+    mean = next(value for parameter, value in merged.result.pairs if "w_" in parameter.name)
+    moved, ends = [], []
+    for batch in batches(6, MICRO_SAMPLES, seed=0):
+        before = merged.parameters()
+        boundary, value = merged.step(batch, [merged.result.boundary, mean])
+        assert np.abs(value).max() > 0
+        moved.append(relative_difference(merged.parameters(), before) > 0)
+        ends.append(bool(boundary.item()))
+    assert moved == ends == [False, False, True, False, False, True]
+    assert Trained(OPTIMIZERS["Adam"], minimize_merged(1)).operators() == plain.operators()
+    with pytest.raises(ConversionError, match="accumulate_steps=0"):
+        merge_gradients([], 0)

@@ -1,13 +1,15 @@
-"""The choice of bucket sizes for a profile that leaves them open."""
+"""The choice of bucket sizes for a profile that leaves them open, the link measured for it, and the command."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from fleet_train.cli.plan import command
 from fleet_train.cluster import Cluster
-from fleet_train.errors import ProfileError
+from fleet_train.errors import ClusterError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.build import build_chosen
 from fleet_train.plan.choose import (
@@ -15,13 +17,18 @@ from fleet_train.plan.choose import (
     PAPER,
     WORTH_CUTTING_BYTES,
     Conditions,
+    MeasuredLink,
+    Sample,
     choose,
     coarse,
+    describe,
+    fit,
     link_in_words,
     needs_link,
+    plan_command,
     with_given_link,
 )
-from fleet_train.plan.price import NOTHING, TYPICAL, Compute, Link, Network, predict
+from fleet_train.plan.price import Compute, Link, Network, predict
 from fleet_train.profile import Profile
 from fleet_train.profile.profile import Buckets, buckets_of, open_knobs
 
@@ -55,19 +62,6 @@ def step(buckets: Buckets, conditions: Conditions, compute: Compute) -> float:
     return predict(plan, PAIR, conditions.network, compute, costs=conditions.costs).step
 
 
-def test_the_default_leaves_everything_open() -> None:
-    assert open_knobs(Profile()) == ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
-    with pytest.raises(ProfileError, match="nccl_comm_num: is auto, and no number was chosen for it"):
-        buckets_of(Profile())
-    with pytest.raises(ProfileError, match="is auto"):
-        build_chosen(layers(), PAIR, Profile())
-
-
-def test_what_has_no_effect_is_not_open() -> None:
-    assert open_knobs(Profile(fuse_all_reduce_ops=False)) == ("nccl_comm_num",)
-    assert buckets_of(Profile(fuse_all_reduce_ops=False, nccl_comm_num=3)) == Buckets(3, 0.0, 0.0)
-
-
 @pytest.mark.parametrize("gigabits", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("milliseconds", [2.0, 20.0, 200.0])
 def test_the_choice_is_about_the_best_of_all_that_can_be_written(gigabits: float, milliseconds: float) -> None:
@@ -94,12 +88,6 @@ def test_without_a_computing_time_no_choice_is_far_from_the_best(gigabits: float
         assert blind <= 1.08 * seeing
 
 
-def test_a_slow_link_starts_early_and_a_fast_one_saves_collectives() -> None:
-    slow, fast = (len(build_plan(layers(), PAIR, Profile(link_gigabits=rate)).buckets) for rate in (0.5, 1000.0))
-    assert slow >= 6
-    assert fast <= 2
-
-
 def test_latency_is_hidden_by_communicators_or_saved_by_large_buckets() -> None:
     near, far = chosen(Profile(), over(1.0, 0.05)), chosen(Profile(), over(1.0, 20.0))
     assert far.communicators > near.communicators or far.megabytes > near.megabytes
@@ -123,13 +111,6 @@ def test_a_number_that_is_given_is_obeyed(given: dict[str, Any]) -> None:
         assert found.edge_megabytes <= found.megabytes
 
 
-def test_nothing_is_logged_if_all_sizes_are_given() -> None:
-    profile = Profile(nccl_comm_num=1, fuse_grad_size_in_MB=4, last_comm_group_size_MB=1)
-    choice = choose(profile, layers(), PAIR, over(1.0))
-    assert choice.profile is profile
-    assert choice.sentences == ()
-
-
 def test_the_choice_is_logged_with_its_reason_and_explained_by_the_plan() -> None:
     choice = choose(Profile(), layers(), PAIR, over(1.0, source="measured"))
     (sentence,) = choice.sentences
@@ -144,16 +125,13 @@ def test_the_choice_is_logged_with_its_reason_and_explained_by_the_plan() -> Non
 def test_few_bytes_are_not_cut_and_need_no_link() -> None:
     small = [TensorSpec("w", (WORTH_CUTTING_BYTES // 4,), "float32")]
     assert chosen(Profile(), over(0.01), small).communicators == 1
-    assert not needs_link(Profile(), small, PAIR)
-    assert needs_link(Profile(), [*small, TensorSpec("b", (1,), "float32")], PAIR)
     assert choose(Profile(), small, PAIR, over(0.01)).sentences == ()
-
-
-def test_a_link_that_is_given_is_not_measured() -> None:
-    assert not needs_link(Profile(link_gigabits=1.0, link_latency_ms=0.1), layers(), PAIR)
-    assert needs_link(Profile(link_gigabits=1.0), layers(), PAIR)
-    assert needs_link(Profile(link_latency_ms=0.1), layers(), PAIR)
-    assert not needs_link(Profile(), layers(), Cluster.imagined(1, 1))
+    more = [*small, TensorSpec("b", (1,), "float32")]
+    assert [needs_link(Profile(), gradients, PAIR) for gradients in (small, more)] == [False, True]
+    assert not needs_link(Profile(), more, Cluster.imagined(1, 1))
+    assert not needs_link(Profile(link_gigabits=1.0, link_latency_ms=0.1), more, PAIR)
+    assert needs_link(Profile(link_gigabits=1.0), more, PAIR)
+    assert needs_link(Profile(link_latency_ms=0.1), more, PAIR)
 
 
 def test_a_judged_compression_needs_the_link_although_no_number_is_open() -> None:
@@ -197,15 +175,101 @@ def matrices() -> list[TensorSpec]:
     return [TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8)]
 
 
-def test_the_same_is_chosen_for_links_that_were_measured_a_little_differently() -> None:
-    one, other = coarse(Link(2.1e-4, 1.18e8)), coarse(Link(2.4e-4, 1.15e8))
-    assert one == other
-    assert one.bytes_per_second == pytest.approx(1.18e8, rel=0.13)
+def samples(latency: float, rate: float, ranks: int, noise: float = 0.0) -> list[Sample]:
+    signs = (1, -1, 1, -1)
+    return [
+        Sample(
+            nbytes,
+            (2 * (ranks - 1) * latency + 2 * (ranks - 1) / ranks * nbytes / rate) * (1 + noise * signs[index]),
+        )
+        for index, nbytes in enumerate((4096, 65536, 1048576, 4194304))
+    ]
 
 
-def test_costs_of_a_bucket_lengthen_the_step() -> None:
-    compute = Compute.of(0.03)
-    plan = build_plan(layers(), PAIR, Profile(nccl_comm_num=1, fuse_grad_size_in_MB=2))
-    network = over(1000.0).network
-    free, costly = (predict(plan, PAIR, network, compute, costs=costs).step for costs in (NOTHING, TYPICAL))
-    assert costly - free >= len(plan.buckets) * TYPICAL.bucket_seconds
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exact_times_give_latency_and_bandwidth_back(ranks: int) -> None:
+    found = fit(samples(1e-4, 125e6, ranks), ranks)
+    assert found.link.latency_seconds == pytest.approx(1e-4)
+    assert found.link.bytes_per_second == pytest.approx(125e6)
+    assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_one_disturbed_size_moves_neither_number() -> None:
+    clean = samples(1e-4, 125e6, 2)
+    middle = [Sample(16384, 1e-2), Sample(262144, 0.1), Sample(8192, 2e-4 + 8192 / 125e6)]
+    found = fit([*clean, *middle], 2)
+    assert found.link.latency_seconds == pytest.approx(1e-4, rel=0.01)
+    assert found.link.bytes_per_second == pytest.approx(125e6, rel=0.01)
+
+
+def test_neither_number_is_ever_negative() -> None:
+    shrinking = fit([Sample(4096, 2e-3), Sample(65536, 1e-3), Sample(1048576, 1e-3)], 2).link
+    steep = fit([Sample(4096, 1e-6), Sample(1048576, 1e-2), Sample(4194304, 1e-1)], 2).link
+    assert all(link.latency_seconds >= 0 and link.bytes_per_second > 0 for link in (shrinking, steep))
+
+
+def test_command_says_what_was_measured() -> None:
+    between = MeasuredLink(2, (), Link(85e-6, 117.5e6), 0.02)
+    inside = MeasuredLink(2, (), Link(20e-6, 1e9), 0.02)
+    assert plan_command(2, 2, between, inside, ["--strategy=multi_node", "--model=mlp"]) == (
+        "python -m fleet_train plan --nodes=2 --ranks_per_node=2 --latency_us=85.0 --bandwidth_mbps=940.0 "
+        "--inside_latency_us=20.0 --inside_bandwidth_mbps=8000.0 --strategy=multi_node --model=mlp"
+    )
+
+
+def test_description_has_each_size_and_the_two_numbers() -> None:
+    lines = describe("between nodes", fit(samples(1e-4, 125e6, 2), 2)).splitlines()
+    assert lines[0] == "between nodes: allreduce over 2 ranks"
+    assert lines[-2].split() == ["4096", "33.754", "33.754"]
+    assert lines[-1] == "latency 100.0 us per message, bandwidth 1000.0 Mb/s; median error of the fit 0%"
+
+
+def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_quarter_apart() -> None:
+    found = coarse(Link(1e-4, 1e8))
+    # 1 / 8192 s is the power of two nearest to 0.1 ms; 1.25 ** 82.5 is 1e8, and 83 the whole number next to it.
+    assert found.latency_seconds == 1 / 8192
+    assert found.bytes_per_second == pytest.approx(1.25**83)
+    assert coarse(Link(1.2e-4, 1.05e8)) == found == coarse(found)
+    assert coarse(Link(2e-4, 1e8)).latency_seconds == 1 / 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --script SCRIPT or --model mlp|cnn"),
+        (["--model", "mlp", "more"], "unexpected 'more': arguments go with --script"),
+        (["--model", "mlp", "--nodes_on_paper", "8,x"], "'8,x' is not a list of node numbers such as 8,64,512"),
+        (["--model", "mlp", "--nodes_on_paper", "0"], "'0' is not a list of node numbers"),
+        (["--model", "mlp", "--bandwidth_mbps", "0"], "0.0 is not in the range x>0"),
+        (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps needs --simulate: give both"),
+        (["--measure", "--latency_us", "5"], "--measure measures what --latency_us would specify"),
+    ],
+)
+def test_usage_errors_say_what_was_given(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_default_leaves_everything_open_that_has_an_effect() -> None:
+    assert open_knobs(Profile()) == ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
+    with pytest.raises(ProfileError, match="nccl_comm_num: is auto, and no number was chosen for it"):
+        buckets_of(Profile())
+    with pytest.raises(ProfileError, match="is auto"):
+        build_chosen(layers(), PAIR, Profile())
+    assert open_knobs(Profile(fuse_all_reduce_ops=False)) == ("nccl_comm_num",)
+    assert buckets_of(Profile(fuse_all_reduce_ops=False, nccl_comm_num=3)) == Buckets(3, 0.0, 0.0)
+    given = Profile(nccl_comm_num=1, fuse_grad_size_in_MB=4, last_comm_group_size_MB=1)
+    choice = choose(given, layers(), PAIR, over(1.0))
+    assert (choice.profile, choice.sentences) == (given, ())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-6), (0.05, 0.1)])
+def test_times_give_latency_and_bandwidth_back(ranks: int, noise: float, tolerance: float) -> None:
+    found = fit(samples(1e-4, 125e6, ranks, noise), ranks)
+    assert found.link.latency_seconds == pytest.approx(1e-4, rel=tolerance)
+    assert found.link.bytes_per_second == pytest.approx(125e6, rel=tolerance)
+    assert found.error < max(2 * noise, 1e-9)
+    with pytest.raises(ClusterError, match="1 buffer size measured: latency and bandwidth need two at least"):
+        fit([Sample(4096, 1e-3)], ranks)

@@ -1,15 +1,36 @@
+"""The predicted step: computed by hand for plans on links, its schedule of shared resources, and how it is told."""
+
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
-from fleet_train.plan.price import Compute, Costs, Link, Network, alternatives, on_paper, predict
+from fleet_train.plan.price import (
+    Compute,
+    Costs,
+    Link,
+    Network,
+    Phase,
+    Task,
+    alternatives,
+    finish_times,
+    on_paper,
+    predict,
+)
+from fleet_train.plan.pricing import Conditions, Pricing, describe, price
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import CollectiveSpec
+
+
+def task(queue: int, ready: float, *phases: tuple[str, float]) -> Task:
+    return Task(queue, tuple(Phase(*phase) for phase in phases), ready)
+
 
 # 1 ms and 100 MB/s between nodes, 0.1 ms and 1 GB/s inside them.
 NETWORK = Network(Link(1e-3, 1e8), Link(1e-4, 1e9))
@@ -31,44 +52,6 @@ def test_last_bucket_is_exposed_whole() -> None:
     assert found.exposed == pytest.approx(0.012)
     assert found.step == pytest.approx(0.042)
     assert found.samples_per_second == pytest.approx(1000.0)
-
-
-def test_earlier_bucket_hides_behind_the_backward_pass() -> None:
-    cluster = Cluster.imagined(2, 1)
-    found = predict(plan_of(cluster, gradients=2), cluster, NETWORK, COMPUTE)
-    # Ready at 20 ms, done at 32; the other is ready at 30, done at 44 of which 30 are computing.
-    assert found.communication == pytest.approx(0.024)
-    assert found.exposed == pytest.approx(0.014)
-
-
-def test_second_communicator_saves_the_wait_but_no_bandwidth() -> None:
-    cluster = Cluster.imagined(2, 1)
-    found = predict(plan_of(cluster, gradients=2, nccl_comm_num=2), cluster, NETWORK, COMPUTE)
-    assert found.exposed == pytest.approx(0.012)
-
-
-def test_waiting_for_each_bucket_exposes_everything() -> None:
-    cluster = Cluster.imagined(2, 1)
-    found = predict(plan_of(cluster, gradients=2, sync_nccl_allreduce=True), cluster, NETWORK, COMPUTE)
-    assert found.exposed == pytest.approx(0.024)
-
-
-def test_local_sgd_pays_one_averaging_per_period() -> None:
-    cluster = Cluster.imagined(2, 1)
-    plan = plan_of(cluster, use_local_sgd=True, local_sgd_steps=8)
-    assert predict(plan, cluster, NETWORK, COMPUTE).exposed == pytest.approx(0.0015)
-    assert predict(plan, cluster, NETWORK, COMPUTE, warm_up=True).exposed == pytest.approx(0.012)
-
-
-def test_an_averaging_hides_behind_the_steps_of_its_overlap() -> None:
-    cluster, slow = Cluster.imagined(2, 1), Compute(0.002, 0.004)
-    one_step, many = (
-        plan_of(cluster, use_local_sgd=True, local_sgd_steps=8, local_sgd_overlap_steps=steps) for steps in (1, 2)
-    )
-    # 12 ms in all, of which a step of 6 ms hides as much.
-    assert predict(one_step, cluster, NETWORK, slow).exposed == pytest.approx(0.006 / 8)
-    assert predict(one_step, cluster, NETWORK, slow).communication == pytest.approx(0.012 / 8)
-    assert predict(many, cluster, NETWORK, slow).exposed == 0.0
 
 
 def test_each_fragment_hides_behind_steps_of_its_own() -> None:
@@ -136,14 +119,6 @@ def test_handing_over_is_work_of_the_computing_thread() -> None:
     assert waits.exposed == pytest.approx(0.027)
 
 
-def test_a_fast_link_leaves_what_the_processors_do() -> None:
-    cluster, fast = Cluster.imagined(2, 1), Network(Link(0.0, 1e15), Link(0.0, 1e15))
-    plan = plan_of(cluster, gradients=4)
-    costs = Costs(codec_seconds_per_byte={"none": 1e-9}, taken_seconds_per_byte={"none": 1e-9})
-    # 1 ms each beside the backward pass, but the last, which is exchanged for 1 ms behind it.
-    assert predict(plan, cluster, fast, COMPUTE, costs=costs).exposed == pytest.approx(0.004, rel=0.05)
-
-
 def test_an_averaging_costs_processor_time_where_it_hides() -> None:
     cluster, local = Cluster.imagined(2, 1), {"use_local_sgd": True, "local_sgd_steps": 8}
     costs = Costs(
@@ -168,25 +143,8 @@ def test_hierarchical_on_two_nodes_of_two_ranks() -> None:
     assert hierarchical.communication == pytest.approx(0.0143)
 
 
-def test_faster_links_never_make_a_step_longer() -> None:
-    cluster = Cluster.imagined(4, 2)
-    plan = plan_of(cluster, gradients=5, nccl_comm_num=2, use_hierarchical_allreduce=True)
-    steps = [
-        predict(plan, cluster, Network(Link(1e-4, rate), NETWORK.inside), COMPUTE).step for rate in (1e7, 1e8, 1e9)
-    ]
-    assert steps == sorted(steps, reverse=True)
-
-
 def test_backward_pass_is_two_thirds_unless_measured() -> None:
     assert Compute.of(0.030) == Compute(pytest.approx(0.010), pytest.approx(0.020), 0.0)
-
-
-@pytest.mark.parametrize("nodes", [8, 64, 512])
-def test_clusters_on_paper_keep_the_buckets(nodes: int) -> None:
-    plan = plan_of(Cluster.imagined(2, 4), gradients=3)
-    larger, cluster = on_paper(plan, nodes, 4)
-    assert (larger.world_size, larger.node_num, larger.buckets) == (4 * nodes, nodes, plan.buckets)
-    assert cluster.world_size == 4 * nodes
 
 
 def test_hierarchical_wins_on_many_nodes_and_local_sgd_beats_both() -> None:
@@ -197,25 +155,6 @@ def test_hierarchical_wins_on_many_nodes_and_local_sgd_beats_both() -> None:
     }
     assert exposed["as planned"] == exposed["flat"]
     assert exposed["local_sgd (8 steps)"] < exposed["hierarchical"] < exposed["flat"]
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node", "is_possible"), [(4, 1, False), (2, 2, True), (1, 4, False)])
-def test_hierarchical_is_an_alternative_where_groups_are_neither_ranks_nor_the_job(
-    nodes: int, ranks_per_node: int, is_possible: bool
-) -> None:
-    found = alternatives(plan_of(Cluster.imagined(nodes, ranks_per_node)), ranks_per_node)
-    assert ("hierarchical" in found) == is_possible
-
-
-def test_single_rank_on_paper_is_refused() -> None:
-    with pytest.raises(ConversionError, match="one rank communicates nothing"):
-        on_paper(plan_of(Cluster.imagined(2, 1)), 1, 1)
-
-
-def test_local_groups_that_do_not_fit_are_refused_with_the_factors() -> None:
-    plan = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
-    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which local groups of 2 do not divide"):
-        on_paper(plan, 3, 1)
 
 
 def test_statistics_of_batch_norm_hide_behind_nothing() -> None:
@@ -235,3 +174,123 @@ def test_an_update_of_merged_micro_batches_computes_each_of_them() -> None:
     assert merged.compute == pytest.approx(4 * once.compute)
     assert merged.exposed == pytest.approx(once.exposed)
     assert merged.samples_per_second == pytest.approx(4 * 8 * 2 / merged.step)
+
+
+def pricing_of(nodes_on_paper: tuple[int, ...] = (), **knobs: Any) -> Pricing:
+    cluster, network = Cluster.imagined(2, 2), Network(Link(1e-4, 125e6), Link(3e-5, 1.25e9))
+    plan = build_plan([TensorSpec("w", (2**20,), "float32")], cluster, Profile(**knobs))
+    conditions = Conditions(network, Compute.of(0.03), 32, ("--latency_us 100",))
+    return price(plan, cluster, conditions, nodes_on_paper)
+
+
+def test_text_says_traffic_conditions_and_prediction() -> None:
+    assert describe(pricing_of()).splitlines() == [
+        "steps between synchronisations: 1",
+        "",
+        "predicted traffic per step (payload; Gloo's and TCP's headers come on top):",
+        "  sent by a rank: 6.000 MB",
+        "  between nodes: 6.000 MB leave a node, and 1728 bytes of Gloo's headers",
+        "  inside a node: 6.000 MB",
+        "",
+        "between nodes: 100 us, 1000 Mb/s; inside a node: 30 us, 10000 Mb/s; computing: 30 ms "
+        "(assumed, not given: --latency_us 100)",
+        "predicted step: 80.932 ms = 30.000 computing + 50.932 exposed of 50.932 communication; 1582 samples/s",
+    ]
+
+
+def test_local_sgd_has_a_line_for_its_warm_up() -> None:
+    text = describe(pricing_of(use_local_sgd=True, local_sgd_steps=8, local_sgd_is_warm_steps=100))
+    assert "steps between synchronisations: 8 (constant; 100 warm-up steps synchronise every step)" in text
+    assert "predicted traffic per step, mean of a period of 8 (payload" in text
+    assert "  sent by a rank: 0.750 MB\n" in text
+    assert "predicted traffic per warm-up step (payload" in text
+    assert "predicted warm-up step: 80.932 ms" in text
+    found = pricing_of(use_local_sgd=True, local_sgd_steps=8, local_sgd_is_warm_steps=0)
+    assert (found.warm_up, found.warm_up_traffic, found.to_json()["warm_up_prediction"]) == (None, None, None)
+    assert "per warm-up step" not in describe(found)
+    assert pricing_of().warm_up is None
+
+
+def test_every_size_on_paper_has_one_winner() -> None:
+    rows = pricing_of((8, 64, 512)).paper
+    assert [(row.nodes, row.ranks) for row in rows[::4]] == [(8, 16), (64, 128), (512, 1024)]
+    assert [row.strategy for row in rows[:4]] == ["as planned", "flat", "hierarchical", "local_sgd (8 steps)"]
+    assert [row.strategy for row in rows if row.wins] == ["local_sgd (8 steps)"] * 3
+    marked = [line for line in describe(pricing_of((8, 64, 512))).splitlines() if line.endswith(" *")]
+    assert [line.split()[:2] for line in marked] == [["8", "16"], ["64", "128"], ["512", "1024"]]
+
+
+def test_json_has_everything_and_is_plain() -> None:
+    content = json.loads(json.dumps(pricing_of((8,), use_local_sgd=True).to_json()))
+    names = "steps_between_synchronisations conditions traffic_per_step prediction warm_up_traffic_per_step "
+    assert set(content) == set(f"{names} warm_up_prediction on_paper".split())
+    assert content["traffic_per_step"]["leaving"] == [content["traffic_per_step"]["sent"][0]] * 2
+    prediction = content["on_paper"][0]["prediction"]
+    assert set(prediction) == {"compute", "communication", "exposed", "step", "samples_per_second"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ends"),
+    [
+        ([task(0, 3.0, ("", 1.0), ("wire", 2.0))], [6.0]),
+        ([task(0, 5.0, ("wire", 1.0)), task(0, 0.0, ("wire", 1.0))], [6.0, 7.0]),
+        ([task(0, 0.0, ("wire", 2.0)), task(1, 0.0, ("wire", 2.0))], [4.0, 4.0]),
+        ([task(0, 0.0, ("wire", 3.0)), task(1, 0.0, ("wire", 1.0))], [4.0, 2.0]),
+        ([task(0, 0.0, ("", 1.0), ("wire", 2.0)), task(1, 0.0, ("", 1.0), ("bus", 2.0))], [3.0, 3.0]),
+        ([task(0, 0.0, ("wire", 4.0)), task(1, 2.0, ("wire", 1.0))], [5.0, 4.0]),
+        ([task(0, 2.0), task(0, 0.0, ("wire", 1.0))], [2.0, 3.0]),
+        ([], []),
+    ],
+    ids=[
+        "ready",
+        "a queue's order",
+        "two share",
+        "the shorter ends first",
+        "other resources",
+        "late",
+        "no work",
+        "none",
+    ],
+)
+def test_tasks_keep_their_queues_order_and_share_resources(tasks: list[Task], ends: list[float]) -> None:
+    assert finish_times(tasks) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "exposed"),
+    [({}, 0.014), ({"nccl_comm_num": 2}, 0.012), ({"sync_nccl_allreduce": True}, 0.024)],
+    ids=["the first hides behind the backward pass", "no wait, but no more bandwidth", "everything is exposed"],
+)
+def test_two_buckets_hide_what_they_can(knobs: dict[str, Any], exposed: float) -> None:
+    """Ready at 20 ms, done at 32; the other is ready at 30, done at 44 of which 30 are computing."""
+    cluster = Cluster.imagined(2, 1)
+    found = predict(plan_of(cluster, gradients=2, **knobs), cluster, NETWORK, COMPUTE)
+    assert found.communication == pytest.approx(0.024)
+    assert found.exposed == pytest.approx(exposed)
+
+
+def test_local_sgd_pays_one_averaging_per_period_and_hides_it_behind_the_steps_of_its_overlap() -> None:
+    cluster, slow, local = Cluster.imagined(2, 1), Compute(0.002, 0.004), {"use_local_sgd": True, "local_sgd_steps": 8}
+    waited, one_step, many = (plan_of(cluster, **local, local_sgd_overlap_steps=steps) for steps in (0, 1, 2))
+    assert predict(waited, cluster, NETWORK, COMPUTE).exposed == pytest.approx(0.0015)
+    assert predict(waited, cluster, NETWORK, COMPUTE, warm_up=True).exposed == pytest.approx(0.012)
+    # 12 ms in all, of which a step of 6 ms hides as much.
+    assert predict(one_step, cluster, NETWORK, slow).exposed == pytest.approx(0.006 / 8)
+    assert predict(one_step, cluster, NETWORK, slow).communication == pytest.approx(0.012 / 8)
+    assert predict(many, cluster, NETWORK, slow).exposed == 0.0
+
+
+@pytest.mark.parametrize("nodes", [8, 64, 512])
+def test_clusters_on_paper_keep_the_buckets_and_refuse_what_does_not_fit(nodes: int) -> None:
+    plan = plan_of(Cluster.imagined(2, 4), gradients=3)
+    larger, cluster = on_paper(plan, nodes, 4)
+    assert (larger.world_size, larger.node_num, larger.buckets) == (4 * nodes, nodes, plan.buckets)
+    assert cluster.world_size == 4 * nodes
+    hierarchical = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
+    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which local groups of 2 do not divide"):
+        on_paper(hierarchical, 3, 1)
+    with pytest.raises(ConversionError, match="one rank communicates nothing"):
+        on_paper(plan, 1, 1)
+    for nodes, ranks_per_node, is_possible in ((4, 1, False), (2, 2, True), (1, 4, False)):
+        found = alternatives(plan_of(Cluster.imagined(nodes, ranks_per_node)), ranks_per_node)
+        assert ("hierarchical" in found) == is_possible, "its groups are neither single ranks nor the whole job"

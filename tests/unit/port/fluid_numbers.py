@@ -1,13 +1,10 @@
 """Snippets for Paddle 1.8 whose numbers were recorded with Paddle 1.8.5 on a CPU: ``numbers_1_8.json``.
 
-Ported by `fleet_train.port`, they have to give the same numbers on today's Paddle. ``python fluid_numbers.py OUT.json`` below a
-Paddle 1.8 records them again; the same file runs what `test_numbers.py` has ported. Plain Python 3.7.
+Ported by `fleet_train.port`, they have to give the same numbers on today's Paddle: `test_compat.py`.
 """
 
-import json
-import sys
-
 import numpy as np
+import paddle
 
 PREAMBLE = """
 import numpy as np
@@ -183,47 +180,52 @@ FORWARD = {
     "nets.glu": "fluid.nets.glu(L.concat([x, y], axis=1), dim=1)",
 }
 
-# Trained for four steps; the loss of each is fetched.
+# Trained for four steps; the loss of each is fetched. What minimizes is the last line of a snippet.
 _NET = 'loss = L.mean(L.square_error_cost(L.fc(x, 3, param_attr=fixed(3, 3), act="tanh"), soft))\n'
-_STEP = "fluid.optimizer."
 TRAINED = {
-    "optimizer.SGD": _NET + _STEP + "SGD(0.5).minimize(loss)",
-    "optimizer.SGD decay": _NET
-    + _STEP
-    + "SGDOptimizer(learning_rate=0.5, regularization=fluid.regularizer.L2Decay(0.1)).minimize(loss)",
-    "optimizer.SGD L1": _NET
-    + _STEP
-    + "SGD(0.5, regularization=fluid.regularizer.L1DecayRegularizer(regularization_coeff=0.1)).minimize(loss)",
-    "optimizer.Momentum": _NET + _STEP + "Momentum(0.1, 0.9).minimize(loss)",
-    "optimizer.Momentum all": _NET + _STEP + "MomentumOptimizer(learning_rate=0.1, momentum=0.9, use_nesterov=True, "
-    "regularization=fluid.regularizer.L2DecayRegularizer(0.1), "
-    "grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=0.1)).minimize(loss)",
-    "optimizer.Adam": _NET + _STEP + "Adam(0.1, 0.8, 0.99, 1e-8).minimize(loss)",
-    "optimizer.Adam defaults": _NET + _STEP + "AdamOptimizer(learning_rate=0.1).minimize(loss)",
-    "optimizer.Adam decay": _NET + _STEP + "Adam(0.1, regularization=fluid.regularizer.L2Decay(0.5)).minimize(loss)",
-    "optimizer.RMSProp decay": _NET
-    + _STEP
-    + "RMSPropOptimizer(0.01, regularization=fluid.regularizer.L2Decay(0.5)).minimize(loss)",
-    "ParamAttr regularizer": "attr = fixed(3, 3)\nattr.regularizer = fluid.regularizer.L2Decay(0.5)\n"
-    + "loss = L.mean(L.square_error_cost(L.fc(x, 3, param_attr=attr), soft))\n"
-    + _STEP
-    + "SGD(0.1, regularization=fluid.regularizer.L2Decay(0.1)).minimize(loss)",
-    "optimizer.Adamax": _NET + _STEP + "Adamax(learning_rate=0.1).minimize(loss)",
-    "optimizer.Adagrad": _NET + _STEP + "AdagradOptimizer(0.1, initial_accumulator_value=0.1).minimize(loss)",
-    "optimizer.RMSProp": _NET + _STEP + "RMSProp(0.01, 0.9, 1e-3, 0.5, centered=True).minimize(loss)",
-    "optimizer.LarsMomentum": _NET + _STEP + "LarsMomentum(0.5, 0.9, lars_coeff=0.1).minimize(loss)",
-    "clip.GradientClipByNorm": _NET + _STEP + "SGD(0.5, grad_clip=fluid.clip.GradientClipByNorm(0.05)).minimize(loss)",
-    "ParamAttr": "attr = fixed(3, 3)\nattr.learning_rate = 0.5\nloss = L.mean(L.square_error_cost(L.fc(x, 3, "
-    "param_attr=attr, bias_attr=fluid.ParamAttr(name='b', trainable=False, initializer=fluid.initializer.Constant(0.5))), "
-    "soft))\n" + _STEP + "SGD(0.5).minimize(loss, parameter_list=None)",
-    "cross_entropy gradient": "loss = L.mean(L.cross_entropy(L.fc(x, 3, param_attr=fixed(3, 3), act='softmax'), label))\n"
-    + _STEP
-    + "SGD(0.5).minimize(loss)",
-    "batch_norm statistics": "h = L.batch_norm(x, momentum=0.5)\nloss = L.mean(L.fc(h, 1, param_attr=fixed(3, 1)))\n"
-    + _STEP
-    + "SGD(0.5).minimize(loss)",
-    "softmax_with_cross_entropy gradient": "loss = L.mean(L.softmax_with_cross_entropy(L.fc(x, 3, "
-    "param_attr=fixed(3, 3)), label))\n" + _STEP + "SGD(0.5).minimize(loss)",
+    name: _NET + f"fluid.optimizer.{optimizer}.minimize(loss)"
+    for name, optimizer in {
+        "optimizer.SGD": "SGD(0.5)",
+        "optimizer.SGD decay": "SGDOptimizer(learning_rate=0.5, regularization=fluid.regularizer.L2Decay(0.1))",
+        "optimizer.SGD L1": "SGD(0.5, regularization=fluid.regularizer.L1DecayRegularizer(regularization_coeff=0.1))",
+        "optimizer.Momentum": "Momentum(0.1, 0.9)",
+        "optimizer.Momentum all": "MomentumOptimizer(learning_rate=0.1, momentum=0.9, use_nesterov=True, regularization=fluid.regularizer.L2DecayRegularizer(0.1), grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=0.1))",
+        "optimizer.Adam": "Adam(0.1, 0.8, 0.99, 1e-8)",
+        "optimizer.Adam defaults": "AdamOptimizer(learning_rate=0.1)",
+        "optimizer.Adam decay": "Adam(0.1, regularization=fluid.regularizer.L2Decay(0.5))",
+        "optimizer.RMSProp decay": "RMSPropOptimizer(0.01, regularization=fluid.regularizer.L2Decay(0.5))",
+        "optimizer.Adamax": "Adamax(learning_rate=0.1)",
+        "optimizer.Adagrad": "AdagradOptimizer(0.1, initial_accumulator_value=0.1)",
+        "optimizer.RMSProp": "RMSProp(0.01, 0.9, 1e-3, 0.5, centered=True)",
+        "optimizer.LarsMomentum": "LarsMomentum(0.5, 0.9, lars_coeff=0.1)",
+        "clip.GradientClipByNorm": "SGD(0.5, grad_clip=fluid.clip.GradientClipByNorm(0.05))",
+    }.items()
+} | {
+    "ParamAttr regularizer": (
+        "attr = fixed(3, 3)\n"
+        "attr.regularizer = fluid.regularizer.L2Decay(0.5)\n"
+        "loss = L.mean(L.square_error_cost(L.fc(x, 3, param_attr=attr), soft))\n"
+        "fluid.optimizer.SGD(0.1, regularization=fluid.regularizer.L2Decay(0.1)).minimize(loss)"
+    ),
+    "ParamAttr": (
+        "attr = fixed(3, 3)\n"
+        "attr.learning_rate = 0.5\n"
+        "loss = L.mean(L.square_error_cost(L.fc(x, 3, param_attr=attr, bias_attr=fluid.ParamAttr(name='b', trainable=False, initializer=fluid.initializer.Constant(0.5))), soft))\n"
+        "fluid.optimizer.SGD(0.5).minimize(loss, parameter_list=None)"
+    ),
+    "cross_entropy gradient": (
+        "loss = L.mean(L.cross_entropy(L.fc(x, 3, param_attr=fixed(3, 3), act='softmax'), label))\n"
+        "fluid.optimizer.SGD(0.5).minimize(loss)"
+    ),
+    "batch_norm statistics": (
+        "h = L.batch_norm(x, momentum=0.5)\n"
+        "loss = L.mean(L.fc(h, 1, param_attr=fixed(3, 1)))\n"
+        "fluid.optimizer.SGD(0.5).minimize(loss)"
+    ),
+    "softmax_with_cross_entropy gradient": (
+        "loss = L.mean(L.softmax_with_cross_entropy(L.fc(x, 3, param_attr=fixed(3, 3)), label))\n"
+        "fluid.optimizer.SGD(0.5).minimize(loss)"
+    ),
 }
 
 # The names of the parameters are compared.
@@ -305,22 +307,23 @@ def module():
     return text.replace("INPUTS", "x, y, row, column, p, soft, label, image, rows, ids, delta")
 
 
-def run_all(text, static, unique_name, new_scope, place):
+def run_all(text):
     """Figures of each case of a script; the error's text where one failed."""
     names, found = {}, {}
     exec(text, names)
     for number, (name, steps) in enumerate(cases()):
-        with unique_name.guard():
+        with paddle.utils.unique_name.guard():
             try:
                 case = names["case_%d" % number]
-                found[name] = summary(name, run(name, names["inputs"], case, steps, static, new_scope(), place))
+                found[name] = summary(name, run(name, names["inputs"], case, steps))
             except Exception as error:
                 found[name] = type(error).__name__ + ": " + str(error)
     return found
 
 
-def run(name, inputs, case, steps, static, scope, place):
-    """Fetched arrays of every step, or names of parameters. ``static``: paddle.static, or paddle.fluid of 1.8."""
+def run(name, inputs, case, steps):
+    """Fetched arrays of every step, or names of parameters."""
+    static = paddle.static
     main, startup = static.Program(), static.Program()
     main.random_seed = startup.random_seed = 7
     with static.program_guard(main, startup):
@@ -328,8 +331,8 @@ def run(name, inputs, case, steps, static, scope, place):
         out = list(out) if isinstance(out, (list, tuple)) else [out]
     if name in NAMED:
         return sorted({one.name for one in main.global_block().all_parameters()})
-    with static.scope_guard(scope):
-        exe = static.Executor(place)
+    with static.scope_guard(static.Scope()):
+        exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
         return [one for _ in range(steps) for one in exe.run(main, feed=feed(), fetch_list=out)]
 
@@ -343,19 +346,3 @@ def summary(name, arrays):
         parts = [one[one != 0] if one.size > one.shape[-1] * 64 or "start" in name else one for one in parts]
         return [[float(one.std()), float(np.abs(one).max())] for one in parts]
     return [[list(np.shape(one)), np.asarray(one, "float64").reshape(-1).round(7).tolist()] for one in arrays]
-
-
-def main():
-    """Record with Paddle 1.8."""
-    import paddle.fluid as fluid
-
-    recorded = run_all(module(), fluid, fluid.unique_name, fluid.core.Scope, fluid.CPUPlace())
-    for name, figures in recorded.items():
-        if isinstance(figures, str):
-            print(name, figures[-400:])
-    with open(sys.argv[1], "w") as sink:
-        json.dump(recorded, sink, indent=None, sort_keys=True, separators=(",", ":"))
-
-
-if __name__ == "__main__":
-    main()

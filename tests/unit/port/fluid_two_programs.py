@@ -1,6 +1,6 @@
 """A script for Paddle 1.8 that trains one network in one program and tests it in another, which share their parameters.
 
-``python fluid_two_programs.py OUT.json`` below a Paddle 1.8 records what `test_numbers.py` has; ported, it has to give
+``python fluid_two_programs.py OUT.json`` below a Paddle 1.8 records what `test_compat.py` has; ported, it has to give
 the same today. What is dropped is fetched and not learned: numbers must not hang on a random mask.
 """
 

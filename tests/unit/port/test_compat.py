@@ -1,17 +1,98 @@
-"""fleet_train.compat: what it refuses, and how it feeds. Its numbers: test_numbers.py."""
+"""fleet_train.compat: what it refuses, and how it feeds; a ported line computes what it computed in Paddle 1.8.5."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fleet_train.port import port
 from tests.support.processes import ROOT, clean_environ, python
+from tests.unit.port import fluid_numbers
+
+HERE = Path(__file__).parent
+RECORDED: dict[str, Any] = json.loads((HERE / "numbers_1_8.json").read_text())
+# Paddle 1.8 gave a scalar one dimension, today it has none.
+SCALARS = ([], [1])
+
+
+def run_python(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        python(*arguments),
+        cwd=folder,
+        env=clean_environ({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# What is written -> part of the error that says what is wrong and what to do.
+REFUSED = {
+    "compat.conv2d(image, 4, 3, act='mish2')": "act='mish2': not supported; use one of elu, exp, gelu",
+    "compat.data('words', [1], lod_level=1)": "lod_level=1: pad the sequences",
+    "compat.DataFeeder(['x'])": "give the input variables instead of their names ['x']",
+    "feeder.feed([(1,)])": "a sample has 1 entries for 2 inputs",
+    "feeder.feed([([1, 2, 3], 5)])": "a sample of 'x' has 3 values, its shape is [2, 2]",
+    "compat.embedding(x, [4, 4])": "the last dimension of the indices must be 1, given [-1, 2, 2]",
+    "compat.embedding_v2(label, [4, 4], is_distributed=True)": "is_distributed=True needs parameter servers",
+    "compat.one_hot(label, 4, allow_out_of_range=True)": "clip the indices first",
+    "compat.dropout(x, 0.5, seed=7)": "seed=7 for one layer no longer exists; use paddle.seed",
+    "compat.dropout(x, 0.5, dropout_implementation='both')": "use downgrade_in_infer or upscale_in_train",
+    "compat.pool2d(image, 2, 'median')": "pool_type='median'; use 'max' or 'avg'",
+    "compat.conv2d_transpose(image, 4, output_size=16)": "give filter_size",
+    "exe.run(own, fetch_list=[total])": "exe.run: inside come from a loader: call its start() before",
+    "[inside.set_batch_generator(lambda: []).start(), inside.start()]": "started twice: call its reset()",
+    "compat.py_reader(2, [[-1, 1]], ['int64'], lod_levels=[1])": "lod_levels=[1]: pad the sequences",
+    "rows('2 1 2 1\\n')": "rows.txt:1: not 2 slots of `count value ...` (float32, int64)",
+    "rows('2 1 2 1 3 4\\n')": "rows.txt:1: not 2 slots",
+    "rows('2 1 a 1 3\\n')": "rows.txt:1: not 2 slots",
+    "rows('', 'cat; exit 3')": "rows.txt: pipe_command 'cat; exit 3' ended with exit code 3",
+    "list(dataset('nowhere.txt').batches())": "nowhere.txt: No such file or directory",
+    "compat.QueueDataset().set_hdfs_config('hdfs://a', 'b')": (
+        "fs_name='hdfs://a': files are read from local or mounted folders"
+    ),
+    "compat.InMemoryDataset().init(parse_ins_id=True)": (
+        "InMemoryDataset: parse_ins_id=True: lines have no identifiers here"
+    ),
+    "compat.InMemoryDataset().init(shuffle=True)": "InMemoryDataset: unknown setting shuffle=True",
+    "compat.QueueDataset().local_shuffle()": "QueueDataset.local_shuffle: use an InMemoryDataset",
+    "compat.InMemoryDataset().local_shuffle()": "call load_into_memory() first",
+    "compat.DatasetFactory().create_dataset('Dataset')": (
+        "create_dataset('Dataset'): use one of QueueDataset, InMemoryDataset"
+    ),
+    "compat.train_from_dataset(exe, None, paddle.distributed.QueueDataset())": (
+        "give a compat.QueueDataset or a compat.InMemoryDataset"
+    ),
+    "compat.train_from_dataset(exe, own, dataset('rows.txt'), print_period=0)": "a period of at least 1 batch",
+    "compat.train_from_dataset(exe, own, dataset('rows.txt'), fetch_info=['loss'])": (
+        "fetch_info=['loss'] and print_period=100: give a name for each of the 0 values"
+    ),
+    "compat.infer_from_dataset(exe, None, compat.QueueDataset(), fetch_handler=print)": (
+        "infer_from_dataset: fetch_handler is not supported"
+    ),
+    "compat.from_generator([x], return_list=True)": "return_list=True is for dynamic mode",
+    "iter(compat.from_generator([x]))": "set a generator first",
+    "list(compat.from_generator([x, label]).set_batch_generator(lambda: [(1,)]))": (
+        "a batch has 1 arrays for 2 inputs"
+    ),
+    "compat.embedding(label, [4, 4], param_attr=False)": ": param_attr=False: it has no form without this parameter",
+    "compat.embedding(label, [4, 4], param_attr=['a', 'b'])": "2 attributes for one parameter; give one",
+    "compat.fc([image, image], 3, param_attr=['a', 'b', 'c'])": "fc: param_attr lists 3 attributes for 2 inputs",
+    "compat.fc(paddle.static.data('wide', [None, None]), 3)": (
+        "the input [-1, -1] is open behind axis 1; fix its shape"
+    ),
+}
 
 _CASES = """
-import json
+import json, sys
 import numpy as np
 import paddle
 from fleet_train import compat
@@ -24,11 +105,12 @@ image = paddle.static.data("image", [None, 3, 8, 8])
 feeder = compat.DataFeeder(feed_list=[x, label], place=None)
 
 
-def refusal(function):
+def refusal(expression):
     try:
-        function()
+        eval(expression) if isinstance(expression, str) else expression()
     except ConversionError as error:
         return str(error)
+    return "nothing was refused"
 
 
 def samples(count):
@@ -131,54 +213,18 @@ one, two = paddle.static.data("one", [None, 2]), paddle.static.data("two", [None
 loader = compat.from_generator(feed_list=[x, label], capacity=4)
 fed = feeder.feed([([1, 2, 3, 4], 5), (np.ones((2, 2)), [6])])
 print(json.dumps({
-    "act": refusal(lambda: compat.conv2d(image, 4, 3, act="mish2")),
-    "lod": refusal(lambda: compat.data("words", [1], lod_level=1)),
-    "names": refusal(lambda: compat.DataFeeder(["x"])),
-    "entries": refusal(lambda: feeder.feed([(1,)])),
-    "size": refusal(lambda: feeder.feed([([1, 2, 3], 5)])),
-    "last": refusal(lambda: compat.embedding(x, [4, 4])),
-    "servers": refusal(lambda: compat.embedding_v2(label, [4, 4], is_distributed=True)),
-    "range": refusal(lambda: compat.one_hot(label, 4, allow_out_of_range=True)),
-    "seed": refusal(lambda: compat.dropout(x, 0.5, seed=7)),
-    "implementation": refusal(lambda: compat.dropout(x, 0.5, dropout_implementation="both")),
-    "pool": refusal(lambda: compat.pool2d(image, 2, "median")),
-    "transpose": refusal(lambda: compat.conv2d_transpose(image, 4, output_size=16)),
-    "outside": refusal(lambda: exe.run(own, fetch_list=[total])),
-    "twice": refusal(lambda: (inside.set_batch_generator(lambda: []).start(), inside.start())),
+    "refused": {expression: refusal(expression) for expression in json.loads(sys.argv[1])},
     "fed by hand": exe.run(own, feed={"inside": np.ones((1, 2), "float32")}, fetch_list=[total])[0].item(),
     "fed inside": fetched_until_the_end(),
     "after the end": type(raised(lambda: exe.run(own, fetch_list=[total]))).__name__,
     "failed": str(failed()),
-    "levels": refusal(lambda: compat.py_reader(2, [[-1, 1]], ["int64"], lod_levels=[1])),
     "one input": isinstance(compat.read_file(compat.py_reader(2, [[-1, 1]], ["int64"])), paddle.pir.Value),
-    "line": refusal(lambda: rows("2 1 2 1\\n")),
-    "words": refusal(lambda: rows("2 1 2 1 3 4\\n")),
-    "letters": refusal(lambda: rows("2 1 a 1 3\\n")),
-    "exit code": refusal(lambda: rows("", "cat; exit 3")),
-    "no file": refusal(lambda: list(dataset("nowhere.txt").batches())),
     "rows": rows("2 1 2 1 3\\n2 3 4 1 5\\n2 5 6 1 7\\n", "head -n 2"),
     "abandoned": abandoned(),
-    "hdfs": refusal(lambda: compat.QueueDataset().set_hdfs_config("hdfs://a", "b")),
-    "setting": refusal(lambda: compat.InMemoryDataset().init(parse_ins_id=True)),
-    "no setting": refusal(lambda: compat.InMemoryDataset().init(shuffle=True)),
-    "shuffled": refusal(lambda: compat.QueueDataset().local_shuffle()),
-    "unloaded": refusal(lambda: compat.InMemoryDataset().local_shuffle()),
-    "kind": refusal(lambda: compat.DatasetFactory().create_dataset("Dataset")),
-    "stock dataset": refusal(lambda: compat.train_from_dataset(exe, None, paddle.distributed.QueueDataset())),
-    "period": refusal(lambda: compat.train_from_dataset(exe, own, dataset("rows.txt"), print_period=0)),
-    "infos": refusal(lambda: compat.train_from_dataset(exe, own, dataset("rows.txt"), fetch_info=["loss"])),
-    "handler": refusal(lambda: compat.infer_from_dataset(exe, None, compat.QueueDataset(), fetch_handler=print)),
-    "list": refusal(lambda: compat.from_generator([x], return_list=True)),
-    "unset": refusal(lambda: iter(compat.from_generator([x]))),
-    "arrays": refusal(lambda: list(compat.from_generator([x, label]).set_batch_generator(lambda: [(1,)]))),
     "samples": shown(loader.set_sample_generator(lambda: samples(5), 2)),
     "all samples": shown(loader.set_sample_generator(lambda: samples(5), 2, drop_last=False)),
     "sample lists": shown(loader.set_sample_list_generator(paddle.batch(lambda: samples(3), 2))) * 2,
     "batches": shown(loader.set_batch_generator(lambda: [(np.ones((3, 2, 2)), np.ones((3, 1)))])()),
-    "table": refusal(lambda: compat.embedding(label, [4, 4], param_attr=False)),
-    "several": refusal(lambda: compat.embedding(label, [4, 4], param_attr=["a", "b"])),
-    "weights": refusal(lambda: compat.fc([image, image], 3, param_attr=["a", "b", "c"])),
-    "width": refusal(lambda: compat.fc(paddle.static.data("wide", [None, None]), 3)),
     "shared": [shared.name, shared.initializer is None],
     "clones": clones(),
     "fed": {name: [str(value.dtype), value.tolist()] for name, value in fed.items()},
@@ -190,66 +236,14 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    environ = clean_environ({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(
-        python("-c", _CASES),
-        cwd=tmp_path_factory.mktemp("cases"),
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_python(tmp_path_factory.mktemp("cases"), "-c", _CASES, json.dumps(list(REFUSED)))
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("act", "act='mish2': not supported; use one of elu, exp, gelu"),
-        ("lod", "lod_level=1: pad the sequences"),
-        ("names", "give the input variables instead of their names ['x']"),
-        ("entries", "a sample has 1 entries for 2 inputs"),
-        ("outside", "exe.run: inside come from a loader: call its start() before"),
-        ("twice", "the loader was started twice: call its reset()"),
-        ("failed", "integer division or modulo by zero"),
-        ("levels", "lod_levels=[1]: pad the sequences"),
-        ("line", "rows.txt:1: not 2 slots of `count value ...` (float32, int64)"),
-        ("words", "rows.txt:1: not 2 slots"),
-        ("letters", "rows.txt:1: not 2 slots"),
-        ("exit code", "rows.txt: pipe_command 'cat; exit 3' ended with exit code 3"),
-        ("no file", "nowhere.txt: No such file or directory"),
-        ("hdfs", "fs_name='hdfs://a': files are read from local or mounted folders"),
-        ("setting", "InMemoryDataset: parse_ins_id=True: lines have no identifiers here"),
-        ("no setting", "InMemoryDataset: unknown setting shuffle=True"),
-        ("shuffled", "QueueDataset.local_shuffle: use an InMemoryDataset"),
-        ("unloaded", "call load_into_memory() first"),
-        ("kind", "create_dataset('Dataset'): use one of QueueDataset, InMemoryDataset"),
-        ("stock dataset", "give a compat.QueueDataset or a compat.InMemoryDataset"),
-        ("period", "a period of at least 1 batch"),
-        ("infos", "fetch_info=['loss'] and print_period=100: give a name for each of the 0 values"),
-        ("handler", "infer_from_dataset: fetch_handler is not supported"),
-        ("list", "return_list=True is for dynamic mode"),
-        ("unset", "set a generator first"),
-        ("arrays", "a batch has 1 arrays for 2 inputs"),
-        ("size", "a sample of 'x' has 3 values, its shape is [2, 2]"),
-        ("last", "the last dimension of the indices must be 1, given [-1, 2, 2]"),
-        ("servers", "is_distributed=True needs parameter servers"),
-        ("range", "clip the indices first"),
-        ("seed", "seed=7 for one layer no longer exists; use paddle.seed"),
-        ("implementation", "use downgrade_in_infer or upscale_in_train"),
-        ("pool", "pool_type='median'; use 'max' or 'avg'"),
-        ("transpose", "give filter_size"),
-        ("table", ": param_attr=False: it has no form without this parameter"),
-        ("several", "2 attributes for one parameter; give one"),
-        ("weights", "fc: param_attr lists 3 attributes for 2 inputs"),
-        ("width", "the input [-1, -1] is open behind axis 1; fix its shape"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_with_the_fix(case: str, words: str, outcomes: dict[str, Any]) -> None:
-    assert words in (outcomes[case] or "nothing was refused")
+@pytest.mark.parametrize("expression", REFUSED)
+def test_what_cannot_be_done_is_refused_with_the_fix(expression: str, outcomes: dict[str, Any]) -> None:
+    assert REFUSED[expression] in outcomes["refused"][expression]
 
 
 def test_attributes_that_several_layers_are_given_stay_as_they_were(outcomes: dict[str, Any]) -> None:
@@ -281,6 +275,7 @@ def test_a_loader_inside_feeds_what_is_not_fed_by_hand_until_its_end(outcomes: d
     assert outcomes["fed by hand"] == 2.0
     assert outcomes["fed inside"] == [0.0, 2.0, 4.0, 6.0, 8.0] * 2
     assert outcomes["after the end"] == "EOFException"
+    assert "integer division or modulo by zero" in outcomes["failed"]
     assert outcomes["one input"]
 
 
@@ -297,3 +292,81 @@ def test_loader_yields_a_list_with_one_feed_for_each_batch(outcomes: dict[str, A
     assert outcomes["all samples"] == [feed(2), feed(2), feed(1)]
     assert outcomes["sample lists"] == [feed(2), feed(1)] * 2
     assert outcomes["batches"] == [feed(3)]
+
+
+_RUN_SNIPPETS = """
+import json, sys
+from pathlib import Path
+import paddle
+from tests.unit.port import fluid_numbers
+
+paddle.enable_static()
+figures = fluid_numbers.run_all(Path(sys.argv[1]).read_text())
+Path(sys.argv[2]).write_text(json.dumps(figures))
+"""
+
+
+@pytest.fixture(scope="module")
+def today(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same figures from the ported snippets, all in one process."""
+    folder = tmp_path_factory.mktemp("numbers")
+    found: dict[str, Any] = run_ported(fluid_numbers.module(), folder, "-c", _RUN_SNIPPETS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """What the ported script records, for each of its recipes."""
+    text = (HERE / "fluid_two_programs.py").read_text()
+    found: dict[str, list[float]] = run_ported(text, tmp_path_factory.mktemp("two_programs"))
+    return found
+
+
+def run_ported(text: str, folder: Path, *runner: str) -> Any:
+    """The JSON that a script writes once it is ported, which leaves nothing to do by hand; ``runner`` runs it."""
+    ported = port(text.encode(), "script.py")
+    assert ported.marks == ()
+    (folder / "script.py").write_bytes(ported.new)
+    run_python(folder, *runner, "script.py", "numbers.json")
+    return json.loads((folder / "numbers.json").read_text())
+
+
+# Of fluid_two_programs.py: three figures after each of five steps, then sums of parameters.
+TWO_PROGRAMS = [
+    *(19.5733719, 1.3715005, -0.144581, 2.4725106, 2.7216637, -0.4325058, 4.2223501, 2.1994722, -0.9508662),
+    *(0.5759767, 1.4517274, -1.1589659, 6.2621284, 0.5837148, -2.3125319),
+    *(15.0764217, -0.2561814, -0.0868514, -0.0510598, 1.01129),
+]
+
+
+@pytest.mark.parametrize("recipe", ["built twice below unique_name.guard", "cloned", "cloned behind minimize"])
+def test_a_ported_script_tests_what_it_trains_as_in_1_8(recipe: str, two_programs: dict[str, list[float]]) -> None:
+    np.testing.assert_allclose(two_programs[recipe], TWO_PROGRAMS, rtol=2e-5, atol=5e-6)
+
+
+def test_every_snippet_is_recorded() -> None:
+    assert list(RECORDED) == sorted(name for name, _ in fluid_numbers.cases())
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED.keys() - fluid_numbers.RANDOM.keys() - fluid_numbers.NAMED.keys()))
+def test_ported_snippet_gives_the_numbers_of_1_8(name: str, today: dict[str, Any]) -> None:
+    now = today[name]
+    assert not isinstance(now, str), now
+    assert len(now) == len(RECORDED[name])
+    for (shape, values), (old_shape, old_values) in zip(now, RECORDED[name], strict=True):
+        assert shape == old_shape or (shape in SCALARS and old_shape in SCALARS)
+        np.testing.assert_allclose(values, old_values, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", fluid_numbers.NAMED)
+def test_parameters_have_the_names_of_1_8(name: str, today: dict[str, Any]) -> None:
+    assert today[name] == RECORDED[name]
+
+
+@pytest.mark.parametrize("name", fluid_numbers.RANDOM)
+def test_ported_start_values_spread_as_in_1_8(name: str, today: dict[str, Any]) -> None:
+    now = today[name]
+    assert not isinstance(now, str), now
+    for (spread, largest), (old_spread, old_largest) in zip(now, RECORDED[name], strict=True):
+        assert spread == pytest.approx(old_spread, rel=0.08, abs=1e-7)
+        assert largest == pytest.approx(old_largest, rel=0.25)

@@ -1,14 +1,15 @@
-"""Which strategies can be combined: an entry for every pair, and each entry enforced."""
+"""Which strategies can be combined, and Paddle 1.8's flags, which are knobs wherever they are written."""
 
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile import KNOBS, Profile
+from fleet_train.profile import KNOBS, Profile, applied_mappings, check_flags, load_profile
 from fleet_train.profile.compatibility import PAIRS, STRATEGIES, clashes, entries, verdict
 from fleet_train.profile.knobs import Problem
 from fleet_train.profile.methods.base import Verdict
@@ -30,6 +31,8 @@ ON: dict[str, dict[str, Any]] = {
     "sync_bn": {"sync_batch_norm": True},
     "recompute": {"recompute_segments": 3},
 }
+
+
 KNOB_OF = {one.name: one.knob for one in STRATEGIES}
 REFUSED = {
     ("hierarchical", "dgc"),
@@ -55,11 +58,6 @@ def test_every_pair_of_strategies_has_one_entry_and_nothing_else_has() -> None:
     assert ON.keys() == {one.name for one in STRATEGIES}
 
 
-def test_only_the_compressions_share_a_knob_so_that_no_file_can_name_two_of_them() -> None:
-    assert set(combinations(("bf16", "quantised", "powersgd", "dgc"), 2)) == ONE_KNOB
-    assert not any(PAIRS[pair].allowed for pair in ONE_KNOB)
-
-
 @pytest.mark.parametrize("pair", sorted(ALL - ONE_KNOB), ids=" and ".join)
 def test_a_profile_with_both_is_taken_or_refused_as_the_table_says(pair: tuple[str, str]) -> None:
     settings = {"fuse_all_reduce_ops": False} | ON[pair[0]] | ON[pair[1]]
@@ -68,10 +66,6 @@ def test_a_profile_with_both_is_taken_or_refused_as_the_table_says(pair: tuple[s
     else:
         with pytest.raises(ProfileError, match="does not go with"):
             Profile(**settings)
-
-
-def test_the_table_refuses_these_pairs_and_no_others() -> None:
-    assert {pair for pair, entry in PAIRS.items() if not entry.allowed} == REFUSED
 
 
 @pytest.mark.parametrize("pair", sorted(ALL - ONE_KNOB), ids=" and ".join)
@@ -85,12 +79,6 @@ def test_a_refused_entry_refuses_a_profile_with_both_and_no_other(
     Profile(**{"fuse_all_reduce_ops": False} | ON[first])
 
 
-def test_a_pair_is_found_in_either_order() -> None:
-    assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
-    with pytest.raises(KeyError):
-        verdict("local_sgd", "nothing")
-
-
 def test_a_clash_names_the_knob_that_was_set() -> None:
     pairs = PAIRS | {("fused", "waiting"): Verdict(False, "a reason; leave one of them out")}
     assert clashes({"sync_nccl_allreduce": True}, pairs=pairs) == [
@@ -101,44 +89,15 @@ def test_a_clash_names_the_knob_that_was_set() -> None:
     ]
     assert clashes({"sync_nccl_allreduce": True, "fuse_all_reduce_ops": False}, pairs=pairs) == []
     assert clashes({"nccl_comm_num": 2}, pairs=pairs) == []
+    refused = PAIRS | {("fused", "bf16"): Verdict(False, "a reason")}
+    for half in ("fp16", "bf16"):
+        assert [one.key for one in clashes({"compression": half}, pairs=refused)] == ["compression"]
 
 
 def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() -> None:
     strategies = (STRATEGIES[0], STRATEGIES[0].__class__("timeout", "collective_timeout_seconds", "waiting at most"))
     pairs = {("fused", "timeout"): Verdict(False, "a reason")}
     assert clashes({}, strategies, pairs)[0].key == "fuse_all_reduce_ops"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"use_local_sgd": True, "compression": "powersgd"},
-            "compression: does not go with LocalSGD (use_local_sgd: true): LocalSGD sends gradients in its warm-up "
-            "only, and a compression's error feedback would be lost at its end; use local_sgd_dtype: bfloat16",
-        ),
-        (
-            {"use_hierarchical_allreduce": True, "compression": "dgc"},
-            "compression: does not go with hierarchical allreduce (use_hierarchical_allreduce: true): the ranks' "
-            "largest elements are gathered, not summed; leave use_hierarchical_allreduce off",
-        ),
-        (
-            {"use_local_sgd": True, "sync_batch_norm": True},
-            "sync_batch_norm: does not go with LocalSGD (use_local_sgd: true): local steps send nothing, but "
-            "synchronised statistics would have to; leave sync_batch_norm off",
-        ),
-    ],
-)
-def test_a_refused_pair_is_an_error_with_the_reason_and_the_fix(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(**settings)
-    assert str(caught.value) == message
-
-
-def test_half_the_bits_in_either_format_are_one_strategy() -> None:
-    refused = PAIRS | {("fused", "bf16"): Verdict(False, "a reason")}
-    assert [one.key for one in clashes({"compression": "fp16"}, pairs=refused)] == ["compression"]
-    assert [one.key for one in clashes({"compression": "bf16"}, pairs=refused)] == ["compression"]
 
 
 def test_what_is_switched_off_is_no_strategy() -> None:
@@ -148,7 +107,164 @@ def test_what_is_switched_off_is_no_strategy() -> None:
     assert clashes(off, pairs=refuse_all) == []
 
 
-def test_each_strategy_has_a_knob_of_the_table_and_each_entry_says_how() -> None:
+def test_the_table_refuses_these_pairs_and_no_others_in_either_order() -> None:
+    assert {pair for pair, entry in PAIRS.items() if not entry.allowed} == REFUSED
+    assert set(combinations(("bf16", "quantised", "powersgd", "dgc"), 2)) == ONE_KNOB
     assert {one.knob for one in STRATEGIES} <= KNOBS.keys()
-    assert all(entry.words and not entry.words.endswith(".") for _, _, entry in entries())
-    assert len(list(entries())) == 91
+    assert len(list(entries())) == len(ALL) == 91
+    assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
+    with pytest.raises(KeyError):
+        verdict("local_sgd", "nothing")
+
+
+def test_the_fuse_flags_become_knobs_and_leave_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "environment:\n  FLAGS_fuse_parameter_memory_size: 8\n"
+        "  FLAGS_fuse_parameter_groups_size: 20\n  NCCL_DEBUG: INFO\n"
+    )
+    profile = load_profile(str(path))
+    assert (profile.fuse_grad_size_in_MB, profile.fuse_parameter_groups_size) == (8.0, 20)
+    assert profile.environment == {"NCCL_DEBUG": "INFO"}
+    assert profile.explicit == {"fuse_grad_size_in_MB", "fuse_parameter_groups_size", "environment"}
+    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:2"
+
+
+def test_a_flag_at_the_top_level_is_the_knob_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("FLAGS_fuse_parameter_memory_size: 8\nFLAGS_sync_nccl_allreduce: 0\n")
+    with pytest.raises(ProfileError, match=r"a\.yaml:2: FLAGS_sync_nccl_allreduce: given 0 \(a number\)"):
+        load_profile(str(path))
+    path.write_text("FLAGS_fuse_parameter_memory_size: 8\nFLAGS_sync_nccl_allreduce: false\n")
+    profile = load_profile(str(path))
+    assert profile.fuse_grad_size_in_MB == 8.0
+    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:1"
+
+
+def test_the_process_environment_fills_knobs_that_the_profile_leaves_open() -> None:
+    profile, notices = Profile().overridden_by(
+        {"FLAGS_fuse_parameter_memory_size": "32", "FLAGS_fuse_parameter_groups_size": "10", "HOME": "/root"}
+    )
+    assert (profile.fuse_grad_size_in_MB, profile.fuse_parameter_groups_size) == (32.0, 10)
+    assert profile.origin("fuse_grad_size_in_MB") == "the environment"
+    check_flags(Profile(environment={"FLAGS_x": "1", "NCCL_DEBUG": "INFO"}), ["FLAGS_x"])
+    assert notices == [
+        "FLAGS_fuse_parameter_memory_size=32 is used as fuse_grad_size_in_MB: 32",
+        "FLAGS_fuse_parameter_groups_size=10 is used as fuse_parameter_groups_size: 10",
+    ]
+
+
+def test_a_flag_of_a_refused_knob_is_refused_from_the_process_environment_too(refused_knob: str) -> None:
+    assert Profile().overridden_by({f"FLAGS_{refused_knob}": "0"})[0] == Profile()
+    with pytest.raises(ProfileError) as caught:
+        Profile().overridden_by({f"FLAGS_{refused_knob}": "1"})
+    assert str(caught.value) == (
+        "FLAGS_sync_nccl_allreduce: given true: not available yet; leave it off: a reason. "
+        "(from the environment; unset it there)"
+    )
+
+
+def test_an_unknown_flag_is_refused_with_the_closest_known_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("environment:\n  NCCL_DEBUG: INFO\n  FLAGS_fraction_of_gpu_memory: 0.5\n  FLAGS_qqq: 1\n")
+    with pytest.raises(ProfileError) as caught:
+        check_flags(load_profile(str(path)), {"FLAGS_fraction_of_gpu_memory_to_use", "FLAGS_use_mkldnn"})
+    assert str(caught.value).split("\n") == [
+        f"{path}:3: environment.FLAGS_fraction_of_gpu_memory: the installed Paddle has no such flag; "
+        "did you mean 'FLAGS_fraction_of_gpu_memory_to_use'?",
+        f"{path}:4: environment.FLAGS_qqq: the installed Paddle has no such flag; remove it",
+    ]
+
+
+def test_num_threads_is_mapped_to_the_executors_serial_mode() -> None:
+    executor = ("FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run")
+    assert Profile().worker_environment() == dict.fromkeys(executor, "1")
+    assert Profile(num_threads=3).worker_environment() == dict.fromkeys(executor, "0")
+    own = {"FLAGS_new_executor_serial_run": "0", "NCCL_DEBUG": "INFO"}
+    assert Profile(environment=own).worker_environment() == own | {"FLAGS_new_executor_sequential_run": "1"}
+
+
+MEMORY = {"FLAGS_fuse_parameter_memory_size": "32"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "sets", "notices"),
+    [
+        ({}, {"PATH": "/bin"}, {}, []),
+        (
+            {"fuse_grad_size_in_MB": 4},
+            MEMORY,
+            {},
+            [
+                "FLAGS_fuse_parameter_memory_size=32 is not used: the profile sets fuse_grad_size_in_MB: 4 "
+                "(set by the caller)"
+            ],
+        ),
+        (
+            {"fuse_all_reduce_ops": False},
+            MEMORY,
+            {},
+            ["FLAGS_fuse_parameter_memory_size=32 is not used: fuse_all_reduce_ops is off (set by the caller)"],
+        ),
+        (
+            {},
+            {"FLAGS_sync_nccl_allreduce": "1"},
+            {"sync_nccl_allreduce": True},
+            ["FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true"],
+        ),
+    ],
+)
+def test_a_flag_of_the_process_environment_is_used_where_the_profile_leaves_its_knob_open(
+    settings: dict[str, Any], environment: dict[str, str], sets: dict[str, Any], notices: list[str]
+) -> None:
+    profile = Profile(**settings)
+    assert profile.overridden_by(environment) == (Profile(**settings, **sets), notices)
+    assert profile.overridden_by({"FLAGS_sync_nccl_allreduce": "0"})[0] == profile
+    agreeing = Profile(fuse_grad_size_in_MB=32, environment=MEMORY)
+    assert (agreeing.fuse_grad_size_in_MB, agreeing.environment) == (32.0, {})
+
+
+LOCAL = {"use_local_sgd": True, "local_sgd_steps": 1}
+NOTHING_SAVED = (
+    "local_sgd_steps: 1 (set by the caller) averages the parameters after every step, which sends as much as averaging "
+    "gradients in every step; 2 or more sends less."
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "message"),
+    [
+        ({"nccl_comm_num": 2}, None, None),
+        ({"nccl_comm_num": 2}, 2, None),
+        (
+            {"nccl_comm_num": 2},
+            1,
+            "nccl_comm_num: 2 (set by the caller) is carried out on this one node; Fleet 1.8 silently used 1 there.",
+        ),
+        (
+            {"num_iteration_per_drop_scope": 30},
+            None,
+            "num_iteration_per_drop_scope: 30 (set by the caller) is mapped: The current executor frees an "
+            "intermediate variable after its last reader: no scope is left to drop.",
+        ),
+        (LOCAL, None, NOTHING_SAVED),
+        (LOCAL | {"local_sgd_schedule": "doubling"}, None, NOTHING_SAVED),
+        (LOCAL | {"local_sgd_steps": 2}, None, None),
+        (LOCAL | {"local_sgd_schedule": "adaptive"}, None, None),
+        (LOCAL | {"outer_optimizer": "slowmo"}, None, None),
+        ({"use_local_sgd": True, "outer_optimizer": "diloco", "outer_momentum": 0.0}, None, None),
+        ({"barrier_every_steps": 1}, None, None),
+        (
+            {"barrier_every_steps": 50},
+            None,
+            "barrier_every_steps: 50 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
+            "cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for 300 s "
+            "(collective_timeout_seconds). A stop request is known up to 49 steps later.",
+        ),
+    ],
+)
+def test_what_is_done_otherwise_than_a_setting_says_is_told(
+    settings: dict[str, Any], nodes: int | None, message: str | None
+) -> None:
+    told = applied_mappings(Profile(**settings), **({} if nodes is None else {"node_num": nodes}))
+    assert told == ([] if message is None else [message])

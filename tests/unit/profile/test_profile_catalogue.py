@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,6 @@ from click.testing import CliRunner
 from fleet_train.cli.profiles import command
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, catalogue, export, find_profile, load_profile, profile_names
-from fleet_train.profile.loader import load_file
 from tests.support.processes import ROOT
 
 CATALOGUE = [
@@ -44,6 +44,70 @@ CATALOGUE = [
 ]
 
 
+FEW_FETCHES = {"fetch_frequency": 2}
+LOCAL_SGD = FEW_FETCHES | {"use_local_sgd": True, "local_sgd_is_warm_steps": 100}
+STREAMING_DILOCO = LOCAL_SGD | {
+    "local_sgd_is_warm_steps": 1,
+    "local_sgd_steps": 30,
+    "local_sgd_fragments": 3,
+    "local_sgd_overlap_steps": 5,
+    "local_sgd_dtype": "int4",
+    "outer_optimizer": "diloco",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.5,
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "single_node": {"nccl_comm_num": 1},
+    "multi_node": FEW_FETCHES,
+    "one_communicator": FEW_FETCHES | {"nccl_comm_num": 1},
+    "two_communicators": FEW_FETCHES | {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 4.0},
+    "unfused": {"nccl_comm_num": 1, "fuse_all_reduce_ops": False},
+    "recompute": FEW_FETCHES | {"recompute_segments": 4},
+    "ethernet_10g": FEW_FETCHES | {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 8.0},
+    "infiniband": FEW_FETCHES
+    | {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 32.0}
+    | {"environment": {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}},
+    "tcp_only": FEW_FETCHES | {"environment": {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}},
+    "fused_16mb": {
+        "nccl_comm_num": 2,
+        "num_threads": 3,
+        "num_iteration_per_drop_scope": 30,
+        "fetch_frequency": 30,
+        "fuse_grad_size_in_MB": 16.0,
+        "fuse_parameter_groups_size": 50,
+        "environment": {},
+    },
+    "hierarchical": FEW_FETCHES | {"use_hierarchical_allreduce": True},
+    "local_sgd": LOCAL_SGD | {"local_sgd_steps": 4},
+    "local_sgd_adaptive": LOCAL_SGD
+    | {"local_sgd_steps": 8, "local_sgd_schedule": "adaptive", "local_sgd_max_steps": 32},
+    "diloco": LOCAL_SGD
+    | {"local_sgd_steps": 50, "local_sgd_dtype": "bfloat16"}
+    | {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "streaming_diloco": STREAMING_DILOCO,
+    "ethernet_1g": STREAMING_DILOCO,
+    "int8_compression": FEW_FETCHES | {"compression": "int8"},
+    "int4_compression": FEW_FETCHES | {"compression": "int4"},
+    "slowmo": LOCAL_SGD | {"local_sgd_steps": 12, "outer_optimizer": "slowmo", "outer_lr": 1.0, "outer_momentum": 0.6},
+    "bf16_compression": FEW_FETCHES | {"compression": "bf16"},
+    "powersgd": FEW_FETCHES | {"compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 100},
+    "dgc": FEW_FETCHES
+    | {"compression": "dgc", "dgc_sparsity": 0.999, "dgc_rampup_begin_step": 100, "dgc_rampup_steps": 400},
+    "amp_bf16": FEW_FETCHES | {"amp_level": "O1", "amp_dtype": "bfloat16"},
+    "gradient_merge": FEW_FETCHES | {"accumulate_steps": 4},
+    "sync_batch_norm": FEW_FETCHES | {"sync_batch_norm": True},
+}
+CHOICES = {
+    "local_sgd_schedule": ["constant", "doubling", "adaptive"],
+    "local_sgd_momentum": ["keep", "average", "reset"],
+    "local_sgd_dtype": ["float32", "bfloat16", "int8", "int4"],
+    "outer_optimizer": ["none", "slowmo", "diloco"],
+    "compression": ["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"],
+    "amp_level": ["O0", "O1", "O2"],
+    "amp_dtype": ["bfloat16", "float16"],
+}
+
+
 def test_the_catalogue_lists_its_files() -> None:
     assert profile_names() == CATALOGUE
 
@@ -62,104 +126,10 @@ def test_a_profile_opens_with_its_reason_cost_and_command(name: str) -> None:
 
 
 def test_the_profiles_ask_for_what_their_names_say() -> None:
+    described = {"name", "description", "measured"}
     asked = {name: load_profile(name).settings() for name in CATALOGUE}
-    for settings in asked.values():
-        del settings["name"], settings["description"], settings["measured"]
-    streaming_diloco = {
-        "fetch_frequency": 2,
-        "use_local_sgd": True,
-        "local_sgd_is_warm_steps": 1,
-        "local_sgd_steps": 30,
-        "local_sgd_fragments": 3,
-        "local_sgd_overlap_steps": 5,
-        "local_sgd_dtype": "int4",
-        "outer_optimizer": "diloco",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.5,
-    }
-    assert asked == {
-        "single_node": {"nccl_comm_num": 1},
-        "multi_node": {"fetch_frequency": 2},
-        "one_communicator": {"nccl_comm_num": 1, "fetch_frequency": 2},
-        "two_communicators": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 4.0},
-        "unfused": {"nccl_comm_num": 1, "fuse_all_reduce_ops": False},
-        "recompute": {"fetch_frequency": 2, "recompute_segments": 4},
-        "ethernet_10g": {"nccl_comm_num": 2, "fetch_frequency": 2, "fuse_grad_size_in_MB": 8.0},
-        "infiniband": {
-            "nccl_comm_num": 2,
-            "fetch_frequency": 2,
-            "fuse_grad_size_in_MB": 32.0,
-            "environment": {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"},
-        },
-        "tcp_only": {
-            "fetch_frequency": 2,
-            "environment": {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"},
-        },
-        "fused_16mb": {
-            "nccl_comm_num": 2,
-            "num_threads": 3,
-            "num_iteration_per_drop_scope": 30,
-            "fetch_frequency": 30,
-            "fuse_grad_size_in_MB": 16.0,
-            "fuse_parameter_groups_size": 50,
-            "environment": {},
-        },
-        "hierarchical": {"fetch_frequency": 2, "use_hierarchical_allreduce": True},
-        "local_sgd": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 100,
-            "local_sgd_steps": 4,
-        },
-        "local_sgd_adaptive": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 100,
-            "local_sgd_steps": 8,
-            "local_sgd_schedule": "adaptive",
-            "local_sgd_max_steps": 32,
-        },
-        "diloco": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 100,
-            "local_sgd_steps": 50,
-            "local_sgd_dtype": "bfloat16",
-            "outer_optimizer": "diloco",
-            "outer_lr": 0.7,
-            "outer_momentum": 0.9,
-        },
-        "streaming_diloco": streaming_diloco,
-        "ethernet_1g": streaming_diloco,
-        "int8_compression": {"fetch_frequency": 2, "compression": "int8"},
-        "int4_compression": {"fetch_frequency": 2, "compression": "int4"},
-        "slowmo": {
-            "fetch_frequency": 2,
-            "use_local_sgd": True,
-            "local_sgd_is_warm_steps": 100,
-            "local_sgd_steps": 12,
-            "outer_optimizer": "slowmo",
-            "outer_lr": 1.0,
-            "outer_momentum": 0.6,
-        },
-        "bf16_compression": {"fetch_frequency": 2, "compression": "bf16"},
-        "powersgd": {
-            "fetch_frequency": 2,
-            "compression": "powersgd",
-            "powersgd_rank": 2,
-            "powersgd_start_step": 100,
-        },
-        "dgc": {
-            "fetch_frequency": 2,
-            "compression": "dgc",
-            "dgc_sparsity": 0.999,
-            "dgc_rampup_begin_step": 100,
-            "dgc_rampup_steps": 400,
-        },
-        "amp_bf16": {"fetch_frequency": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
-        "gradient_merge": {"fetch_frequency": 2, "accumulate_steps": 4},
-        "sync_batch_norm": {"fetch_frequency": 2, "sync_batch_norm": True},
-    }
+    found = {name: {key: settings[key] for key in settings.keys() - described} for name, settings in asked.items()}
+    assert found == ASKED
 
 
 def test_a_wrong_name_gets_the_closest_one_and_all_others() -> None:
@@ -189,12 +159,7 @@ def test_an_installed_package_carries_the_catalogue_inside(tmp_path: Path, monke
     shutil.copytree(ROOT / "strategies", package / "strategies")
     monkeypatch.setattr(catalogue, "__file__", str(package / "profile" / "catalogue.py"))
     assert catalogue.catalogue_folder.__wrapped__() == package / "strategies"
-
-
-def test_an_installation_without_a_catalogue_is_an_error_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(catalogue, "__file__", str(tmp_path / "fleet_train" / "profile" / "catalogue.py"))
+    shutil.rmtree(package / "strategies")
     with pytest.raises(ProfileError, match="the installation is incomplete, install fleet_train again"):
         catalogue.catalogue_folder.__wrapped__()
 
@@ -233,43 +198,9 @@ def test_the_schema_for_editors_has_every_key_and_no_others() -> None:
     assert row["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 16}, {"const": "auto", "type": "string"}]
     assert row["default"] == "auto"
     assert all(row["description"] for row in schema["properties"].values())
-
-
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("local_sgd_schedule", ["constant", "doubling", "adaptive"]),
-        ("local_sgd_momentum", ["keep", "average", "reset"]),
-        ("local_sgd_dtype", ["float32", "bfloat16", "int8", "int4"]),
-        ("outer_optimizer", ["none", "slowmo", "diloco"]),
-        ("compression", ["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"]),
-        ("amp_level", ["O0", "O1", "O2"]),
-        ("amp_dtype", ["bfloat16", "float16"]),
-    ],
-)
-def test_the_schema_for_editors_lists_the_choices_of_a_knob(name: str, choices: list[str]) -> None:
-    row = json.loads((ROOT / "strategies" / "schema.json").read_text())["properties"][name]
-    assert (row["type"], row["enum"], row["default"]) == ("string", choices, choices[0])
-
-
-def test_the_page_of_knobs_has_the_choices_and_the_compatibility_table() -> None:
-    page = export.knobs_page()
-    assert "| `local_sgd_schedule` | 'constant' | one of constant, doubling, adaptive | " in page
-    assert "| several communicators | hierarchical allreduce | yes | each communicator has " in page
-    assert (
-        "| `adaptive_localsgd` | mapped | true: read as use_local_sgd: true and local_sgd_schedule: 'adaptive'" in page
-    )
-
-
-def test_the_page_of_knobs_lists_a_refused_one_with_its_reason(refused_knob: str) -> None:
-    refused = export.knobs_page().partition("## Refused\n")[2]
-    assert refused.startswith("\n| knob | default | allowed | meaning | reason, and alternative |\n")
-    assert refused.splitlines()[3].startswith(f"| `{refused_knob}` | false | true or false | ")
-    assert refused.splitlines()[3].endswith(" | not available yet; leave it off: a reason. |")
-
-
-def test_the_page_of_knobs_says_so_when_none_is_refused() -> None:
-    assert "## Refused\n\nNo knob at present; " in export.knobs_page()
+    for name, choices in CHOICES.items():
+        row = schema["properties"][name]
+        assert (row["type"], row["enum"], row["default"]) == ("string", choices, choices[0])
 
 
 def test_the_command_lists_the_catalogue() -> None:
@@ -297,50 +228,6 @@ def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_
     assert "not available yet; leave it off: a reason." in refused
 
 
-def test_the_command_shows_which_strategies_go_together() -> None:
-    lines = CliRunner().invoke(command, ["--compatibility"]).output.splitlines()
-    assert lines[2:8] == [
-        "  1  fused buckets            fuse_all_reduce_ops         1",
-        "  2  several communicators    nccl_comm_num               +  2",
-        "  3  hierarchical allreduce   use_hierarchical_allreduce  +  +  3",
-        "  4  waiting for each bucket  sync_nccl_allreduce         +  +  +  4",
-        "  5  LocalSGD                 use_local_sgd               +  +  +  +  5",
-        "  6  outer momentum           outer_optimizer             +  +  +  +  +  6",
-    ]
-    assert "  fused buckets, several communicators: the communicators take the buckets in turn" in lines
-
-
-def test_the_command_shows_which_strategies_go_together_as_json() -> None:
-    pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
-    assert len(pairs) == 91
-    assert [pair["strategies"] for pair in pairs if not pair["allowed"]] == [
-        ["hierarchical", "dgc"],
-        ["local_sgd", "powersgd"],
-        ["local_sgd", "dgc"],
-        ["local_sgd", "sync_bn"],
-        ["outer", "powersgd"],
-        ["outer", "dgc"],
-        ["outer", "sync_bn"],
-        ["bf16", "quantised"],
-        ["bf16", "powersgd"],
-        ["bf16", "dgc"],
-        ["quantised", "powersgd"],
-        ["quantised", "dgc"],
-        ["powersgd", "dgc"],
-    ]
-    assert pairs[0] == {
-        "strategies": ["fused", "communicators"],
-        "allowed": True,
-        "words": "the communicators take the buckets in turn",
-    }
-
-
-def test_compatibility_takes_no_single_profile() -> None:
-    result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
-    assert result.exit_code == 2
-    assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output
-
-
 def test_the_command_shows_a_profile_as_json() -> None:
     shown = json.loads(CliRunner().invoke(command, ["two_communicators", "--json"]).output)
     knob = shown["knobs"]["fuse_grad_size_in_MB"]
@@ -355,10 +242,6 @@ def test_the_command_shows_a_profile_as_json() -> None:
     assert shown["digest"] == load_profile("two_communicators").digest()
 
 
-def test_the_command_raises_profile_errors_for_the_caller_to_print() -> None:
-    assert isinstance(CliRunner().invoke(command, ["nope_nope"]).exception, ProfileError)
-
-
 def test_a_broken_profile_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "strategies" / "bad.yaml").write_text("foo: 1\n")
@@ -369,6 +252,29 @@ def test_a_broken_profile_does_not_hide_the_others(tmp_path: Path, monkeypatch: 
     assert len(export.broken_profiles()) == 1
 
 
-def test_the_file_may_be_given_as_a_path_object() -> None:
-    loaded = load_file(ROOT / "strategies" / "single_node.yaml", find_profile)
-    assert loaded.digest() == load_profile("single_node").digest()
+def test_the_pages_of_knobs_and_the_command_list_a_refused_one_with_its_reason(refused_knob: str) -> None:
+    refused = export.knobs_page().partition("## Refused\n")[2]
+    assert refused.startswith("\n| knob | default | allowed | meaning | reason, and alternative |\n")
+    assert refused.splitlines()[3].startswith(f"| `{refused_knob}` | false | true or false | ")
+    assert refused.splitlines()[3].endswith(" | not available yet; leave it off: a reason. |")
+
+
+def test_the_command_shows_which_strategies_go_together() -> None:
+    lines = CliRunner().invoke(command, ["--compatibility"]).output.splitlines()
+    assert lines[2:5] == [
+        "  1  fused buckets            fuse_all_reduce_ops         1",
+        "  2  several communicators    nccl_comm_num               +  2",
+        "  3  hierarchical allreduce   use_hierarchical_allreduce  +  +  3",
+    ]
+    assert "  fused buckets, several communicators: the communicators take the buckets in turn" in lines
+    pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
+    assert pairs[0] == {
+        "strategies": ["fused", "communicators"],
+        "allowed": True,
+        "words": "the communicators take the buckets in turn",
+    }
+    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["hierarchical", "dgc"]
+    result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
+    assert result.exit_code == 2
+    assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output
+    assert isinstance(CliRunner().invoke(command, ["nope_nope"]).exception, ProfileError)

@@ -16,12 +16,6 @@ from fleet_train.profile import Profile, load_profile
 SECRET_LINES = b"root:$y$j9T$canary/hash:19000:0:99999:7:::\nuser: *canary\nother: 'canary\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def refusal(name: str) -> str:
     """The message for a profile that must be refused, in less than 10 s of this process and 32 MB."""
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""`Profile` as a value: defaults, digests, copies, and how fast it is made."""
+"""`Profile` as a value: defaults, digests, copies, `--set`, Paddle 1.8's flags, and which strategies go together."""
 
 from __future__ import annotations
 
@@ -10,73 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile import KNOBS, Profile
+from fleet_train.profile import KNOBS, Profile, load_profile
+from fleet_train.profile.catalogue import check_assignments, laid_over, shown_assignments, with_assignments
 from fleet_train.profile.knobs import OnlyWith
 from fleet_train.profile.schema import FLAG_KNOBS, Settings
 from tests.support.processes import ROOT
-
-
-def test_the_defaults_are_the_recipes() -> None:
-    recipe = {
-        "nccl_comm_num": "auto",
-        "num_threads": 1,
-        "num_iteration_per_drop_scope": 30,
-        "fetch_frequency": 1,
-        "fuse_all_reduce_ops": True,
-        "fuse_grad_size_in_MB": "auto",
-        "last_comm_group_size_MB": "auto",
-        "fuse_parameter_groups_size": 50,
-        "use_hierarchical_allreduce": False,
-        "hierarchical_allreduce_inter_nranks": 0,
-        "sync_nccl_allreduce": False,
-        "use_local_sgd": False,
-        "local_sgd_is_warm_steps": 100,
-        "local_sgd_steps": 2,
-        "amp_level": "O0",
-        "environment": {},
-    }
-    assert recipe.items() <= Profile().model_dump().items()
-
-
-def test_nothing_is_explicit_in_the_default() -> None:
-    assert Profile().explicit == frozenset()
-    assert Profile(name="x", nccl_comm_num=1).explicit == {"nccl_comm_num"}
-
-
-def test_a_profile_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        Profile().nccl_comm_num = 2  # type: ignore[misc]
-
-
-def test_wrong_settings_are_reported_all_at_once() -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(nccl_comm_num="2", fetch_frequenzy=1, fuse_all_reduce_ops=1, environment={"A": 1})
-    assert sorted(str(caught.value).split("\n")) == [
-        "environment.A: given a whole number; allowed: text",
-        "fetch_frequenzy: unknown key; did you mean 'fetch_frequency'?",
-        "fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
-        "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16, or auto",
-    ]
-
-
-@pytest.mark.parametrize("value", [True, 2.0, "2", None, [2], 0, 17])
-def test_a_whole_number_knob_takes_nothing_else(value: object) -> None:
-    with pytest.raises(ProfileError, match=r"^nccl_comm_num: given "):
-        Profile(nccl_comm_num=value)
-
-
-def test_the_digest_is_of_what_changes_training() -> None:
-    assert Profile().digest() == Profile(name="other", description="text", nccl_comm_num="auto").digest()
-    assert Profile().digest() != Profile(nccl_comm_num=2).digest()
-    assert Profile().digest() != Profile(environment={"NCCL_ALGO": "Tree"}).digest()
-    assert Profile(environment={"A": "1", "B": "2"}).digest() == Profile(environment={"B": "2", "A": "1"}).digest()
-    assert int(Profile().digest(), 16) >= 0
-
-
-def test_profiles_with_equal_values_are_equal_wherever_they_were_written() -> None:
-    assert Profile(nccl_comm_num="auto") == Profile()
-    assert hash(Profile(nccl_comm_num="auto")) == hash(Profile())
-    assert Profile(nccl_comm_num=2) != Profile()
 
 
 def test_a_copy_with_settings_keeps_the_others_and_is_checked_as_a_whole() -> None:
@@ -84,120 +22,6 @@ def test_a_copy_with_settings_keeps_the_others_and_is_checked_as_a_whole() -> No
     assert profile.explicit == {"fuse_grad_size_in_MB", "nccl_comm_num"}
     with pytest.raises(ProfileError, match="has no effect while fuse_all_reduce_ops is false"):
         profile.with_settings(fuse_all_reduce_ops=False)
-
-
-def test_every_knob_has_a_meaning_a_reason_and_a_valid_default() -> None:
-    for name, knob in KNOBS.items():
-        assert knob.name == name
-        assert knob.meaning.endswith("."), name
-        assert knob.reason.endswith("."), name
-        assert knob.fate in ("carried out", "mapped", "refused"), name
-        assert not knob.needs or KNOBS[knob.needs].kind is bool, name
-        if not knob.becomes:
-            Settings(**{name: knob.default})
-
-
-def test_the_fate_of_every_knob_is_the_one_that_the_issue_asks_for() -> None:
-    by_fate: dict[str, set[str]] = {"carried out": set(), "mapped": set(), "refused": set()}
-    for name, knob in KNOBS.items():
-        by_fate[knob.fate].add(name)
-    assert by_fate["mapped"] == {"num_threads", "num_iteration_per_drop_scope", *FLAG_KNOBS}
-    assert by_fate["refused"] == set()
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("Adaptive", "given 'Adaptive'; allowed: one of constant, doubling, adaptive; did you mean 'adaptive'?"),
-        ("linear", "given 'linear'; allowed: one of constant, doubling, adaptive"),
-        (2, "given 2 (a whole number); allowed: one of constant, doubling, adaptive"),
-        (True, "given true (a boolean); allowed: one of constant, doubling, adaptive"),
-        (None, "given no value; allowed: one of constant, doubling, adaptive"),
-    ],
-)
-def test_a_knob_with_choices_takes_nothing_else(value: object, message: str) -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(use_local_sgd=True, local_sgd_schedule=value)
-    assert str(caught.value) == f"local_sgd_schedule: {message}"
-
-
-@pytest.mark.parametrize(
-    ("prefix", "rule"),
-    [
-        ("powersgd_", OnlyWith("compression", ("powersgd",))),
-        ("quantised_", OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))),
-        ("dgc_", OnlyWith("compression", ("dgc",))),
-        ("outer_lr", OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)),
-        ("outer_momentum", OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)),
-        ("local_sgd_max_steps", OnlyWith("local_sgd_schedule", ("adaptive",))),
-        ("amp_dtype", OnlyWith("amp_level", ("O1", "O2"))),
-        ("amp_init", OnlyWith("amp_dtype", ("float16",))),
-        ("amp_incr", OnlyWith("amp_dtype", ("float16",))),
-        ("amp_decr", OnlyWith("amp_dtype", ("float16",))),
-        ("amp_keep", OnlyWith("amp_level", ("O2",))),
-    ],
-)
-def test_what_tunes_a_choice_is_refused_without_it(prefix: str, rule: OnlyWith) -> None:
-    tuned = [knob for name, knob in KNOBS.items() if name.startswith(prefix)]
-    assert tuned
-    assert {knob.only_with for knob in tuned} == {rule}
-
-
-def test_a_value_of_other_systems_is_refused_with_the_reason() -> None:
-    with pytest.raises(ProfileError, match="amp_level: given 'O3': Apex's pure half precision also keeps parameters"):
-        Profile(amp_level="O3")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute_segments": 2, "recompute_every_blocks": 1},
-        {"recompute_every_blocks": 1, "recompute_checkpoints": ["w"]},
-    ],
-)
-def test_one_way_to_say_where_recompute_cuts(settings: dict[str, Any]) -> None:
-    first, second = settings
-    with pytest.raises(ProfileError, match=f"{second}: sets where recompute splits, as {first}"):
-        Profile(**settings)
-
-
-def test_merged_gradients_and_a_loss_scale_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(accumulate_steps=2, amp_level="O1", amp_dtype="float16")
-    assert str(caught.value) == (
-        "accumulate_steps: 2 does not go with amp_dtype: float16: skipping by the loss scale and the merged update "
-        "are not tested together; use amp_dtype: bfloat16"
-    )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"accumulate_steps": 1, "amp_level": "O1", "amp_dtype": "float16"},
-        {"accumulate_steps": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
-        {"accumulate_steps": 2, "amp_level": "O2"},
-    ],
-)
-def test_merged_gradients_go_with_bfloat16_and_a_loss_scale_with_one_micro_batch(settings: dict[str, Any]) -> None:
-    assert Profile(**settings).settings() == settings
-
-
-def test_local_sgd_and_a_loss_scale_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(use_local_sgd=True, amp_level="O2", amp_dtype="float16")
-    assert str(caught.value) == (
-        "use_local_sgd: does not go with amp_dtype: float16: ranks that average no gradients would skip different "
-        "updates; use amp_dtype: bfloat16"
-    )
-    assert Profile(use_local_sgd=True, amp_level="O2").amp_dtype == "bfloat16"
-
-
-def test_float16_without_mixed_precision_is_reported_once() -> None:
-    with pytest.raises(ProfileError) as caught:
-        Profile(accumulate_steps=2, amp_dtype="float16")
-    assert str(caught.value) == (
-        "amp_dtype: has no effect while amp_level is O0; set amp_level: O1 or O2, or remove amp_dtype"
-    )
 
 
 def test_the_package_imports_at_once_and_without_paddle() -> None:
@@ -214,3 +38,242 @@ def test_the_package_imports_at_once_and_without_paddle() -> None:
     assert {paddle for _, paddle in runs} == {"False"}
     # Processor time, best of three. Measured 0.15 s with little else running, 0.2 s on a busy machine; aim 0.15 s.
     assert min(float(seconds) for seconds, _ in runs) < 0.5
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ProfileError) as caught:
+        Profile(**settings)
+    return str(caught.value)
+
+
+def test_profiles_with_equal_values_are_equal_wherever_they_were_written_and_cannot_be_changed() -> None:
+    assert Profile().explicit == frozenset()
+    assert Profile(name="x", nccl_comm_num=1).explicit == {"nccl_comm_num"}
+    assert Profile(nccl_comm_num="auto") == Profile()
+    assert hash(Profile(nccl_comm_num="auto")) == hash(Profile())
+    assert Profile(nccl_comm_num=2) != Profile()
+    with pytest.raises(ValidationError, match="frozen"):
+        Profile().nccl_comm_num = 2  # type: ignore[misc]
+
+
+def test_the_digest_is_of_what_changes_training() -> None:
+    same, other = Profile(name="other", description="text", nccl_comm_num="auto"), Profile(nccl_comm_num=2)
+    assert Profile().digest() == same.digest() != other.digest()
+    assert Profile().digest() != Profile(environment={"NCCL_ALGO": "Tree"}).digest()
+    assert Profile(environment={"A": "1", "B": "2"}).digest() == Profile(environment={"B": "2", "A": "1"}).digest()
+    assert int(Profile().digest(), 16) >= 0
+
+
+def test_wrong_settings_are_reported_all_at_once() -> None:
+    wrong = {"nccl_comm_num": "2", "fetch_frequenzy": 1, "fuse_all_reduce_ops": 1, "environment": {"A": 1}}
+    assert sorted(refusal(**wrong).split("\n")) == [
+        "environment.A: given a whole number; allowed: text",
+        "fetch_frequenzy: unknown key; did you mean 'fetch_frequency'?",
+        "fuse_all_reduce_ops: given 1 (a whole number); allowed: true or false",
+        "nccl_comm_num: given '2' (text); allowed: a whole number, 1 to 16, or auto",
+    ]
+
+
+CHOICES = "allowed: one of constant, doubling, adaptive"
+SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(({"nccl_comm_num": value}, "nccl_comm_num: given ") for value in (True, 2.0, "2", [2], 0, 17)),
+        ({"nccl_comm_num": None}, "nccl_comm_num: given no value"),
+        *(
+            ({"use_local_sgd": True, "local_sgd_schedule": value}, f"local_sgd_schedule: given {shown}")
+            for value, shown in (
+                ("Adaptive", f"'Adaptive'; {CHOICES}; did you mean 'adaptive'?"),
+                ("linear", f"'linear'; {CHOICES}"),
+                (2, f"2 (a whole number); {CHOICES}"),
+                (True, f"true (a boolean); {CHOICES}"),
+                (None, f"no value; {CHOICES}"),
+            )
+        ),
+        ({"amp_level": "O3"}, "amp_level: given 'O3': Apex's pure half precision also keeps parameters"),
+        (
+            {"recompute_segments": 2, "recompute_every_blocks": 1},
+            "recompute_every_blocks: sets where recompute splits, as recompute_segments",
+        ),
+        (
+            {"recompute_every_blocks": 1, "recompute_checkpoints": ["w"]},
+            "recompute_checkpoints: sets where recompute splits, as recompute_every_blocks",
+        ),
+        (
+            {"accumulate_steps": 2, **SCALED},
+            "accumulate_steps: 2 does not go with amp_dtype: float16: skipping by the loss scale and the merged update "
+            "are not tested together; use amp_dtype: bfloat16",
+        ),
+        (
+            {"use_local_sgd": True, **SCALED},
+            "use_local_sgd: does not go with amp_dtype: float16: ranks that average no gradients would skip different "
+            "updates; use amp_dtype: bfloat16",
+        ),
+        (
+            {"accumulate_steps": 2, "amp_dtype": "float16"},
+            "amp_dtype: has no effect while amp_level is O0; set amp_level: O1 or O2, or remove amp_dtype",
+        ),
+        (
+            {"use_local_sgd": True, "compression": "powersgd"},
+            "compression: does not go with LocalSGD (use_local_sgd: true): LocalSGD sends gradients in its warm-up "
+            "only, and a compression's error feedback would be lost at its end; use local_sgd_dtype: bfloat16",
+        ),
+        (
+            {"fuse_grad_size_in_MB": 4, "environment": {"FLAGS_fuse_parameter_memory_size": "8"}},
+            "environment.FLAGS_fuse_parameter_memory_size: means fuse_grad_size_in_MB: 8, but fuse_grad_size_in_MB is "
+            "4; keep one of the two",
+        ),
+        *(
+            (
+                {"environment": {f"FLAGS_fuse_parameter_{flag}": text}},
+                f"environment.FLAGS_fuse_parameter_{flag}: {said}",
+            )
+            for flag, text, said in (
+                ("memory_size", "lots", "given an invalid text; allowed: a number, more than 0 and up to 4096"),
+                ("memory_size", "-1", "given -1; allowed: a number, more than 0 and up to 4096"),
+                ("groups_size", "2.5", "given an invalid text; allowed: a whole number, 1 to 100000"),
+            )
+        ),
+    ],
+)
+def test_one_wrong_setting_is_refused_once_with_the_rule_and_the_way_out(settings: dict[str, Any], said: str) -> None:
+    message = refusal(**settings)
+    assert message.startswith(said)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate_steps": 1, "amp_level": "O1", "amp_dtype": "float16"},
+        {"accumulate_steps": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
+        {"accumulate_steps": 2, "amp_level": "O2"},
+        {"use_local_sgd": True, "amp_level": "O2"},
+    ],
+)
+def test_merged_gradients_go_with_bfloat16_and_a_loss_scale_with_one_micro_batch(settings: dict[str, Any]) -> None:
+    assert Profile(**settings).settings() == settings
+
+
+OUTER = OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rule"),
+    [
+        ("powersgd_", OnlyWith("compression", ("powersgd",))),
+        ("quantised_", OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))),
+        ("dgc_", OnlyWith("compression", ("dgc",))),
+        *((name, OUTER) for name in ("outer_lr", "outer_momentum")),
+        ("local_sgd_max_steps", OnlyWith("local_sgd_schedule", ("adaptive",))),
+        ("amp_dtype", OnlyWith("amp_level", ("O1", "O2"))),
+        *((prefix, OnlyWith("amp_dtype", ("float16",))) for prefix in ("amp_init", "amp_incr", "amp_decr")),
+        ("amp_keep", OnlyWith("amp_level", ("O2",))),
+    ],
+)
+def test_what_tunes_a_choice_is_refused_without_it(prefix: str, rule: OnlyWith) -> None:
+    tuned = [knob for name, knob in KNOBS.items() if name.startswith(prefix)]
+    assert {knob.only_with for knob in tuned} == {rule}
+
+
+def test_every_knob_has_a_valid_default_and_some_are_mapped() -> None:
+    for name, knob in KNOBS.items():
+        assert knob.name == name
+        assert not knob.needs or KNOBS[knob.needs].kind is bool, name
+        if not knob.becomes:
+            Settings(**{name: knob.default})
+    mapped = {"num_threads", "num_iteration_per_drop_scope", *FLAG_KNOBS}
+    assert {name for name, knob in KNOBS.items() if knob.fate != "carried out"} == mapped
+
+
+def test_values_are_those_of_yaml() -> None:
+    texts = [
+        "nccl_comm_num=2",
+        "outer_lr=0.5",
+        "use_local_sgd=true",
+        "recompute_checkpoints=[a, b]",
+        "compression=int8",
+    ]
+    noted = with_assignments(Profile().with_notes(["a note"]), ["FLAGS_fuse_parameter_memory_size=8"])
+    assert (noted.fuse_grad_size_in_MB, noted.notes) == (8, ("a note",))
+    assert check_assignments(texts) == {
+        "nccl_comm_num": 2,
+        "outer_lr": 0.5,
+        "use_local_sgd": True,
+        "recompute_checkpoints": ["a", "b"],
+        "compression": "int8",
+    }
+    assert check_assignments(["fuse_grad_size_in_MB=auto"]) == {"fuse_grad_size_in_MB": "auto"}
+    assert check_assignments(["environment.A=1", "environment.B=x=y"]) == {"environment": {"A": "1", "B": "x=y"}}
+    assert check_assignments([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nccl_com_num=2", "--set: nccl_com_num: unknown key; did you mean 'nccl_comm_num'?"),
+        ("nccl_comm_num=99", "--set: nccl_comm_num: given 99; allowed: a whole number, 1 to 16, or auto"),
+        ("nccl_comm_num=010", "--set: nccl_comm_num: 010 is read as 8 by YAML; write a plain decimal number"),
+        ("nccl_comm_num", "--set: 'nccl_comm_num' is not KNOB=VALUE; write for example --set nccl_comm_num=2"),
+        ("compression=", "--set: compression: has no value; allowed: one of none, bf16, "),
+        ("compression=int9", "did you mean 'int8'?"),
+        (
+            "use_local_sgd=1",
+            "--set: use_local_sgd: given 1 (a number); allowed: true or false; write true without quotes",
+        ),
+        ("compression=[a", "--set: compression:1: is not YAML: "),
+        ("extends=multi_node", "--set: extends: is a line of a file; give --strategy"),
+        ("NCCL_DEBUG=INFO", "an environment variable goes below 'environment:'"),
+        ("environment.NCCL_DEBUG=no", "--set: environment.NCCL_DEBUG: is read as a boolean by YAML"),
+        ("environment.PADDLE_X=1", "--set: environment.PADDLE_X: the launcher sets this"),
+    ],
+)
+def test_messages_are_those_of_a_file_and_name_the_flag(text: str, message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        check_assignments([text])
+    assert message in str(caught.value)
+
+
+def test_every_problem_is_reported_and_a_second_value_is_one() -> None:
+    with pytest.raises(ProfileError) as caught:
+        check_assignments(["a=1", "nccl_comm_num=1", "nccl_comm_num=2"])
+    assert str(caught.value).split("\n") == [
+        "--set: a: unknown key",
+        "--set: nccl_comm_num: is set again; keep one of the two",
+    ]
+
+
+def test_a_switch_takes_what_tunes_it_with_it_and_the_rest_stays() -> None:
+    before = load_profile("powersgd")
+    changed = with_assignments(before, ["compression=none", "environment.A=1"])
+    assert changed.explicit == (before.explicit - {"powersgd_rank", "powersgd_start_step"}) | {"environment"}
+    assert (changed.name, changed.description, changed.environment) == ("powersgd", before.description, {"A": "1"})
+    assert (changed.origin("compression"), changed.origin("environment.A")) == ("--set", "--set")
+    assert "multi_node.yaml:" in changed.origin("fetch_frequency")
+    assert with_assignments(before, []) is before
+
+
+def test_contradictions_are_those_of_the_whole_profile() -> None:
+    with pytest.raises(ProfileError, match=r"^--set: local_sgd_steps: has no effect while use_local_sgd is false"):
+        with_assignments(load_profile("multi_node"), ["local_sgd_steps=4"])
+    assert with_assignments(load_profile("local_sgd"), ["local_sgd_steps=6"]).local_sgd_steps == 6
+
+
+def test_a_profile_over_another() -> None:
+    below = Profile(amp_level="O1", amp_dtype="float16", amp_init_loss_scaling=8.0, fetch_frequency=2)
+    with pytest.raises(ProfileError, match="accumulate_steps"):
+        laid_over(below, Profile(accumulate_steps=2))
+    over = laid_over(below, Profile(name="above", amp_dtype="bfloat16", amp_level="O2"))
+    assert over.explicit == {"amp_level", "amp_dtype", "fetch_frequency"}
+    assert over.name == "above"
+
+
+def test_values_of_variables_are_not_shown() -> None:
+    shown = shown_assignments(["nccl_comm_num=2", "environment.TOKEN=secret"])
+    assert shown.startswith("environment.TOKEN=(digest ")
+    assert shown.endswith(" nccl_comm_num=2")
+    assert "secret" not in shown
+    assert shown != shown_assignments(["nccl_comm_num=2", "environment.TOKEN=other"])

@@ -1,4 +1,4 @@
-"""A job of one process, in static mode, for tests of what the trainer puts into programs."""
+"""A job of one process, in static mode, for tests of what the trainer puts into programs and saves of them."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def small_loss(one_process: None) -> Iterator[Any]:
         paddle.utils.unique_name.guard(),
     ):
         yield paddle.mean(paddle.nn.Linear(4, 3)(paddle.static.data("x", [None, 4], "float32")))
+
+
+@pytest.fixture
+def program(small_loss: Any) -> None:
+    """Its training program, with a state that can be saved."""
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(small_loss)
+    paddle.static.Executor().run(fleet.startup_program)

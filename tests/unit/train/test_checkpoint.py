@@ -1,4 +1,7 @@
-"""Checkpoints of a run on one process: what is kept, what is best, and what happens when the disk is in the way."""
+"""Checkpoints of a run on one process: what is kept, what is best, and what happens when the disk is in the way.
+
+The folder, or parts of it, may be links: users put checkpoints on another disk.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import paddle
 import pytest
 
-from fleet_train import fleet, timeouts
+from fleet_train import timeouts
 from fleet_train.errors import CheckpointError, NotSaved
+from fleet_train.train import reference
 from fleet_train.train.checkpoint import claim, storage
 from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.metrics import AppendOnlyFile, open_sinks
+from fleet_train.train.reference import publish_summary
+from tests.support.checkpoints import held_by_another_process, publish
 from tests.support.processes import clean_environ, python
 
-
-@pytest.fixture(autouse=True)
-def program(small_loss: Any) -> None:
-    """A job of one process with a trained program in a scope of its own."""
-    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(small_loss)
-    paddle.static.Executor().run(fleet.startup_program)
+pytestmark = pytest.mark.usefixtures("program")
 
 
 def state(step: int) -> TrainState:
@@ -128,31 +130,15 @@ def test_a_slow_disk_is_not_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytes
     assert checkpoints.save(None, state(10)) == checkpoints.folder / "step-00000010"
 
 
-HOLDS = """
-import sys
-from pathlib import Path
-from fleet_train.files import hold
-held = hold(Path(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of another run that uses the folder."""
     (tmp_path / "checkpoints").mkdir()
-    command = python("-c", HOLDS, str(tmp_path / "checkpoints"))
-    with subprocess.Popen(
-        command, env=clean_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with held_by_another_process(tmp_path / "checkpoints") as process:
         yield process
-        process.kill()
 
 
-def test_a_folder_that_another_process_uses_is_refused_by_name(
+def test_a_folder_that_another_process_uses_is_refused_by_name_unless_it_ends_soon(
     tmp_path: Path, other_run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.5)
@@ -161,14 +147,9 @@ def test_a_folder_that_another_process_uses_is_refused_by_name(
         with pytest.raises(CheckpointError, match=who):
             refused(Checkpoints(tmp_path))
     assert not storage.complete(tmp_path / "checkpoints")
-
-
-def test_a_process_that_is_about_to_end_is_waited_for(
-    tmp_path: Path, other_run: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    threading.Timer(0.5, other_run.kill).start()
+    monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 60.0)
+    threading.Timer(0.2, other_run.kill).start()
     assert Checkpoints(tmp_path).save(None, state(10)) is not None
-    assert f"is in use by process {other_run.pid} of " in capsys.readouterr().err
 
 
 def test_a_folder_is_free_for_others_after_close_and_in_a_forked_process_that_goes_on(tmp_path: Path) -> None:
@@ -217,3 +198,159 @@ def test_copies_that_are_missing_at_the_end_are_an_error_and_at_a_stop_a_note(
     assert checkpoints.wait(1.0) == (path, told[0])
     told[0] = ""
     assert checkpoints.finish() == path
+
+
+def start(output: Path, checkpoints: Checkpoints | None = None, **flags: Any) -> Any:
+    return reference.start_or_resume(TrainConfig(output_dir=str(output), **flags), checkpoints or Checkpoints(output))
+
+
+def test_a_linked_file_is_written_where_it_leads(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    (disk / "old.jsonl").write_text("{}\n")
+    (run / "metrics.jsonl").symlink_to("../disk/old.jsonl")
+    (run / "summary.json").symlink_to(disk / "summary.json")
+    (disk / "curves").mkdir()
+    (run / "visualdl").symlink_to(disk / "curves")
+    sinks = open_sinks(run, reporting=True)
+    sinks.write(1, {"train/loss": 0.5})
+    sinks.close()
+    publish_summary(run, {"steps": 1})
+    assert all((run / name).is_symlink() for name in ("metrics.jsonl", "summary.json", "visualdl"))
+    assert '"train/loss": 0.5' in (disk / "old.jsonl").read_text()
+    assert (disk / "summary.json").read_text() == '{\n  "steps": 1\n}\n'
+    assert sorted(path.name for path in disk.iterdir()) == ["curves", "old.jsonl", "summary.json"]
+    assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "summary.json", "visualdl"]
+
+
+def test_a_link_that_somebody_else_has_made_or_to_no_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "pipe")
+    file = AppendOnlyFile(tmp_path / "metrics.jsonl")
+    file.append(b"{}\n")
+    file.close()
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "summary.json").symlink_to(tmp_path / "precious")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    publish_summary(tmp_path, {"steps": 1})
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "summary.json").read_text() == '{\n  "steps": 1\n}\n'
+    assert not (tmp_path / "summary.json").is_symlink()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder whose checkpoints, with two of an earlier run, are on another disk."""
+    for step in (100, 200):
+        publish(tmp_path / "disk", step, {"step": step})
+    (tmp_path / "disk" / "notes.txt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_overwriting_removes_the_old_run_behind_the_link_and_the_new_one_is_found(
+    tmp_path: Path, run: Path, by_link: bool
+) -> None:
+    if by_link:
+        (tmp_path / "link").symlink_to(run)
+        run = tmp_path / "link"
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
+        start(run)
+    checkpoints = Checkpoints(run)
+    assert start(run, checkpoints, overwrite=True) is None
+    assert len(storage.complete(tmp_path / "disk")) == 2, "until the new run has a checkpoint"
+    checkpoints.save(None, state(10))
+    assert sorted(path.name for path in (tmp_path / "disk").glob("[!.]*")) == ["notes.txt", "step-00000010"]
+    assert os.readlink(run / "checkpoints") == str(tmp_path / "disk")
+    assert [path.name for path in storage.complete(tmp_path / "disk")] == ["step-00000010"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_ends_the_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "step-00000100")
+
+    checkpoints = Checkpoints(run)
+    start(run, checkpoints, overwrite=True)
+    monkeypatch.setattr(storage, "_marked_for_removal", fails)
+    with pytest.raises(CheckpointError, match=r"an earlier run in .* cannot be removed: .*Permission denied: 'step-0"):
+        checkpoints.save(None, state(10))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("away", "is a link to .*away, which is not a folder: .*; mount its disk, make that folder, or remove"),
+        ("file", "is a link to .*file, which is not a folder"),
+        ("", "is not a folder; move it away"),
+    ],
+)
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"])
+@pytest.mark.parametrize("where", ["disk", "disk/run", "disk/run/checkpoints"])
+def test_what_is_no_folder_is_refused_before_anything_is_trained(
+    tmp_path: Path, target: str, said: str, flags: dict[str, Any], where: str
+) -> None:
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name("file").touch()
+    if target:
+        path.symlink_to(path.with_name(target))
+    else:
+        path.touch()
+    with pytest.raises(CheckpointError, match=said):
+        start(tmp_path / "disk" / "run", **flags)
+
+
+def test_a_folder_that_another_rank_makes_meanwhile_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = os.path.lexists
+    monkeypatch.setattr(os.path, "lexists", lambda path: path.mkdir(exist_ok=True) or exists(path))
+    storage.refuse_no_folder(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_logs_of_a_replaced_run_stay_until_the_new_one_has_a_checkpoint(
+    tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_second_names(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    def logs(folder: Path) -> dict[str, str]:
+        found = [path for path in folder.rglob("*") if path.suffix in (".jsonl", ".log", ".png")]
+        return {path.name: path.read_text(errors="replace") for path in found}
+
+    output, disk = tmp_path / "out", tmp_path / "disk"
+    for folder in (output / "images", output / "visualdl", disk):
+        folder.mkdir(parents=True)
+    if linked:
+        (output / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+        monkeypatch.setattr(os, "link", no_second_names)
+    publish(output / "checkpoints", 100, {"step": 100})
+    for name in ("metrics.jsonl", "visualdl/vdlrecords.train.log", "images/confusion.png"):
+        (output / name).write_text("old")
+    before = logs(tmp_path)
+    start(output, overwrite=True)
+    assert logs(output)["metrics.jsonl"] == "old"
+    sinks = open_sinks(output, reporting=True)
+    sinks.write(1, {"train/loss": 0.5})
+    sinks.close()
+    (output / "images" / "confusion.png").unlink()
+    (output / "images" / "confusion.png").write_text("new")
+    assert "0.5" in logs(output)["metrics.jsonl"]
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):  # that one has ended early
+        start(output)
+    assert logs(tmp_path) == before
+    checkpoints = Checkpoints(output)
+    start(output, checkpoints, overwrite=True)
+    open_sinks(output, reporting=True).close()
+    assert len(logs(tmp_path)) > len(before)
+    checkpoints.save(None, state(10))
+    assert logs(tmp_path).keys() == before.keys()
+    assert "old" not in logs(output)["metrics.jsonl"]

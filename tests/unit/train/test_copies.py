@@ -1,9 +1,7 @@
-"""Who keeps copies and which checkpoint a job goes on from: ranks are threads here, each with a disk of its own."""
+"""Who keeps copies and which checkpoint a job goes on from; what one rank's answer, or error, is on all of them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,77 +14,46 @@ from fleet_train import timeouts
 from fleet_train.errors import CheckpointError
 from fleet_train.train import agree
 from fleet_train.train.checkpoint import claim, copies, storage
-from fleet_train.train.checkpoint.copies import Copies, who_keeps
+from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
 from fleet_train.train.checkpoint.storage import Run
+from tests.support.checkpoints import held_by_another_process
 from tests.support.checkpoints import publish as published
-from tests.support.processes import clean_environ, python
-from tests.unit.train.test_checkpoint import HOLDS
+from tests.support.thread_ranks import ThreadRanks
 from tests.unit.train.test_copying import files, names, publish
 
 OLD, NEW = Run(1, 100.0, "aa"), Run(2, 50.0, "bb")  # the clocks are not equal
 
 
-class Job:
-    """Stands in for the facade: one thread per rank, ``ranks_per_node`` of them on each address."""
+class Job(ThreadRanks):
+    """Ranks whose nodes have a disk each."""
 
     def __init__(self, folder: Path, nodes: int, ranks_per_node: int = 1) -> None:
+        super().__init__(nodes, ranks_per_node)
         self.folder = folder
-        self.size = nodes * ranks_per_node
         self.said: list[str] = []
-        self._per_node = ranks_per_node
-        self._mine = threading.local()
-        self._barrier = threading.Barrier(self.size, timeout=20.0)
-        self._values: list[Any] = [None] * self.size
 
     def checkpoints(self, node: int) -> Path:
         return self.folder / f"node{node}" / "checkpoints"
 
-    def worker_index(self) -> int:
-        return int(self._mine.rank)
-
-    def is_first_worker(self) -> bool:
-        return self.worker_index() == 0
-
-    def local_rank(self) -> int:
-        return self.worker_index() % self._per_node
-
-    def node_num(self) -> int:
-        return self.size // self._per_node
-
-    def worker_endpoints(self) -> list[str]:
-        return [f"127.0.0.{2 + rank // self._per_node}:{6170 + rank % self._per_node}" for rank in range(self.size)]
-
-    def gather(self, value: Any) -> list[Any]:
-        self._values[self.worker_index()] = json.loads(json.dumps(value))
-        self._barrier.wait()
-        told = list(self._values)
-        self._barrier.wait()
-        return told
-
-    def run(self, do: Callable[[Copies], Any], number: int = 2, keep_best: bool = False, shared: bool = False) -> Any:
+    def copied(
+        self, do: Callable[[Copies], Any], number: int = 2, keep_best: bool = False, shared: bool = False
+    ) -> Any:
         """What ``do`` returns or raises on each rank, with copies on so many nodes."""
-        results: list[Any] = [None] * self.size
 
-        def work(rank: int) -> None:
-            self._mine.rank = rank
-            made = Copies(
-                self.checkpoints(0 if shared else rank // self._per_node), number, keep_best, self.said.append
-            )
+        def work(rank: int) -> Any:
+            node = 0 if shared else rank // (self.size // self.node_num())
+            made = Copies(self.checkpoints(node), number, keep_best, self.said.append)
             try:
-                results[rank] = do(made)
-            except Exception as error:
-                results[rank] = error
-                if not isinstance(error, CheckpointError):  # which all ranks have at the same place
-                    self._barrier.abort()
-            made.close()
+                return do(made)
+            finally:
+                made.close()
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return results
+        return self.run(work)
+
+    def held(self) -> list[list[str]]:
+        """By node."""
+        return [names(self.checkpoints(node)) for node in range(self.node_num())]
 
 
 @pytest.fixture
@@ -109,6 +76,16 @@ def newest(made: Copies) -> Any:
     return made.run
 
 
+def begun(made: Copies) -> Any:
+    made.start_new_run()
+    return made.run
+
+
+def ended(made: Copies) -> str:
+    made.holders()
+    return made.finish(10.0)
+
+
 def damage(folder: Path) -> None:
     (folder / "persistables.safetensors").write_text("{}")
 
@@ -118,7 +95,7 @@ def test_the_newest_checkpoint_comes_from_the_node_that_has_it(make_job: MakeJob
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(1), 20)
     publish(job.checkpoints(2), 20, b"another one of that step")
-    assert job.run(newest) == [OLD] * 3
+    assert job.copied(newest) == [OLD] * 3
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
     assert (job.checkpoints(0) / "step-00000020" / "persistables.safetensors").read_bytes().endswith(b"tensors")
     assert job.said == [
@@ -132,7 +109,7 @@ def test_what_rank_0_has_is_not_sent(make_job: MakeJob, monkeypatch: pytest.Monk
     monkeypatch.setattr(copies, "send", None)
     for node in (0, 1):
         publish(job.checkpoints(node), 20)
-    assert job.run(newest) == [OLD] * 2
+    assert job.copied(newest) == [OLD] * 2
 
 
 def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job: MakeJob) -> None:
@@ -140,7 +117,7 @@ def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job:
     for node in (0, 1):
         publish(job.checkpoints(node), 20)
     damage(job.checkpoints(0) / "step-00000020")
-    assert job.run(newest) == [OLD] * 2
+    assert job.copied(newest) == [OLD] * 2
     assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000020"]
     assert storage.read(job.checkpoints(0) / "step-00000020").state == {"step": 20}
     assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
@@ -152,15 +129,14 @@ def test_an_older_whole_one_is_taken_where_the_newer_ones_are_damaged(make_job: 
     publish(job.checkpoints(0), 10)
     damage(publish(job.checkpoints(0), 20))
     publish(job.checkpoints(1), 30).joinpath("complete.json").write_text("no JSON")
-    assert job.run(newest) == [OLD] * 2
-    assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000010"]
-    assert names(job.checkpoints(1)) == ["damaged", "run.json"]
+    assert job.copied(newest) == [OLD] * 2
+    assert job.held() == [["damaged", "run.json", "step-00000010"], ["damaged", "run.json"]]
 
 
 def test_nothing_is_moved_and_every_rank_is_told_where_none_is_whole(make_job: MakeJob) -> None:
     job = make_job(2)
     damage(publish(job.checkpoints(1), 20))
-    for error in job.run(newest):
+    for error in job.copied(newest):
         assert isinstance(error, CheckpointError)
         assert str(error).startswith("rank 1 (127.0.0.3:6170): ")
         assert "persistables.safetensors is cut off before its first tensor 'w'" in str(error)
@@ -177,14 +153,70 @@ def test_a_newest_one_that_does_not_arrive_is_no_reason_to_go_back(
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(1), 20)
     monkeypatch.setattr(copies, "send", fails)
-    assert [str(error) for error in job.run(newest)] == ["rank 1 (127.0.0.3:6170): the disk is full"] * 2
+    assert [str(error) for error in job.copied(newest)] == ["rank 1 (127.0.0.3:6170): the disk is full"] * 2
+
+
+def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: MakeJob) -> None:
+    job, future = make_job(3), Run(7, 4e9, "a clock that is wrong")
+    assert job.copied(begun) == [read_record(job.checkpoints(node)) for node in range(3)], "it replaces none"
+    for node in range(3):
+        (job.checkpoints(node) / "run.json").unlink()
+    publish(job.checkpoints(1), 500, run=future)
+    publish(job.checkpoints(2), 400, run=OLD)
+    ours, *others = job.copied(begun)
+    assert others == [ours] * 2
+    assert ours > future
+    assert job.held() == [[], ["step-00000500"], ["step-00000400"]], "until the new run has a checkpoint"
+    ours = job.copied(lambda made: (begun(made), made.remove_earlier())[0])[0]
+    assert job.held() == [["run.json"]] * 3
+    assert [read_record(job.checkpoints(node)) for node in range(3)] == [ours] * 3
+
+
+def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(made: Copies) -> bool:
+        return claim.claim(job.checkpoints(job.worker_index()), made.is_member(), 10.0, must_be_writable=True)
+
+    job = make_job(2)
+    monkeypatch.setattr(claim, "fleet", job)
+    monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.2)
+    job.checkpoints(1).mkdir(parents=True)
+    with held_by_another_process(job.checkpoints(1)) as other:
+        said = job.copied(take)
+    expected = f"rank 1 (127.0.0.3:6170): {job.checkpoints(1)} is in use by process {other.pid} of "
+    assert [str(each)[: len(expected)] for each in said] == [expected] * 2
+    assert job.copied(take) == [True] * 2
+    for node in range(2):
+        claim.release(job.checkpoints(node))
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob, linked: bool) -> None:
+    def save(made: Copies) -> dict[str, float]:
+        made.bring_newest()
+        made.begin_saving()
+        made.offer()
+        made.finish(10.0)
+        return made.scalars()
+
+    job = make_job(2)
+    publish(job.checkpoints(0), 10)
+    if linked:
+        job.checkpoints(1).parent.mkdir()
+        job.checkpoints(1).symlink_to(job.checkpoints(0))
+    assert job.copied(save, shared=not linked) == [{}, {}]
+    assert job.said == [
+        "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
+    ]
+    assert sorted(path.name for path in job.checkpoints(0).iterdir()) == ["run.json", "step-00000010"]
 
 
 def test_the_run_that_was_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob) -> None:
     job = make_job(2)
     publish(job.checkpoints(0), 500, run=OLD)
     publish(job.checkpoints(1), 20, run=NEW)
-    assert job.run(newest) == [NEW] * 2
+    assert job.copied(newest) == [NEW] * 2
     assert names(job.checkpoints(0)) == ["of-run-aa", "run.json", "step-00000020"]
     assert names(job.checkpoints(0) / "of-run-aa") == ["step-00000500"]
     assert read_record(job.checkpoints(0)) == NEW
@@ -194,65 +226,8 @@ def test_a_run_without_a_checkpoint_counts_where_a_node_has_heard_of_it(make_job
     job = make_job(2)
     publish(job.checkpoints(1), 500, run=OLD)
     write_record(job.checkpoints(0), NEW)
-    assert job.run(newest) == [NEW] * 2
-    assert (names(job.checkpoints(0)), names(job.checkpoints(1))) == (["run.json"], ["of-run-aa", "run.json"])
-
-
-def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: MakeJob) -> None:
-    def begin(made: Copies) -> Any:
-        made.start_new_run()
-        return made.run
-
-    job, future = make_job(3), Run(7, 4e9, "a clock that is wrong")
-    publish(job.checkpoints(1), 500, run=future)
-    publish(job.checkpoints(2), 400, run=OLD)
-    ours, *others = job.run(begin)
-    assert others == [ours] * 2
-    assert ours > future
-    kept = [names(job.checkpoints(node)) for node in range(3)]
-    assert kept == [[], ["step-00000500"], ["step-00000400"]], "until the new run has a checkpoint"
-
-    def replace(made: Copies) -> Any:
-        made.start_new_run()
-        made.remove_earlier()
-        return made.run
-
-    ours = job.run(replace)[0]
-    assert [names(job.checkpoints(node)) for node in range(3)] == [["run.json"]] * 3
-    assert [read_record(job.checkpoints(node)) for node in range(3)] == [ours] * 3
-
-
-def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make_job(2)
-    monkeypatch.setattr(claim, "fleet", job)
-    monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.2)
-    job.checkpoints(1).mkdir(parents=True)
-    command, pipe = python("-c", HOLDS, str(job.checkpoints(1))), subprocess.PIPE
-    with subprocess.Popen(command, env=clean_environ(), stdin=pipe, stdout=pipe) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        said = job.run(lambda made: take(job, made))
-        other.kill()
-    expected = f"rank 1 (127.0.0.3:6170): {job.checkpoints(1)} is in use by process {other.pid} of "
-    assert [str(each)[: len(expected)] for each in said] == [expected] * 2
-    assert job.run(lambda made: take(job, made)) == [True] * 2
-    for node in range(2):
-        claim.release(job.checkpoints(node))
-
-
-def take(job: Job, made: Copies) -> bool:
-    return claim.claim(job.checkpoints(job.worker_index()), made.is_member(), 10.0, must_be_writable=True)
-
-
-def test_a_run_that_replaces_none_is_known_to_all_nodes_at_once(make_job: MakeJob) -> None:
-    def begin(made: Copies) -> Any:
-        made.start_new_run()
-        return made.run
-
-    job = make_job(2)
-    assert job.run(begin) == [read_record(job.checkpoints(node)) for node in range(2)]
+    assert job.copied(newest) == [NEW] * 2
+    assert job.held() == [["run.json"], ["of-run-aa", "run.json"]]
 
 
 def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_removed_before(
@@ -265,18 +240,13 @@ def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_re
     write_record(job.checkpoints(0), ahead)
     storage.remove_others(job.checkpoints(0), Run())
 
-    def begin(made: Copies) -> Any:
-        made.start_new_run()
-        return made.run
-
-    (later,) = job.run(begin)
+    (later,) = job.copied(begun)
     assert later.began < ahead.began
     publish(job.checkpoints(0), 20, run=later)
     both = make_job(2)
     publish(both.checkpoints(1), 500, run=ahead)
-    assert both.run(newest) == [later] * 2
-    assert names(both.checkpoints(0)) == ["run.json", "step-00000020"]
-    assert names(both.checkpoints(1)) == ["of-run-aa", "run.json"]
+    assert both.copied(newest) == [later] * 2
+    assert both.held() == [["run.json", "step-00000020"], ["of-run-aa", "run.json"]]
 
 
 def test_of_two_runs_that_began_apart_only_the_launched_jobs_own_is_continued(
@@ -286,19 +256,19 @@ def test_of_two_runs_that_began_apart_only_the_launched_jobs_own_is_continued(
     job = make_job(2)
     publish(job.checkpoints(0), 10, run=one)
     publish(job.checkpoints(1), 20, run=other)
-    for error in job.run(newest):
+    for error in job.copied(newest):
         assert isinstance(error, CheckpointError)
         assert "checkpoints of two runs, 'one' on rank 0 and 'other' on rank 1, each of which began" in str(error)
-    assert (names(job.checkpoints(0)), names(job.checkpoints(1))) == (["step-00000010"], ["step-00000020"])
+    assert job.held() == [["step-00000010"], ["step-00000020"]]
     monkeypatch.setattr(storage, "launched_job", lambda _: "one")
-    assert job.run(newest) == [one] * 2
+    assert job.copied(newest) == [one] * 2
 
 
 def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> None:
     job = make_job(2)
     for step, score in ((10, 0.9), (20, 0.5)):
         published(job.checkpoints(1), step, {"step": step}, score, NEW)
-    job.run(newest, keep_best=True)
+    job.copied(newest, keep_best=True)
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
 
 
@@ -312,48 +282,12 @@ def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(
 
     job = make_job(3, ranks_per_node=2)
     publish(job.checkpoints(0), 10)
-    assert job.run(save)[0] == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0}
+    assert job.copied(save)[0] == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0}
     assert files(job.checkpoints(1)) == files(job.checkpoints(0))
     assert names(job.checkpoints(2)) == []
-    assert job.run(save, number=9)[0]["checkpoint/copies"] == 1.0  # the second node has it
+    assert job.copied(save, number=9)[0]["checkpoint/copies"] == 1.0  # the second node has it
     assert files(job.checkpoints(2)) == files(job.checkpoints(0))
     assert job.said[-1].endswith("rank 4 (127.0.0.4:6170), as many as there are")
-
-
-def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob) -> None:
-    def save(made: Copies) -> dict[str, float]:
-        made.bring_newest()
-        made.begin_saving()
-        made.offer()
-        made.finish(10.0)
-        return made.scalars()
-
-    job = make_job(2)
-    publish(job.checkpoints(0), 10)
-    assert job.run(save, shared=True) == [{}, {}]
-    assert job.said == [
-        "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
-    ]
-    assert sorted(path.name for path in job.checkpoints(0).iterdir()) == ["run.json", "step-00000010"]
-
-
-def test_a_link_to_a_shared_folder_is_seen_too(make_job: MakeJob) -> None:
-    job = make_job(2)
-    publish(job.checkpoints(0), 10)
-    job.checkpoints(1).parent.mkdir()
-    job.checkpoints(1).symlink_to(job.checkpoints(0))
-    job.run(newest)
-    assert job.said[0].endswith("in one shared folder; nothing is sent")
-
-
-def test_a_node_without_a_usable_disk_keeps_no_copies(make_job: MakeJob) -> None:
-    job = make_job(2)
-    (job.folder / "node1").write_text("no folder")
-    assert job.run(lambda made: made.begin_saving()) == [None, None]
-    assert job.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
-    assert job.said[1].endswith(
-        "there is no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone"
-    )
 
 
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
@@ -373,7 +307,7 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
 
     job = make_job(2)
     monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", hangs)
-    told, same = job.run(save)
+    told, same = job.copied(save)
     go.set()
     assert told == same
     assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
@@ -404,14 +338,14 @@ def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(0), 20)
     fails_at = {1, 2}
-    told, same = job.run(end)
+    told, same = job.copied(end)
     assert told == same
     assert "step-00000020 is whole on rank 0" in told
     assert "no copy on rank 1 (127.0.0.3:6170): the disk is full. Mend that" in told
     assert tries == ["step-00000020"] * 2
     tries.clear()
     fails_at = {1}
-    assert job.run(end) == ["", ""]
+    assert job.copied(end) == ["", ""]
     assert tries == ["step-00000020", "step-00000020", "step-00000010"]
 
 
@@ -423,10 +357,10 @@ def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypa
 
     monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", fails)
     job = make_job(2)
-    assert job.run(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
+    assert job.copied(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(0), 20)
-    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1]) == ["", ""]
+    assert job.copied(ended) == ["", ""]
 
 
 def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob) -> None:
@@ -434,38 +368,21 @@ def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob
     publish(job.checkpoints(0), 10)
     job.checkpoints(1).parent.mkdir()
     job.checkpoints(1).touch()
-    assert job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=2) == [""] * 3
-    told, *others = job.run(lambda made: (made.holders(), made.finish(10.0))[1], number=3)
+    assert job.copied(ended, number=2) == [""] * 3
+    told, *others = job.copied(ended, number=3)
     assert others == [told] * 2
     assert "no copy on rank 1 (127.0.0.3:6170): " in told
     assert "is not a folder" in told
-
-
-def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
-    def fails() -> None:
-        raise ValueError("not one of ours")
-
-    def work(_: Copies) -> list[Any]:
-        return agree.together({0: lambda: "done", 1: fails}.get(job.worker_index()), 60.0)
-
-    job = make_job(3)
-    told = job.run(work)
-    assert told[0] == told[1] == told[2]
-    assert [(each["value"], each["problem"]) for each in told[0]] == [
-        ("done", None),
-        (None, "ValueError('not one of ours')"),
-        (None, None),
-    ]
+    two = make_job(2)
+    assert two.copied(lambda made: made.begin_saving()) == [None, None]
+    assert two.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
+    assert two.said[1].endswith("no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone")
 
 
 def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: MakeJob) -> None:
     go = threading.Event()
 
-    def work(_: Copies) -> list[Any]:
-        return agree.together({1: go.wait}.get(job.worker_index()), 0.2)
-
-    job = make_job(3)
-    told = [str(each) for each in job.run(work)]
+    told = [str(each) for each in make_job(3).run(lambda rank: agree.together({1: go.wait}.get(rank), 0.2))]
     go.set()
     assert told == [told[0]] * 3
     assert told[0].startswith("rank 1 (")
@@ -501,18 +418,6 @@ def test_of_the_latest_run_the_newest_comes_first_and_of_equal_ones_the_lowest_r
     ]
 
 
-def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_steps() -> None:
-    on_two, on_three = ["step-00000253", NEW.as_json(), [11, 0, 253]], ["step-00000180", NEW.as_json(), [12, 0, 180]]
-    everybody = [{"record": NEW.as_json(), "held": [on_two]}, {"record": NEW.as_json(), "held": [on_three]}]
-    assert [one.name for one in held_of(everybody, NEW)] == ["step-00000180", "step-00000253"]
-
-
-def test_a_checkpoint_that_is_out_of_the_way_or_cannot_be_read_has_its_place_by_its_step() -> None:
-    replaced, damaged = [".replaced-step-00000010", NEW.as_json(), None], ["step-00000030", None, None]
-    everybody = [{"record": NEW.as_json(), "held": [damaged, ["step-00000020", NEW.as_json(), [1, 0, 20]], replaced]}]
-    assert [one.name for one in held_of(everybody, NEW)] == [damaged[0], "step-00000020", replaced[0]]
-
-
 def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest() -> None:
     earlier = storage.run_from({"began": 4e9, "id": "of a version without generations"})
     assert Run() < earlier < OLD < NEW
@@ -523,14 +428,63 @@ def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest
     assert latest_run([told(Run()), None]) is None
 
 
-def test_who_keeps_them_is_said_in_one_line() -> None:
-    assert who_keeps(2, 3, ["a", "b", "c"]) == "checkpoints are kept on a, b"
-    assert who_keeps(3, 2, ["a", "b"]) == "checkpoints are kept on a, b, as many as there are"
-    assert who_keeps(2, 2, ["a"]) == "all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
-    assert who_keeps(2, 1, ["a"]).startswith("there is no second node to keep them")
-
-
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
     publish(tmp_path / "checkpoints", 10, run=Run(1, 1.0, "../../elsewhere"))
     (aside,) = storage.set_aside(tmp_path / "checkpoints", NEW)
     assert aside == tmp_path / "checkpoints" / "of-run-elsewhere"
+
+
+def test_the_newest_has_trained_most_and_without_its_state_it_has_its_place_by_its_step() -> None:
+    def entry(name: str, progress: list[int] | None, run: Any = NEW.as_json()) -> list[Any]:  # noqa: B008
+        return [name, run, progress]
+
+    everybody = [
+        {"record": NEW.as_json(), "held": [entry("step-00000253", [11, 0, 253])]},
+        {"record": NEW.as_json(), "held": [entry("step-00000180", [12, 0, 180])]},
+    ]
+    assert [one.name for one in held_of(everybody, NEW)] == ["step-00000180", "step-00000253"]
+    held = [
+        entry("step-00000030", None, None),
+        entry("step-00000020", [1, 0, 20]),
+        entry(".replaced-step-00000010", None),
+    ]
+    names_held = [one.name for one in held_of([{"record": NEW.as_json(), "held": held}], NEW)]
+    assert names_held == ["step-00000030", "step-00000020", ".replaced-step-00000010"]
+
+
+def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
+    def fails() -> None:
+        raise ValueError("not one of ours")
+
+    work = {0: lambda: "done", 1: fails}
+    told = make_job(3).run(lambda rank: agree.together(work.get(rank), 60.0))
+    assert told[0] == told[1] == told[2]
+    problems = [("done", None), (None, "ValueError('not one of ours')"), (None, None)]
+    assert [(each["value"], each["problem"]) for each in told[0]] == problems
+
+
+def test_rank_0_answers_for_all_with_its_value_or_its_error(make_job: MakeJob) -> None:
+    def asked(question: Callable[[], Any]) -> list[Any]:
+        return make_job(2).run(lambda _: agree.ask_first_worker(question))
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def question() -> None:
+            raise error
+
+        return question
+
+    count: list[int] = []
+    assert (
+        asked(lambda: count.append(1) or {"folder": "läuft", "none": None}) == [{"folder": "läuft", "none": None}] * 2
+    )
+    assert count == [1]
+    disk = (
+        "rank 0 cannot use its disk: [Errno 28] No space left on device; make that writable, with room left, or give "
+    )
+    for error, said in (
+        (CheckpointError("tensor 'w' is missing"), "tensor 'w' is missing"),
+        (OSError(28, "No space left on device"), disk + "another folder"),
+    ):
+        found = asked(fail(error))
+        assert [(type(each), str(each)) for each in found] == [(CheckpointError, said)] * 2
+        assert found[1].failed_rank == 0

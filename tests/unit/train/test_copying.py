@@ -69,16 +69,12 @@ def channel(address: Address, proven: bool = True) -> Iterator[Channel]:
         yield made
 
 
-def test_a_copy_has_every_byte_and_is_sent_once(two: Two) -> None:
+def test_a_copy_has_every_byte_is_sent_once_and_replaces_one_of_that_step(two: Two) -> None:
     folder = publish(two.ours, 10, bytes(range(256)) * 10_000)
     assert two.send(folder) is True
     assert files(two.theirs) == files(two.ours)
     assert two.send(folder) is False
     assert files(two.theirs) == files(two.ours)
-
-
-def test_a_checkpoint_of_the_same_step_is_replaced(two: Two) -> None:
-    two.send(publish(two.ours, 10, b"before", Run(1, 100.0, "aa")))
     assert two.send(publish(two.ours, 10, b"after", Run(1, 101.0, "aa"))) is True
     assert files(two.theirs) == files(two.ours)
 
@@ -107,15 +103,6 @@ def test_who_does_not_know_the_token_or_the_secret_is_told_nothing(two: Two) -> 
     assert names(two.theirs) == []
 
 
-def test_the_jobs_secret_is_mixed_in(tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "theirs", THERE, b"a secret of the job")
-    folder = publish(tmp_path / "ours", 10)
-    with pytest.raises(CheckpointError, match="does not know the job's token"):
-        send(receiver.address, HERE, folder)
-    assert send(receiver.address, HERE, folder, secret=b"a secret of the job") is True
-    receiver.close()
-
-
 def test_a_proof_that_is_sent_back_proves_nothing(two: Two) -> None:
     def reflect(connection: socket.socket) -> None:
         while piece := connection.recv(65536):
@@ -139,30 +126,6 @@ def answered_by(answer: Callable[[socket.socket], Any]) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         thread.join()
-
-
-def test_a_receiver_that_says_nothing_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "COPY_CONNECT_SECONDS", 0.3)
-    given_up = threading.Event()
-    waited: list[bool] = []
-    with answered_by(lambda _: waited.append(given_up.wait(60.0))) as port:
-        with pytest.raises(CheckpointError, match="nothing got through within 0 s"):
-            send(Address(THERE, port, "token"), HERE, publish(two.ours, 10))
-        given_up.set()
-    assert waited == [True]
-
-
-def test_a_stalled_transfer_is_abandoned(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    def takes_nothing(connection: socket.socket) -> None:
-        peer = Channel(connection, key_of("token", None))
-        peer.prove_as_receiver()
-        peer.receive()
-        peer.send({"answer": "send"})
-        time.sleep(1.0)
-
-    monkeypatch.setattr(timeouts, "COPY_STALL_SECONDS", 0.3)
-    with answered_by(takes_nothing) as port, pytest.raises(CheckpointError, match="nothing got through within 0 s"):
-        send(Address(THERE, port, "token"), HERE, publish(two.ours, 10, bytes(32 << 20)))
 
 
 def test_strangers_that_say_nothing_keep_nobody_away(two: Two) -> None:
@@ -190,6 +153,30 @@ def test_a_stranger_has_seconds_to_prove_itself_also_byte_by_byte(two: Two, monk
     wait_until_forgotten(two.receiver)
 
 
+def test_nobody_is_waited_for_who_says_or_takes_nothing(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+
+    def says_nothing(_: socket.socket) -> None:
+        assert given_up.wait(60.0)
+
+    def takes_nothing(connection: socket.socket) -> None:
+        peer = Channel(connection, key_of("token", None))
+        peer.prove_as_receiver()
+        peer.receive()
+        peer.send({"answer": "send"})
+        assert given_up.wait(60.0)
+
+    folder = publish(two.ours, 10, bytes(32 << 20))
+    for answer, limit in ((says_nothing, "COPY_CONNECT_SECONDS"), (takes_nothing, "COPY_STALL_SECONDS")):
+        monkeypatch.setattr(timeouts, limit, 0.3)
+        given_up.clear()
+        with answered_by(answer) as port:
+            with pytest.raises(CheckpointError, match="nothing got through within 0 s"):
+                send(Address(THERE, port, "token"), HERE, folder)
+            given_up.set()
+        monkeypatch.undo()
+
+
 def wait_until_forgotten(receiver: Receiver) -> None:
     deadline = time.monotonic() + 20
     while receiver._strangers or receiver._connections:
@@ -202,6 +189,9 @@ def test_addresses_that_are_not_in_the_node_list_are_heard_with_a_secret_only(tm
     for number, secret in enumerate((None, b"a secret of the job")):
         receiver = Receiver(tmp_path / f"theirs{number}", THERE, secret, callers)
         address = receiver.address
+        if secret is not None:
+            with pytest.raises(CheckpointError, match="does not know the job's token"):
+                send(address, HERE, folder)
         assert send(address, HERE, folder, secret=secret) is True
         if secret is None:
             with pytest.raises(CheckpointError, match="step-00000010 did not get to"):
@@ -221,10 +211,7 @@ def test_a_text_that_cannot_be_signed_ends_its_connection_without_a_word(two: Tw
             stranger.receive()
             with pytest.raises(Lost):
                 stranger.receive()
-    deadline = time.monotonic() + 5.0
-    while two.receiver._connections and time.monotonic() < deadline:
-        time.sleep(0.01)  # it is closed before it is forgotten
-    assert two.receiver._connections == set()
+    wait_until_forgotten(two.receiver)
     assert two.send(publish(two.ours, 10)) is True
 
 
@@ -236,22 +223,20 @@ def with_state_of(size: int) -> dict[str, int]:
     return {"state.json": size, "complete.json": 0}
 
 
-def test_a_wrong_hash_leaves_nothing(two: Two) -> None:
+@pytest.mark.parametrize(
+    ("size", "marker", "problem"),
+    [
+        (3, SHA256, "a file was altered on its way (SHA-256 differs)"),
+        (0, "f" * 64, "step-00000010 is not the one that was announced"),
+    ],
+)
+def test_what_is_not_as_announced_leaves_nothing(two: Two, size: int, marker: str, problem: str) -> None:
     with channel(two.receiver.address) as sender:
-        sender.send(request(files=with_state_of(3)))
+        sender.send(request(files=with_state_of(size), marker=marker))
         assert sender.receive() == {"answer": "send"}
-        sender.send_bytes(b"abc")
+        sender.send_bytes(b"abc"[:size])
         sender.send({"sha256": [SHA256, SHA256]})
-        assert sender.receive() == {"problem": "a file was altered on its way (SHA-256 differs)"}
-    assert names(two.theirs) == []
-
-
-def test_another_marker_than_was_announced_leaves_nothing(two: Two) -> None:
-    with channel(two.receiver.address) as sender:
-        sender.send(request(marker="f" * 64))
-        sender.receive()
-        sender.send({"sha256": [SHA256, SHA256]})
-        assert sender.receive() == {"problem": "step-00000010 is not the one that was announced"}
+        assert sender.receive() == {"problem": problem}
     assert names(two.theirs) == []
 
 
@@ -273,6 +258,14 @@ def test_a_connection_that_is_cut_leaves_nothing_and_the_next_copy_is_taken(two:
     assert names(two.theirs) == ["step-00000010"]
 
 
+WRONG_FILES: list[Any] = [
+    *(None, "complete.json", [], {}, ["complete.json"], {"state.json": 1}),
+    *({name: 1, "complete.json": 1} for name in ("../state.json", "/etc/passwd", "below/state.json", "..", ".hidden")),
+    *({name: 1, "complete.json": 1} for name in ("a\n", "", "other.json")),
+    *({"complete.json": size} for size in (-1, True, "1", 1.0, None)),
+]
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
@@ -281,40 +274,20 @@ def test_a_connection_that_is_cut_leaves_nothing_and_the_next_copy_is_taken(two:
         ({"name": None}, "None is not a name of a checkpoint"),
         ({"kept": [".."]}, "'..' is not a name of a checkpoint"),
         ({"marker": "0"}, "a SHA-256 is missing; it has 64 hexadecimal digits"),
+        *(({"files": wrong}, "") for wrong in WRONG_FILES),
     ],
 )
-def test_a_request_for_another_place_is_refused(two: Two, changed: dict[str, Any], problem: str) -> None:
+def test_a_request_for_another_place_or_for_no_checkpoints_files_is_refused(
+    two: Two, changed: dict[str, Any], problem: str
+) -> None:
+    assert sizes_of(with_state_of(7)) == with_state_of(7)
     with channel(two.receiver.address) as sender:
         sender.send(request(**changed))
         assert str(sender.receive()["problem"]).startswith(problem)
     assert names(two.theirs.parent) == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        "complete.json",
-        [],
-        {},
-        ["complete.json"],
-        {"state.json": 1},
-        *(
-            {name: 1, "complete.json": 1}
-            for name in ("../state.json", "/etc/passwd", "below/state.json", "..", ".hidden", "a\n", "", "other.json")
-        ),
-        *({"complete.json": size} for size in (-1, True, "1", 1.0, None)),
-    ],
-)
-def test_a_list_that_is_no_checkpoints_is_refused(two: Two, wrong: Any) -> None:
-    assert sizes_of(with_state_of(7)) == with_state_of(7)
-    with channel(two.receiver.address) as sender:
-        sender.send(request(files=wrong))
-        assert "problem" in sender.receive()
-    assert names(two.theirs.parent) == []
-
-
-def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Two) -> None:
+def test_a_message_has_a_limit_lower_before_the_token_is_proven_and_is_not_altered(two: Two) -> None:
     with channel(two.receiver.address, proven=False) as stranger:
         stranger.send({"nonce": "0" * 5000})
         with pytest.raises(Lost):
@@ -324,9 +297,6 @@ def test_a_message_has_a_limit_which_is_lower_before_the_token_is_proven(two: Tw
             sender.send({"files": "a" * (4 << 20)})
         sender.send_bytes(transfer._HEADER.pack(b"FTC1", (4 << 20) + 1, bytes(32)))
         assert "more than 4194304 bytes" in sender.receive()["problem"]
-
-
-def test_a_message_that_was_altered_is_refused(two: Two) -> None:
     with channel(two.receiver.address) as sender:
         body = b'{"name": "step-00000010"}'
         sender.send_bytes(transfer._HEADER.pack(b"FTC1", len(body), bytes(32)) + body)
@@ -354,9 +324,6 @@ def test_a_disk_that_fills_up_leaves_what_was_there(two: Two, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="No space left on device"):
         two.send(publish(two.ours, 20, bytes(5 << 20)))
     assert names(two.theirs) == ["step-00000010"]
-
-
-# the sender's thread
 
 
 def copier(ours: Path, *receivers: Receiver, said: list[str]) -> Copier:

@@ -21,15 +21,11 @@ from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support import checkpoints
 from tests.support.checkpoints import change, write_folder
 
+pytestmark = pytest.mark.usefixtures("one_process")
 ARRAYS = {"b": np.arange(3, dtype="float32"), "w": np.arange(12, dtype="float32").reshape(3, 4)}
 KINDS = {"b": "parameter", "w": "parameter", "own": "optimizer"}
 DEEP = "[" * 100_000
 HUGE = "9" * 60_000
-
-
-@pytest.fixture(autouse=True)
-def job(one_process: None) -> None:
-    """Checkpoints are those of a job."""
 
 
 @pytest.fixture
@@ -58,10 +54,6 @@ def test_what_was_written_is_read_back(folder: Path) -> None:
     np.testing.assert_array_equal(state.arrays["w"], ARRAYS["w"], strict=True)
 
 
-def entry(**changed: Any) -> dict[str, Any]:
-    return {"files": {TENSORS: {"w": {"dtype": "float32", "shape": [3, 4], "sha256": "ab", **changed}}}, "kinds": {}}
-
-
 TEXTS = [b"", b"{", b"null", b"[]", b"7", b"\xff\xfe", DEEP.encode(), b'{"format": ' + HUGE.encode() + b"}", b"NaN"]
 
 
@@ -73,56 +65,35 @@ def test_a_description_that_is_none_is_named(folder: Path, text: bytes) -> None:
     assert message.endswith(f"; {WAY_OUT}")
 
 
+def entry(**changed: Any) -> dict[str, Any]:
+    return {"files": {TENSORS: {"w": {"dtype": "float32", "shape": [3, 4], "sha256": "ab", **changed}}}, "kinds": {}}
+
+
+WRONG_SHAPES: list[Any] = [None, 12, [-3, -4], [True], [1.5], ["3"], [1 << 47, 1 << 47], [0, 1 << 47, 1 << 47]]
+WRONG_SHAPES += [[10**4000], [1] * 100, [1 << 40], [0]]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": None},
-        {"format": DEEP},
-        {"files": None},
-        {"files": []},
-        {"files": {"/etc/passwd": {}}},
-        {"files": {TENSORS: []}},
-        {"files": {TENSORS: {"w": None}}},
+        *({"format": wrong} for wrong in (None, DEEP)),
+        *({"files": wrong} for wrong in (None, [], {"/etc/passwd": {}}, {TENSORS: []}, {TENSORS: {"w": None}})),
         entry(extra=1),
-        entry(dtype="float31"),
-        entry(dtype="O"),
-        entry(dtype="S1000000000"),
-        entry(dtype=["float32"]),
-        entry(shape=None),
-        entry(shape=12),
-        entry(shape=[-3, -4]),
-        entry(shape=[True]),
-        entry(shape=[1.5]),
-        entry(shape=["3"]),
-        entry(shape=[1 << 47, 1 << 47]),
-        entry(shape=[0, 1 << 47, 1 << 47]),
-        entry(shape=[10**4000]),
-        entry(shape=[1] * 100),
-        entry(shape=[1 << 40]),
-        entry(shape=[0]),
+        *(entry(dtype=wrong) for wrong in ("float31", "O", "S1000000000", ["float32"])),
+        *(entry(shape=wrong) for wrong in WRONG_SHAPES),
         entry(sha256=None),
-        {"kinds": []},
-        {"kinds": {"b": 7}},
-        {"kinds": {"b": ["parameter"]}},
-        {"kinds": {"nothing": "parameter"}},
+        *({"kinds": wrong} for wrong in ([], {"b": 7}, {"b": ["parameter"]}, {"nothing": "parameter"})),
         {"kinds": {"x_velocity_0": "optimizer"}},
-        {"ranks": None},
-        {"ranks": -1},
-        {"ranks": 1},
-        {"ranks": True},
-        {"ranks": 10**12},
-        {"ranks": 2.0},
+        *({"ranks": wrong} for wrong in (None, -1, 1, True, 10**12, 2.0)),
     ],
-    ids=repr,
+    ids=lambda changed: repr(changed)[:80],
 )
 def test_an_entry_of_the_description_that_is_wrong_is_refused(folder: Path, changed: dict[str, Any]) -> None:
     change(folder, **changed)
     assert str(folder) in refusal(lambda: persistables.read_folder(folder))
 
 
-@pytest.mark.parametrize(
-    "name", ["own", "rank 2/own", "rank -1/own", "rank 01/own", "rank x/own", f"rank {HUGE}/own", ""]
-)
+@pytest.mark.parametrize("name", ["own", *(f"rank {number}/own" for number in ("2", "-1", "01", "x", HUGE)), ""])
 def test_a_tensor_of_no_rank_is_refused(folder: Path, name: str) -> None:
     files = persistables.read_entries(folder)["files"]
     files[RANKS][name] = files[RANKS].pop("rank 1/own")
@@ -140,6 +111,9 @@ def with_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
 
 
+OFFSETS: list[Any] = [[12.0, 60.0], [-48, 0], [10**30, 10**30 + 48], [1 << 62, (1 << 62) + 48], [0, 48], [60, 12], "ab"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -147,18 +121,12 @@ def with_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         lambda _: b'{"w": ' + HUGE.encode() + b"}",
         lambda _: b"\xff",
         lambda _: [],
-        lambda header: header["w"].update(data_offsets=[12.0, 60.0]),
-        lambda header: header["w"].update(data_offsets=[-48, 0]),
-        lambda header: header["w"].update(data_offsets=[10**30, 10**30 + 48]),
-        lambda header: header["w"].update(data_offsets=[1 << 62, (1 << 62) + 48]),
-        lambda header: header["w"].update(data_offsets=[0, 48]),
-        lambda header: header["w"].update(data_offsets=[60, 12]),
-        lambda header: header["w"].update(data_offsets="ab"),
+        *(lambda header, wrong=wrong: header["w"].update(data_offsets=wrong) for wrong in OFFSETS),
         lambda header: header["w"].update(dtype="I32"),
         lambda header: header["w"].update(shape=[12]),
-        lambda header: header["w"].pop("shape"),
+        lambda header: header["w"].pop("shape") and None,
         lambda header: header.update(w=None),
-        lambda header: header.pop("w"),
+        lambda header: header.pop("w") and None,
     ],
 )
 def test_a_header_that_fits_no_file_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -186,40 +154,6 @@ def test_many_tensors_in_the_same_bytes_are_refused(folder: Path) -> None:
     assert "was altered before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
 
 
-@pytest.mark.parametrize("name", [DESCRIPTION, TENSORS, RANKS])
-def test_pipes_and_folders_are_not_waited_for(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    assert f"{name} is not a regular file" in refusal(lambda: persistables.read_folder(folder))
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        {"fleet_train/step": np.empty(0)},
-        {"fleet_train/step": np.array([-1])},
-        {"fleet_train/step": np.array([np.nan])},
-        {"fleet_train/step": np.array([True])},
-        {"fleet_train/dgc/step": np.zeros(2)},
-        {"fleet_train/powersgd/step": np.array([1e300])},
-        {"fleet_train/local_sgd/numbers": np.zeros(1)},
-        {"fleet_train/local_sgd/numbers": np.array([np.inf, 0.0, 0.0, 0.0])},
-        {"fleet_train/local_sgd/numbers": np.array([0.0, 0.0, 0.0, 0.0])},
-        {"fleet_train/local_sgd/numbers": np.array([1, 0, 0, 0])},
-    ],
-    ids=repr,
-)
-def test_a_position_that_is_none_is_refused(damaged: dict[str, Any]) -> None:
-    assert next(iter(damaged)) in refusal(lambda: refuse_damaged_position(damaged, "runs/demo"))
-
-
-def test_velocities_of_other_shapes_are_refused_and_lost_ones_left_out() -> None:
-    ours = {"w": ("parameter", [3, 4], "float32"), "w_velocity_0": ("optimizer", [3, 4], "float32")}
-    saved = State({"fleet_train/dgc/step": np.ones(1)}, {}, [{"fleet_train/dgc/w.velocity": np.zeros(7, "float32")}])
-    assert "'w_velocity_0' was saved with 7 elements" in refusal(lambda: to_momentum(saved, ours))
-    assert to_dgc(State({}, {"v_velocity_0": "optimizer"}), {}).arrays == {}
-
-
 STATE: dict[str, Any] = {
     **dict.fromkeys(("epoch", "step", "steps_per_epoch", "world_size"), 1),
     **{name: {} for name in ("scheduler", "config", "profile", "versions")},
@@ -230,42 +164,68 @@ def publish(output: Path, state: dict[str, Any]) -> Path:
     return checkpoints.publish(output / "checkpoints", 1, state)
 
 
-def test_a_state_without_damage_is_found(tmp_path: Path) -> None:
-    publish(tmp_path, STATE)
-    found = Checkpoints(tmp_path).newest()
-    assert found is not None
-    assert found.state == TrainState(1, 1, 1, 1, {}, {}, {}, {})
+@pytest.mark.parametrize("name", [DESCRIPTION, TENSORS, RANKS])
+def test_pipes_are_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert f"{name} is not a regular file" in refusal(lambda: persistables.read_folder(folder))
+
+
+def test_a_pipe_in_the_place_of_the_marker_is_not_waited_for(tmp_path: Path) -> None:
+    folder = publish(tmp_path, STATE)
+    (folder / storage.MARKER).unlink()
+    os.mkfifo(folder / storage.MARKER)
+    assert Checkpoints(tmp_path).newest() is None
+
+
+NUMBERS = "fleet_train/local_sgd/numbers"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("fleet_train/step", value) for value in (np.empty(0), np.array([-1]), np.array([np.nan]), np.array([True]))),
+        ("fleet_train/dgc/step", np.zeros(2)),
+        ("fleet_train/powersgd/step", np.array([1e300])),
+        *((NUMBERS, value) for value in (np.zeros(1), np.array([np.inf, 0.0, 0.0, 0.0]), np.zeros(4))),
+        (NUMBERS, np.array([1, 0, 0, 0])),
+    ],
+)
+def test_a_position_that_is_none_is_refused(name: str, value: Any) -> None:
+    assert name in refusal(lambda: refuse_damaged_position({name: value}, "runs/demo"))
+
+
+def test_velocities_of_other_shapes_are_refused_and_lost_ones_left_out() -> None:
+    ours = {"w": ("parameter", [3, 4], "float32"), "w_velocity_0": ("optimizer", [3, 4], "float32")}
+    saved = State({"fleet_train/dgc/step": np.ones(1)}, {}, [{"fleet_train/dgc/w.velocity": np.zeros(7, "float32")}])
+    assert "'w_velocity_0' was saved with 7 elements" in refusal(lambda: to_momentum(saved, ours))
+    assert to_dgc(State({}, {"v_velocity_0": "optimizer"}), {}).arrays == {}
+
+
+def with_list(**entries: Any) -> dict[str, Any]:
+    return {"data": {"classes": [], "lists": {"a": {"samples": 1, "ranks": 1, **entries}}}}
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"step": None},
-        {"step": -1},
-        {"step": 1.5},
-        {"step": True},
-        {"step": 10**300},
+        *({"step": wrong} for wrong in (None, -1, 1.5, True, 10**300)),
         {"steps_per_epoch": "10"},
         {"compared": "yes"},
         {"consumed_samples": [1]},
         {"scheduler": []},
         {"config": None},
         {"profile": "multi_node"},
-        {"epoch_losses": 7},
-        {"epoch_losses": [[1.0]]},
-        {"epoch_losses": [[1.0, "2"]]},
-        {"epoch_losses": [None]},
+        *({"epoch_losses": wrong} for wrong in (7, [[1.0]], [[1.0, "2"]], [None])),
         {"updates": -1},
-        {"data": []},
-        {"data": {"classes": [], "lists": []}},
-        {"data": {"classes": [1], "lists": {}}},
-        {"data": {"classes": [], "lists": {"a": {"samples": 1, "ranks": 1}}}},
-        {"data": {"classes": [], "lists": {"a": {"samples": 1, "ranks": True, "done": None}}}},
-        {"data": {"classes": [], "lists": {"a": {"samples": 1, "ranks": 1, "done": -1}}}},
+        *({"data": wrong} for wrong in ([], {"classes": [], "lists": []}, {"classes": [1], "lists": {}})),
+        with_list(),
+        with_list(ranks=True, done=None),
+        with_list(done=-1),
         {"strange": 1},
         {"\x1b[31m": 1},
     ],
-    ids=repr,
+    ids=lambda changed: repr(changed)[:80],
 )
 def test_an_entry_of_the_state_that_is_wrong_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder = publish(tmp_path, {**STATE, **changed})
@@ -275,24 +235,19 @@ def test_an_entry_of_the_state_that_is_wrong_is_named(tmp_path: Path, changed: d
     assert not name.isprintable() or f"'{name}'" in message
 
 
-@pytest.mark.parametrize("name", ["epoch", "scheduler", "versions"])
-def test_an_entry_that_the_state_does_not_have_is_named(tmp_path: Path, name: str) -> None:
-    publish(tmp_path, {key: value for key, value in STATE.items() if key != name})
-    assert f"is damaged in '{name}'" in refusal(Checkpoints(tmp_path).newest)
+def test_a_state_without_damage_is_found_and_an_entry_that_it_does_not_have_is_named(tmp_path: Path) -> None:
+    publish(tmp_path, STATE)
+    found = Checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.state == TrainState(1, 1, 1, 1, {}, {}, {}, {})
+    for name in ("epoch", "scheduler", "versions"):
+        publish(tmp_path, {key: value for key, value in STATE.items() if key != name})
+        assert f"is damaged in '{name}'" in refusal(Checkpoints(tmp_path).newest)
 
 
-MARKERS: list[Any] = [
-    None,
-    [],
-    7,
-    {},
-    {"format": [[]]},
-    {"format": 2},
-    {"format": 2, "files": []},
-    {"format": 2, "files": {}},
-    {"format": 2, "files": {"state.json": None}},
-    {"format": 2, "files": {"state.json": "ab", "persistables.json": 7}},
-]
+MARKERS: list[Any] = [None, [], 7, {}, {"format": [[]]}, {"format": 2}, {"format": 2, "files": []}]
+MARKERS += [{"format": 2, "files": wrong} for wrong in ({}, {"state.json": None})]
+MARKERS += [{"format": 2, "files": {"state.json": "ab", "persistables.json": 7}}]
 
 
 @pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker)[:80])
@@ -303,27 +258,13 @@ def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
         assert str(folder) in refusal(read)
 
 
-@pytest.mark.parametrize("score", ["high", float("inf"), float("nan"), True, [1.0]])
-def test_a_score_that_is_none_is_refused(tmp_path: Path, score: Any) -> None:
-    change(publish(tmp_path, STATE), score=score)
-    assert "its score is not a number" in refusal(Checkpoints(tmp_path).best)
-
-
-@pytest.mark.parametrize("state", [None, [], 7])
-def test_a_state_that_is_none_is_refused(tmp_path: Path, state: Any) -> None:
-    change(publish(tmp_path, STATE), state=state)
-    assert "it has no state of a training" in refusal(Checkpoints(tmp_path).newest)
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_files_of_a_checkpoint_that_are_no_json_are_named(tmp_path: Path, text: bytes) -> None:
-    folder = publish(tmp_path, STATE)
-    (folder / storage.MARKER).write_bytes(text)
-    assert str(folder / storage.MARKER) in refusal(Checkpoints(tmp_path).newest)
-
-
-def test_a_pipe_in_the_place_of_the_marker_is_not_waited_for(tmp_path: Path) -> None:
-    folder = publish(tmp_path, STATE)
-    (folder / storage.MARKER).unlink()
-    os.mkfifo(folder / storage.MARKER)
-    assert Checkpoints(tmp_path).newest() is None
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        *(({"score": wrong}, "its score is not a number") for wrong in ("high", np.inf, np.nan, True, [1.0])),
+        *(({"state": wrong}, "it has no state of a training") for wrong in (None, [], 7)),
+    ],
+)
+def test_a_score_or_a_state_that_is_none_is_refused(tmp_path: Path, entries: dict[str, Any], said: str) -> None:
+    change(publish(tmp_path, STATE), **entries)
+    assert said in refusal(Checkpoints(tmp_path).best)

@@ -1,9 +1,15 @@
-"""The loop on one process: what happens when, whatever program it trains."""
+"""The trainer on one process: what happens when, what ends it, and what all ranks agree on before it starts."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +20,19 @@ import pytest
 from fleet_train import DistributedStrategy, fleet
 from fleet_train.cluster import Cluster
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
-from fleet_train.errors import NotFinite, NotSaved, Preempted
+from fleet_train.errors import NotFinite, NotSaved, Preempted, ScheduleMismatch
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
-from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings
+from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings, reference
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.position import other_choice
-from fleet_train.train.trainer import begins_interval, last_reported
+from fleet_train.train.config import TrainConfig
+from fleet_train.train.evaluation import Outcome
+from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
+from tests.support.processes import clean_environ, python
+from tests.support.thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
 SAMPLES, BATCH = 40, 8
 STEPS_PER_EPOCH = 5
 
@@ -107,18 +116,10 @@ def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_e
     assert sinks.steps_of("train/loss") == [2, 4, 7, 9, 12, 14, 17, 19, 22, 24]
 
 
-def test_gradient_merge_changes_the_rate_with_each_update_only() -> None:
+def test_gradient_merge_changes_the_rate_with_each_update_only_also_after_a_resume(tmp_path: Path) -> None:
     strategy = DistributedStrategy()
     strategy.accumulate_steps = 2
-    made, sinks = trainer(Watched(), TrainerSettings(epochs=1, log_every=1), strategy)
-    made.fit()
-    assert sinks.values_of("train/learning_rate") == pytest.approx([1 / 2, 1 / 3])  # of five batches
-
-
-def test_a_resume_under_gradient_merge_goes_on_with_the_rate_of_its_updates(tmp_path: Path) -> None:
-    strategy = DistributedStrategy()
-    strategy.accumulate_steps = 2
-    for epochs in (1, 2):
+    for epochs, rates in ((1, [1 / 2, 1 / 3]), (2, [1 / 4, 1 / 5, 1 / 6])):
         with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
             settings = TrainerSettings(epochs=2, stop_after_epochs=1, log_every=1)
             made, sinks = trainer(Watched(), settings, strategy, checkpoints=Checkpoints(tmp_path))
@@ -126,9 +127,9 @@ def test_a_resume_under_gradient_merge_goes_on_with_the_rate_of_its_updates(tmp_
             if found is not None:
                 made.resume(found)
             assert made.fit().epochs == epochs
-    # Two updates are done; this epoch's first batch completes the third.
+        assert sinks.values_of("train/learning_rate") == pytest.approx(rates)
+    # Two updates were done; this epoch's first batch completes the third.
     assert sinks.steps_of("train/learning_rate") == [3, 4, 5]
-    assert sinks.values_of("train/learning_rate") == pytest.approx([1 / 4, 1 / 5, 1 / 6])
 
 
 def test_the_rate_follows_the_steps_that_are_left_where_an_epoch_has_another_number_of_them(tmp_path: Path) -> None:
@@ -168,19 +169,6 @@ def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(t
     assert (found.state.epoch, found.state.consumed_samples) == (1, (found.state.step - 5) * BATCH)
 
 
-def test_a_stop_at_the_end_of_an_epoch_leaves_its_evaluation_to_the_next_call() -> None:
-    evaluated: list[int] = []
-
-    def evaluate(_: Any) -> Evaluation:
-        evaluated.append(made.position.step)
-        return Evaluation({"loss": 1.0}, 1)
-
-    made, _ = trainer(Watched(), TrainerSettings(epochs=3), evaluator=evaluate)
-    made.position.epoch, made.position.step, made.position.consumed_samples = 1, 10, SAMPLES
-    assert made.fit().steps == 15
-    assert evaluated == [10, 15]
-
-
 def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
     def spoil(feed: Any, step: int) -> None:
         if step == 8:
@@ -196,21 +184,6 @@ def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
         "step-00000004",
         "step-00000008",
     ]
-
-
-def test_a_call_may_stop_early_and_without_anything_left_only_evaluates() -> None:
-    made, _ = trainer(Watched(), TrainerSettings(epochs=3, stop_after_epochs=2))
-    assert made.fit().epochs == 2
-    evaluated: list[Any] = []
-
-    def evaluate(exe: Any) -> Evaluation:
-        evaluated.append(exe)
-        return Evaluation({"loss": 1.0}, 1)
-
-    done, _ = trainer(Watched(), TrainerSettings(epochs=2), evaluator=evaluate)
-    done.position.epoch = 2
-    assert done.fit().test_loss == 1.0
-    assert len(evaluated) == 1
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
@@ -231,13 +204,8 @@ def test_a_run_that_was_stopped_reports_the_steps_of_one_that_was_not(every: int
     whole = reports(0)
     for stopped in range(40):
         assert reports(stopped) == [step for step in whole if step > stopped], f"stopped after step {stopped}"
-
-
-def test_the_first_fetched_step_of_each_interval_is_the_one_that_was_reported() -> None:
-    assert [last_reported(inside, 10, lambda step: step % 2 == 1) for inside in (0, 9, 10, 11, 20, 21)] == [
-        *(0, 0, 0),
-        *(11, 11, 21),
-    ]
+    looked_at = [last_reported(inside, 10, lambda step: step % 2 == 1) for inside in (0, 9, 10, 11, 20, 21)]
+    assert looked_at == [0, 0, 0, 11, 11, 21], "the first fetched step of each interval"
 
 
 def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
@@ -285,3 +253,90 @@ def test_a_last_state_that_is_not_saved_is_a_failure_and_an_earlier_one_is_not(
         made.fit()
     assert said[0].startswith("the checkpoint of step 1 could not be written: ")
     assert all(one.endswith("; training goes on, the checkpoints before it are as they were") for one in said)
+
+
+@pytest.mark.parametrize(("epoch", "step", "evaluated_at"), [(1, 10, [10, 15]), (3, 15, [15])])
+def test_a_call_makes_up_for_the_evaluation_that_a_stop_has_left(
+    epoch: int, step: int, evaluated_at: list[int]
+) -> None:
+    """After the last epoch, it does nothing else."""
+    evaluated: list[int] = []
+
+    def evaluate(_: Any) -> Evaluation:
+        evaluated.append(made.position.step)
+        return Evaluation({"loss": 1.0}, 1)
+
+    made, _ = trainer(Watched(), TrainerSettings(epochs=3), evaluator=evaluate)
+    made.position.epoch, made.position.step = epoch, step
+    made.position.consumed_samples = SAMPLES if epoch == 1 else 0
+    outcome = made.fit()
+    assert (outcome.steps, outcome.test_loss, evaluated) == (15, 1.0, evaluated_at)
+
+
+def test_a_signal_becomes_one_request_with_its_name_and_the_handlers_of_before_come_back() -> None:
+    before = [signal.getsignal(number) for number in STOPPING_SIGNALS]
+    for number in STOPPING_SIGNALS:
+        asked: list[str] = []
+        with listening(asked.append):
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        assert asked == [number.name]
+    assert [signal.getsignal(number) for number in STOPPING_SIGNALS] == before
+
+
+def test_a_later_signal_ends_the_process_at_once() -> None:
+    code = (
+        "import os, signal\nfrom fleet_train import timeouts\nfrom fleet_train.train import trainer as signals\n"
+        "timeouts.SAME_STOP_SECONDS = 0.0\n"
+        "with signals.listening(print):\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n    print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('not reached')"
+    )
+    done = subprocess.run(python("-c", code), env=clean_environ(), capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout.splitlines() == ["SIGUSR1", "still here"]
+
+
+def test_another_thread_than_the_main_one_listens_to_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    found: list[object] = []
+
+    def look() -> None:
+        with listening([].append):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+CONFIG = TrainConfig(data_dir="/data", workers=2, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch_size": 64}, r"--batch_size is 8 on rank 0 \(127.0.0.2:6170\) and 64 on rank 2 \(127.0.0.4:6170\)"),
+        ({"learning_rate": 0.5}, "--lr is None on rank 0 .* and 0.5 on rank 2"),
+        ({"resume": True}, "--resume is False on rank 0 .* and True on rank 2"),
+        ({"data_dir": "/mnt/data", "output_dir": "/tmp/other", "workers": 8, "loader": "thread", "strategy": "x"}, ""),
+    ],
+)
+def test_a_flag_that_differs_is_named_with_both_machines_unless_it_is_each_machines_own(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+) -> None:
+    ranks = ThreadRanks(3)
+    monkeypatch.setattr(reference, "fleet", ranks)
+    configs = [CONFIG, CONFIG, replace(CONFIG, **change)]
+    for error in ranks.run(lambda rank: reference.agree_on_flags(configs[rank])):
+        assert isinstance(error, ScheduleMismatch) == bool(said)
+        assert re.match(said, str(error))
+
+
+def test_the_global_batch_is_that_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("profile", Profile(accumulate_steps=2)), ("worker_num", 3), ("node_num", 1)):
+        monkeypatch.setattr(fleet, name, lambda value=value: value)
+    assert "global batch 48," in reference.headline(CONFIG, 5)
+    found = reference.summarize(CONFIG, Outcome(), 0, 1.0)
+    assert (found["batch_size_per_rank"], found["global_batch_size"]) == (8, 48)

@@ -1,4 +1,4 @@
-"""Metric sinks: records that survive a restart and a full disk, and a VisualDL that may be absent or broken."""
+"""Metric sinks: records that survive a restart and a full disk, a VisualDL that may be absent or broken, users' own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 from PIL import Image
 from visualdl import LogReader
 
-from fleet_train.train.metrics import JsonLinesSink, NullSink, VisualDLSink, open_sinks
+from fleet_train import fleet
+from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
+from fleet_train.errors import FleetTrainError, NotFinite
+from fleet_train.train import Trainer, TrainerSettings
+from fleet_train.train.dashboard import read_curves, sparkline, table
+from fleet_train.train.metrics import JsonLinesSink, NullSink, VisualDLSink, open_sinks, sinks_of
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -27,29 +33,6 @@ def visualdl_values(folder: Path, kind: str, tag: str) -> list[Any]:
 def checkered(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     board = np.indices((size, size)).sum(axis=0) % 2 * 200
     return np.stack([board, board, np.zeros_like(board)], axis=2).astype(np.uint8)
-
-
-def test_each_record_is_one_line_with_step_and_time(tmp_path: Path) -> None:
-    sink = JsonLinesSink(tmp_path)
-    sink.write(10, {"train/loss": 0.5, "train/bad": float("nan")})
-    found = records(tmp_path)  # before close: somebody may be following the file
-    sink.close()
-    assert [(r["step"], r["train/loss"], r["train/bad"]) for r in found] == [(10, 0.5, None)]
-    assert found[0]["time"] > 1e9
-
-
-def test_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    JsonLinesSink(tmp_path).close()
-    assert records(tmp_path) == []
-
-
-def test_resumed_run_drops_records_after_its_step_and_half_lines(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\nnot json\n{"step": 20}\n{"step": 30}\n{"step": 2')
-    sink = JsonLinesSink(tmp_path, resume_step=20)
-    sink.write(25, {})
-    sink.close()
-    assert [record["step"] for record in records(tmp_path)] == [10, 20, 25]
 
 
 def test_everything_is_in_both_and_no_restart_adds_a_file(tmp_path: Path) -> None:
@@ -143,42 +126,174 @@ def test_tags_that_no_page_can_show_are_refused(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_missing_visualdl_is_said_once_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_record_is_one_line_with_step_and_time_and_a_resumed_run_drops_later_ones_and_half_lines(
+    tmp_path: Path,
 ) -> None:
-    for name in ("visualdl", "visualdl.component"):
-        monkeypatch.setitem(sys.modules, name, None)
-    sink = VisualDLSink(tmp_path)
-    for step in range(3):
-        sink.write(step, {"train/loss": 1.0})
-        sink.image(step, "test/confusion", checkered(2))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    sink = JsonLinesSink(tmp_path)
+    sink.write(10, {"train/loss": 0.5, "train/bad": float("nan")})
+    (found,) = records(tmp_path)  # before close: somebody may be following the file
     sink.close()
-    said = capsys.readouterr().err
-    assert said.count("no VisualDL curves") == 1
-    assert "pip install visualdl" in said
+    assert (found["step"], found["train/loss"], found["train/bad"]) == (10, 0.5, None)
+    assert found["time"] > 1e9
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\nnot json\n{"step": 20}\n{"step": 30}\n{"step": 2')
+    sink = JsonLinesSink(tmp_path, resume_step=20)
+    sink.write(25, {})
+    sink.close()
+    assert [record["step"] for record in records(tmp_path)] == [10, 20, 25]
 
 
-def test_breaking_visualdl_is_said_once_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_there", [False, True])
+def test_missing_or_breaking_visualdl_is_said_once_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_there: bool
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("incompatible protobuf")
 
     fake: Any = ModuleType("visualdl.component")
     head = SimpleNamespace(SerializeToString=lambda: b"")
-    fake.base_component = SimpleNamespace(meta_data=lambda **_: head, scalar=fail, hparam=fail)
-    monkeypatch.setitem(sys.modules, "visualdl.component", fake)
+    fake.base_component = SimpleNamespace(meta_data=lambda **_: head, scalar=fail, hparam=fail, image=fail)
+    for name in ("visualdl", "visualdl.component"):
+        monkeypatch.setitem(sys.modules, name, fake if is_there else None)
     sink = VisualDLSink(tmp_path)
-    sink.write(1, {"train/loss": 1.0})
-    sink.hparams({}, [])
+    for step in range(3):
+        sink.write(step, {"train/loss": 1.0})
+        sink.hparams({}, [])
+        sink.image(step, "test/confusion", checkered(2))
     sink.close()
-    assert capsys.readouterr().err.count("incompatible protobuf") == 1
+    said = capsys.readouterr().err
+    assert said.count("no VisualDL curves") == 1
+    assert ("incompatible protobuf" if is_there else "pip install visualdl") in said
 
 
-def test_ranks_that_do_not_report_write_nothing(tmp_path: Path) -> None:
-    sink = open_sinks(tmp_path / "out", reporting=False)
-    assert isinstance(sink, NullSink)
-    sink.write(1, {"train/loss": 1.0})
-    sink.image(1, "test/confusion", checkered(2))
-    sink.close()
-    assert list(tmp_path.iterdir()) == []
+class Kept:
+    """What a user writes."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.records.append((step, dict(scalars)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Kept):
+    def write(self, step: int, scalars: Any) -> None:
+        super().write(step, scalars)
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        super().close()
+        raise ValueError("closed badly")
+
+
+@pytest.fixture
+def train(one_process: None) -> Any:
+    """`train(sinks)`: 10 steps with a record at each, by the real loop."""
+    del one_process
+
+    def run(sinks: Any, feature: float = 0.0) -> None:
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            features = paddle.static.data("features", [-1, 6], "float32")
+            labels = paddle.static.data("labels", [-1], "int64")
+            loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(6, 3)(features + feature), labels)
+            fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss, startup)
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            exe = paddle.static.Executor(paddle.CPUPlace())
+            exe.run(startup)
+            loader = BatchLoader(synthetic(40, (6,), 3).train, ShardedBatchSampler(40, 8, seed=1))
+            Trainer(exe, loss, loader, TrainerSettings(epochs=2, log_every=1), sinks=sinks).fit()
+
+    return run
+
+
+def test_an_exception_is_said_once_and_stops_neither_training_nor_the_other_sinks(
+    train: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, kept = Broken(), Kept()
+    train([broken, kept])
+    assert (len(broken.records), broken.closed) == (1, 1)
+    assert len(kept.records) == 10
+    said = [line for line in capsys.readouterr().err.splitlines() if "Broken" in line]
+    assert said == [
+        "fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is no longer called, "
+        "training goes on"
+    ]
+
+
+@pytest.mark.parametrize("wrong", [[3], [Kept], ["metrics.jsonl"], [object()], 3])
+def test_what_is_no_sink_is_refused_before_training(wrong: Any) -> None:
+    with pytest.raises(FleetTrainError, match=r"is not a sink: it takes an object with write\(step, scalars\) and"):
+        sinks_of(wrong, reporting=False)
+
+
+def test_sinks_are_closed_when_training_ends_or_fails_and_one_object_is_a_list_of_one(train: Any) -> None:
+    one, two, alone = Kept(), Kept(), Kept()
+    train([one, two])
+    train(alone)
+    assert [sink.closed for sink in (one, two, alone)] == [1, 1, 1]
+    assert [step for step, _ in one.records] == [step for step, _ in alone.records] != []
+    with pytest.raises(NotFinite):
+        train([two], feature=float("nan"))
+    assert two.closed == 2
+
+
+def test_ranks_that_do_not_report_call_and_write_nothing(tmp_path: Path) -> None:
+    kept = Kept()
+    for sinks in (sinks_of([kept], reporting=False), open_sinks(tmp_path / "out", reporting=False)):
+        assert isinstance(sinks, NullSink)
+        sinks.write(1, {"train/loss": 1.0})
+        sinks.image(1, "test/confusion", checkered(2))
+        sinks.close()
+    assert (kept.records, kept.closed, list(tmp_path.iterdir())) == ([], 0, [])
+
+
+def test_whole_sinks_go_into_a_list_and_others_get_what_they_have_a_method_for(tmp_path: Path) -> None:
+    class WithText(Kept):
+        def text(self, step: int, tag: str, text: str) -> None:
+            self.records.append((step, {tag: float(len(text))}))
+
+    kept = WithText()
+    sinks = sinks_of([open_sinks(tmp_path, reporting=True), kept], reporting=True)
+    sinks.hparams({"lr": 0.1}, [])
+    sinks.text(2, "plan/table", "abc")
+    sinks.image(2, "test/confusion", checkered(8))
+    sinks.write(3, {"train/loss": 0.5})
+    sinks.close()
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
+    assert kept.records == [(2, {"plan/table": 3.0}), (3, {"train/loss": 0.5})]
+    whole = NullSink()
+    assert sinks_of(whole, reporting=True) is whole
+    assert isinstance(sinks_of(None, reporting=True), NullSink)
+
+
+def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_lines_that_are_no_record_are_left_out_and_names_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+    lines = ["[]", "7", "[" * 100_000, '{"a/b": 1}', '{"step": "x", "a/b": 1}', '{"step": 3, "a/b": "x", "a/c": 1e999}']
+    lines += [json.dumps({"step": 4, "\x1b[2Ja/d": 10**5, "a/e": True})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_curves(tmp_path / "metrics.jsonl") == (4, {"\\x1b[2Ja/d": [1e5], "a/e": [1.0]})
+
+
+def test_table_has_scalars_only_and_bears_a_half_line_or_no_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert table(tmp_path) == f"{tmp_path}: no record yet"
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "time": 1, "kind": "text", "tag": "plan/table", "text": "x"}\n'
+        '{"step": 10, "time": 2, "train/loss": 2.0}\n{"step": 20, "time": 3, "train/loss": 0.5, "test/loss": null}\n'
+        '{"step": 30, "train/lo'
+    )
+    assert read_curves(tmp_path / "metrics.jsonl") == (20, {"train/loss": [2.0, 0.5]})
+    head, columns, row = table(tmp_path).splitlines()
+    assert head == f"{tmp_path}, step 20"
+    assert columns.split() == ["newest", "lowest", "highest"]
+    assert row.split() == ["train/loss", "0.5", "0.5", "2", "█▁"]

@@ -1,4 +1,4 @@
-"""What Prometheus is given: literal pages, a bounded server that leaves nothing, names that the page explains."""
+"""What Prometheus and browsers are given: literal pages, by a bounded server, to this machine's own names alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,9 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.train import dashboard_server, prometheus_sink
-from fleet_train.train.prometheus_sink import OF_CURVES, OTHERS, PREFIX, PrometheusSink, Snapshot, families, metric_of
-from tests.support.processes import ROOT
-
-PAGE = ROOT / "docs" / "watching.md"
-METRICS = [*OTHERS, *(metric for metric in OF_CURVES.values() if metric is not None)]
+from fleet_train.train.dashboard import names_of
+from fleet_train.train.dashboard_server import OnlyForNames, name_in
+from fleet_train.train.prometheus_sink import PrometheusSink, Snapshot, families
 
 
 @pytest.fixture
@@ -36,18 +35,9 @@ def get(address: str, **headers: str) -> str:
         return str(answer.read().decode())
 
 
-class Shown:
-    """What a registry collects from, as the server's does."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Any]:
-        return families(self._snapshot)
-
-
 def text(snapshot: Snapshot) -> str:
-    return generate_latest(Shown(snapshot)).decode()
+    """The page, from a registry that collects as the server's does."""
+    return generate_latest(SimpleNamespace(collect=lambda: families(snapshot))).decode()
 
 
 def values(page: str) -> dict[str, float]:
@@ -56,7 +46,7 @@ def values(page: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in samples}
 
 
-def test_a_page_word_for_word() -> None:
+def test_a_page_but_for_its_help() -> None:
     shown = Snapshot(
         step=20,
         recorded_at=1763640000.5,
@@ -66,56 +56,36 @@ def test_a_page_word_for_word() -> None:
         rank_age_seconds={0: 1.5, 1: 2.0},
         rank_up={0: True, 1: False},
     )
-    assert text(shown) == (
-        "# HELP fleet_train_info Always 1; its labels describe the run.\n"
+    assert re.sub(r"# HELP .*\n", "", text(shown)) == (
         "# TYPE fleet_train_info gauge\n"
         'fleet_train_info{profile="my \\"best\\"\\\\one\\n",version="0.1.0"} 1.0\n'
-        "# HELP fleet_train_steps_total Finished steps, including those before a resume.\n"
         "# TYPE fleet_train_steps_total counter\n"
         "fleet_train_steps_total 20.0\n"
-        "# HELP fleet_train_last_record_timestamp_seconds Unix time of the newest record.\n"
         "# TYPE fleet_train_last_record_timestamp_seconds gauge\n"
         "fleet_train_last_record_timestamp_seconds 1.7636400005e+09\n"
-        "# HELP fleet_train_loss Loss of rank 0 at the newest record.\n"
         "# TYPE fleet_train_loss gauge\n"
         "fleet_train_loss 0.25\n"
-        "# HELP fleet_train_step_seconds Mean time of a step on rank 0.\n"
         "# TYPE fleet_train_step_seconds gauge\n"
         "fleet_train_step_seconds 0.0125\n"
-        "# HELP fleet_train_sent_bytes_total Payload that rank 0 has sent in steps.\n"
         "# TYPE fleet_train_sent_bytes_total counter\n"
         "fleet_train_sent_bytes_total 4e+06\n"
-        "# HELP fleet_train_ranks Ranks of the job.\n"
         "# TYPE fleet_train_ranks gauge\n"
         "fleet_train_ranks 2.0\n"
-        "# HELP fleet_train_rank_up 1: connected to the job's store; 0: has left or is lost.\n"
         "# TYPE fleet_train_rank_up gauge\n"
         'fleet_train_rank_up{rank="0"} 1.0\n'
         'fleet_train_rank_up{rank="1"} 0.0\n'
-        "# HELP fleet_train_rank_last_report_age_seconds Time since rank 0 read a report of this rank's step times.\n"
         "# TYPE fleet_train_rank_last_report_age_seconds gauge\n"
         'fleet_train_rank_last_report_age_seconds{rank="0"} 1.5\n'
         'fleet_train_rank_last_report_age_seconds{rank="1"} 2.0\n'
-        "# HELP fleet_train_rank_step_seconds The rank's own time of a step, for which others may wait.\n"
         "# TYPE fleet_train_rank_step_seconds gauge\n"
         'fleet_train_rank_step_seconds{rank="0"} 0.009\n'
         'fleet_train_rank_step_seconds{rank="1"} 0.25\n'
     )
 
 
-def test_values_that_are_no_numbers_and_tags_of_the_users_own() -> None:
-    curves = {"train/loss": float("nan"), "test/loss": float("inf"), "my/own-curve": -float("inf")}
-    lines = [line for line in text(Snapshot(curves=curves)).splitlines() if not line.startswith("#")]
-    assert lines == [
-        "fleet_train_info 1.0",
-        "fleet_train_loss NaN",
-        "fleet_train_test_loss +Inf",
-        "fleet_train_my_own_curve -Inf",
-    ]
-
-
-def test_curves_whose_names_become_equal_are_told_apart() -> None:
+def test_users_own_curves_whose_names_become_equal_are_told_apart_and_no_numbers_are_shown() -> None:
     curves = {"my/x": 1.0, "my.x": 2.0, "loss": 3.0, "own/loss": 4.0, "train/loss": 5.0, "steps": 6.0, "a\ud800": 7.0}
+    curves |= {"test/loss": float("inf"), "my/own-curve": -float("inf")}
     page = text(Snapshot(step=9, curves=curves))
     shown = values(page)
     del shown["fleet_train_last_record_timestamp_seconds"]
@@ -129,34 +99,20 @@ def test_curves_whose_names_become_equal_are_told_apart() -> None:
         "fleet_train_loss": 5.0,
         "fleet_train_own_steps": 6.0,
         "fleet_train_a_": 7.0,
+        "fleet_train_test_loss": float("inf"),
+        "fleet_train_my_own_curve": -float("inf"),
     }
     types = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
-    assert len(types) == len(set(types)) == 8
-
-
-def test_names_follow_the_conventions() -> None:
-    names = [metric.name for metric in METRICS]
-    assert len(names) == len(set(names))
-    for metric in METRICS:
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
-        assert not re.search(r"_(ms|milliseconds|mb|percent|share)(_|$)", metric.name), metric.name
-        assert metric.meaning.endswith(".")
-
-
-def test_page_lists_exactly_these_metrics_with_type_and_meaning() -> None:
-    listed = re.findall(r"^\| `(fleet_train_\w+)` \| (\w+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted((f"{PREFIX}{one.name}", one.kind, one.meaning) for one in METRICS)
-
-
-def test_every_curve_of_the_page_has_a_metric_or_another_says_it() -> None:
-    curves = set(re.findall(r"`((?:train|test|speed|communication|ranks|checkpoint)/[a-z0-9_]+)`", PAGE.read_text()))
-    assert curves - OF_CURVES.keys() == {"test/confusion", "test/mistakes"}
-    assert metric_of("ranks/step_ms/3") is None
+    assert len(types) == len(set(types)) == 10
+    assert "fleet_train_loss NaN" in text(Snapshot(curves={"train/loss": float("nan")}))
 
 
 def test_newest_values_are_served_and_a_scrape_says_how_old_the_reports_are(sink: PrometheusSink) -> None:
     assert list(values(get(sink.address))) == ['fleet_train_info{version="0.1.0"}']
+    sink.ranks([0.0], [0.0])  # one process reports itself
+    found = values(get(sink.address))
+    assert found['fleet_train_rank_up{rank="0"}'] == 1
+    assert 'fleet_train_rank_step_seconds{rank="0"}' not in found
     sink.hparams({"profile": "multi_node", "model": "mlp", "lr": 0.1}, [])
     sink.write(10, {"train/loss": 2.0, "speed/step_ms": 20.0})
     sink.ranks([10.0, 12.0, 11.0], [1.0, 0.0, 0.5])
@@ -173,20 +129,7 @@ def test_newest_values_are_served_and_a_scrape_says_how_old_the_reports_are(sink
     ages = [found[f'fleet_train_rank_last_report_age_seconds{{rank="{rank}"}}'] for rank in range(3)]
     assert ages[1] >= ages[0] + 0.2
     assert found['fleet_train_info{model="mlp",profile="multi_node",version="0.1.0"}'] == 1
-
-
-def test_one_process_reports_itself(sink: PrometheusSink) -> None:
-    sink.write(1, {"train/loss": 2.0})
-    sink.ranks([0.0], [0.0])
-    found = values(get(sink.address))
-    assert found['fleet_train_rank_up{rank="0"}'] == 1
-    assert 'fleet_train_rank_step_seconds{rank="0"}' not in found
-
-
-def test_ranks_are_up_at_once_after_a_scrape_that_came_before_their_first_report(sink: PrometheusSink) -> None:
-    assert "rank_up" not in get(sink.address)
-    sink.ranks([1.0, 1.0], [0.0, 0.0])
-    assert values(get(sink.address))['fleet_train_rank_up{rank="1"}'] == 1
+    assert [found[f'fleet_train_rank_up{{rank="{rank}"}}'] for rank in range(3)] == [1, 1, 1]
 
 
 def test_ranks_that_are_gone_are_down_and_a_store_that_is_silent_tells_nothing() -> None:
@@ -211,29 +154,6 @@ def test_only_the_page_is_served_and_only_to_names_of_this_machine(sink: Prometh
             get(address, Host=host)
         assert refused.value.code == code
         refused.value.close()
-
-
-def test_a_port_in_use_names_its_owner(sink: PrometheusSink) -> None:
-    with pytest.raises(
-        ClusterError, match=rf"--prometheus_port {sink.port} on 127.0.0.1: the port is in use by process"
-    ):
-        PrometheusSink(sink.port)
-
-
-def test_an_address_of_another_machine_is_refused(free_ports: Callable[..., int]) -> None:
-    with pytest.raises(ClusterError, match=r"cannot listen there .*--prometheus_host takes an address"):
-        PrometheusSink(free_ports(1), "192.0.2.1")
-
-
-def test_it_closes_twice_frees_its_port_and_leaves_no_thread(sink: PrometheusSink) -> None:
-    get(sink.address)
-    sink.close()
-    sink.close()
-    with pytest.raises(urllib.error.URLError):
-        get(sink.address)
-    assert [each.name for each in threading.enumerate() if "metrics" in each.name] == []
-    with closing(PrometheusSink(sink.port)) as again:
-        get(again.address)
 
 
 def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_away_at_the_end(
@@ -275,3 +195,95 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_port_in_use_names_its_owner_and_is_free_after_close(
+    sink: PrometheusSink, free_ports: Callable[..., int]
+) -> None:
+    taken = rf"--prometheus_port {sink.port} on 127.0.0.1: the port is in use by process"
+    with pytest.raises(ClusterError, match=taken):
+        PrometheusSink(sink.port)
+    with pytest.raises(ClusterError, match=r"cannot listen there .*--prometheus_host takes an address"):
+        PrometheusSink(free_ports(1), "192.0.2.1")
+    get(sink.address)
+    sink.close()
+    sink.close()
+    with pytest.raises(urllib.error.URLError):
+        get(sink.address)
+    assert [each.name for each in threading.enumerate() if "metrics" in each.name] == []
+    with closing(PrometheusSink(sink.port)) as again:
+        get(again.address)
+
+
+def answer(host: str | None, names: list[str], **more: str) -> tuple[str, bytes]:
+    """Status and body of what is answered to a request with this Host header, and `more` of WSGI's environment."""
+    status: list[str] = []
+
+    def behind(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        del environ
+        start_response("200 OK", [])
+        return [b"the curves"]
+
+    environ = {"REQUEST_METHOD": "GET", **({} if host is None else {"HTTP_HOST": host}), **more}
+    guarded = OnlyForNames(behind, names, "start: monitor --allowed_host NAME")
+    body = guarded(environ, lambda code, _: status.append(code))
+    return status[0], b"".join(body)
+
+
+OURS = names_of("127.0.0.1", ["curves.lab"])
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8040", "localhost:8040", "LOCALHOST", "[::1]:8040", "localhost.:9", "Curves.Lab:443"]
+)
+def test_this_machines_names_and_those_that_the_user_gives_are_answered_at_any_port(host: str) -> None:
+    assert answer(host, OURS) == ("200 OK", b"the curves")
+    assert name_in("[FE80::1]:80") == "fe80::1"
+
+
+OTHER_HOSTS = ["evil.example", "evil.example:8040", "127.0.0.1.evil.example", "10.0.0.1", "", None, "\x1b[31m"]
+FOREIGN: list[dict[str, str]] = [
+    *({"HTTP_ORIGIN": origin} for origin in ("http://evil.example", "null", "http://[evil\x1b")),
+    {"HTTP_ORIGIN": "http://127.0.0.1:9999"},  # another program's page
+    {"HTTP_SEC_FETCH_SITE": "cross-site"},
+    {"HTTP_SEC_FETCH_SITE": "same-site", "HTTP_SEC_FETCH_MODE": "no-cors"},
+]
+POST = {"REQUEST_METHOD": "POST"}
+NAVIGATES = {"HTTP_SEC_FETCH_SITE": "cross-site", "HTTP_SEC_FETCH_MODE": "navigate"}
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "said"),
+    [
+        *((host, {}, b"monitor --allowed_host NAME") for host in OTHER_HOSTS),
+        *(("127.0.0.1:8040", foreign, b"which may only link to this one") for foreign in FOREIGN),
+        *(("127.0.0.1:8040", foreign | POST, b"which may only link to this one") for foreign in (*FOREIGN, NAVIGATES)),
+    ],
+)
+def test_another_name_and_a_request_that_another_page_makes_are_refused(
+    host: str | None, environ: dict[str, str], said: bytes
+) -> None:
+    status, body = answer(host, OURS, **environ)
+    assert (status, b"the curves" in body, said in body) == ("403 Forbidden", False, True)
+    assert body.decode().rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        POST,  # no browser
+        POST | {"HTTP_ORIGIN": "http://127.0.0.1:8040", "HTTP_SEC_FETCH_SITE": "same-origin"},
+        POST | {"HTTP_ORIGIN": "https://Curves.Lab", "HTTP_SEC_FETCH_SITE": "same-origin"},  # a proxy
+        {"HTTP_SEC_FETCH_SITE": "none"},
+        NAVIGATES,  # a link in a page elsewhere
+    ],
+)
+def test_requests_of_the_page_itself_and_links_to_it_are_answered(own: dict[str, str]) -> None:
+    assert answer("127.0.0.1:8040", OURS, **own) == ("200 OK", b"the curves")
+
+
+def test_a_page_at_every_address_has_those_of_this_machine() -> None:
+    names = names_of("0.0.0.0")
+    assert {"0.0.0.0", "127.0.0.1", "localhost", socket.gethostname()} <= set(names)
+    assert "evil.example" not in names
+    assert names_of("10.0.0.7") == ["10.0.0.7", "127.0.0.1", "::1", "localhost"]

@@ -1,19 +1,26 @@
-"""Measurements become tags: literal numbers in, literal tags out."""
+"""Measurements become tags, pictures and lines: literal numbers in, literal tags and words out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 
 from fleet_train.profile import Profile, load_profile
+from fleet_train.train.evaluation import MOST, Mistake, worst
 from fleet_train.train.metrics import check_tags
+from fleet_train.train.progress import BarProgress, LineProgress, make_progress
 from fleet_train.train.reporter import (
     Speed,
+    StepMeter,
+    StragglerWatch,
     chosen_settings,
     confusion_picture,
+    mistakes_picture,
     profile_settings,
     profile_text,
     rank_scalars,
@@ -64,11 +71,8 @@ def test_one_process_has_no_communication() -> None:
     assert (found["speed/data_ms"], found["speed/compute_ms"]) == (20.0, 180.0)
 
 
-def test_an_interval_without_a_barrier_says_nothing_of_the_ranks() -> None:
+def test_many_ranks_have_two_curves_together_and_none_without_a_barrier() -> None:
     assert rank_scalars([0.0, 0.0], [0.0, 0.0]) == {}
-
-
-def test_many_ranks_have_two_curves_together() -> None:
     found = rank_scalars([100.0] * 16 + [300.0], [0.0] * 17)
     assert found == {"ranks/median_step_ms": 100.0, "ranks/slowest_step_ms": 300.0}
 
@@ -103,3 +107,164 @@ def test_confusion_is_blue_on_the_diagonal_and_red_beside_it() -> None:
         assert red > green > blue
     assert colour(0, 2) == colour(2, 2) == [244, 244, 244]
     assert confusion_picture(np.eye(100, dtype=np.int64)).shape == (672, 672, 3)
+
+
+def test_speed_counts_all_ranks_micro_batches_and_the_share_of_waiting() -> None:
+    now = 0.0
+
+    def slow_source() -> Iterator[int]:
+        nonlocal now
+        for batch in range(2):
+            now += 1.0  # one second of reading
+            yield batch
+
+    meter = StepMeter(world_size=3, clock=lambda: now)
+    assert meter.read().samples_per_second == 0.0
+    for _ in meter.timed(slow_source()):
+        now += 3.0  # three seconds of computing
+        meter.count(samples=8)
+    assert meter.read() == (2 * 8 * 3 / 8.0, 4000.0, 0.25)
+    meter.restart()
+    now += 2.0
+    meter.count(10)
+    assert meter.read() == (15.0, 2000.0, 0.0)
+    merged = StepMeter(3, lambda: now, batches_per_step=2)
+    for _ in range(4):
+        now += 0.5
+        merged.count(samples=8)
+    assert merged.read() == (4 * 8 * 3 / 2.0, 1000.0, 0.0)
+
+
+ENDPOINTS = ("10.0.0.1:6170", "10.0.0.1:6171", "10.0.0.2:6170", "10.0.0.2:6171")
+SLOW = [100.0, 104.0, 98.0, 180.0]
+WAITS = [80.0, 76.0, 82.0, 0.0]
+EVEN = [100.0, 104.0, 98.0, 101.0]
+
+
+def watch(factor: float = 1.5, intervals: int = 3) -> StragglerWatch:
+    return StragglerWatch(ENDPOINTS, factor, intervals, seconds=0)
+
+
+def test_it_is_named_with_its_share_of_the_waiting_once_per_change() -> None:
+    watching = watch()
+    said = [watching.check(SLOW, WAITS) for _ in range(5)]
+    assert said == [
+        None,
+        None,
+        "rank 3 (10.0.0.2:6171) takes 1.8x the median step of the others; they waited 44 % of their time for it",
+        None,
+        None,
+    ]
+    recovered = [watching.check(EVEN, WAITS) for _ in range(4)]
+    assert recovered == [None, None, "rank 3 (10.0.0.2:6171) keeps up with the others again", None]
+
+
+def test_many_short_intervals_are_not_enough() -> None:
+    now = [0.0]
+    watching = StragglerWatch(ENDPOINTS, 1.5, intervals=3, seconds=5.0, clock=lambda: now[0])
+    said = []
+    for _ in range(10):
+        said.append(watching.check(SLOW, WAITS))
+        now[0] += 0.9
+    assert [message is not None for message in said].index(True) == 6  # 5.4 s after it was slow for the first time
+
+
+def test_one_slow_interval_is_nobodys_fault() -> None:
+    watching = watch()
+    assert {watching.check(step, WAITS) for step in (SLOW, EVEN, SLOW, SLOW, EVEN)} == {None}
+
+
+def test_another_straggler_is_named_in_turn() -> None:
+    watching = watch(intervals=1)
+    assert "rank 3" in str(watching.check(SLOW, WAITS))
+    assert "rank 0 (10.0.0.1:6170) takes 3.0x" in str(watching.check([300.0, 100.0, 100.0, 100.0], [0.0, 9, 9, 9]))
+    assert "takes 2.0x" in str(watch(intervals=1).check([50.0, 100.0], [50.0, 0.0])), "two are compared with each other"
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "waits"),
+    [(2.0, SLOW, WAITS), (0.0, SLOW, WAITS), (1.5, [100.0], [0.0]), (1.5, [100.0, 0.0], [0.0, 0.0])],
+)
+def test_below_the_factor_and_of_ranks_that_told_nothing_nothing_is_said(
+    factor: float, steps: list[float], waits: list[float]
+) -> None:
+    assert watch(factor, intervals=1).check(steps, waits) is None
+
+
+def batch(labels: list[int]) -> dict[str, np.ndarray]:
+    images = np.arange(len(labels), dtype=np.float32).reshape(-1, 1, 1, 1) * np.ones((1, 1, 4, 4), np.float32)
+    return {"features": images, "labels": np.array(labels, np.int64)}
+
+
+def test_only_wrong_images_are_kept_the_most_confident_first_and_24_at_most() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.7, 0.3]], np.float32)
+    first = worst([], batch([0, 1, 1, 1]), probabilities)
+    assert [(m.true_class, m.predicted_class, round(m.confidence, 2), m.image[0, 0, 0]) for m in first] == [
+        (1, 0, 0.7, 3.0),
+        (1, 0, 0.6, 1.0),
+    ]
+    both = worst(first, batch([1]), np.array([[0.65, 0.35]], np.float32))
+    assert [round(mistake.confidence, 2) for mistake in both] == [0.7, 0.65, 0.6]
+    wrong = np.tile(np.array([[1.0, 0.0]], np.float32), (100, 1))
+    assert len(worst([], batch([1] * 100), wrong)) == MOST == 24
+    no_image = {"features": np.zeros((1, 8), np.float32), "labels": np.array([1])}
+    assert worst([], no_image, wrong[:1]) == []
+
+
+def test_picture_has_a_tile_for_each_mistake() -> None:
+    gray = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 8, 8)
+    colour = np.stack([np.ones((8, 8)), np.zeros((8, 8)), np.zeros((8, 8))]).astype(np.float32)
+    mistakes = [Mistake(gray, 3, 8, 0.9)] * 6 + [Mistake(colour, 1, 2, 0.5)]
+    picture = mistakes_picture(mistakes)
+    assert picture.shape == (2 * 150, 6 * 128, 3)
+    assert picture[10, 10].tolist() == [0, 0, 0]  # the darkest corner of the first tile, the lightest is opposite
+    assert picture[118, 118].tolist() == [255, 255, 255]
+    assert picture[160, 20].tolist() == [255, 0, 0]
+    assert (picture[200, 300] == 255).all(), "no tile there"
+
+
+def test_short_epoch_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LineProgress(interval_seconds=10.0, clock=lambda: 0.0)
+    progress.begin(0, 12, steps=3, done=0)
+    for _ in range(3):
+        progress.step(0.5, 8)
+    progress.end("train loss 0.5")
+    assert capsys.readouterr().out == "epoch  1/12  train loss 0.5\n"
+
+
+def test_long_epoch_has_a_line_per_interval_with_the_last_fetched_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    progress = LineProgress(interval_seconds=10.0, clock=lambda: now)
+    progress.begin(1, 4, steps=40, done=10)
+    for loss in (0.75, None, None, None):
+        now += 4.0
+        progress.step(loss, samples=64)
+    # 27 of this epoch's steps and 80 of the next two are left, 4 s each; 64 samples in 4 s.
+    expected = "epoch 2/4  step 13/40  loss 0.7500  16 samples/s, 0:07:08 left\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make_progress(reporting=False)
+    progress.begin(0, 1, 1, 0)
+    progress.step(1.0, 8)
+    progress.end("x")
+    progress.say("y")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_leaves_the_epochs_line_and_what_is_said_cannot_control_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = BarProgress()
+    bar.begin(0, 1, steps=2, done=0)
+    bar.step(1.0, 8)
+    bar.say("curve \x1b]0;bar\x07")
+    bar.step(None, 8)
+    bar.end("train loss 1.0")
+    LineProgress().say("resumed from \x1b[2Jrun\u202e")
+    assert capsys.readouterr().out.splitlines() == [
+        "curve \\x1b]0;bar\\x07",
+        "epoch 1/1  train loss 1.0",
+        "resumed from \\x1b[2Jrun\\u202e",
+    ]

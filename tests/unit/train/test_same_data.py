@@ -1,11 +1,9 @@
-"""A resume on other data is refused by name on every rank; lost and returned machines continue where they were."""
+"""A resume continues the checkpoint's place on its data: other data is refused by name, lost machines may return."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,52 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet_train import __version__
+from fleet_train import __version__, fleet
 from fleet_train.data import ArrayDataset, BatchLoader, DataIdentity, ImageFolder, OwnDataSampler, ShardedBatchSampler
-from fleet_train.errors import DataError, FleetTrainError
+from fleet_train.errors import CheckpointError, DataError, FleetTrainError
+from fleet_train.profile import Profile
 from fleet_train.train.checkpoint import position
 from fleet_train.train.checkpoint.manager import StoredCheckpoint, TrainState
-from fleet_train.train.checkpoint.position import Position, RunData, other_versions, versions
-
-
-class Ranks:
-    """Stands in for the facade: one thread a rank."""
-
-    def __init__(self, world_size: int) -> None:
-        self._here = threading.local()
-        self._barrier = threading.Barrier(world_size, timeout=20.0)
-        self._told: list[Any] = [None] * world_size
-
-    def run(self, rank: int, work: Callable[[int], Any]) -> Any:
-        self._here.rank = rank
-        try:
-            return work(rank)
-        except FleetTrainError as error:
-            return error
-
-    def gather(self, mine: Any) -> list[Any]:
-        self._told[self._here.rank] = mine
-        self._barrier.wait()
-        told = list(self._told)
-        self._barrier.wait()
-        return told
-
-    def worker_index(self) -> int:
-        return int(self._here.rank)
-
-    def worker_num(self) -> int:
-        return len(self._told)
-
-    def worker_endpoints(self) -> list[str]:
-        return [f"10.0.0.{rank}:6170" for rank in range(len(self._told))]
+from fleet_train.train.checkpoint.position import Position, RunData, other_versions, resumed, versions
+from tests.support.thread_ranks import ThreadRanks
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, world_size: int, work: Callable[[int], Any]) -> list[Any]:
     """The result of each rank, or its error."""
-    ranks = Ranks(world_size)
+    ranks = ThreadRanks(world_size)
     monkeypatch.setattr(position, "fleet", ranks)
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: ranks.run(rank, work), range(world_size)))
+    return ranks.run(work)
 
 
 def images(*files: str, classes: tuple[str, ...] = ("cat", "dog")) -> ImageFolder:
@@ -148,7 +115,7 @@ def test_the_rank_whose_folder_alone_has_changed_is_named_on_every_rank(
 ) -> None:
     for error in resume(monkeypatch, [FOUR, MORE], found(OF_FOUR, world_size=saved_by)):
         assert isinstance(error, DataError)
-        assert "the training data on rank 1 (10.0.0.1:6170) is not that of the checkpoint: 4 samples then, 5" in str(
+        assert "the training data on rank 1 (127.0.0.3:6170) is not that of the checkpoint: 4 samples then, 5" in str(
             error
         )
 
@@ -210,17 +177,6 @@ def test_a_loader_of_ones_own_may_describe_its_data(monkeypatch: pytest.MonkeyPa
         return RunData(Own("y")).resume(found(saved), Position(), False)
 
     assert "7 samples as before" in str(on_ranks(monkeypatch, 1, work)[0])
-
-
-def test_arrays_are_known_by_their_shape_labels_and_contents() -> None:
-    def arrays(count: int = 300, value: float = 0.0, label: int = 0) -> ArrayDataset:
-        features, labels = np.zeros((count, 4), np.float32), np.zeros(count, np.int64)
-        features[0], labels[-1] = value, label
-        return ArrayDataset("zeros", features, labels, 2)
-
-    assert arrays().fingerprint() == arrays().fingerprint()
-    assert len({one.fingerprint() for one in (arrays(), arrays(301), arrays(value=1.0), arrays(label=1))}) == 4
-    ArrayDataset("none", np.zeros((0, 4), np.float32), np.zeros(0, np.int64), 2).fingerprint()
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -312,7 +268,9 @@ def test_other_lists_on_as_many_ranks_are_refused_and_other_machines_are_said(mo
     machines.job("ab", 3)
     first = machines.saved
     errors = machines.job("ac", 3)
-    assert all("on rank 1 (10.0.0.1:6170) is not that of the checkpoint: 40 samples then, 48" in str(e) for e in errors)
+    assert all(
+        "on rank 1 (127.0.0.3:6170) is not that of the checkpoint: 40 samples then, 48" in str(e) for e in errors
+    )
     machines.saved = first
     assert machines.job("abc", 99) == [17] * 3  # a machine that joins begins its list
     assert Counter(machines.taken["a"]) == Counter(range(40))
@@ -331,8 +289,65 @@ def test_a_place_in_an_epoch_that_cannot_be_continued_is_refused(monkeypatch: py
     assert "in the middle of an epoch with --shard_by folder, now --shard_by sample is given" in str(error)
 
 
+def test_arrays_are_known_by_their_shape_labels_and_contents() -> None:
+    def arrays(count: int = 300, value: float = 0.0, label: int = 0) -> ArrayDataset:
+        features, labels = np.zeros((count, 4), np.float32), np.zeros(count, np.int64)
+        features[0], labels[-1:] = value, label
+        return ArrayDataset("zeros", features, labels, 2)
+
+    assert arrays().fingerprint() == arrays().fingerprint()
+    assert len({one.fingerprint() for one in (arrays(), arrays(301), arrays(value=1.0), arrays(label=1))}) == 4
+    ArrayDataset("none", np.zeros((0, 4), np.float32), np.zeros(0, np.int64), 2).fingerprint()
+
+
 def test_other_versions_are_one_line() -> None:
     assert other_versions({}) == other_versions(versions()) == []
     assert other_versions(versions() | {"fleet_train": "0.1\x1b", "python": "3.0"}) == [
         f"note: saved with other versions: fleet_train 0.1\\x1b, now {__version__}"
     ]
+
+
+MERGE_3 = Profile(accumulate_steps=3)
+COUNTED = {"batches": 15, "pending_batches": 0, "accumulate_steps": 3}
+
+
+def counted(step: int, digest: str = MERGE_3.digest(), **more: Any) -> TrainState:
+    return TrainState(1, step, 10, 2, {}, {}, {"name": "merge", "digest": digest}, {}, consumed_samples=8, **more)
+
+
+@pytest.fixture
+def merging_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("profile", MERGE_3), ("worker_num", 2), ("worker_index", 0)):
+        monkeypatch.setattr(fleet, name, lambda value=value: value)
+
+
+@pytest.mark.usefixtures("merging_three")
+@pytest.mark.parametrize(
+    ("state", "per_epoch", "place"),
+    [
+        (counted(4, batches=13, pending_batches=1, accumulate_steps=3), 10, (4, 13, 1, 4)),
+        (counted(13), 10, (4, 13, 1, 13)),  # of a version that counted micro-batches
+        (counted(5, **COUNTED), 20, (10, 30, 0, 5)),  # other batches per epoch keep the share of the epoch
+        (counted(5, **COUNTED, updates=70), 20, (10, 30, 0, 70)),
+    ],
+)
+def test_a_checkpoints_counts_lead_to_its_place(state: TrainState, per_epoch: int, place: tuple[int, ...]) -> None:
+    step, batches, pending, updates = place
+    found = resumed(state, per_epoch)[0]
+    assert found == Position(1, step, 8, batches=batches, pending=pending, updates=updates)
+
+
+@pytest.mark.usefixtures("merging_three")
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (counted(13, "another"), r"counted micro-batches as steps.*resume it with the profile"),
+        (
+            counted(3, batches=13, pending_batches=1, accumulate_steps=4),
+            r"1 of the 4 micro-batches of an update, and accumulate_steps is now 3",
+        ),
+    ],
+)
+def test_parts_of_an_update_that_is_another_now_are_refused(state: TrainState, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        resumed(state, 10)

@@ -1,16 +1,28 @@
-"""Checkpoint folders: published whole or not at all, and refused when they are not as they were written."""
+"""Checkpoint folders: published whole or not at all, refused when altered, and read as earlier versions wrote them.
+
+The folder ``format_2`` beside this test is what an earlier version saved.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import paddle
 import pytest
+from safetensors.numpy import load_file
 
-from fleet_train.convert import program_state
+from fleet_train import fleet
+from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
-from tests.support.checkpoints import publish, write_folder
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
+from fleet_train.train.checkpoint.transfer import Receiver, send
+from tests.support.checkpoints import publish
 
 ANOTHER = storage.Run(1, 9.0, "begun later")
 
@@ -19,19 +31,13 @@ def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
     return publish(checkpoints, step, {"epoch": step // 10, "step": step}, content=content.encode())
 
 
-def test_published_checkpoint_gives_its_state_back(tmp_path: Path) -> None:
-    folder = write(tmp_path, 20)
-    assert folder.name == "step-00000020"
-    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "persistables.safetensors"]
-    assert storage.read(folder).state == {"epoch": 2, "step": 20}
-
-
 def test_newest_comes_last_and_a_folder_without_marker_is_ignored(tmp_path: Path) -> None:
-    for step in (20, 100, 30):
+    for step in (20, 100_000_000, 99_999_999):
         write(tmp_path, step)
     (tmp_path / "step-00000200").mkdir()
     storage.begin(tmp_path, 300)
-    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", "step-00000030", "step-00000100"]
+    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", "step-99999999", "step-100000000"]
+    assert storage.complete(tmp_path / "nothing") == []
 
 
 def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_steps(tmp_path: Path) -> None:
@@ -45,49 +51,29 @@ def test_what_has_trained_most_is_the_newest_also_where_more_ranks_count_fewer_s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000180", "step-00000253"]
 
 
-def test_no_folder_means_no_checkpoints(tmp_path: Path) -> None:
-    assert storage.complete(tmp_path / "nothing") == []
-
-
-def test_draft_of_a_killed_run_does_not_disturb_the_next_one(tmp_path: Path) -> None:
-    (storage.begin(tmp_path, 20) / "half.safetensors").write_text("half")
-    folder = write(tmp_path, 20)
-    assert not (folder / "half.safetensors").exists()
-
-
-def test_same_step_can_be_published_again(tmp_path: Path) -> None:
+def test_a_step_can_be_published_again_and_nothing_of_a_killed_runs_draft_is_in_it(tmp_path: Path) -> None:
     write(tmp_path, 20, "first")
+    (storage.begin(tmp_path, 20) / "half.safetensors").write_text("half")
     folder = write(tmp_path, 20, "second")
+    assert storage.read(folder).state == {"epoch": 2, "step": 20}
+    assert not (folder / "half.safetensors").exists()
     assert (folder / "persistables.safetensors").read_bytes().endswith(b"second")
     storage.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
-def test_prune_keeps_the_newest_and_removes_what_killed_runs_left(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        write(tmp_path, step)
-    storage.begin(tmp_path, 40)
-    storage.prune(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
-
-
 def test_what_users_put_beside_the_checkpoints_is_neither_read_nor_removed(tmp_path: Path) -> None:
     write(tmp_path, 10).rename(tmp_path / "step-00000900-before-the-change")
     (tmp_path / "step-by-step.txt").touch()
-    for step in (20, 30):
+    for step in (20, 30, 40):
         write(tmp_path, step)
-    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", "step-00000030"]
-    storage.prune(tmp_path, keep=1)
-    users = ["step-00000900-before-the-change", "step-by-step.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", *users]
+    storage.begin(tmp_path, 50)
+    kept, users = ["step-00000030", "step-00000040"], ["step-00000900-before-the-change", "step-by-step.txt"]
+    assert [path.name for path in storage.complete(tmp_path)] == ["step-00000020", *kept]
+    storage.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, *users]
     storage.remove_others(tmp_path, ANOTHER)
     assert sorted(path.name for path in tmp_path.iterdir()) == users
-
-
-def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
-    for step in (100_000_000, 99_999_999):
-        write(tmp_path, step)
-    assert [path.name for path in storage.complete(tmp_path)] == ["step-99999999", "step-100000000"]
 
 
 def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
@@ -159,30 +145,135 @@ def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
         (b'"epoch": 2', b'"epoch": 3', r"complete\.json was altered after it was written"),
         (b'"sha256"', b'"sha257"', r"complete\.json was altered after it was written"),
         (b'"step": 20', b'"step": ', r"complete\.json is damaged: Expecting value"),
+        (b'"format": 3', b'"format": 99', "format 99; this version reads formats 2 and 3"),
     ],
 )
-def test_cut_off_or_altered_state_is_named(tmp_path: Path, old: bytes, new: bytes, problem: str) -> None:
+def test_a_cut_off_or_altered_state_or_one_of_a_later_version_is_named(
+    tmp_path: Path, old: bytes, new: bytes, problem: str
+) -> None:
     marker = write(tmp_path, 20) / "complete.json"
     marker.write_bytes(marker.read_bytes().replace(old, new))
     with pytest.raises(CheckpointError, match=problem):
         storage.read(marker.parent)
 
 
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, 20)
-    (folder / "persistables.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"persistables\.safetensors is missing"):
+STORED = Path(__file__).parent / "format_2"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(STORED, tmp_path / "stored"))
+
+
+@pytest.fixture
+def network(one_process: None) -> Any:
+    """The network whose state is stored."""
+    del one_process
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.static.scope_guard(paddle.static.Scope()),
+        paddle.utils.unique_name.guard(),
+    ):
+        loss = paddle.mean(paddle.nn.Linear(4, 1)(paddle.static.data("features", [None, 4], "float32")) ** 2)
+        fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(loss)
+        paddle.static.Executor().run(fleet.startup_program)
+        yield fleet.main_program
+
+
+def values(program: Any) -> dict[str, Any]:
+    return {name: np.array(value) for name, value in program.state_dict("all").items()}
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_saves_in_the_present_format(stored: Path, network: Any) -> None:
+    checkpoints = Checkpoints(stored / "run", keep=2)
+    found, best = checkpoints.newest(), checkpoints.best()
+    assert found is not None
+    assert best is not None
+    assert (found.state.step, found.score, best.state.step) == (3, -1 / 3, 3)
+    assert found.state.data == {"classes": ["cat", "dog"], "lists": {"abc": {"samples": 48, "ranks": 1, "done": None}}}
+    checkpoints.load(None, found)
+    expected = load_file(found.folder / "persistables.safetensors")
+    for name, value in values(network).items():
+        np.testing.assert_array_equal(value, expected[name], strict=True)
+    later = TrainState(0, 4, 6, 1, {}, {}, {}, {}, consumed_samples=32)
+    path = checkpoints.save(None, later, score=0.0)
+    checkpoints.finish()
+    checkpoints.close()
+    assert path is not None
+    assert sorted(each.name for each in path.iterdir()) == ["complete.json", "persistables.safetensors"]
+    assert [each.name for each in storage.complete(checkpoints.folder)] == ["step-00000003", "step-00000004"]
+    assert storage.read(path).run == storage.read(found.folder).run
+
+
+def test_a_folder_of_save_persistables_is_loaded_and_replaced(stored: Path, network: Any) -> None:
+    folder = stored / "persistables"
+    fleet.load_persistables(None, str(folder))
+    expected = load_file(folder / "persistables.safetensors")
+    for name, value in values(network).items():
+        np.testing.assert_array_equal(value, expected[name], strict=True)
+    fleet.save_persistables(None, str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "persistables.safetensors"]
+    assert load_file(folder / "persistables.safetensors").keys() == expected.keys()
+    fleet.load_persistables(None, str(folder))
+
+
+def test_each_ranks_own_state_is_read() -> None:
+    state = persistables.read_folder(STORED / "two_ranks")
+    assert state.kinds == {"w": "parameter", "b": "optimizer"}
+    assert state.arrays["fleet_train/step"].tolist() == [4]
+    np.testing.assert_array_equal(state.arrays["w"], np.arange(6, dtype="float32").reshape(2, 3), strict=True)
+    assert [own["fleet_train/errors/w"][0, 0] for own in state.ranks] == [1.0, 2.0]
+
+
+def test_it_is_copied_to_another_node_as_it_is(stored: Path, tmp_path: Path) -> None:
+    receiver = Receiver(tmp_path / "theirs", "127.0.0.3")
+    folder = stored / "run" / "checkpoints" / "step-00000003"
+    assert [send(receiver.address, "127.0.0.2", folder) for _ in range(2)] == [True, False]
+    receiver.close()
+    theirs = tmp_path / "theirs" / folder.name
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+
+
+def altered(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+
+
+def with_marker(**entries: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("state.json", altered, "state.json was altered after it was written"),
+        ("persistables.json", altered, "persistables.json was altered after it was written"),
+        ("state.json", Path.unlink, "state.json is missing"),
+        ("persistables.json", Path.unlink, "persistables.json is missing"),
+        ("persistables.safetensors", Path.unlink, "persistables.safetensors is missing"),
+        ("complete.json", with_marker(files=[]), "was altered after it was written"),
+        (
+            "complete.json",
+            with_marker(files={"state.json": "ab", "../../etc/passwd": "ab"}),
+            "was altered after it was",
+        ),
+        ("complete.json", with_marker(score="high"), "its score is not a number"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(stored: Path, name: str, damage: Any, problem: str) -> None:
+    folder = stored / "run" / "checkpoints" / "step-00000003"
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=problem):
         storage.read(folder)
+    assert storage.complete(folder.parent)[-1] == folder, "the newest one is not skipped silently"
 
 
-def test_a_saved_state_without_a_training_is_no_checkpoint(tmp_path: Path) -> None:
-    write_folder(tmp_path / "step-00000020", program_state.State({"w": np.zeros(2)}))
-    with pytest.raises(CheckpointError, match="it has no state of a training"):
-        storage.read(tmp_path / "step-00000020")
-
-
-def test_format_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, 20)
-    (folder / "complete.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(CheckpointError, match="format 99; this version reads formats 2 and 3"):
-        storage.read(folder)
+def test_a_damaged_tensor_is_named(stored: Path) -> None:
+    path = stored / "persistables" / "persistables.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(CheckpointError, match=r"tensor '.+' was altered after it was written \(SHA-256 differs\)"):
+        persistables.read_folder(path.parent)

@@ -1,0 +1,151 @@
+"""``recommend`` and ``plan --measure`` as users run them: output, files, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.profile import load_profile
+from tests.support.launchers import run_launchers
+from tests.support.ports import free_ports
+from tests.support.processes import Ended, Job, clean_environ, python
+
+# Each trial starts Paddle anew, which a busy machine takes long for.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+HOSTS = ("127.0.0.2", "127.0.0.3")
+SCRIPT = """
+import pathlib, sys
+import numpy as np
+import paddle
+from fleet_train import fleet, role_maker
+
+paddle.enable_static()
+fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+hidden = paddle.static.data("features", [None, 512], "float32")
+for _ in range(3):
+    hidden = paddle.nn.functional.relu(paddle.nn.Linear(512, 512)(hidden))
+loss = paddle.mean(hidden)
+fleet.distributed_optimizer(paddle.optimizer.SGD(0.01), "unfused").minimize(loss)
+failed = pathlib.Path(__file__).with_name("failed")  # the profile of the first trial
+is_trial = not fleet.profile().use_local_sgd  # the computing is measured without an exchange
+if "fail" in sys.argv[1:] and is_trial and fleet.worker_index() == 0 and not failed.exists():
+    failed.write_text(fleet.profile().name)
+    raise SystemExit(7)
+executor = paddle.static.Executor(fleet.place())
+executor.run(fleet.startup_program)
+features = np.ones((8, 512), "float32")
+for _ in range(100000):
+    executor.run(fleet.main_program, feed={"features": features}, fetch_list=[loss])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def recommend(script: Path, *flags: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    where = ["--nproc", "2", "--started_port", str(free_ports(3)), "--record", str(script.parent / "runs")]
+    output = ["--output", str(script.parent / "mine.yaml")]
+    return python("-m", "fleet_train", "recommend", *where, *output, *flags, "--script", str(script), *arguments)
+
+
+def run(command: list[str], folder: Path) -> Ended:
+    """One command to its end; nobody of it may be left."""
+    with Job(folder) as job:
+        job.start("recommend", command, clean_environ())
+        (ended,) = job.wait(timeout_seconds=350)
+        assert job.orphans() == []
+    return ended
+
+
+def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: Path, tmp_path: Path) -> None:
+    printed = tmp_path / "printed.json"
+    shell = tmp_path / "run.sh"
+    shell.write_text(f'"$@" > {printed}\n')
+    ended = run(["sh", str(shell), *recommend(script, "--json", "--trials", "2", arguments=("fail",))], tmp_path)
+    assert ended.exit_code == 0, ended.output
+    made: dict[str, Any] = json.loads(printed.read_text())
+    rows = {row["name"]: row for row in made["profiles"]}
+    first = script.with_name("failed").read_text()
+    assert "ended with exit code 7" in rows[first]["failure"], rows[first]
+    assert made["recommended"] in rows.keys() - {first}
+    assert rows[made["recommended"]]["measured_ms"] > 0
+    # Each is a difference of two measured times, which noise may take below 0; it counts as 0 then.
+    for kind in ("codec_seconds_per_byte", "taken_seconds_per_byte"):
+        assert {"none", "bf16", "int8", "int4", "powersgd", "dgc"} <= set(made["costs"][kind])
+        assert min(made["costs"][kind].values()) >= 0
+
+    profile = load_profile(str(tmp_path / "mine.yaml"))
+    text = (tmp_path / "mine.yaml").read_text()
+    assert text.startswith("# Recommended on ")
+    assert "Risk to accuracy: none." in " ".join(text.replace("#", " ").split())
+    assert (profile.compression, profile.use_local_sgd) == ("none", False)
+    assert "ruled out:" in ended.output
+    assert "amp_bf16: amp_level changes what a rank computes, not what it sends" in ended.output
+    assert "by the link's rate (predicted):" in ended.output
+    assert "with --allow local_steps: " in ended.output or "with --allow lossy: " in ended.output
+
+
+def test_a_script_that_ends_early_gets_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('no such data')\n")
+    ended = run(recommend(script), tmp_path)
+    assert ended.exit_code == 1
+    assert "train.py did not run long enough to be measured: rank 0" in ended.output
+    assert "no such data" in ended.output
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        started = job.start("recommend", recommend(script), clean_environ())
+        log = tmp_path / "runs/log/computing.1.log"
+        job.wait_until(lambda: log.exists() and log.stat().st_size > 0, 100, "a subject runs")
+        started.process.send_signal(signal.SIGINT)
+        (ended,) = job.wait(timeout_seconds=60)
+        assert ended.exit_code == 130, ended.output
+        assert job.orphans() == []
+
+
+def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: Path) -> None:
+    launch = (
+        f"python -m fleet_train launch --cluster_node_ips={','.join(HOSTS)} --started_port={free_ports(2, HOSTS)} "
+        "--strategy=multi_node --set=nccl_comm_num=2 --node_ip={host} "
+        "-m fleet_train plan --measure --measure_seconds=2 --compute_ms=30"
+    )
+    result = run_launchers([launch.format(host=host).split() for host in HOSTS], folder=tmp_path)
+    output = result.nodes[0].output
+    assert "measuring 2 ranks on 2 nodes for about 2 s" in output, result.report()
+    assert "between nodes: 4 KiB in " in output
+    assert "between nodes: allreduce over 2 ranks" in output
+    assert "inside a node: no two ranks to measure" in output
+    assert "to predict with these numbers" not in result.nodes[1].output, "one rank prints"
+
+    (line,) = [line for line in output.splitlines() if line.startswith("python -m fleet_train plan ")]
+    words = shlex.split(line)
+    assert words[4:6] == ["--nodes=2", "--ranks_per_node=1"]
+    assert words[8:] == ["--strategy=multi_node", "--set=nccl_comm_num=2", "--compute_ms=30", "--model=mlp"]
+    done = subprocess.run(
+        [sys.executable, *words[1:4], "--json", *words[4:]],
+        cwd=tmp_path,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    predicted = json.loads(done.stdout)
+    assert predicted["profile_name"] == "multi_node"
+    assert 0 < predicted["prediction"]["exposed"] < 1
+    assert predicted["prediction"]["compute"] == 0.03
+    assert predicted["conditions"]["network"]["between"]["bytes_per_second"] > 1e6

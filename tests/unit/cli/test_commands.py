@@ -1,0 +1,220 @@
+"""Commands: what `--help` imports, what TAB completes, and options of the trainer that would have no effect.
+
+Since a machine may be busy, the test of `--help` checks what is imported instead of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fleet_train.cli import COMMANDS, cli, train
+from fleet_train.cli.completion import SHELLS, completions
+from fleet_train.cluster.engines import CHOICES
+from fleet_train.errors import FleetTrainError
+from fleet_train.profile import profile_names
+from fleet_train.train import reference
+from fleet_train.train.config import TrainConfig
+from tests.support.processes import ROOT, clean_environ, python
+
+# Each takes a tenth of a second or more to import, or pulls in one that does.
+HEAVY = set(
+    "asyncio flask google libcst llvmlite matplotlib numba paddle pandas psutil pydantic safetensors scipy sklearn "
+    "visualdl".split()
+)
+
+
+def modules_loaded_by_help(*command: str) -> set[str]:
+    code = (
+        "import json, sys\nfrom fleet_train.cli import cli\n"
+        f"try:\n    cli([*{command!r}, '--help'])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "json.dump(sorted(sys.modules), sys.stderr)"
+    )
+    done = subprocess.run(
+        python("-c", code), env=clean_environ(), capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout
+    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_imports_nothing_heavy(command: str) -> None:
+    assert modules_loaded_by_help(command) & HEAVY == set()
+
+
+def test_help_of_all_commands_together_imports_no_command() -> None:
+    assert modules_loaded_by_help() & (HEAVY | {"numpy"}) == set()
+
+
+def test_every_command_has_a_module_and_every_line_of_the_list_a_command() -> None:
+    modules = [path for path in (ROOT / "fleet_train" / "cli").glob("*.py") if path.stem != "__init__"]
+    named = {path.stem for path in modules if re.search(r"@click\.(command|group)\b", path.read_text())}
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("pro", ["profiles"]),
+        *((f"{command} --strategy multi", ["multi_node"]) for command in ("launch", "train", "plan")),
+        ("launch --strategy=multi", ["multi_node"]),
+        *((f"{each} --set fuse_par", ["fuse_parameter_groups_size"]) for each in ("launch", "train", "plan")),
+        ("recommend --set compression=in", ["compression=int8", "compression=int4"]),
+        ("launch --set use_local_sgd=", ["use_local_sgd=true", "use_local_sgd=false"]),
+        ("launch --set fetch_frequency=", []),
+        ("profiles powe", ["powersgd"]),
+        ("launch --engine sl", ["slurm"]),
+        ("launch --max", ["--max_restarts"]),
+        ("train --epoc", ["--epochs"]),
+    ],
+)
+def test_words_complete(words: str, values: list[str]) -> None:
+    assert [item.value for item in completions(cli, *words.split()) if item.type == "plain"] == values
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([], sorted(COMMANDS)),
+        (["launch", "--strategy"], profile_names()),
+        (["launch", "--engine"], list(CHOICES)),
+        (["completion"], list(SHELLS)),
+    ],
+)
+def test_all_choices_are_offered_for_nothing(words: list[str], values: list[str]) -> None:
+    assert sorted(item.value for item in completions(cli, *words, "") if item.type == "plain") == sorted(values)
+
+
+def test_only_knobs_are_offered_for_set() -> None:
+    assert "name" not in [item.value for item in completions(cli, "launch", "--set", "")]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["launch", "--strategy", "./mine"], "file"),
+        (["launch", "--nproc_per_node", "2", ""], "file"),
+        (["launch", "--log_dir", ""], "dir"),
+        (["plan", "--script", ""], "file"),
+        (["recommend", "--script", ""], "file"),
+        (["train", "--data_dir", ""], "dir"),
+        (["check", "--data", ""], "dir"),
+        (["monitor", "--logdir", ""], "file"),
+        (["port", ""], "file"),
+    ],
+)
+def test_paths_are_completed_by_the_shell(words: list[str], kind: str) -> None:
+    assert {item.type for item in completions(cli, *words)} == {kind}
+
+
+def test_an_unknown_shell_is_refused_and_the_help_has_a_line_for_each() -> None:
+    refused = CliRunner().invoke(cli, ["completion", "tcsh"])
+    assert refused.exit_code == 2
+    assert "'bash', 'zsh', 'fish'" in refused.output
+    text = CliRunner().invoke(cli, ["completion", "--help"]).output
+    assert all(f"completion {shell}" in text for shell in SHELLS)
+
+
+# In each shell: the script is read, TAB is pressed behind these words, what it offers is printed.
+PRESS = {
+    "bash": """
+eval "$(python -m fleet_train completion bash)"
+tab() {
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+    _fleet_train_completion fleet_train
+    echo "${COMPREPLY[@]}"
+}
+tab fleet_train launch --strategy multi
+tab fleet_train launch --strategy = multi
+tab fleet_train launch --engine sl
+fleet_train --version
+""",
+    "zsh": """
+compdef() { : }
+eval "$(python -m fleet_train completion zsh)"
+compadd() { print -r -- $completions }
+_describe() { print -r -- $completions_with_descriptions }
+tab() { words=("$@"); CURRENT=$#; _fleet_train_completion }
+tab fleet_train launch --strategy multi
+tab fleet_train launch --strategy=multi
+tab fleet_train launch --engine sl
+fleet_train --version
+""",
+    "fish": """
+python -m fleet_train completion fish | source
+complete -C "fleet_train launch --strategy multi"
+complete -C "fleet_train launch --strategy=multi"
+complete -C "fleet_train launch --engine sl"
+fleet_train --version
+""",
+}
+
+
+@pytest.mark.parametrize("shell", list(SHELLS))
+def test_a_shell_completes_with_the_script_that_we_print(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "press").write_text(PRESS[shell])
+    environ = clean_environ({"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)})
+    done = subprocess.run(
+        [shell, str(tmp_path / "press")], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180
+    )
+    assert done.stderr == ""
+    profile, again, engine, version = done.stdout.splitlines()
+    assert profile == "multi_node"
+    assert again == ("multi_node" if shell == "bash" else "--strategy=multi_node")  # the whole word is replaced
+    assert engine == "slurm"
+    assert version.startswith("fleet_train ")
+
+
+# What makes each option of the trainer do something, and what does not.
+COMPANIONS = {
+    "--data digits": ("", "--data_dir images"),
+    "--image_size 64": ("--data_dir images", "--data digits"),
+    "--max_corrupt 0.5": ("--data_dir images", ""),
+    "--workers 2": ("--data_dir images", ""),
+    "--workers 0": ("--data_dir images --loader dali", "--data_dir images --loader thread"),
+    "--uneven pad": ("--data_dir images --shard_by folder", "--data_dir images"),
+    "--last_batch keep": ("--shard_by sample", "--data_dir images --shard_by folder"),
+    "--lr_decay 0.5": ("--lr_schedule step", "--lr_schedule cosine"),
+    "--lr_power 1": ("--lr_schedule polynomial", ""),
+    "--no_decay_norm_bias": ("--weight_decay 1e-4", "--weight_decay 0"),
+}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr(reference, "run", configs.append)
+    return configs
+
+
+def test_every_option_that_needs_a_companion_has_a_case() -> None:
+    assert {case.split()[0].removeprefix("--") for case in COMPANIONS} == set(train.NEEDS)
+
+
+@pytest.mark.parametrize("option", COMPANIONS)
+def test_an_option_without_its_companion_is_refused(option: str, started: list[TrainConfig]) -> None:
+    with_it, without_it = COMPANIONS[option]
+    result = CliRunner().invoke(train.command, [*option.split(), *without_it.split()])
+    assert isinstance(result.exception, FleetTrainError)
+    name = option.split()[0]
+    assert str(result.exception).startswith(f"{name} ")
+    assert " would have no effect: it " in str(result.exception)
+    assert str(result.exception).endswith(f", or leave {name} out")
+    assert started == []
+    assert CliRunner().invoke(train.command, [*option.split(), *with_it.split()]).exit_code == 0
+    assert len(started) == 1
+
+
+def test_a_default_is_never_refused(started: list[TrainConfig]) -> None:
+    for flags in ("", "--data_dir images --shard_by folder", "--lr_schedule constant", "--loader thread"):
+        assert CliRunner().invoke(train.command, flags.split()).exit_code == 0, flags
+    assert len(started) == 4

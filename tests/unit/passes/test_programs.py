@@ -1,0 +1,338 @@
+"""What is found in programs before they run, and that all that is replaced in a user's process is put back."""
+
+# ruff: noqa: ARG005  # a loss may need only one of the three
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.incubate.optimizer import LarsMomentumOptimizer
+from paddle.nn import functional as F
+
+from fleet_train import compat
+from fleet_train.convert import process, session
+from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
+from fleet_train.convert.passes.program import run_if, updates_alone
+from tests.support.processes import ROOT, clean_environ
+
+Loss = Callable[[Any, Any, Any], Any]
+
+
+def count(x: Any) -> Any:
+    return paddle.shape(x)[0].cast("float32")
+
+
+def l2(*values: Any) -> Any:
+    return paddle.add_n([paddle.sum(paddle.square(value)) for value in values])
+
+
+def cross_net(x: Any, weight: Any) -> Any:
+    """As PaddleRec's dcn: sums of what depends on the samples, joined and summed once more."""
+    terms = [paddle.sum(paddle.square(paddle.multiply(x, weight[0]))).reshape([1]) for _ in range(2)]
+    return paddle.sum(paddle.concat(terms, axis=-1))
+
+
+def hit_loss(x: Any) -> Any:
+    """As PaddleRec's dssm."""
+    hit = paddle.slice(F.softmax(x, axis=1), axes=[0, 1], starts=[0, 0], ends=[8, 1])
+    return paddle.mean(-paddle.sum(paddle.log(hit)))
+
+
+# x [batch, 4] is a layer's result, y [batch, 1] classes, weight [4, 4] a parameter.
+SUMS: dict[str, Loss] = {
+    "sum": lambda x, y, weight: x.sum(),
+    "mean over classes, sum over samples": lambda x, y, weight: x.mean(axis=1).sum(),
+    "sum over samples, mean over classes": lambda x, y, weight: x.sum(axis=0).mean(),
+    "reduction": lambda x, y, weight: F.cross_entropy(x, y, reduction="sum"),
+    "nll_loss": lambda x, y, weight: F.nll_loss(F.log_softmax(x), y.reshape([-1]), reduction="sum"),
+    "mse_loss": lambda x, y, weight: F.mse_loss(x, x * 2, reduction="sum") * 0.5,
+    "one term of two": lambda x, y, weight: F.cross_entropy(x, y) + 0.5 * x.square().sum(),
+    "negative, kept dimensions": lambda x, y, weight: -paddle.log(F.sigmoid(x)).sum(axis=[0, 1], keepdim=True),
+    "beside an unknown term": lambda x, y, weight: x.sum() + paddle.logsumexp(x),
+    "reshaped": lambda x, y, weight: x.reshape([-1]).sum(),
+    "two unknown dimensions": lambda x, y, weight: sequence(x).sum(),
+    "both, one after the other": lambda x, y, weight: sequence(x).sum(axis=1).sum(),
+    "squared norm": lambda x, y, weight: paddle._C_ops.squared_l2_norm(x).sum(),
+    "gram matrix": lambda x, y, weight: paddle.matmul(x, x, transpose_x=True).mean(),
+    "dcn": lambda x, y, weight: F.cross_entropy(x, y) + cross_net(x, weight),
+    "dssm": lambda x, y, weight: hit_loss(x),
+    "a decay counted per sample": lambda x, y, weight: (F.cross_entropy(x, y, reduction="none") + l2(weight)).sum(),
+    "split": lambda x, y, weight: paddle.add_n([part.sum() for part in paddle.split(x, 2, axis=1)]),
+    "combined": lambda x, y, weight: paddle.stack([x.sum(), x.mean()]).mean(),
+}
+OTHERS: dict[str, Loss] = {
+    "mean": lambda x, y, weight: x.mean(),
+    "cross entropy": lambda x, y, weight: F.cross_entropy(x, y),
+    "nll_loss": lambda x, y, weight: F.nll_loss(F.log_softmax(x), y.reshape([-1])),
+    "sum over classes, mean over samples": lambda x, y, weight: x.square().sum(axis=1).mean(),
+    "mean over samples, sum over classes": lambda x, y, weight: x.square().mean(axis=0).sum(),
+    "decay": lambda x, y, weight: F.cross_entropy(x, y) + 0.5 * l2(weight) + paddle.sum(paddle.abs(weight)),
+    "decay per sample": lambda x, y, weight: (F.cross_entropy(x, y, reduction="none") + l2(weight)).mean(),
+    "by the count": lambda x, y, weight: x.sum() / count(x),
+    "by the count, before": lambda x, y, weight: (x / count(x)).sum(),
+    "by the count and more": lambda x, y, weight: x.sum() / paddle.clip(count(x) + 1e-8, min=1.0),
+    "by numel": lambda x, y, weight: x.sum() / paddle.numel(x).cast("float32"),
+    "by a mask": lambda x, y, weight: (x * mask(y)).sum() / mask(y).sum(),
+    "by ones": lambda x, y, weight: x.sum() / paddle.ones_like(x).sum(),
+    "by a mask of two unknown dimensions": lambda x, y, weight: (
+        sequence(x).sum(axis=1) / paddle.ones_like(sequence(x)).sum(axis=1)
+    ).mean(),
+    "by a number, which may be that of samples": lambda x, y, weight: x.sum() / 8,
+    "times the number of shares": lambda x, y, weight: F.cross_entropy(x, y) + 3 * x.sum(),
+    "one of two unknown dimensions": lambda x, y, weight: sequence(x).sum(axis=1).mean(),
+    "the other": lambda x, y, weight: sequence(x).sum(axis=0).mean(),
+    "softmax over samples": lambda x, y, weight: (F.softmax(x, axis=0) * x).sum(),
+    "largest": lambda x, y, weight: x.max(),
+    "not linear": lambda x, y, weight: paddle.sqrt(x.square().sum()),
+    "fed without a gradient": lambda x, y, weight: x.mean() + y.cast("float32").sum(),
+    "cond": lambda x, y, weight: paddle.static.nn.cond(x.mean() > 0, lambda: x.sum(), lambda: x.mean()),
+    "own operator": lambda x, y, weight: doubled(x).sum(),
+    "fixed batch": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("fixed", [8, 4])).sum(),
+    "time first": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("time", [8, None, 4])).sum(axis=1).mean(),
+}
+
+
+def doubled(x: Any) -> Any:
+    """A host operator of the script's."""
+    return paddle.static.register_op(
+        lambda value: value * 2,
+        name=paddle.utils.unique_name.generate("doubled_in_a_test"),
+        infer_meta=lambda meta: paddle.static.MetaTensor(dtype=meta.dtype, shape=meta.shape),
+        input_names=["value"],
+        output_names=["out"],
+    )(x)
+
+
+def mask(y: Any) -> Any:
+    return (y > 1).cast("float32")
+
+
+def sequence(x: Any) -> Any:
+    return x.unsqueeze(1) * paddle.static.data("words", [None, None, 1])
+
+
+def found_in(make: Loss) -> str:
+    return in_program(make, lambda loss: sum_over_batch(loss, 3))
+
+
+def in_program(make: Loss, ask: Callable[[Any], Any]) -> Any:
+    with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+        features, classes = paddle.static.data("features", [None, 4]), paddle.static.data("classes", [None, 1], "int64")
+        weight = nn.Linear(4, 4).weight
+        return ask(make(F.tanh(paddle.matmul(features, weight)), classes, weight))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_the_batch_are_found(name: str) -> None:
+    assert found_in(SUMS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_else_is_accused(name: str) -> None:
+    assert found_in(OTHERS[name]) == ""
+
+
+def test_message_names_the_line_the_share_and_the_ways_out() -> None:
+    text = in_program(lambda x, y, weight: x.sum(), lambda loss: remark_on_batch_sum(loss, 2, 3))
+    assert "test_programs.py" in text
+    assert "of 2 ranks x 3 micro-batches are averaged, so this sum trains with 1/6 of the gradient" in text
+    assert "paddle.mean" in text
+    assert "multiply the sum by 6" in text
+
+
+OPTIMIZERS = {
+    **{name: getattr(paddle.optimizer, name) for name in ("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "RMSProp")},
+    **{name: getattr(paddle.optimizer, name) for name in ("Adamax", "Adadelta", "Lamb", "NAdam", "RAdam", "Rprop")},
+    "ASGD": lambda rate: paddle.optimizer.ASGD(rate, batch_num=2),
+    "Lars": lambda rate: LarsMomentumOptimizer(rate, 0.9),
+}
+
+
+@contextlib.contextmanager
+def network() -> Iterator[tuple[Any, Any, Any]]:
+    """A program, its startup program, and a loss."""
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        hidden = paddle.nn.BatchNorm1D(4)(paddle.static.data("x", [None, 4], "float32"))
+        yield main, startup, paddle.nn.Linear(4, 1)(hidden).mean()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_updates_of_every_optimizer_are_found(make: Callable[[float], Any]) -> None:
+    with network() as (main, startup, loss):
+        assert updates_alone(main, set()) == ""
+        make(0.1).minimize(loss)
+    assert updates_alone(main, set()).startswith("test_programs.py, line ")
+    assert updates_alone(main, set()).endswith(" (make(0.1).minimize(loss))")
+    assert updates_alone(startup, set()) == ""
+
+
+def test_an_update_inside_a_condition_is_found() -> None:
+    with network() as (main, _, loss):
+        optimizer = paddle.optimizer.SGD(0.1)
+        pairs = optimizer.backward(loss)
+        optimizer._create_global_learning_rate()
+        run_if(loss > 0, lambda: optimizer.apply_gradients(pairs))
+    assert "test_programs.py, line " in updates_alone(main, set())
+
+
+def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
+    before, seen = paddle.static.Executor.run, []
+    try:
+        session.before_first_runs(seen.append)
+        exe = paddle.static.Executor()
+        with network() as (main, startup, loss), paddle.static.scope_guard(paddle.static.Scope()):
+            exe.run(startup)
+            for _ in range(3):
+                exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+                exe.run(main, feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
+        with pytest.raises(AttributeError, match="'list' object"):  # as Paddle has it
+            exe.run([])
+        assert seen == [startup, main]
+    finally:
+        process.put_back()
+    assert paddle.static.Executor.run is before
+
+
+def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
+    session.before_first_runs(lambda _: ran.append("looked"))
+    ours = paddle.static.Executor.run
+    monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
+    theirs = paddle.static.Executor.run
+    paddle.static.Executor().run(paddle.static.Program())
+    process.put_back()
+    assert paddle.static.Executor.run is theirs
+    paddle.static.Executor().run(paddle.static.Program())
+    assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]
+
+
+JOB = """
+import sys
+import numpy as np
+import paddle
+from fleet_train import compat, fleet
+from fleet_train.errors import DataError
+from fleet_train.profile import Profile
+
+run, serialize, names = paddle.static.Executor.run, paddle.base.core.serialize_pir_program, ["excepthook", "exit"]
+paddle.enable_static()
+
+def replaced():
+    now = [sys.excepthook, sys.exit, paddle.static.Executor.run, paddle.base.core.serialize_pir_program]
+    before = [sys.__excepthook__, exit_, run, serialize]
+    return [was is not is_now for was, is_now in zip(before, now)]
+
+exit_ = sys.exit
+for number in range(2):
+    fleet.init()
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup):
+        x = paddle.static.data("x", [None, 4])
+        loss = paddle.mean(paddle.nn.Linear(4, 1)(x) ** 2)
+        test, loader = compat.clone_for_test(main), compat.from_generator([x], 2, iterable=False)
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.01), Profile(accumulate_steps=2))
+        optimizer.minimize(loss)
+    loader.set_batch_generator(lambda: iter([np.ones((2, 4), "float32")] * 4))
+    exe = paddle.static.Executor()
+    exe.run(startup)
+    loader.start()
+    for _ in range(4):
+        before_test = exe.run(main, fetch_list=[loss])[0]
+    assert exe.run(test, feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])[0] < before_test
+    assert replaced() == [True, False, True, True], replaced()
+    fleet.shutdown()
+    assert replaced() == [False] * 4, replaced()
+fleet.init()
+try:
+    raise DataError("bad row")
+finally:
+    fleet.shutdown()
+"""
+
+
+def test_a_job_of_one_process_puts_everything_back_and_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    environ = {**clean_environ(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "job.py"], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    # The last job ends with an error of ours, which keeps its exit code though fleet.shutdown was called meanwhile.
+    assert ended.returncode == 10, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "fleet_train.errors.DataError: bad row"
+
+
+def test_what_was_replaced_twice_comes_back_in_the_opposite_order() -> None:
+    owner = SimpleNamespace(first="a", second="b")
+    assert process.replace(owner, "first", "c") == "a"
+    assert process.replace(owner, "first", "d") == "c"
+    assert process.replace(owner, "first", "d") == "c"  # not again
+    process.replace(owner, "second", "e")
+    owner.second = "somebody else's"
+    process.put_back()
+    assert vars(owner) == {"first": "a", "second": "somebody else's"}
+
+
+def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
+    seen: list[object] = []
+    before = paddle.static.Executor.run
+
+    def feed_more(_: object, feed: dict[str, object], fetch_list: object) -> tuple[object, object]:
+        return {**feed, "y": np.zeros(1, "float32")}, fetch_list
+
+    def note(_: object, feed: dict[str, object], fetch_list: object) -> tuple[object, object]:
+        seen.append(sorted(feed))
+        return feed, fetch_list
+
+    main = paddle.static.Program()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        total = paddle.static.data("x", [1], "float32") + paddle.static.data("y", [1], "float32")
+    try:
+        for hook in (feed_more, note, note):
+            process.before_each_run(hook)
+        feed = {"x": np.ones(1, "float32")}
+        (value,) = paddle.static.Executor().run(main, feed=feed, fetch_list=[total])
+    finally:
+        process.put_back()
+    assert (value.item(), seen) == (1.0, [["x", "y"]])
+    assert paddle.static.Executor.run is before
+
+
+def test_flags_come_back() -> None:
+    flag = "FLAGS_check_nan_inf"
+    before = paddle.get_flags(flag)
+    process.set_flags({flag: not before[flag]})
+    process.set_flags({flag: before[flag]})
+    process.set_flags({flag: not before[flag]})
+    assert paddle.get_flags(flag) != before
+    process.put_back()
+    assert paddle.get_flags(flag) == before
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loader_that_is_made_after_a_shutdown_feeds_its_program_too(times: int) -> None:
+    for _ in range(times):
+        main = paddle.static.Program()
+        with paddle.static.program_guard(main, paddle.static.Program()):
+            x = paddle.static.data("x", [2], "float32")
+            doubled = x + x
+            loader = compat.from_generator([x], 2, iterable=False)
+        loader.set_batch_generator(lambda: iter([np.ones(2, "float32")]))
+        loader.start()
+        try:
+            (values,) = paddle.static.Executor().run(main, fetch_list=[doubled])
+        finally:
+            loader.reset()
+            process.put_back()
+        assert values.tolist() == [2.0, 2.0]

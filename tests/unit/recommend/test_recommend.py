@@ -1,0 +1,218 @@
+"""What is priced, ruled out, printed and written, and how the measurements of ranks become one. Nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_train.cluster import Cluster
+from fleet_train.plan import TensorSpec
+from fleet_train.plan.price import TYPICAL, Link, Network
+from fleet_train.profile import Profile, load_profile, profile_names
+from fleet_train.recommend import calibrate
+from fleet_train.recommend.candidates import Measurements, consider, risk_of, thresholds
+from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
+from fleet_train.recommend.report import describe, pick, profile_text, to_json
+from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
+from tests.unit.collectives.one_of_two import one_of_two
+
+PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
+GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))
+MEASURED = Measurements(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
+
+
+def results(**tried: Tried) -> Results:
+    candidates, ruled_out = consider(MEASURED, PAIR)
+    return Results(MEASURED, 1.1, 0.05, 2**30, tuple(candidates), tuple(ruled_out), tried, 60.0)
+
+
+def name_of_pick(basis: Results, *allow: str) -> str | None:
+    best = pick(basis, Options("a/train.py", allow=allow))
+    return None if best is None else best.name
+
+
+def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
+    candidates, ruled_out = consider(MEASURED, PAIR)
+    shipped = [candidate.name for candidate in candidates if not candidate.changes]
+    assert sorted([*shipped, *(profile.name for profile in ruled_out)]) == profile_names()
+    assert all(profile.reason for profile in ruled_out)
+    steps = [candidate.step for candidate in candidates]
+    assert steps == sorted(steps)
+    assert min(steps) >= MEASURED.compute_seconds
+
+
+def test_what_does_not_fit_the_cluster_is_ruled_out() -> None:
+    reasons = {profile.name: profile.reason for profile in consider(MEASURED, PAIR)[1]}
+    assert "form no hierarchy" in reasons["hierarchical"]
+    assert "NCCL reads" in reasons["tcp_only"]
+    assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
+    assert "hierarchical" in [candidate.name for candidate in consider(MEASURED, LOCAL_GROUPS)[0]]
+
+
+def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
+    candidates, _ = consider(MEASURED, PAIR)
+    steps = {candidate.name: candidate.step for candidate in candidates}
+    turned = [candidate for candidate in candidates if candidate.changes]
+    assert {candidate.extends for candidate in turned} >= {"local_sgd", "slowmo"}
+    for candidate in turned:
+        assert candidate.risk == LOCAL_STEPS
+        assert candidate.step < 0.95 * steps[candidate.extends]
+        for knob, value in candidate.changes.items():
+            assert getattr(candidate.profile, knob) == value != getattr(load_profile(candidate.extends), knob)
+    quick = replace(MEASURED, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
+    assert not [candidate for candidate in consider(quick, PAIR)[0] if candidate.changes]
+
+
+def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
+    settings = ("nccl_comm_num=1", "local_sgd_steps=5")
+    candidates, ruled_out = consider(MEASURED, PAIR, settings=settings[:1])
+    assert {candidate.profile.nccl_comm_num for candidate in candidates} == {1}
+    candidates, ruled_out = consider(MEASURED, PAIR, settings=settings)
+    assert {candidate.profile.local_sgd_steps for candidate in candidates} == {5}
+    reasons = {profile.name: profile.reason for profile in ruled_out}
+    assert reasons["multi_node"].startswith("--set: local_sgd_steps: has no effect while use_local_sgd is false")
+    best = candidates[0]
+    tried = Results(MEASURED, 1.1, 0.05, 2**30, (best,), (), {best.name: Tried(best.name, 10.0)}, 60.0)
+    options = Options("train.py", allow=(LOCAL_STEPS,), settings=settings)
+    path = tmp_path / "written.yaml"
+    path.write_text(profile_text(tried, options, PAIR, "the command"))
+    written = load_profile(str(path))
+    assert (written.nccl_comm_num, written.local_sgd_steps) == (1, 5)
+
+
+@pytest.mark.parametrize(("milliseconds", "picked"), [(103.0, "multi_node"), (106.0, "diloco")])
+def test_of_steps_about_as_short_the_least_risk_is_picked(milliseconds: float, picked: str) -> None:
+    basis = results(multi_node=Tried("multi_node", milliseconds), diloco=Tried("diloco", 100.0))
+    assert name_of_pick(basis, LOCAL_STEPS) == picked
+
+
+@pytest.mark.parametrize(
+    ("name", "risk"),
+    [("multi_node", NONE), ("bf16_compression", ROUNDING), ("powersgd", LOSSY), ("diloco", LOCAL_STEPS)],
+)
+def test_risks(name: str, risk: str) -> None:
+    assert risk_of(load_profile(name)) == risk
+
+
+def test_what_is_allowed() -> None:
+    exact, lossy = Options("train.py"), Options("train.py", allow=(LOSSY,))
+    assert [exact.allows(risk) for risk in (NONE, ROUNDING, LOSSY, LOCAL_STEPS)] == [True, False, False, False]
+    assert [lossy.allows(risk) for risk in (NONE, ROUNDING, LOSSY, LOCAL_STEPS)] == [True, True, True, False]
+
+
+def test_the_choice_changes_with_the_link() -> None:
+    candidates, _ = consider(MEASURED, PAIR)
+    changes = thresholds(candidates, MEASURED, PAIR)
+    assert len(changes) > 1
+    rates = [rate for rate, _ in changes]
+    assert rates == sorted(rates)
+    risky = {candidate.name for candidate in candidates if candidate.risk in (LOSSY, LOCAL_STEPS)}
+    assert changes[0][1] in risky  # 10 Mb/s
+
+
+def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
+    basis = results(
+        multi_node=Tried("multi_node", 110.0),
+        two_communicators=Tried("two_communicators", failure="failed: rank 1 ended"),
+        diloco=Tried("diloco", 21.0),
+    )
+    assert (name_of_pick(basis), name_of_pick(basis, LOCAL_STEPS)) == ("multi_node", "diloco")
+    exact = Options("a/train.py")
+    text = describe(basis, exact, PAIR)
+    assert "* multi_node" in text
+    assert "two_communicators: failed: rank 1 ended" in text
+    assert "with --allow " in text
+    assert to_json(basis, exact, PAIR)["recommended"] == "multi_node"
+
+
+def test_without_a_trial_that_ended_nothing_is_recommended() -> None:
+    basis = results(multi_node=Tried("multi_node", failure="failed: it"))
+    assert name_of_pick(basis) is None
+    assert "no profile is recommended" in describe(basis, Options("train.py"), PAIR)
+    assert to_json(basis, Options("train.py"), PAIR)["exit_code"] == 1
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path, is_turned: bool) -> None:
+    best = next(candidate for candidate in consider(MEASURED, PAIR)[0] if bool(candidate.changes) == is_turned)
+    basis = results(**{best.name: Tried(best.name, 10.0), "unfused": Tried("unfused", 130.0)})
+    path = tmp_path / "recommended.yaml"
+    options = Options("a/train.py", allow=(LOSSY, LOCAL_STEPS))
+    path.write_text(profile_text(basis, options, PAIR, "python -m fleet_train recommend ..."))
+    assert load_profile(str(path)).digest() == best.profile.digest()
+    assert "10.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())
+    assert "unfused 130.0 ms" in path.read_text()
+
+
+def test_a_trial_is_short_and_counts_an_averaging_once_per_period() -> None:
+    asked = Profile(use_local_sgd=True, local_sgd_steps=50, local_sgd_is_warm_steps=100, local_sgd_overlap_steps=10)
+    tried = short(asked, 14)
+    assert (tried.local_sgd_steps, tried.local_sgd_overlap_steps) == (4, 3)
+    assert tried.local_sgd_is_warm_steps <= 2
+    # Local steps of 10 ms, an averaging of 100 ms more in every fourth.
+    steps = [1.0, 1.0, 1.0, *[0.01, 0.01, 0.01, 0.11] * 3]
+    assert step_of(steps, tried, 50) == pytest.approx(0.01 + 0.1 / 50)
+    assert step_of([1.0, 1.0, 1.0, 0.02, 0.03, 0.04], Profile(), 1) == pytest.approx(0.03)
+
+
+def test_a_trial_with_room_for_two_periods_has_the_profiles_own() -> None:
+    streaming = load_profile("streaming_diloco")
+    assert short(streaming, 100).local_sgd_steps == streaming.local_sgd_steps
+    assert short(streaming, 100).local_sgd_overlap_steps == streaming.local_sgd_overlap_steps
+    cut = short(streaming, 30)
+    assert (cut.local_sgd_steps, cut.local_sgd_fragments, cut.local_sgd_overlap_steps) == (12, 3, 3)
+
+
+def test_reports_of_local_steps_become_what_is_priced() -> None:
+    candidates, _ = consider(MEASURED, PAIR)
+    plan = next(candidate.plan for candidate in candidates if candidate.profile.use_local_sgd)
+    assert plan.averaging is not None
+    averaging = replace(plan.averaging, state_values_per_parameter=2)
+    link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
+    told = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
+    told |= {"costs": asdict(TYPICAL)}
+    reports = {rank: told | {"steps": [9.0, 9.0, 9.0, step, step]} for rank, step in enumerate((0.02, 0.03))}
+    measured, spread, error = read_computing(reports)
+    assert [gradient.name for gradient in measured.gradients] == [gradient.name for gradient in GRADIENTS]
+    assert (measured.compute_seconds, measured.state_values, error) == (0.03, 2, 0.03)
+    assert spread == pytest.approx(1.5)
+    assert (measured.network.between, measured.costs) == (Link(1e-4, 1e8), TYPICAL)
+
+
+def test_a_calibration_takes_the_slowest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
+    with one_of_two(monkeypatch) as job:
+        monkeypatch.setattr(job, "all_gather", lambda _, value: times | {0: value})
+        assert calibrate._slowest(job, 0.002) == 0.009
+        assert calibrate._slowest(job, 0.011) == 0.011
+
+
+def report(timed: Sequence[float]) -> dict[str, Any]:
+    """Of a rank whose first steps, which compile, took long."""
+    gradient = {"name": "w", "shape": [3, 2], "dtype": "float32"}
+    statistic = {"name": "mean", "shape": [2], "dtype": "float32"}
+    averaging = {"values": [gradient], "statistics": [statistic], "state_values_per_parameter": 2}
+    plan = {"buckets": [{"gradients": [gradient]}], "averaging": averaging, "statistics": []}
+    return {"plan": plan, "steps": [*[9.0] * 50, *timed], "links": {}, "costs": {}, "is_gloo": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "spread"),
+    [
+        ([[1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]], 2.0, 1.0),  # each step has a rank that takes 2 s
+        ([[1.0, 1.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]], 4.0, 4.0),
+        ([[3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 5.0]], 3.0, 3.0),
+    ],
+)
+def test_computing_takes_the_slowest_rank_of_each_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[list[float]], seconds: float, spread: float
+) -> None:
+    monkeypatch.setattr("fleet_train.recommend.supervisor._UNTIMED_STEPS", 50)
+    measured, apart, error = read_computing({rank: report(steps) for rank, steps in enumerate(ranks)})
+    assert (measured.compute_seconds, apart, error) == (seconds, spread, 0.0)
+    assert measured.gradients == (TensorSpec("w", (3, 2), "float32"),)
+    assert measured.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))

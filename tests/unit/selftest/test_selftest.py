@@ -1,0 +1,329 @@
+"""What the selftest makes of its findings: lines, verdicts, which rank is blamed, a record without names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.profile import load_profile, profile_names
+from fleet_train.profile.profile import open_knobs
+from fleet_train.selftest import check_collectives, check_overlap, check_profiles, record, supervisor
+from fleet_train.selftest.child import End
+from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
+from fleet_train.selftest.ranks import Where, is_rank, request_of
+from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
+
+CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
+
+
+def result(name: str, status: str) -> Result:
+    return Result("devices", name, status, "words")
+
+
+@pytest.mark.parametrize(
+    ("results", "words", "code"),
+    [
+        ([result("a", OK), result("b", WARN), result("c", SKIP)], "PASSED: 1 ok, 1 warn, 1 skip, in 12 s", 0),
+        (
+            [result("a", OK), result("b", FAIL), result("b", FAIL), result("c", FAIL)],
+            "FAILED: b, c; 1 ok, in 12 s",
+            1,
+        ),
+        ([], "NOTHING was checked", 1),
+        ([result("a", SKIP)], "NOTHING was checked", 1),
+    ],
+)
+def test_a_verdict_names_each_failed_check_once(results: list[Result], words: str, code: int) -> None:
+    assert verdict(results, 12.4).startswith(words)
+    assert exit_code(results) == code
+
+
+def test_a_result_survives_json_and_is_one_line() -> None:
+    failed = Result("faults", "a rank is killed", FAIL, "why", 1.5, {"seconds": {"0": 1}})
+    assert Result.from_json(failed.to_json()) == failed
+    assert failed.line == "FAIL  a rank is killed: why"
+
+
+def test_checks_are_chosen_in_their_order() -> None:
+    assert chosen(["faults", "devices"], []).groups == ("devices", "faults")
+    assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
+    with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
+        chosen(["faults"], ["faults"])
+    quick = chosen([], [], quick=True)
+    assert (quick.is_quick, Options().is_quick) == (True, False)
+    assert Options.from_json(quick.to_json()) == quick
+
+
+class TestFaults:
+    GOOD = End(WorkerFailed.exit_code, 103.0, "", "", ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
+
+    def judged(self, **changes: Any) -> Result:
+        if "seconds" in changes:
+            changes["ended_at"] = 100.0 + changes.pop("seconds")
+        ends = dict.fromkeys(range(2), self.GOOD) | {2: replace(self.GOOD, **changes)}
+        return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 100.0, 5.0)
+
+    def test_all_have_ended_in_time_and_named_it(self) -> None:
+        result = self.judged(seconds=13.9)
+        assert result.status == OK
+        assert result.words == "3 other rank(s) ended within 13.9 s (14 s allowed) and named rank 3 (10.0.0.2:6171)"
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"seconds": 14.1}, "rank 2 (10.0.0.2:6170) ended after 14.1 s, 14 s are allowed"),
+            ({"why_killed": "late", "seconds": 19.0}, "had not ended 19.0 s after the fault and was killed"),
+            ({"exit_code": 1}, "ended with exit code 1, expected 11: fleet_train: rank 3"),
+            ({"exit_code": -6}, "ended with signal 6, expected 11"),
+            ({"last_lines": ("fleet_train: rank 0 (10.0.0.1:6170) is gone",)}, "does not name rank 3 (10.0.0.2:6171)"),
+            ({"last_lines": ()}, "does not name rank 3 (10.0.0.2:6171): it printed nothing"),
+        ],
+    )
+    def test_one_rank_that_does_not_is_enough(self, changes: dict[str, Any], reason: str) -> None:
+        result = self.judged(**changes)
+        assert result.status == FAIL
+        assert reason in result.words
+        assert result.words.endswith("; rank 3 (10.0.0.2:6171) was killed")
+
+
+class TestEnds:
+    GOOD = End(0, 9.0, "", "", ("done",))
+
+    def test_nothing_wrong(self) -> None:
+        assert judge_ends(CLUSTER, dict.fromkeys(range(4), self.GOOD)) == []
+
+    def test_who_has_lost_another_is_not_blamed(self) -> None:
+        lost = End(WorkerFailed.exit_code, 1.0, "", "profiles", ("rank 2 was lost",))
+        crashed = End(-11, 2.0, "", "profiles", ("", "Segmentation fault"))
+        (result,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
+        assert (result.group, result.status) == ("profiles", FAIL)
+        assert result.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
+
+    def test_a_subject_that_did_not_end(self) -> None:
+        (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
+        assert result.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
+
+    def test_what_comes_behind_is_not_done(self) -> None:
+        groups = tuple(GROUPS)
+        assert [result.name for result in not_done(groups, "collectives")] == ["profiles", "overlap"]
+        names = [result.name for result in not_done(groups, "start")]
+        assert names == ["devices", "collectives", "profiles", "overlap"]
+        assert not_done(("faults", "devices"), "collectives") == []
+
+
+class TestCollectives:
+    @pytest.mark.parametrize("world", [2, 3, 16, 200])
+    def test_sums_are_exact_in_every_dtype(self, world: int) -> None:
+        total = np.sum([check_collectives.values_of(rank, world) for rank in range(world)], axis=0)
+        assert total.max() <= 255  # uint8, and bfloat16's 8 bits
+        assert len({check_collectives.values_of(rank, world).tobytes() for rank in range(2)}) == 2
+
+    def test_expected_values(self) -> None:
+        brought = [check_collectives.values_of(rank, 3) for rank in range(3)]
+        expected = {name: check_collectives.expected_of(name, 2, 3) for name in check_collectives.KINDS}
+        np.testing.assert_array_equal(expected["all_reduce sum"], brought[0] + brought[1] + brought[2])
+        np.testing.assert_array_equal(expected["all_reduce max"], np.maximum.reduce(brought))
+        np.testing.assert_array_equal(expected["all_reduce min"], np.minimum.reduce(brought))
+        np.testing.assert_array_equal(expected["reduce"], expected["all_reduce sum"])
+        np.testing.assert_array_equal(expected["broadcast"], brought[2])
+        np.testing.assert_array_equal(expected["gather"], np.concatenate(brought))
+        np.testing.assert_array_equal(expected["scatter"], brought[0])
+        assert check_collectives.expected_of("reduce", 0, 3) is None
+        assert check_collectives.expected_of("gather", 0, 3) is None
+
+    def test_what_is_wrong_is_said(self) -> None:
+        expected = np.arange(4)
+        assert check_collectives.difference("int32", np.arange(4.0), expected) == ""
+        assert check_collectives.difference("int32", np.arange(8.0), expected) == "int32: 8 values instead of 4"
+        inf = np.array([0, 1, np.inf, np.nan])
+        expected_text = "float16: 2 of 4 values are wrong, the first at 2: inf instead of 2"
+        assert check_collectives.difference("float16", inf, expected) == expected_text
+
+
+class TestDevices:
+    TABLE = "0, GPU-aa1\n1, GPU-bb2\n2, GPU-cc3\n"
+
+    @pytest.mark.parametrize(
+        ("visible", "index", "uuid"),
+        [
+            (None, 1, "GPU-bb2"),
+            ("all", 2, "GPU-cc3"),
+            ("2,0", 0, "GPU-cc3"),
+            ("GPU-bb2,GPU-aa1", 1, "GPU-aa1"),
+            ("GPU-bb", 0, "GPU-bb2"),
+            ("2,0", 2, ""),
+            (None, 3, ""),
+        ],
+    )
+    def test_uuid_of_what_a_process_sees(self, visible: str | None, index: int, uuid: str) -> None:
+        environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert check_collectives.uuid_of(index, environ, self.TABLE) == uuid
+        assert check_collectives.uuid_of(index, environ, "") == ""  # there is no nvidia-smi
+
+    def judged(self, *uuids: str) -> Result:
+        devices = {rank: {"name": "A100", "memory_bytes": 1, "uuid": uuid} for rank, uuid in enumerate(uuids)}
+        job: Any = SimpleNamespace(cluster=CLUSTER)
+        return check_collectives.judge_devices(job, devices, 0.0)
+
+    def test_each_rank_has_one_of_its_own_on_its_node(self) -> None:
+        assert self.judged("a", "b", "a", "b").words == "4 distinct: A100"  # virtual machines may number alike
+        shared = self.judged("a", "b", "c", "c")
+        assert shared.status == FAIL
+        assert shared.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
+        assert self.judged("a", "").words.startswith("the UUID of rank 1 (10.0.0.1:6171)'s GPU is unknown")
+
+
+class TestOverlap:
+    def times(self, ours: float, control: float = 30.0) -> dict[str, list[float]]:
+        turns = {"compute": 20.0, "communication": 10.0, "serial": 30.0, "ours": ours, "control": control}
+        turns |= {"control, serial": 30.0}
+        return {turn: [value, 2 * value, 3 * value] for turn, value in turns.items()}
+
+    @pytest.mark.parametrize(("ours", "share"), [(20.0, 1.0), (25.0, 0.5), (30.0, 0.0), (33.0, -0.3)])
+    def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
+        assert check_overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
+
+    @pytest.mark.parametrize(
+        ("ours", "control", "on_gpu", "status"),
+        [
+            (22.0, 30.5, True, OK),
+            (22.0, 33.0, False, WARN),  # a control that is not 0 spoils the figure
+            (29.0, 30.0, True, WARN),  # little is warned of on GPUs only
+            (29.0, 30.0, False, OK),
+        ],
+    )
+    def test_verdict(self, ours: float, control: float, on_gpu: bool, status: str) -> None:
+        assert check_overlap.judge(self.times(ours, control), on_gpu=on_gpu, seconds=1.0).status == status
+
+    @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
+    def test_a_time_that_is_missing_fails(self, wrong: float) -> None:
+        times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
+        assert check_overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
+
+    def test_the_controls_share_is_told_beside_ours(self) -> None:
+        figures = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0).figures
+        assert (figures["overlap"], figures["control"]) == (pytest.approx(0.8), pytest.approx(-0.05))
+
+
+class TestFitting:
+    @pytest.mark.parametrize(("name", "steps"), list(itertools.product(profile_names(), [20, 50])))
+    def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
+        asked, fitted = load_profile(name), check_profiles.fit(load_profile(name), steps)
+        profile = fitted.profile
+        assert profile.local_sgd_is_warm_steps + 2 * profile.local_sgd_steps < steps or not profile.use_local_sgd
+        assert profile.compression != "powersgd" or profile.powersgd_start_step < steps / 2
+        assert profile.compression != "dgc" or profile.dgc_rampup_begin_step + profile.dgc_rampup_steps < steps / 2
+        assert not any(variable.startswith("NCCL_") for variable in profile.environment)
+        left = set(fitted.changed) | {"environment", "collective_timeout_seconds", "divergence_check_steps"}
+        left |= set(open_knobs(load_profile(name)))  # several buckets are to be tried, also where one would be chosen
+        assert {knob for knob, value in profile if value != getattr(asked, knob)} <= left
+
+    @pytest.mark.parametrize(
+        ("name", "on_gpu", "tolerance"),
+        [
+            ("multi_node", False, check_profiles.EXACT),
+            ("multi_node", True, check_profiles.APPROXIMATED),
+            ("local_sgd", False, check_profiles.EXACT),
+            ("powersgd", False, check_profiles.APPROXIMATED),
+            ("amp_bf16", False, check_profiles.APPROXIMATED),
+            ("bf16_compression", False, check_profiles.APPROXIMATED),
+            ("diloco", True, check_profiles.APPROXIMATED),
+            ("int4_compression", False, check_profiles.APPROXIMATED),
+            ("streaming_diloco", False, check_profiles.APPROXIMATED),
+        ],
+    )
+    def test_tolerances(self, name: str, on_gpu: bool, tolerance: float) -> None:
+        assert check_profiles.tolerance_of(load_profile(name), on_gpu=on_gpu) == tolerance
+
+
+NAMED = Cluster(assign(["10.0.0.1", "gpu-a.example.org"], 2, 6170), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("rank 1 (10.0.0.1:6171) is gone", "rank 1 (node 0) is gone"),
+        ("rank 3 (gpu-a.example.org:6171) is gone", "rank 3 (node 1) is gone"),
+        ("peer_str = [10.0.0.1]:28808", "peer_str = [node 0]:28808"),
+        ("from 10.0.0.11 and 192.168.7.7:80", "from <address> and <address>:80"),
+        (f"on {socket.gethostname()}", "on <host>"),
+        (f"{Path.home()}/x", "~/x"),
+        ("paddle 3.3.1 after 1.5 s", "paddle 3.3.1 after 1.5 s"),
+    ],
+)
+def test_texts_lose_their_names(text: str, clean: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record.without_names(text, NAMED) == clean
+
+
+def test_record_and_page(tmp_path: Path) -> None:
+    results = [
+        Result("devices", "backend", OK, "gloo", 0.1),
+        Result("faults", "a rank is killed", FAIL, "rank 3 (gpu-a.example.org:6171) | said\nnothing", 2.0, {"x": 1}),
+    ]
+    made = record.make(NAMED, Options(), [record.facts()] * 2, results, 3.0)
+    path = record.write(tmp_path / "new", made)
+    assert path.name == f"{made['circumstances']['date'][:10]}-selftest-gloo-2x2.json"
+    assert json.loads(path.read_text()) == made
+    assert (made["failures"], made["exit_code"]) == (["a rank is killed"], 1)
+    assert "| a rank is killed | FAIL | 2.0 | rank 3 (node 1) \\| said nothing |" in path.with_suffix(".md").read_text()
+    assert "example.org" not in path.read_text()
+
+
+def test_a_package_that_was_installed_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record.fleet_train, "__file__", str(tmp_path / "site-packages/fleet_train/__init__.py"))
+    made = record.make(NAMED, Options(), [record.facts()] * 2, [], 3.0)
+    assert "commit" not in made["circumstances"]
+    versions = record.write(tmp_path, made).with_suffix(".md").read_text().split("- Versions: ")[1].splitlines()[0]
+    assert versions.endswith(f"fleet_train {record.fleet_train.__version__}.")
+
+
+def test_command_says_what_was_asked_and_not_where() -> None:
+    assert record.command_of(Options()) == "python -m fleet_train selftest"
+    asked = chosen(["faults", "devices"], [], quick=True)
+    assert record.command_of(asked) == "python -m fleet_train selftest --only devices --only faults --quick"
+
+
+def test_backend_is_paddles_build_or_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "installed_paddle", lambda: ("paddlepaddle-gpu", "3.3.1"))
+    assert record.backend_of({}) == "nccl"
+    assert record.backend_of({"PADDLE_DISTRI_BACKEND": "gloo"}) == "gloo"
+    monkeypatch.setattr(record, "installed_paddle", lambda: ("paddlepaddle", "3.3.1"))
+    assert record.backend_of({}) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"PADDLE_LOCAL_RANK": "0"}, True),
+        ({"PADDLE_RANK_IN_NODE": "0"}, True),
+        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1"}, True),
+        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1", "PADDLE_TRAINERS": "a,b"}, False),  # a pod of PaddleCloud
+    ],
+)
+def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected: bool) -> None:
+    assert is_rank(environ) is expected
+
+
+def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
+    options = chosen([], ["overlap", "profiles"], quick=True)
+    command = command_of(options, tmp_path / "out")
+    request = request_of(command, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "outcome")
+    assert request.is_module
+    assert request.hosts == ("10.0.0.1", "10.0.0.2")
+    assert request.processes_per_node == 3
+    words = list(request.command)
+    skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
+    assert chosen([], skipped, "--quick" in words) == options
+    assert request_of(command, Where(), tmp_path).processes_per_node == 2

@@ -1,0 +1,191 @@
+"""What a job starts from: role makers, what its engine carries out of a profile, and its allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from paddle.distributed import fleet as theirs
+
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
+from fleet_train.collectives.paddle_compat import keep_freed_memory
+from fleet_train.convert.planning import fitted_to
+from fleet_train.convert.role_maker import (
+    PaddleCloudRoleMaker,
+    Role,
+    UserDefinedCollectiveRoleMaker,
+    UserDefinedRoleMaker,
+    cluster_of,
+)
+from fleet_train.errors import ClusterError
+from fleet_train.profile import Profile, load_profile
+from tests.support.processes import ROOT
+
+ENDPOINTS = ["10.0.0.1:6170", "10.0.0.2:6170"]
+LAUNCHED = {
+    "PADDLE_TRAINER_ID": "1",
+    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ENDPOINTS": ",".join(ENDPOINTS),
+    "PADDLE_CURRENT_ENDPOINT": ENDPOINTS[1],
+}
+
+
+def test_a_cluster_given_by_the_script_needs_no_launcher() -> None:
+    cluster = UserDefinedRoleMaker(True, current_id=1, role=Role.WORKER, worker_endpoints=ENDPOINTS).cluster({})
+    assert (cluster.rank, cluster.world_size, cluster.node_num) == (1, 2, 2)
+    assert cluster.endpoints == ENDPOINTS
+
+
+def test_the_name_of_fleet_1_8_describes_the_same() -> None:
+    assert UserDefinedCollectiveRoleMaker(1, ENDPOINTS).cluster({}).this.endpoint == ENDPOINTS[1]
+
+
+def test_a_number_of_workers_takes_the_launchers_endpoints() -> None:
+    cluster = UserDefinedRoleMaker(True, current_id=1, worker_num=2).cluster(LAUNCHED)
+    assert cluster.endpoints == ENDPOINTS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"current_id": 0, "worker_endpoints": ENDPOINTS}, "current_id is 0, but .*ENDPOINTS says 1"),
+        ({"current_id": 1, "worker_endpoints": [*ENDPOINTS, "10.0.0.3:1"]}, "the number of ranks is 3, but .* says 2"),
+        ({"current_id": 1, "worker_endpoints": ["10.0.0.1:1", "10.0.0.2:1"]}, "worker_endpoints is .* but .* says"),
+    ],
+)
+def test_a_launcher_that_has_started_another_cluster_is_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        UserDefinedRoleMaker(is_collective=True, **arguments).cluster(LAUNCHED)  # type: ignore[arg-type]
+
+
+def test_a_number_of_workers_alone_does_not_say_where_they_are() -> None:
+    with pytest.raises(ClusterError, match="the number of ranks is 2, but one process says 1"):
+        UserDefinedRoleMaker(is_collective=True, worker_num=2).cluster({})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"is_collective": False, "worker_endpoints": ENDPOINTS}, "asks for parameter servers"),
+        ({"role": Role.SERVER, "worker_endpoints": ENDPOINTS}, "asks for parameter servers"),
+        ({"server_endpoints": ENDPOINTS, "worker_endpoints": ENDPOINTS}, "asks for parameter servers"),
+        ({"worker_endpoints": ENDPOINTS, "worker_num": 3}, "worker_num=3, but worker_endpoints names 2"),
+        ({"worker_endpoints": ENDPOINTS, "current_id": 2}, r"current_id=2 is not in 0 \.\. 1"),
+        ({}, "needs worker_endpoints"),
+        ({"worker_endpoints": ENDPOINTS, "path": "/tmp"}, "does not know path"),
+        ({"worker_endpoints": ENDPOINTS, "init_gloo": True}, "does not know init_gloo"),
+    ],
+)
+def test_what_describes_no_collective_cluster_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        UserDefinedRoleMaker(**{"is_collective": True, **arguments})  # type: ignore[arg-type]
+
+
+def test_paddles_own_role_maker_with_endpoints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    role = theirs.UserDefinedRoleMaker(
+        is_collective=True, current_id=1, role=theirs.Role.WORKER, worker_endpoints=ENDPOINTS
+    )
+    assert cluster_of(role).this.endpoint == ENDPOINTS[1]
+    servers = theirs.UserDefinedRoleMaker(current_id=0, role=theirs.Role.SERVER, server_endpoints=ENDPOINTS)
+    with pytest.raises(ClusterError, match="parameter servers"):
+        cluster_of(servers)
+
+
+def test_roles_have_paddles_numbers() -> None:
+    for name in ("WORKER", "SERVER", "HETER_WORKER", "ALL", "COORDINATOR"):
+        assert getattr(Role, name) == getattr(theirs.Role, name)
+
+
+def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> None:
+    PaddleCloudRoleMaker(is_collective=True, init_gloo=False)
+    with pytest.raises(ClusterError, match=r"leave it out, fleet\.init forms the process groups"):
+        PaddleCloudRoleMaker(is_collective=True, init_gloo=True)
+
+
+THREADS: Any = SimpleNamespace(side_by_side=ThreadEngine.side_by_side)
+STREAMS: Any = SimpleNamespace(side_by_side=StreamEngine.side_by_side)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_threads_carry_out_any_number_of_communicators(number: int) -> None:
+    profile = Profile(nccl_comm_num=number)
+    assert fitted_to(THREADS, profile) == (profile, [])
+
+
+def test_one_communicator_needs_no_message() -> None:
+    profile = Profile()
+    fitted, said = fitted_to(STREAMS, profile)
+    assert fitted is profile
+    assert said == []
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_streams_have_one_communicator_and_say_why(number: int) -> None:
+    asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=number)
+    fitted, (told,) = fitted_to(STREAMS, asked)
+    assert fitted.settings() == asked.settings() | {"nccl_comm_num": 1}
+    assert (asked.nccl_comm_num, fitted.explicit) == (number, asked.explicit)
+    assert fitted.origin("nccl_comm_num") == asked.origin("nccl_comm_num")
+    assert told.startswith(f"nccl_comm_num: {number} (")
+    assert asked.origin("nccl_comm_num") in told
+    assert "is mapped to 1 on NCCL" in told
+    assert "NCCL_MIN_NCHANNELS" in told
+
+
+RAISED = """
+from fleet_train.collectives.paddle_compat import keep_freed_memory
+print(keep_freed_memory({}), keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.check=3"}))
+"""
+TRIM, MMAP = (-1, 1024**3), (-3, 32 * 1024**2)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+
+
+def test_thresholds_are_raised_unless_the_user_has_set_them() -> None:
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def library(monkeypatch: pytest.MonkeyPatch, mallopt: Callable[[int, int], int]) -> list[tuple[int, int]]:
+    """What a C library is asked for."""
+    asked: list[tuple[int, int]] = []
+
+    def ask(parameter: int, value: int) -> int:
+        asked.append((parameter, value))
+        return mallopt(parameter, value)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=ask) if name is None else None)
+    return asked
+
+
+def test_freed_blocks_up_to_32_mib_stay_until_a_gib_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = library(monkeypatch, lambda *_: 1)
+    assert keep_freed_memory({"PATH": "/bin"})
+    assert asked == [TRIM, MMAP]
+
+
+@pytest.mark.parametrize("refused", [TRIM, MMAP])
+def test_what_the_library_refuses_is_logged(monkeypatch: pytest.MonkeyPatch, refused: tuple[int, int]) -> None:
+    library(monkeypatch, lambda *asked: int(asked != refused))
+    assert keep_freed_memory({}) is False
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_each_variable_of_the_user_leaves_the_library_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked = library(monkeypatch, lambda *_: 1)
+    assert keep_freed_memory({name: ""}) is False
+    assert asked == []
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
+def test_another_c_library_is_no_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def none(_: None) -> None:
+        raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert keep_freed_memory({}) is False

@@ -1,0 +1,77 @@
+"""Measure one thing, and keep a record of it: python tools/bench.py WHAT --help says what, and what it needs.
+
+    python tools/bench.py codec --rounds 5
+    python tools/bench.py start --before main --record docs/benchmarks
+    python tools/bench.py before-and-after --before main --profiles dgc,diloco --ranks 2
+    sudo python tools/bench.py strategies --quick
+    sudo python tools/bench.py strategies --scenario scaling --rounds 5 --record docs/benchmarks
+
+Whatever is compared runs in turn within a round, and ratios are taken within a round: both sides have the same load
+beside them. A page shows medians over the rounds. `--record FOLDER` writes FOLDER/DATE-WHAT.json, with every raw
+figure, and a page for people beside it (.md); `quote` copies what such records say into profiles and pages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Imported when asked for: most import Paddle, which takes seconds.
+MODULES = {
+    "strategies": ("strategies", "Profiles beside PyTorch DDP on an emulated network: steps, bytes, accuracy. Root."),
+    "before-and-after": ("before_and_after", "Do two checkouts train to the same bits?"),
+    "start": ("start", "From the command to the end of the first step, beside torchrun."),
+    "prediction": ("prediction", "What recommend predicts, beside what its trials take. Root."),
+    "doctor": ("doctor", "False alarms of the doctor on emulated machines without a fault. Root."),
+    "checkpoint": ("checkpoint", "Checkpoints in the background and waited for, beside none."),
+    "sync-batch-norm": ("sync_batch_norm", "Synchronised batch norm beside the plain one."),
+    "codec": ("codec", "Processor time of coding float32 in few bits, and of decoding it."),
+    "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
+    "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
+}
+
+
+def taught(module: ModuleType) -> str:
+    """A module's docstring as click takes a help text whose lines stay as they are."""
+    return "\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n")
+
+
+class Benches(click.Group):
+    """Each command is the ``main`` of a module of tools/benchmarks."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in MODULES:
+            return None
+        module = importlib.import_module(f"tools.benchmarks.{MODULES[cmd_name][0]}")
+        command: click.Command = module.main
+        command.help = taught(module)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("What"):
+            formatter.write_dl([(name, words) for name, (_, words) in MODULES.items()])
+
+
+@click.command(
+    cls=Benches,
+    help=taught(sys.modules[__name__]),
+    subcommand_metavar="WHAT [OPTIONS]",
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+def main() -> None: ...
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Parts of ``tools/model_streams.py``: the replayed cases, and the page of the record."""
