@@ -214,7 +214,7 @@ def test_the_script_for_other_launchers_is_the_one_that_the_help_names(tmp_path:
         assert job.orphans() == []
 
 
-UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
+UNDER_STREAMS = ROOT / "tests/support/late.py"
 SUBJECT = ROOT / "fleet_train/selftest/subject.py"
 
 

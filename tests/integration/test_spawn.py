@@ -21,7 +21,7 @@ from fleet_train.errors import RankFailed
 from tests.support.processes import Job, clean_environ, python, write_script
 
 STEPS, SAMPLES_PER_RANK = 12, 6
-# As in tests/parity: the sum over two ranks is rounded in another order.
+# As in tests/parallel/test_strategies.py: the sum over two ranks is rounded in another order.
 RELATIVE_TOLERANCE = 1e-5
 
 

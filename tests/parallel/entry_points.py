@@ -22,6 +22,7 @@ from fleet_train.fleet import CollectiveOptimizer
 from tests.support.worker import digest, report
 
 STEPS, BATCH = 6, 8
+WRITTEN = ("rank0of2/state", "rank0of1/state", "norm, rank0of2/norm", "norm, rank0of1/norm")
 Wrapped = Callable[[], Any]
 
 
@@ -145,10 +146,7 @@ def trainings() -> None:
         "recomputed": (recomputed(), None),
         "recomputed by profile": (adam(), DistributedStrategy(recompute_checkpoints=["linear_1.w_0"])),
         "several": (several(), None),
-        "several by profile": (
-            adam(),
-            DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2),
-        ),
+        "several by profile": (adam(), DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2)),
         "plain": (sgd(), None),
         "clip": (paddle.optimizer.SGD(0.1, grad_clip=clip()), None),
         "looking ahead": (looking_ahead(), None),
@@ -220,9 +218,8 @@ def norm_on_one_card(folder: Path) -> None:
         paddle.static.save_inference_model(
             str(folder / "norm_answers/model"), [program.x], [program.out], program.exe, program=program.main
         )
-    written, ends = paddle.static.Program(), []
-    paddle.base.core.deserialize_pir_program(str(folder / "norm.json"), written)
-    for main in (written, None):
+    ends = []
+    for main in (written_program(folder / "norm.json"), None):
         plain = Program(by_paddle_alone(sgd), with_norm=True)
         for name, value in program.main.state_dict("all", program.scope).items():
             plain.main.state_dict("all", plain.scope)[name].set(np.array(value), fleet.place())
@@ -274,6 +271,17 @@ def paddle_model(folder: Path) -> None:
     report(fleet.rank(), **{"weights by paddle.Model": np.concatenate(ordered)}, accuracy=float(found["acc"]))
 
 
+def written_program(path: Path) -> Any:
+    written = paddle.static.Program()
+    paddle.base.core.deserialize_pir_program(str(path), written)
+    return written
+
+
+def operators_of(path: Path) -> list[str]:
+    program = written_program(path)  # its operators do not outlive it
+    return [operator.name() for operator in program.global_block().ops]
+
+
 def two_optimizers(folder: Path) -> None:
     """Both backward passes before both updates: what is written must not mix up their gradients."""
 
@@ -289,8 +297,7 @@ def two_optimizers(folder: Path) -> None:
     program = Program(minimize)
     with paddle.static.scope_guard(program.scope):
         paddle.static.save(program.main, str(folder / "two"))
-    written = paddle.static.Program()
-    paddle.base.core.deserialize_pir_program(str(folder / "two.json"), written)
+    written = written_program(folder / "two.json")
     shapes = [
         [list(operator.operand_source(i).shape) for i in (0, 2)]
         for operator in written.global_block().ops
@@ -385,6 +392,8 @@ def main() -> None:
     refusals()
     helpers()
     facade_saves(folder / f"of{fleet.nranks()}")
+    if fleet.nranks() == 1:  # behind the two ranks
+        report(0, operators=[operators_of(folder / f"{name}.json") for name in WRITTEN])
 
 
 main()

@@ -32,10 +32,22 @@ from fleet_train.selftest.training import (
     share,
 )
 from fleet_train.train.numerics import SkipNotFinite
-from tests.parallel import local_sgd, strategies
-from tests.parallel.local_sgd import LOCAL, MLP, adam, momentum
-from tests.parallel.strategies import LARGE, sgd, without_decay
-from tests.parity.networks import NETWORKS
+from tests.parallel import strategies
+from tests.parallel.strategies import (
+    COLD,
+    DILOCO,
+    LARGE,
+    LOCAL,
+    MLP,
+    NORMS,
+    STREAMING,
+    adam,
+    adamw,
+    decaying,
+    momentum,
+    sgd,
+    without_decay,
+)
 from tests.support.late import install_tripwire, late_engine
 from tests.support.worker import report
 from tests.unit.passes.training import loss_scaling
@@ -160,135 +172,87 @@ def odd_shapes(features: Any) -> Any:
     return nn.Linear(13, CLASSES)(hidden)
 
 
-def two_norms(features: Any) -> Any:
-    """Two branches that talk: the data alone does not say which of them talks first."""
-    left, right = (nn.BatchNorm1D(9)(nn.Linear(FEATURES, 9, bias_attr=False)(features)) for _ in range(2))
-    return nn.Linear(9, CLASSES)(paddle.tanh(left) + paddle.tanh(right))
-
-
-ODD, NORMS = Network("odd_shapes", odd_shapes), Network("two_norms", two_norms)
+ODD = Network("odd_shapes", odd_shapes)
 # Warm-up 3, period 4: an averaging begins behind step 7 and is taken in behind step 10.
 OVERLAP = LOCAL | {"local_sgd_overlap_steps": 3}
 
 
-def draws_alike(case: tuple[Any, Any, dict[str, Any]]) -> bool:
-    """Whether a device rounds as a CPU does: it has random numbers of its own."""
-    return case[2].get("quantised_rounding") != "stochastic"
-
-
-STREAMING = LOCAL | local_sgd.STREAMING
-DILOCO = {"outer_optimizer": "diloco", "outer_lr": 0.7, "outer_momentum": 0.9}
-BUCKETS: dict[str, Any] = {"fuse_parameter_groups_size": 2, "last_comm_group_size_MB": 0.0001}
+DGC = {"compression": "dgc"}
+POWERSGD = {"compression": "powersgd"}
+INT4 = {"compression": "int4", "quantised_error_feedback": False}
+GROUPED = {"use_hierarchical_allreduce": True}
+MERGE = {"accumulate_steps": 3}
 NORM = {"sync_batch_norm": True}
-# As asked for, and cut alike for both engines, whatever each measures of the link: blocks follow the cut.
-FEW_BITS: dict[str, Any] = {"compression": "int4", "compression_declines": False, "fuse_grad_size_in_MB": 1.0}
 THREADS = {"num_threads": 4}
+# Cut alike for both engines, whatever each measures of the link: blocks follow the cut.
+FEW_BITS = {"compression": "int4", "compression_declines": False, "fuse_grad_size_in_MB": 1.0}
+BUCKETS = {"fuse_parameter_groups_size": 2, "last_comm_group_size_MB": 0.0001}
+CHECKED = {"divergence_check_steps": 1}
+UNFUSED = {"fuse_all_reduce_ops": False}
 
 CASES: dict[str, Case] = {
-    **{name: Case(*case) for name, case in strategies.CASES.items() if draws_alike(case)},
+    # A device has random numbers of its own.
     **{
-        f"local SGD, {name}": Case(*case[:2], LOCAL | case[2])
-        for name, case in local_sgd.CASES.items()
-        if draws_alike(case)
+        name: Case(one.network, one.make, one.settings)
+        for name, one in strategies.CASES.items()
+        if one.settings.get("quantised_rounding") != "stochastic"
     },
-    **{f"network {network.name}": Case(network, momentum, BUCKETS) for network in NETWORKS},
-    "odd shapes": Case(ODD, adam, {"fuse_all_reduce_ops": False}),
+    "odd shapes": Case(ODD, adam, UNFUSED),
     "odd shapes, merge, bf16": Case(ODD, momentum, BUCKETS | {"accumulate_steps": 2, "compression": "bf16"}),
-    "odd shapes, powersgd": Case(ODD, sgd, BUCKETS | {"compression": "powersgd", "powersgd_min_compression": 1.0}),
+    "odd shapes, powersgd": Case(ODD, sgd, BUCKETS | POWERSGD | {"powersgd_min_compression": 1.0}),
     "small buckets by size": Case(LARGE, momentum, {"fuse_grad_size_in_MB": 0.01}),
-    "executor's threads": Case(LARGE, momentum, THREADS | {"fuse_all_reduce_ops": False}),
     "two optimizers": Case(MLP, adam, {}, wrap=TwoOptimizers),
     "two optimizers, executor's threads": Case(LARGE, adam, THREADS | BUCKETS, wrap=TwoOptimizers),
     "loss scale": Case(MLP, momentum, BUCKETS, wrap=ScaledLoss, overflow=5),
-    "loss scale, powersgd": Case(LARGE, sgd, {"compression": "powersgd"}, wrap=ScaledLoss, overflow=5),
+    "loss scale, powersgd": Case(LARGE, sgd, POWERSGD, wrap=ScaledLoss, overflow=5),
+    "loss scale, int4": Case(LARGE, momentum, FEW_BITS, wrap=ScaledLoss, overflow=5),
     "amp O1, overflow": Case(MLP, momentum, {"amp_level": "O1"}, wrap=skipping, overflow=5),
     "overflow": Case(MLP, adam, BUCKETS, wrap=skipping, overflow=5),
-    "overflow, merge": Case(MLP, adam, {"accumulate_steps": 3}, wrap=skipping, overflow=5),
-    "overflow, powersgd": Case(
-        LARGE, sgd, {"compression": "powersgd", "powersgd_rank": 2, **BUCKETS}, wrap=skipping, overflow=5
-    ),
-    "overflow, int8": Case(MLP, adam, BUCKETS | {"compression": "int8"}, wrap=skipping, overflow=5),
-    "int4, forgetful": Case(MLP, momentum, BUCKETS | {"compression": "int4", "quantised_error_feedback": False}),
-    "loss scale, int4": Case(LARGE, momentum, FEW_BITS, wrap=ScaledLoss, overflow=5),
+    "overflow, merge": Case(MLP, adam, MERGE, wrap=skipping, overflow=5),
+    "overflow, powersgd": Case(LARGE, sgd, POWERSGD | BUCKETS, wrap=skipping, overflow=5),
+    "overflow, dgc": Case(SPARSE, without_decay, DGC | {"dgc_sparsity": 0.9}, wrap=skipping, overflow=5),
+    "int4, forgetful": Case(MLP, momentum, BUCKETS | INT4),
     "int4, merge, loaded": Case(
         LARGE, momentum, BUCKETS | FEW_BITS | {"accumulate_steps": 2}, saved_after(4, 7), loads=1
     ),
     "streaming diloco, saved in the middle": Case(MLP, adam, STREAMING, saved_after(8)),
-    "streaming diloco, loaded in the middle": Case(
-        MLP, local_sgd.adamw, STREAMING, saved_after(6, loaded_after=9), loads=1
-    ),
-    "checked in every step, streaming diloco": Case(MLP, adam, STREAMING | {"divergence_check_steps": 1}),
-    "overflow, dgc": Case(
-        SPARSE, without_decay, {"compression": "dgc", "dgc_sparsity": 0.9}, wrap=skipping, overflow=5
-    ),
-    "overflow, dgc before it selects": Case(
-        SPARSE, without_decay, {"compression": "dgc", "dgc_rampup_begin_step": 8}, wrap=skipping, overflow=5
-    ),
-    "overflow, dgc of small gradients": Case(
-        MLP, without_decay, {"compression": "dgc", "dgc_min_elements": 200}, wrap=skipping, overflow=5
-    ),
+    "streaming diloco, loaded in the middle": Case(MLP, adamw, STREAMING, saved_after(6, loaded_after=9), loads=1),
     "powersgd, cold and forgetful": Case(
-        LARGE, sgd, {"compression": "powersgd", "powersgd_warm_start": False, "powersgd_error_feedback": False}
+        LARGE, sgd, POWERSGD | {"powersgd_warm_start": False, "powersgd_error_feedback": False}
     ),
-    "powersgd, merge": Case(LARGE, sgd, {"compression": "powersgd", "accumulate_steps": 2}),
-    "powersgd, loaded": Case(LARGE, sgd, {"compression": "powersgd"}, saved_after(4, 7), loads=1),
+    "powersgd, loaded": Case(LARGE, sgd, POWERSGD, saved_after(4, 7), loads=1),
     "dgc, clipped, unmasked": Case(
-        SPARSE, sgd, {"compression": "dgc", "dgc_local_grad_clip_norm": 0.5, "dgc_momentum_factor_masking": False}
+        SPARSE, sgd, DGC | {"dgc_local_grad_clip_norm": 0.5, "dgc_momentum_factor_masking": False}
     ),
     "dgc, small buckets, loaded": Case(
-        SPARSE, without_decay, {"compression": "dgc", "dgc_min_elements": 100, **BUCKETS}, saved_after(4, 7), loads=1
+        SPARSE, without_decay, DGC | BUCKETS | {"dgc_min_elements": 100}, saved_after(4, 7), loads=1
     ),
-    "sync batch norm, two branches": Case(NORMS, momentum, NORM | THREADS | {"fuse_all_reduce_ops": False}),
-    "sync batch norm, all passes": Case(
+    "sync batch norm, merge, all passes": Case(
         NORMS, momentum, NORM | {"accumulate_steps": 2, "recompute_segments": 2, "amp_level": "O1"}
     ),
-    "sync batch norm, powersgd": Case(NORMS, sgd, NORM | {"compression": "powersgd"}),
-    "sync batch norm, saved": Case(NORMS, adam, NORM | {"divergence_check_steps": 1}, saved_after(5)),
-    "merge, loaded in the middle of an update": Case(
-        MLP, adam, {"accumulate_steps": 3}, saved_after(4, loaded_after=6), loads=1
-    ),
-    "merge, synchronised and reduced": Case(MLP, adam, {"accumulate_steps": 3}, reduced_after(2, 3, 5)),
+    "sync batch norm, saved": Case(NORMS, adam, NORM | CHECKED, saved_after(5)),
+    "merge, loaded in the middle of an update": Case(MLP, adam, MERGE, saved_after(4, loaded_after=6), loads=1),
+    "merge, synchronised and reduced": Case(MLP, adam, MERGE, reduced_after(2, 3, 5)),
     "few barriers": Case(MLP, adam, {"barrier_every_steps": 5} | BUCKETS, saved_after(7)),
     "few barriers, merge, reduced": Case(
         MLP, adam, {"barrier_every_steps": 3, "accumulate_steps": 2}, reduced_after(9)
     ),
-    "few barriers, local SGD": Case(MLP, momentum, LOCAL | {"barrier_every_steps": 50}),
-    "hierarchical, few barriers": Case(
-        LARGE, momentum, {"use_hierarchical_allreduce": True, "barrier_every_steps": 5} | BUCKETS
-    ),
-    "checked in every step": Case(ODD, adam, {"divergence_check_steps": 1} | BUCKETS),
-    "checked in every step, merge": Case(MLP, adam, {"divergence_check_steps": 1, "accumulate_steps": 3}),
-    "checked from the start, local SGD": Case(
-        MLP, adam, LOCAL | {"local_sgd_is_warm_steps": 0, "divergence_check_steps": 1}
-    ),
-    "checked in every step, overlap, diloco": Case(MLP, adam, OVERLAP | DILOCO | {"divergence_check_steps": 1}),
-    "checked in every step, powersgd": Case(LARGE, sgd, {"compression": "powersgd", "divergence_check_steps": 1}),
+    "checked in every step": Case(ODD, adam, CHECKED | BUCKETS),
+    "checked from the start, local SGD": Case(MLP, adam, COLD | CHECKED),
+    "checked in every step, overlap, diloco": Case(MLP, adam, OVERLAP | DILOCO | CHECKED),
     "overlap, synchronised in the middle": Case(MLP, momentum, OVERLAP, synchronised_after(8)),
     "overlap, saved in the middle": Case(BATCH_NORM, adam, OVERLAP, saved_after(8)),
-    "overlap, loaded in the middle": Case(MLP, adam, OVERLAP | DILOCO, saved_after(5, loaded_after=9), loads=1),
+    "overlap, loaded in the middle": Case(MLP, adam, DILOCO | OVERLAP, saved_after(5, loaded_after=9), loads=1),
     "overlap, reduced beside it": Case(MLP, momentum, OVERLAP, reduced_after(7, 8, 9)),
-    "overlap, bfloat16 differences": Case(BATCH_NORM, adam, OVERLAP | {"local_sgd_dtype": "bfloat16"}),
-    "local SGD, bf16 warm-up": Case(MLP, momentum, LOCAL | {"compression": "bf16"}),
     "local SGD, adaptive, saved": Case(
-        MLP, local_sgd.decaying, LOCAL | {"local_sgd_schedule": "adaptive"}, saved_after(7, loaded_after=8), loads=1
+        MLP, decaying, LOCAL | {"local_sgd_schedule": "adaptive"}, saved_after(7, loaded_after=8), loads=1
     ),
-    "hierarchical, sync batch norm": Case(NORMS, momentum, NORM | {"use_hierarchical_allreduce": True} | BUCKETS),
-    "hierarchical, overlap, reduced beside it": Case(
-        MLP, adam, OVERLAP | {"use_hierarchical_allreduce": True}, reduced_after(8)
-    ),
-    "hierarchical, two optimizers": Case(
-        LARGE, adam, {"use_hierarchical_allreduce": True} | BUCKETS, wrap=TwoOptimizers
-    ),
-    "hierarchical, int4": Case(LARGE, momentum, {"use_hierarchical_allreduce": True} | FEW_BITS | BUCKETS),
+    "hierarchical, few barriers": Case(LARGE, momentum, GROUPED | BUCKETS | {"barrier_every_steps": 5}),
+    "hierarchical, sync batch norm": Case(NORMS, momentum, NORM | GROUPED | BUCKETS),
+    "hierarchical, overlap, reduced beside it": Case(MLP, adam, OVERLAP | GROUPED, reduced_after(8)),
+    "hierarchical, two optimizers": Case(LARGE, adam, GROUPED | BUCKETS, wrap=TwoOptimizers),
     "hierarchical, overflow, powersgd": Case(
-        LARGE,
-        sgd,
-        {"use_hierarchical_allreduce": True, "compression": "powersgd", "sync_nccl_allreduce": True} | BUCKETS,
-        wrap=skipping,
-        overflow=5,
-    ),
-    "hierarchical, one local group": Case(
-        MLP, momentum, {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 4} | BUCKETS
+        LARGE, sgd, GROUPED | POWERSGD | BUCKETS | {"sync_nccl_allreduce": True}, wrap=skipping, overflow=5
     ),
 }
 

@@ -1,85 +1,200 @@
-"""The facade's promises, on two ranks."""
+"""The facade's promises, on two ranks, which run this file, too."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
+from fleet_train import DistributedStrategy, fleet, role_maker
+from fleet_train.errors import FleetTrainError
+from fleet_train.profile import Profile
+from tests.parallel.faults import RANK, build, state, train
 from tests.support.inference import infer
-from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.worker import digest, report
+
+FLAG = "FLAGS_use_mkldnn"
+ORIGINALS = (sys.exit, paddle.static.Executor.run, paddle.base.core.serialize_pir_program)
+
+
+def replaced() -> list[str]:
+    """What in this process is not as it was before ``fleet.init``."""
+    now = (sys.exit, paddle.static.Executor.run, paddle.base.core.serialize_pir_program)
+    names = [before.__name__ for before, after in zip(ORIGINALS, now, strict=True) if after is not before]
+    names += ["excepthook"] if sys.excepthook is not sys.__excepthook__ else []
+    return names + [name for name in (FLAG,) if not paddle.get_flags(name)[name]]
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except FleetTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def perturb() -> None:
+    for value in fleet.main_program.state_dict("all", paddle.static.global_scope()).values():
+        value.set(np.array(value) + np.asarray(1 + RANK).astype(np.array(value).dtype), fleet.place())
+
+
+def save_and_load(exe: Any, folder: Path) -> None:
+    before = digest(state())
+    fleet.save_persistables(exe, folder)
+    perturb()
+    perturbed = digest(state())
+    fleet.load_persistables(exe, folder)
+    report(RANK, saved=before, perturbed=perturbed, loaded=digest(state()))
+    fleet.barrier_worker()
+    if RANK == 0:
+        tensors = folder / "persistables.safetensors"
+        content = bytearray(tensors.read_bytes())
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    report(RANK, altered=message_of(lambda: fleet.load_persistables(exe, folder)))
+    report(RANK, missing=message_of(lambda: fleet.load_persistables(exe, folder / "nowhere")))
+    report(RANK, unwritable=message_of(lambda: fleet.save_persistables(exe, "/proc/nowhere")))
+
+
+def other_model(folder: Path) -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup):
+        # Named by hand: static.nn.fc goes on counting in a program of its own, also under unique_name.guard.
+        attributes = {f"{kind}_attr": paddle.ParamAttr(name=f"fc_0.{kind[0]}_0") for kind in ("weight", "bias")}
+        paddle.static.nn.fc(paddle.static.data("x", [None, 4], "float32"), 9, **attributes)
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        report(RANK, other=message_of(lambda: fleet.load_persistables(exe, folder, main)))
+
+
+def backward_and_apply_apart() -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("apart_"):
+        _, loss = build()
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
+        optimizer.apply_gradients(optimizer.backward(loss))
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        exe.run(main, feed={"x": np.full((2, 4), RANK, "float32")}, fetch_list=[loss])
+        report(RANK, apart=digest({n: np.array(v) for n, v in main.state_dict("all").items()}))
+        report(RANK, main_is_last=fleet.main_program is main)
+
+
+def export(folder: Path) -> None:
+    """From a training program, whose batch norm communicates, and from one for evaluation."""
+    programs = []
+    for training in (True, False):
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("export_"):
+            features = paddle.static.data("features", [None, 4], "float32")
+            norm = paddle.nn.BatchNorm1D(6)
+            if not training:
+                norm.eval()
+            output = paddle.nn.Linear(6, 2)(norm(paddle.nn.Linear(4, 6)(features)))
+            if training:
+                fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(sync_batch_norm=True)).minimize(
+                    paddle.mean(output**2), startup
+                )
+        programs.append((main, startup, features, output))
+    (main, startup, features, output), (evaluation, _, _, outputs) = programs
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(startup)
+    exe.run(main, feed={"features": np.random.default_rng(RANK).standard_normal((5, 4)).astype("float32")})
+    fleet.save_inference_model(exe, folder / "trained", [features], [output])
+    report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["x"], [outputs])))
+    fleet.save_inference_model(exe, folder, ["features"], [outputs])
+    report(RANK, exported_to=str(folder))
+    feed = {"features": np.ones((3, 4), "float32")}
+    report(RANK, evaluated=exe.run(evaluation, feed=feed, fetch_list=[outputs])[0])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    paddle.enable_static()
+    paddle.set_flags({FLAG: True})
+    paddle.seed(7 + RANK)
+    report(RANK, early=message_of(fleet.worker_num))
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    report(RANK, twice=message_of(fleet.init))
+    report(RANK, who=[fleet.worker_index(), fleet.worker_num(), fleet.node_num(), fleet.local_rank()])
+    report(RANK, sums=fleet.all_reduce(np.array([[1.5, RANK]], "float32")))
+    report(RANK, largest=fleet.all_reduce(np.array([RANK * 7], "int64"), op="max"))
+    report(RANK, smallest=fleet.all_reduce(np.float64(RANK - 3), op="min"))
+    report(RANK, gathered=fleet.gather({"rank": RANK}))
+    report(RANK, unequal=message_of(lambda: fleet.all_reduce(np.zeros(1 + RANK, "float32"))))
+    report(RANK, bad_op=message_of(lambda: fleet.all_reduce(np.zeros(1), op="product")))
+    report(RANK, bad_dtype=message_of(lambda: fleet.all_reduce(np.zeros(1, "float16"))))
+    stock = paddle.distributed.fleet.DistributedStrategy()
+    stock.fuse_grad_size_in_MB = 8
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), stock)
+    report(RANK, stock=fleet.profile().fuse_grad_size_in_MB)
+    exe = train(DistributedStrategy.from_profile("multi_node").to_profile())
+    save_and_load(exe, folder)
+    fleet.save_persistables(exe, folder / "good")
+    fleet.save_persistables(exe, folder / f"rank{RANK}")
+    report(RANK, folders=sorted(path.name for path in folder.glob("rank*")))
+    other_model(folder / "good")
+    backward_and_apply_apart()
+    export(folder / "exported")
+    report(RANK, replaced_in_job=replaced())
+    fleet.shutdown()
+    report(RANK, replaced_after=replaced())
+    report(RANK, after=message_of(fleet.init))
+
+
+Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> Ranks:
     folder = tmp_path_factory.mktemp("facade")
-    result = run_ranks(
-        ROOT / "tests/parallel/facade.py",
-        2,
-        folder=folder,
-        nodes=2,
-        args=[str(folder / "saved")],
-        timeout_seconds=150,
-        late_streams=late_streams,
-    )
+    args = [str(folder / "saved")]
+    result = run_ranks(Path(__file__), 2, folder=folder, nodes=2, args=args, late_streams=late_streams)
     return [result.values[0], result.values[1]]
 
 
-def test_every_rank_knows_its_place(ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_knows_its_place(ranks: Ranks) -> None:
     assert [rank["who"] for rank in ranks] == [[0, 2, 2, 0], [1, 2, 2, 0]]
 
 
-def test_calls_before_init_say_so(ranks: list[dict[str, Any]]) -> None:
+def test_calls_out_of_order_say_so(ranks: Ranks) -> None:
     assert ranks[0]["early"].startswith("ConversionError: fleet.init(role) has not been called yet")
-
-
-def test_second_init_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["twice"].startswith("ConversionError: fleet.init was called twice")
-
-
-def test_init_after_shutdown_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["after"].startswith("ConversionError: this process has left its job")
 
 
-def test_shutdown_puts_back_everything_that_was_replaced(ranks: list[dict[str, Any]]) -> None:
+def test_shutdown_puts_back_everything_that_was_replaced(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["replaced_in_job"] == ["exit", "run", "serialize_pir_program", "excepthook", "FLAGS_use_mkldnn"]
         assert rank["replaced_after"] == []
 
 
-def test_all_reduce_keeps_shape_and_dtype(ranks: list[dict[str, Any]]) -> None:
+def test_all_reduce_keeps_shape_and_dtype(ranks: Ranks) -> None:
     for rank in ranks:
         np.testing.assert_array_equal(rank["sums"], np.array([[3.0, 1.0]], "float32"), strict=True)
         np.testing.assert_array_equal(rank["largest"], np.array([7], "int64"), strict=True)
         np.testing.assert_array_equal(rank["smallest"], np.array(-3.0), strict=True)
 
 
-def test_all_reduce_of_different_arrays_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_all_reduce_names_what_it_takes_and_refuses_different_arrays_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks:
         assert "the ranks passed different arrays" in rank["unequal"]
-
-
-def test_all_reduce_names_what_it_takes(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["bad_op"] == "ConversionError: all_reduce: op='product' is unknown; it takes sum, max, min, mean"
     assert ranks[0]["bad_dtype"].startswith("ConversionError: all_reduce: dtype float16 cannot be reduced")
 
 
-def test_gather_gives_all_values_by_rank(ranks: list[dict[str, Any]]) -> None:
+def test_gather_gives_all_values_by_rank_and_a_stock_strategy_is_taken(ranks: Ranks) -> None:
     assert ranks[1]["gathered"] == [{"rank": 0}, {"rank": 1}]
-
-
-def test_stock_strategy_is_taken_field_by_field(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["stock"] == 8.0
 
 
-def test_ranks_may_name_different_folders_and_rank_0_writes_its_own(ranks: list[dict[str, Any]]) -> None:
+def test_rank_0_writes_its_own_folder_and_every_rank_loads_what_was_saved(ranks: Ranks) -> None:
     assert ranks[0]["folders"] == ["rank0"]
-
-
-def test_loaded_state_is_the_saved_one_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["perturbed"] != ranks[1]["perturbed"]
     for rank in ranks:
         assert rank["loaded"] == rank["saved"] == ranks[0]["saved"]
@@ -94,26 +209,24 @@ def test_loaded_state_is_the_saved_one_on_every_rank(ranks: list[dict[str, Any]]
         ("other", "'fc_0.b_0' is [8] float32, this program needs [9] float32"),
     ],
 )
-def test_every_rank_gets_the_error_if_a_file_cannot_be_saved_or_loaded(
-    ranks: list[dict[str, Any]], case: str, told: str
-) -> None:
+def test_every_rank_gets_the_error_if_a_file_cannot_be_saved_or_loaded(ranks: Ranks, case: str, told: str) -> None:
     for rank in ranks:
         assert rank[case].startswith("CheckpointError: ")
         assert told in rank[case]
 
 
-def test_exported_program_gives_the_same_without_fleet_train(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_exported_program_gives_the_same_without_fleet_train(ranks: Ranks, tmp_path: Path) -> None:
     for program in ("", "trained"):
         outputs = infer(Path(ranks[0]["exported_to"]) / program, np.ones((3, 4), "float32"), tmp_path)
         np.testing.assert_allclose(outputs, ranks[0]["evaluated"], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(ranks[0]["evaluated"], ranks[1]["evaluated"])
+    assert ranks[1]["unknown_input"].endswith("the program has no input 'x'; it has features")
 
 
-def test_an_unknown_input_is_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["unknown_input"].endswith("the program has no input 'x'; it has features")
-
-
-def test_backward_and_apply_gradients_apart_communicate_too(ranks: list[dict[str, Any]]) -> None:
+def test_backward_and_apply_gradients_apart_communicate_too(ranks: Ranks) -> None:
     assert ranks[0]["apart"] == ranks[1]["apart"]
     assert ranks[0]["main_is_last"]
+
+
+if __name__ == "__main__":
+    main()

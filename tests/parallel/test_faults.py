@@ -1,22 +1,33 @@
-"""When a rank fails, every other one ends soon, with one line that names it."""
+"""When a rank fails, differs or does not take part, every other one ends soon, with one line that names it."""
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import DataError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from tests.parallel.faults import TIMEOUT_SECONDS
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
-SCRIPT = ROOT / "tests/parallel/small_training.py"
+SCRIPT = ROOT / "tests/parallel/faults.py"
+LOST, OTHER = WorkerFailed.exit_code, ScheduleMismatch.exit_code
+RANK_1 = r"rank 1 \(127.0.0.3:"
+GUARDED = r"call fleet.save_persistables\('out'\) on all ranks, without `if rank == 0` around it"
+UNEQUAL = r"in fleet.barrier_worker\(\).* they have made unequal numbers of steps before it$"
+GONE = "finished and left the job while others still wait for it"
+# Gloo's own timeout; where a connection breaks it fails at once.
+GLOO_SECONDS = 30
 
 
-def run(case: str, folder: Path, world_size: int = 2, **options: object) -> RanksResult:
-    return run_ranks(SCRIPT, world_size, folder=folder, nodes=world_size, args=[case], check=False, **options)  # type: ignore[arg-type]
+def run(case: str, folder: Path, world_size: int = 2, *args: str, **options: Any) -> RanksResult:
+    options = {"nodes": world_size, "check": False} | options
+    return run_ranks(SCRIPT, world_size, folder=folder, args=[case, *args], **options)
 
 
 def last_line(result: RanksResult, rank: int) -> str:
@@ -24,202 +35,223 @@ def last_line(result: RanksResult, rank: int) -> str:
     return lines[-1] if lines else result.report()
 
 
-def test_killed_rank_is_named(tmp_path: Path) -> None:
-    result = run("die", tmp_path, world_size=3)
-    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
-    for rank in (0, 2):
-        assert "WorkerFailed: rank 1 (127.0.0.3:" in last_line(result, rank)
-        assert "was lost" in last_line(result, rank)
+def assert_told(result: RanksResult, ranks: Any, *told: str) -> None:
+    for rank in ranks:
+        for words in told:
+            assert re.search(words, last_line(result, rank)), f"rank {rank}: {words}\n{result.report()}"
 
 
-def test_an_exception_of_a_rank_reaches_the_others(tmp_path: Path) -> None:
-    result = run("throw", tmp_path)
-    assert result.exit_codes == [WorkerFailed.exit_code, 1]
-    assert last_line(result, 0).endswith("stopped with ValueError: boom")
-    assert "Traceback" not in result.ranks[0].output
-    assert "ValueError: boom" in result.ranks[1].output
+LONG = pytest.mark.long
 
 
-@pytest.mark.long
-def test_sys_exit_of_a_rank_reaches_the_others(tmp_path: Path) -> None:
-    result = run("exit with text", tmp_path)
-    assert result.exit_codes == [WorkerFailed.exit_code, 1], result.report()
-    assert last_line(result, 0).endswith(") stopped with sys.exit: no disk left")
-    assert result.ranks[1].output.splitlines()[-1] == "no disk left"
-
-
-@pytest.mark.long
-def test_a_rank_that_ends_early_is_distinguished_from_one_that_died(tmp_path: Path) -> None:
-    result = run("leave early", tmp_path)
-    assert result.exit_codes == [WorkerFailed.exit_code, 0]
-    assert "rank 1 (127.0.0.3:" in last_line(result, 0)
-    assert "finished and left the job while others still wait for it" in last_line(result, 0)
-
-
-@pytest.mark.long
-def test_save_under_a_rank_guard_is_named_on_every_rank(tmp_path: Path) -> None:
-    result = run("save on rank 0", tmp_path)
-    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
-    for rank in (0, 1):
-        line = last_line(result, rank)
-        assert "in fleet.save_persistables('out'), rank 1 (127.0.0.3:" in line
-        assert "at 'step 4'; call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
-
-
-@pytest.mark.long
-def test_save_under_a_rank_guard_at_the_end_is_named(tmp_path: Path) -> None:
-    result = run("save on rank 0 at the end", tmp_path)
-    assert result.exit_codes == [WorkerFailed.exit_code, 0], result.report()
-    assert "finished and left the job while others wait for it in fleet.save_persistables('out'); call " in last_line(
-        result, 0
-    )
-    assert "without `if rank == 0` around it" in last_line(result, 0)
-
-
-@pytest.mark.long
-def test_unequal_steps_before_a_barrier_are_named_too(tmp_path: Path) -> None:
-    result = run("barrier after unequal steps", tmp_path)
-    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
-    assert "in fleet.barrier_worker(); call fleet.barrier_worker() on all ranks" in last_line(result, 0)
-    assert last_line(result, 0).endswith("they have made unequal numbers of steps before it")
+@pytest.mark.parametrize(
+    ("case", "codes", "told"),
+    [
+        # The codes of the ranks, None for any; what is told by each rank that has a code of the package.
+        ("die", [LOST, None, LOST], ["WorkerFailed: " + RANK_1, "was lost"]),
+        ("throw", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"]),
+        pytest.param("exit with text", [LOST, 1], [r"\) stopped with sys.exit: no disk left$"], marks=LONG),
+        pytest.param("leave early", [LOST, 0], [RANK_1, GONE], marks=LONG),
+        pytest.param("command", [LOST, DataError.exit_code], ["no such folder on this machine"], marks=LONG),
+        pytest.param(
+            "save on rank 0",
+            [OTHER, OTHER],
+            [r"in fleet.save_persistables\('out'\), " + RANK_1 + ".* at 'step 4'; " + GUARDED],
+            marks=LONG,
+        ),
+        pytest.param(
+            "save on rank 0 at the end",
+            [LOST, 0],
+            [r"finished and left the job while others wait for it in fleet.save_persistables\('out'\); " + GUARDED],
+            marks=LONG,
+        ),
+        pytest.param("save on rank 0, few barriers", [None] * 3, ["rank 0 .127.0.0.2:", GUARDED], marks=LONG),
+        pytest.param("barrier after unequal steps", [OTHER, OTHER], [UNEQUAL], marks=LONG),
+        pytest.param("barrier after unequal steps, few barriers", [None] * 2, [RANK_1, UNEQUAL], marks=LONG),
+        ("other shapes", [OTHER, OTHER], [r"'fc_2.w_0' \[8, 1\] float32 .* here, 'fc_2.w_0' \[9, 1\]", RANK_1]),
+        pytest.param("more layers", [OTHER, OTHER], ["float32 in bucket 0", RANK_1], marks=LONG),
+        pytest.param("other version", [OTHER, OTHER], ["fleet_train version: rank 0 .127.0.0.2:", RANK_1], marks=LONG),
+        pytest.param("other Paddle", [OTHER, OTHER], ["Paddle version: rank 0 .127.0.0.2:", RANK_1], marks=LONG),
+    ],
+)
+def test_the_others_end_and_name_the_rank_and_what_it_did(
+    tmp_path: Path, case: str, codes: list[int | None], told: list[str]
+) -> None:
+    result = run(case, tmp_path, len(codes))
+    for found, code in zip(result.exit_codes, codes, strict=True):
+        assert found == code if code is not None else found != 0, result.report()
+    assert_told(result, [rank for rank, code in enumerate(codes) if code in (LOST, OTHER)], *told)
+    if None in codes and LOST not in codes:
+        assert_told(result, range(len(codes)), *told)
+    if case == "throw":
+        assert "Traceback" not in result.ranks[0].output
+        assert "ValueError: boom" in result.ranks[1].output
 
 
 def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
     began = time.monotonic()
     result = run("stall", tmp_path, patience_after_failure_seconds=1.0)
-    assert result.exit_codes[0] == WorkerFailed.exit_code, result.report()
-    assert "step 4: rank 1 (127.0.0.3:" in last_line(result, 0)
-    assert last_line(result, 0).endswith("did not arrive within 2 s")
+    assert result.exit_codes[0] == LOST, result.report()
+    assert_told(result, [0], "step 4: " + RANK_1, "did not arrive within 2 s$")
     assert time.monotonic() - began < 90
 
 
 @pytest.mark.long
-def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for(tmp_path: Path) -> None:
-    result = run("busy for longer than gloo waits", tmp_path)
+@pytest.mark.parametrize("case", ["busy for longer than gloo waits", "busy after a barrier, few barriers"])
+def test_a_busy_rank_is_waited_for_behind_a_barrier(tmp_path: Path, case: str) -> None:
+    result = run(case, tmp_path)
     assert result.exit_codes == [0, 0], result.report()
     assert len(set(result.of_all("state"))) == 1
 
 
 # barrier_every_steps: without a barrier before it, a collective itself fails, and the attribution of the failure finds
-# out why. Gloo's own timeout is 30 s; where a connection breaks it fails at once.
-GLOO_SECONDS = 30
-
-
+# out why.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "told"),
-    [
-        ("die, few barriers", "was lost"),
-        ("throw, few barriers", "stopped with ValueError: boom"),
-        ("leave early, few barriers", "finished and left the job"),
-    ],
+    [("die", "was lost"), ("throw", "stopped with ValueError: boom"), ("leave early", "finished and left the job")],
 )
 def test_a_rank_that_dies_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
     for attempt in range(2):
-        result = run(case, tmp_path / str(attempt), world_size=3)
+        result = run(f"{case}, few barriers", tmp_path / str(attempt), 3)
         seconds = time.monotonic() - result.values[1]["failed_at"]  # on a busy machine ranks start late
         # Once in a while Gloo does not notice a connection that breaks as it is first used, and waits.
         if seconds < GLOO_SECONDS:
             break
     assert seconds < GLOO_SECONDS
-    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
-    for rank in (0, 2):
-        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
-        assert told in last_line(result, rank), result.report()
-        assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [LOST] * 2, result.report()
+    assert_told(result, (0, 2), RANK_1, told, "^(?!.*rank [02] .127)")
 
 
 @pytest.mark.long
 def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path: Path) -> None:
     for attempt in range(3):
         began = time.monotonic()
-        result = run("freeze, few barriers", tmp_path / str(attempt), world_size=3, patience_after_failure_seconds=12.0)
+        result = run("freeze, few barriers", tmp_path / str(attempt), 3, patience_after_failure_seconds=12.0)
         assert time.monotonic() - began > GLOO_SECONDS
         # Gloo itself aborts a process now and then, where two ranks' timeouts meet: docs/faults.md.
         if -signal.SIGABRT not in result.exit_codes or "gloo::EnforceNotMet" not in result.report():
             break
-    assert [result.exit_codes[rank] for rank in (0, 2)] == [WorkerFailed.exit_code] * 2, result.report()
-    for rank in (0, 2):
-        assert "WorkerFailed: step 4, bucket 0 (" in last_line(result, rank), result.report()
-        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
-        assert "did not arrive within 5 s" in last_line(result, rank), result.report()
-        assert not any(f"rank {other} (" in last_line(result, rank) for other in (0, 2)), result.report()
-
-
-@pytest.mark.long
-def test_save_under_a_rank_guard_between_two_barriers_is_named_on_every_rank(tmp_path: Path) -> None:
-    result = run("save on rank 0, few barriers", tmp_path, world_size=3)
-    for rank in range(3):
-        line = last_line(result, rank)
-        assert "rank 0 (127.0.0.2:" in line, result.report()
-        assert "in fleet.save_persistables('out')" in line, result.report()
-        assert "call fleet.save_persistables('out') on all ranks, without `if rank == 0` around it" in line
-
-
-@pytest.mark.long
-def test_unequal_steps_between_two_barriers_are_named(tmp_path: Path) -> None:
-    result = run("barrier after unequal steps, few barriers", tmp_path)
-    assert 0 not in result.exit_codes, result.report()
-    for rank in (0, 1):
-        assert "rank 1 (127.0.0.3:" in last_line(result, rank), result.report()
-        assert "in fleet.barrier_worker()" in last_line(result, rank)
-        assert last_line(result, rank).endswith("they have made unequal numbers of steps before it")
-
-
-@pytest.mark.long
-def test_rank_that_is_busy_for_longer_than_gloo_waits_is_waited_for_after_a_synchronization_point(
-    tmp_path: Path,
-) -> None:
-    result = run("busy after a barrier, few barriers", tmp_path)
-    assert result.exit_codes == [0, 0], result.report()
-    assert len(set(result.of_all("state"))) == 1
+    assert [result.exit_codes[rank] for rank in (0, 2)] == [LOST] * 2, result.report()
+    told = [r"WorkerFailed: step 4, bucket 0 \(", RANK_1, "did not arrive within 5 s", "^(?!.*rank [02] .127)"]
+    assert_told(result, (0, 2), *told)
 
 
 def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> None:
-    result = run("never come", tmp_path, world_size=3, env={"FLEET_TRAIN_JOIN_TIMEOUT": "4"})
+    result = run("never come", tmp_path, 3, env={"FLEET_TRAIN_JOIN_TIMEOUT": "4"})
     # Whose patience ends first reports it, and the other learns it from there.
     codes = {result.exit_codes[rank] for rank in (0, 2)}
     assert JoinTimeout.exit_code in codes, result.report()
-    assert codes <= {JoinTimeout.exit_code, WorkerFailed.exit_code}, result.report()
-    for rank in (0, 2):
-        assert "join: rank 1 (127.0.0.3:" in last_line(result, rank)
-        assert last_line(result, rank).endswith("did not arrive within 4 s")
+    assert codes <= {JoinTimeout.exit_code, LOST}, result.report()
+    assert_told(result, (0, 2), "join: " + RANK_1, "did not arrive within 4 s$")
+
+
+def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
+    expected = {
+        "dtype": "'fc_1.b_0' [8] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_1.b_0' [8] float64",
+        "knob outside the plan": "divergence_check_steps is 100 here, 50 there",
+        "knob of the plan": "nccl_comm_num is 1 here, 2 there",
+        "variable": "environment.NCCL_DEBUG has another value there (values are not shown)",
+        "variable on one rank": "environment.NCCL_DEBUG has no value here (values are not shown)",
+        "optimizer's state": "2 parameters, 0 statistics and 1 values of the optimizer's state per parameter, "
+        "every 2 steps here, 2 parameters, 0 statistics and 2 values",
+        "batch norm": "exchanges of synchronised batch norm: 2 of 132 bytes here, 0 of 0 bytes there",
+        "steps per epoch": "steps per epoch: rank 0 (127.0.0.2:",
+    }
+    told = run("mismatches", tmp_path, 3, check=True).of_all("told")
+    assert all(rank == told[0] for rank in told)
+    for case, message in told[0].items():
+        assert expected.get(case, "") in message
+        assert bool(message) == (case in expected), f"{case}: {message}"
+        assert not message or "rank 1 (127.0.0.3:" in message
+        assert "secret" not in message
+    assert "has 100, rank 1" in told[0]["steps per epoch"]
+    assert "(ranks that also differ: 2)" in told[0]["steps per epoch"]
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
-    [
-        ("other shapes", "'fc_2.w_0' [8, 1] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_2.w_0' [9, 1]"),
-        pytest.param("more layers", "float32 in bucket 0", marks=pytest.mark.long),
-        pytest.param("other profile", "nccl_comm_num is 1 here, 2 there", marks=pytest.mark.long),
-        ("other version", "fleet_train version: rank 0 (127.0.0.2:"),
-        pytest.param("other Paddle", "Paddle version: rank 0 (127.0.0.2:", marks=pytest.mark.long),
-    ],
+    ("every", "before", "told_at"),
+    [pytest.param("2", "3", 5, id="in a run"), pytest.param("1", "5", 6, id="before a save", marks=LONG)],
 )
-def test_ranks_that_disagree_get_the_difference_before_the_first_step(tmp_path: Path, case: str, told: str) -> None:
-    result = run(case, tmp_path)
-    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2, result.report()
-    for rank in (0, 1):
-        assert told in last_line(result, rank)
-        assert "rank 1 (127.0.0.3:" in last_line(result, rank)
-
-
-def test_two_processes_with_one_rank_are_refused(tmp_path: Path) -> None:
-    result = run_ranks(
-        SCRIPT,
-        2,
-        folder=tmp_path,
-        nodes=1,
-        args=["train"],
-        env={"PADDLE_TRAINER_ID": "1", "FLEET_TRAIN_JOIN_TIMEOUT": "3"},
-        check=False,
-    )
-    assert all(code != 0 for code in result.exit_codes), result.report()
+def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
+    tmp_path: Path, late_streams: bool, every: str, before: str, told_at: int
+) -> None:
+    """Where collectives end late, the ranks compare a step later, and before they save."""
+    result = run("drift", tmp_path, 3, every, before, late_streams=late_streams)
+    assert result.exit_codes == [OTHER] * 3, result.report()
+    told = rf"ScheduleMismatch.* diverged at step {told_at}: 'fc_1.w_0' of rank 2 \(127.0.0.4:"
+    assert_told(result, range(3), told)
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.long
-def test_ranks_with_different_world_sizes_are_refused(tmp_path: Path) -> None:
-    lonely = {"PADDLE_TRAINERS_NUM": "3"}
-    result = run("train", tmp_path, env_of_rank={1: lonely}, patience_after_failure_seconds=1.0)
-    assert result.exit_codes[1] != 0
-    assert "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 2 processes" in last_line(result, 1)
+def test_sentinel_can_be_switched_off(tmp_path: Path) -> None:
+    assert run("drift", tmp_path, 3, "0", "3").of_all("ended") == [True] * 3
+
+
+@pytest.mark.long
+def test_local_sgd_does_not_begin_from_unequal_parameters(tmp_path: Path, late_streams: bool) -> None:
+    result = run("unequal start", tmp_path, late_streams=late_streams)
+    assert result.exit_codes == [OTHER] * 2, result.report()
+    assert not result.values
+    assert "replicas have diverged at the start: 'linear_0.w_0' differs between rank 0" in result.report()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"nodes": 1, "env": {"PADDLE_TRAINER_ID": "1", "FLEET_TRAIN_JOIN_TIMEOUT": "3"}}, ""),
+        (
+            {"env_of_rank": {1: {"PADDLE_TRAINERS_NUM": "3"}}, "patience_after_failure_seconds": 1.0},
+            "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 2 processes",
+        ),
+    ],
+    ids=["two with one number", "two world sizes"],
+)
+def test_processes_that_do_not_form_one_job_are_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    result = run("train", tmp_path, **options)
+    assert all(code != 0 for code in result.exit_codes[0 if not told else 1 :]), result.report()
+    assert told in last_line(result, 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "codes", "told"),
+    [
+        ("die in a collective", [LOST, -9, LOST], "WorkerFailed: step 4, bucket 0 .*: rank 1 .* was lost"),
+        *(
+            pytest.param(case, [LOST, None, LOST], told, marks=LONG)
+            for case, told in {
+                "freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
+                "freeze": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
+                "freeze, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* did not arrive within.*",
+                "die, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* was lost.*",
+                "leave early, few barriers": f"WorkerFailed: step 4, bucket 0 .*: rank 1 .* {GONE}.*",
+            }.items()
+        ),
+        pytest.param("skip", [LOST, OTHER, LOST], r"step 4, bucket 0 \(fc_.*rank 1 \(\S+\) at 'step 5'", marks=LONG),
+        pytest.param(
+            "never end",
+            [LOST] * 3,
+            rf"LinkFailed: step 4, bucket 0 \(fc_.*no collective has ended for {TIMEOUT_SECONDS} s.*"
+            "all ranks are alive, so look at the network between them",
+            marks=LONG,
+        ),
+    ],
+)
+def test_where_collectives_are_enqueued_the_others_end_in_time_and_name_the_rank(
+    tmp_path: Path, case: str, codes: list[int | None], told: str
+) -> None:
+    # The one at fault may never end; the others have the timeout and 10 s.
+    patience = TIMEOUT_SECONDS + 10.0
+    result = run(f"late {case}", tmp_path, 3, nodes=1, patience_after_failure_seconds=patience)
+    for rank in (rank for rank, code in enumerate(codes) if code == LOST):
+        assert result.exit_codes[rank] == LOST, result.report()
+        assert not result.ranks[rank].killed
+        pattern = r"^fleet_train: (?!barrier_every_steps).*$"
+        said = re.findall(pattern, result.ranks[rank].output, re.MULTILINE)
+        assert len(said) == 1, result.report()
+        watched = r".*\(the collective ended with: no collective has ended for" if "few" in case else ""
+        assert re.search(told + watched, said[0]), result.report()
+    for found, code in zip(result.exit_codes, codes, strict=True):
+        assert code in (None, found), result.report()

@@ -1,118 +1,159 @@
-"""Every strategy that a profile can name, through the facade, on two and three ranks."""
+"""Every strategy that a profile can name, through the facade, on two, three and four ranks.
+
+All are compared with the simulator of all ranks, after every step. Those that only send otherwise what synchronous
+training computes are also compared with one process that has the joint batch; the others take another path on purpose.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.parallel.strategies import CASES
+from tests.parallel.strategies import CASES, PROFILES, SELFTEST_STEPS
 from tests.support.processes import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksResult, run_ranks
 
-Ranks = list[dict[str, Any]]
-# Largest relative difference of a parameter from one process with the joint batch, in float32 and uncompressed.
+# Largest relative difference of a value; in exact strategies only the order of float32 sums differs.
 EXACT = 1e-5
-TOLERANCES = {
-    "int8": 3e-2,
-    "int8, merge, two communicators": 3e-2,
-    "bf16": 3e-2,
-    "hierarchical, bf16": 3e-2,
-    "amp O1": 1e-1,
-    "amp O2, merge": 2e-1,
-}
-# Strategies that take another path than synchronous training on purpose.
-OTHER_PATHS = (
-    "int4",
-    "int4, stochastic",
-    "hierarchical, int4",
-    "powersgd",
-    "dgc",
-    "dgc, ramp",
-    "hierarchical, powersgd",
-    "amp O1, local_sgd",
-    "merge, local_sgd",
-)
-# The ranks talk within their passes, where the simulator does not look.
-NOT_SIMULATED = ("sync batch norm",)
-# Where 16 bits are rounded, the last bit of a float32 decides now and then to which side.
+# Where values are rounded, the last bit of a float32 decides now and then to which side.
 ROUNDED = 1e-3
+ROUNDING = {"compression": ("bf16", "int8", "int4"), "local_sgd_dtype": ("bfloat16", "int8", "int4")}
+LOSSY = ("bf16", "int8", "int4", "powersgd", "dgc", "amp")
 
-HIERARCHICAL = [case for case in CASES if case.startswith("hierarchical")]
-FLAT = [case for case in CASES if case not in HIERARCHICAL]
-Run = Callable[[int, int], Ranks]
+HIERARCHICAL = [name for name in CASES if name.startswith("hierarchical")]
+FLAT = [name for name in CASES if name not in (*HIERARCHICAL, "local groups of two")]
+# Ranks, nodes, the cases of one launch; the last two are long.
+LAUNCHES = (
+    (2, 2, FLAT),
+    (4, 2, [name for name in HIERARCHICAL if not CASES[name].is_local]),
+    (3, 3, FLAT),
+    (4, 2, [name for name in HIERARCHICAL if CASES[name].is_local]),
+)
+Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What the ranks found, by number of ranks and of nodes; each is run once."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Ranks]:
+    """What each rank found for a case of a launch; each launch is made once."""
 
     @cache
-    def run(world_size: int, nodes: int) -> Ranks:
-        chosen = FLAT if nodes == world_size else HIERARCHICAL
-        script, folder = ROOT / "tests/parallel/strategies.py", tmp_path_factory.mktemp("strategies")
-        result = run_ranks(
-            script, world_size, folder=folder, nodes=nodes, args=[json.dumps(chosen)], timeout_seconds=230
-        )
-        cases: Ranks = result.of_all("cases")
+    def launch(number: int) -> Ranks:
+        world_size, nodes, chosen = LAUNCHES[number]
+        cases: Ranks = run(tmp_path_factory, world_size, nodes, chosen).of_all("cases")
         assert all(list(rank) == chosen for rank in cases)
         return cases
 
-    return run
+    return lambda number, name: [rank[name] for rank in launch(number)]
 
 
-def each(*left_out: str, only: Collection[str] = CASES) -> pytest.MarkDecorator:
-    """Two and three nodes of one rank; two nodes of two for the hierarchical ones."""
-    flat, hierarchical = (
-        [case for case in cases if case in only and case not in left_out] for cases in (FLAT, HIERARCHICAL)
-    )
+def run(factory: pytest.TempPathFactory, world_size: int, nodes: int, names: list[str]) -> RanksResult:
+    script, folder = ROOT / "tests/parallel/strategies.py", factory.mktemp("strategies")
+    return run_ranks(script, world_size, folder=folder, nodes=nodes, args=[json.dumps(names)], timeout_seconds=600)
+
+
+def each(is_chosen: Callable[[str], bool] = lambda _: True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("world_size", "nodes", "case"),
+        ("launch", "name"),
         [
-            *((2, 2, case) for case in flat),
-            *(pytest.param(3, 3, case, marks=pytest.mark.long) for case in flat),
-            *((4, 2, case) for case in hierarchical),
+            pytest.param(number, name, marks=pytest.mark.long if number > 1 else (), id=f"{world_size}-{name}")
+            for number, (world_size, _, chosen) in enumerate(LAUNCHES)
+            for name in chosen
+            if is_chosen(name)
         ],
     )
 
 
+def is_lossy(name: str) -> bool:
+    return not name.endswith("late") and any(word in name for word in LOSSY)
+
+
+Found = Callable[[int, str], Ranks]
+
+
 @each()
-def test_replicas_start_equal_and_end_bit_equal(ranks_of: Run, world_size: int, nodes: int, case: str) -> None:
-    ranks = ranks_of(world_size, nodes)
-    assert len({rank[case]["start"] for rank in ranks}) == 1
-    assert len({rank[case]["parameters"] for rank in ranks}) == 1
-    assert ranks[0][case]["moved"] > 1e-3
+def test_replicas_start_equal_and_are_trained(found: Found, launch: int, name: str) -> None:
+    ranks = found(launch, name)
+    assert len({rank["start"] for rank in ranks}) == 1
+    assert ranks[0]["moved"] > 1e-3
 
 
-@each(*NOT_SIMULATED)
-def test_parameters_follow_the_simulation_step_by_step(ranks_of: Run, world_size: int, nodes: int, case: str) -> None:
-    tolerance = ROUNDED if any(rounded in case for rounded in ("bf16", "amp", "int")) else EXACT
-    for rank in ranks_of(world_size, nodes):
-        assert rank[case]["from_reference"] < tolerance
+@each(lambda name: CASES[name].is_simulated)
+def test_parameters_follow_the_simulation_step_by_step(found: Found, launch: int, name: str) -> None:
+    settings = CASES[name].settings
+    is_rounded = any(settings.get(knob) in values for knob, values in ROUNDING.items()) or "amp_level" in settings
+    for rank in found(launch, name):
+        assert rank["from simulation"] < (ROUNDED if is_rounded else EXACT)
 
 
-@each(*OTHER_PATHS)
-def test_parameters_are_those_of_one_process_with_the_joint_batch(
-    ranks_of: Run, world_size: int, nodes: int, case: str
+@each(lambda name: not CASES[name].is_local and not is_lossy(name))
+def test_what_only_sends_otherwise_trains_as_one_process_with_the_joint_batch(
+    found: Found, launch: int, name: str
 ) -> None:
-    for rank in ranks_of(world_size, nodes):
-        assert rank[case]["difference"] < TOLERANCES.get(case, EXACT)
+    for rank in found(launch, name):
+        assert rank["from one process"] < EXACT
 
 
-@each(only=[*TOLERANCES, *OTHER_PATHS])
-def test_strategy_changes_what_is_computed(ranks_of: Run, world_size: int, nodes: int, case: str) -> None:
-    assert ranks_of(world_size, nodes)[0][case]["difference"] > 1e-5, "the setting had no effect"
+@each(lambda name: not CASES[name].is_local and is_lossy(name))
+def test_what_loses_something_takes_another_path_than_one_process(found: Found, launch: int, name: str) -> None:
+    assert found(launch, name)[0]["from one process"] > EXACT, "the setting had no effect"
 
 
-def test_merged_gradients_are_sent_once_per_update(ranks_of: Run) -> None:
-    sending = [step for step, calls in enumerate(ranks_of(2, 2)[0]["merge"]["sent"], 1) if calls]
-    assert sending == [3, 6, 9, 12]
+@each()
+def test_replicas_are_bit_equal_and_send_exactly_at_synchronisation_points(
+    found: Found, launch: int, name: str
+) -> None:
+    case, ranks = CASES[name], found(launch, name)
+    size, averagings = case.settings.get("accumulate_steps", 1), ranks[0]["averagings"]
+    steps = range(1, case.steps + 1)
+    warm = case.settings["local_sgd_is_warm_steps"] if case.is_local else case.steps
+    overlap = size * case.settings.get("local_sgd_overlap_steps", 0)
+    # With an overlap each rank keeps its own progress beside every averaging, with fragments that of the other ones.
+    never = overlap or case.settings.get("local_sgd_fragments", 1) > 1
+    met = set() if never else {step // size for step in averagings}
+    by_rank = zip(*(rank["digests"] for rank in ranks), strict=True)
+    equal = [step for step, digests in enumerate(by_rank, 1) if len(set(digests)) == 1]
+    assert equal == [step for step in steps if step // size <= warm or step // size in met]
+    sending = [step for step, calls in enumerate(ranks[0]["sent"], 1) if calls]
+    synchronous = [step for step in steps if step % size == 0 and step // size <= warm]
+    if case.settings.get("sync_batch_norm"):
+        assert sending == list(steps)
+    elif not overlap:
+        assert sending == [*synchronous, *averagings]
+    else:
+        # The averaging runs on a thread of its own, in one of the steps up to the one that takes it in.
+        beside = {step + later for step in averagings for later in range(overlap + 1)}
+        assert sending[: len(synchronous)] == synchronous
+        assert set() < set(sending[len(synchronous) :]) <= beside
 
 
-def test_micro_batches_of_local_steps_send_nothing(ranks_of: Run) -> None:
-    # Updates end at 2, 4, 6 ..; two synchronous ones, then an averaging after every second.
-    sending = [step for step, calls in enumerate(ranks_of(2, 2)[0]["merge, local_sgd"]["sent"], 1) if calls]
-    assert sending == [2, 4, 8, 12]
+def test_periods_double_or_adapt(found: Found) -> None:
+    assert found(0, "local sgd, doubling")[0]["averagings"] == [4, 6, 10, 14]
+    averagings = found(0, "local sgd, adaptive")[0]["averagings"]
+    assert averagings[0] == 3 + 4
+    assert any(later - earlier != 4 for earlier, later in pairwise(averagings))
+
+
+@pytest.mark.long
+def test_local_groups_inside_of_one_machine_train_as_one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for rank in run(tmp_path_factory, 4, 1, ["local groups of two"]).of_all("cases"):
+        assert rank["local groups of two"]["from one process"] < EXACT
+
+
+@pytest.mark.long
+def test_more_ranks_than_gather_sum_the_statistics_alike(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Sums of batch norms travel by allgather among few ranks, by allreduce among more."""
+    for rank in run(tmp_path_factory, 5, 5, ["sync batch norm, shortcut"]).of_all("cases"):
+        assert rank["sync batch norm, shortcut"]["from one process"] < EXACT
+
+
+@pytest.mark.long
+def test_the_selftest_can_end_after_any_number_of_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also where an averaging is under way."""
+    lines = run(tmp_path_factory, 2, 2, PROFILES).values[0]["selftests"]
+    expected = [f"ok    profile {name}: {steps} steps" for name in PROFILES for steps in SELFTEST_STEPS]
+    assert [line for line, words in zip(lines, expected, strict=True) if not line.startswith(words)] == []

@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 Ranks = list[dict[str, Any]]
 Found = Callable[[str], Ranks]
 
-HIERARCHICAL = [name for name in CASES if "hierarchical" in name]
+HIERARCHICAL = [name for name in CASES if "hierarchical" in name or "local groups" in name]
 FLAT = [name for name in CASES if name not in HIERARCHICAL]
 # Ranks, nodes, and the cases of one launch: so few that a launch takes seconds.
 LAUNCHES = [(2, 2, FLAT[part::4]) for part in range(4)] + [(4, 2, HIERARCHICAL[part::2]) for part in range(2)]
@@ -40,7 +40,7 @@ WITHOUT_A_CASE: dict[str, str] = {
         ["link_gigabits", "link_latency_ms", "compression_declines"],
         "what they choose is a case: buckets, communicators, compressions",
     ),
-    "collective_timeout_seconds": "tests/parallel/stream_faults.py",
+    "collective_timeout_seconds": "tests/parallel/faults.py",
 }
 
 
@@ -109,18 +109,3 @@ def test_every_knob_is_set_in_a_case_to_each_of_its_values(knob: str) -> None:
 def tried(knob: str) -> set[Any]:
     """The values that the cases have a knob at."""
     return {case.settings.get(knob, KNOBS[knob].default) for case in CASES.values()}
-
-
-@pytest.mark.parametrize(
-    ("what", "condition"),
-    [
-        ("hierarchical and compressed", lambda case: case.settings.get("compression", "none") != "none"),
-        ("hierarchical and averaged", lambda case: case.settings.get("use_local_sgd")),
-        ("hierarchical and averaged beside steps", lambda case: case.settings.get("local_sgd_overlap_steps")),
-        ("hierarchical and merged", lambda case: case.settings.get("accumulate_steps")),
-        ("hierarchical and talking in the forward pass", lambda case: case.settings.get("sync_batch_norm")),
-        ("hierarchical on several communicators", lambda case: case.settings.get("nccl_comm_num", 1) > 1),
-    ],
-)
-def test_what_goes_with_hierarchies_is_tried_with_one(what: str, condition: Callable[[Case], Any]) -> None:
-    assert [name for name in HIERARCHICAL if condition(CASES[name])], what

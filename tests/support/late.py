@@ -7,7 +7,10 @@ group's stream, after a random delay. Whoever writes into what is still being se
 
 from __future__ import annotations
 
+import os
 import random
+import runpy
+import sys
 import threading
 import time
 import traceback
@@ -249,3 +252,17 @@ def _is_poisoned(tensor: Any) -> bool:
 def _bytes(tensor: Any) -> bytes:
     with disarmed():
         return np.ascontiguousarray(tensor.numpy()).tobytes()
+
+
+def run_script(arguments: list[str]) -> None:
+    """The script that the first argument names, in jobs whose collectives end late."""
+    install_tripwire()
+    install_late_engine(seed=int(os.environ.get("PADDLE_TRAINER_ID", "0")))  # no two ranks are late alike
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    from tests.support import late  # the module that the script imports as well
+
+    late.run_script(sys.argv[1:])

@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.ports import free_ports
 from tests.support.processes import RESULTS_VARIABLE, ROOT, Ended, Job, clean_environ, python, write_script
 
-_UNDER_STREAMS = ROOT / "tests/parallel/under_streams.py"
+_UNDER_STREAMS = ROOT / "tests/support/late.py"
 
 
 @dataclass(frozen=True)

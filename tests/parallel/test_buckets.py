@@ -1,0 +1,186 @@
+"""Buckets on real ranks: sizes are measured and agreed on, averages are exact, and updates do not wait for the last.
+
+The ranks run this file, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleet_train import fleet, role_maker
+from fleet_train.plan.explain import explain
+from fleet_train.profile import Profile
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, batches, share
+from tests.parallel.strategies import LARGE
+from tests.support.ranks import RanksResult, run_ranks
+from tests.support.worker import digest, report
+
+SHAPE, WEIGHTS, STEPS = (320, 400), 5, 2
+# Large enough to cut, without bucket sizes in the profile.
+PROFILES: dict[str, dict[str, Any]] = {
+    "open": {},
+    "size given": {"fuse_grad_size_in_MB": 0.75},
+    "bfloat16": {"compression": "bf16"},
+    "all given": {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 1, "last_comm_group_size_MB": 0.5},
+}
+
+
+def gradient(rank: int, index: int, step: int) -> Any:
+    """What is fed for a weight: its gradient. Small whole numbers, so that sums are exact in bfloat16, too."""
+    return np.random.default_rng([rank, index, step]).integers(-8, 9, SHAPE).astype("float32")
+
+
+def choose(profile: Profile) -> dict[str, Any]:
+    main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+    said = io.StringIO()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        terms = []
+        for index in range(WEIGHTS):
+            zero = nn.initializer.Constant(0.0)
+            weight = paddle.static.create_parameter(SHAPE, "float32", name=f"w{index}", default_initializer=zero)
+            terms.append(paddle.sum(weight * paddle.static.data(f"x{index}", SHAPE, "float32")))
+        with contextlib.redirect_stderr(said):
+            fleet.distributed_optimizer(paddle.optimizer.SGD(1.0), profile).minimize(paddle.add_n(terms), startup)
+    executor, ranks, rank = paddle.static.Executor(fleet.place()), fleet.worker_num(), fleet.worker_index()
+    expected = [np.zeros(SHAPE) for _ in range(WEIGHTS)]
+    with paddle.static.scope_guard(scope):
+        executor.run(startup)
+        for step in range(STEPS):
+            executor.run(main, feed={f"x{index}": gradient(rank, index, step) for index in range(WEIGHTS)})
+            for index in range(WEIGHTS):
+                expected[index] -= np.mean([gradient(other, index, step) for other in range(ranks)], axis=0)
+        found = [np.array(scope.find_var(f"w{index}").get_tensor()) for index in range(WEIGHTS)]
+    plan = fleet.plan()
+    assert plan is not None
+    return {
+        "chosen": plan.chosen,
+        "plan": plan.digest,
+        "buckets": len(plan.buckets),
+        "explained": explain(plan),
+        "said": [line for line in said.getvalue().splitlines() if "chosen" in line],
+        "error": max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)),
+        "weights": digest({str(index): value for index, value in enumerate(found)}),
+    }
+
+
+PROFILE = Profile(nccl_comm_num=2, fuse_parameter_groups_size=2)
+OPTIMIZERS: dict[str, Any] = {
+    "Momentum": lambda clip: paddle.optimizer.Momentum(0.05, 0.9, weight_decay=1e-4, grad_clip=clip),
+    "AdamW": lambda clip: paddle.optimizer.AdamW(0.01, weight_decay=0.05, grad_clip=clip),
+    "Lamb": lambda clip: paddle.optimizer.Lamb(0.01, grad_clip=clip),
+    "Adamax": lambda clip: paddle.optimizer.Adamax(0.01, grad_clip=clip),
+}
+# A bound that no gradient comes near: each is multiplied by 1.0. Only the order of operators differs.
+CLIPS: dict[str, Any] = {
+    "none": lambda: None,
+    "each by its own norm": lambda: paddle.nn.ClipGradByNorm(1e9),
+    "all by their norm": lambda: paddle.nn.ClipGradByGlobalNorm(1e9),
+}
+
+
+def update(make: Any, clip: Any, seed: int) -> dict[str, Any]:
+    paddle.seed(seed)
+    trained = Trained(LARGE, lambda inner: fleet.distributed_optimizer(inner, PROFILE), lambda: make(clip()))
+    mine = share(fleet.worker_index())
+    for features, labels in batches(6, SAMPLES_PER_RANK * fleet.worker_num(), seed):
+        trained.step(features[mine], labels[mine])
+    names = [operator.name() for operator in trained.main.global_block().ops]
+    waits = [place for place, name in enumerate(names) if "fleet_train_wait" in name]
+    kinds = ("pd_op.momentum_", "pd_op.adamw_", "pd_op.lamb_", "pd_op.adamax_")
+    updates = [place for place, name in enumerate(names) if name in kinds]
+    return {
+        "digest": digest(trained.parameters()),
+        "waits": len(waits),
+        "updates_before_the_last_wait": sum(place < waits[-1] for place in updates),
+        "updates": len(updates),
+    }
+
+
+def main() -> None:
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    updates = {
+        name: {clip: update(make, CLIPS[clip], seed) for clip in CLIPS}
+        for seed, (name, make) in enumerate(OPTIMIZERS.items())
+    }
+    chosen = {name: choose(Profile(**knobs)) for name, knobs in PROFILES.items()}
+    report(fleet.worker_index(), chosen=chosen, updates=updates)
+
+
+Ranks = list[dict[str, Any]]
+OPEN = ["open", "size given", "bfloat16"]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    folder = tmp_path_factory.mktemp("buckets")
+    return run_ranks(Path(__file__), request.param, folder=folder, nodes=2, timeout_seconds=150)
+
+
+@pytest.fixture(scope="module")
+def ranks(result: RanksResult) -> Ranks:
+    return result.of_all("chosen")
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_all_ranks_carry_out_the_same_choice(ranks: Ranks, name: str) -> None:
+    assert len({rank[name]["plan"] for rank in ranks}) == 1
+    assert len({rank[name]["weights"] for rank in ranks}) == 1
+    knobs = ["nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB"]
+    if name == "size given":
+        knobs.remove("fuse_grad_size_in_MB")
+    assert re.findall(r"(\w+): [0-9.]+", ranks[0][name]["chosen"]) == knobs
+
+
+@pytest.mark.parametrize("name", ["open", "size given"])
+def test_rank_0_says_what_was_chosen_and_why(ranks: Ranks, name: str) -> None:
+    (sentence,) = ranks[0][name]["said"]
+    found = ranks[0][name]
+    assert sentence.startswith(f"fleet_train: {found['chosen']}: chosen for ")
+    assert re.search(
+        r"chosen for [0-9.e+]+ Gb/s, [0-9.e-]+ ms \(measured\) and 2.44 MB of gradients, which makes", sentence
+    )
+    assert f"{found['buckets']} bucket" in sentence
+    assert all(rank[name]["said"] == [] for rank in ranks[1:])
+    assert "(measured))" in found["explained"]
+
+
+@pytest.mark.parametrize("name", [*OPEN, "all given"])
+def test_averages_are_exact(ranks: Ranks, name: str) -> None:
+    # float32's own rounding of a third, twice; bfloat16 sums whole numbers exactly.
+    assert all(rank[name]["error"] < 1e-5 for rank in ranks)
+
+
+def test_given_sizes_are_used_without_a_message(ranks: Ranks) -> None:
+    assert [(rank["all given"]["chosen"], rank["all given"]["said"]) for rank in ranks] == [("", [])] * len(ranks)
+    # 0.49 MB each: two in a bucket of 1 MB, the first and last alone.
+    assert all(rank["all given"]["buckets"] == 4 for rank in ranks)
+    assert all(rank["size given"]["buckets"] == 5 for rank in ranks)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_order_of_updates_changes_no_bit(result: RanksResult, name: str) -> None:
+    assert len({rank[name][clip]["digest"] for rank in result.of_all("updates") for clip in CLIPS}) == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_stand_between_the_waits_unless_all_gradients_are_needed(result: RanksResult, name: str) -> None:
+    case = result.of_all("updates")[0][name]
+    for clip in ("none", "each by its own norm"):
+        assert case[clip]["waits"] > 2
+        # All but those of the last bucket, which holds two parameters.
+        assert case[clip]["updates_before_the_last_wait"] >= case[clip]["updates"] - 2 > 0
+    assert case["all by their norm"]["updates_before_the_last_wait"] == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Programs of one process and of two ranks: what stays Paddle's own, and two optimizers in one program.
+
+Converting and training leave Paddle's process-wide state as Paddle alone would leave it; the program of one process is
+the one of Paddle's own optimizer, unless the profile asks for a pass; two optimizers talk in one order on every rank,
+in each order in which a script can call them. The ranks run this file, too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base import core, framework, unique_name
+
+from fleet_train import DistributedStrategy, fleet, role_maker
+from fleet_train.collectives.host_ops import is_link
+from fleet_train.errors import ConversionError
+from fleet_train.profile import Profile
+from tests.support.ranks import RanksResult, run_ranks
+from tests.support.worker import digest, report
+
+# Paddle sets it whenever an operator in Python runs, and reads it in its own C++ operators only, which set it, too.
+OF_PADDLES_OWN = ("FLAGS_tensor_operants_mode",)
+
+
+def state(start: dict[str, Any]) -> dict[str, Any]:
+    """Comparable between processes: objects count by whether they are still the ones of the start."""
+    in_new_thread: list[bool] = []
+    thread = threading.Thread(target=lambda: in_new_thread.append(paddle.in_dynamic_mode()))
+    thread.start()
+    thread.join()
+    now = objects()
+    return {
+        "names": dict(unique_name.generator.ids),
+        "dynamic": paddle.in_dynamic_mode(),
+        "dynamic in a new thread": in_new_thread[0],
+        "device": paddle.get_device(),
+        "default dtype": paddle.get_default_dtype(),
+        "flags": {
+            name: str(core.globals()[name])
+            for name in core.globals().keys()  # noqa: SIM118 (it is no dict)
+            if name not in OF_PADDLES_OWN
+        },
+        **{name: now[name] is start[name] for name in start},
+    }
+
+
+def objects() -> dict[str, Any]:
+    return {
+        "name generator": unique_name.generator,
+        "main program": paddle.static.default_main_program(),
+        "startup program": paddle.static.default_startup_program(),
+        "main program of the old IR": framework._main_program_,
+        "startup program of the old IR": framework._startup_program_,
+        "scope": paddle.static.global_scope(),
+    }
+
+
+def states(start: dict[str, Any], seen: dict[str, Any]) -> None:
+    """After each call of a script."""
+    x = paddle.static.data("x", [None, 8], "float32")
+    loss = paddle.static.nn.fc(paddle.static.nn.fc(x, 8, activation="tanh"), 1).mean()
+    profile = Profile(nccl_comm_num=2, fuse_parameter_groups_size=1)
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), profile).minimize(loss)
+    seen["minimize"] = state(start)
+
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(paddle.static.default_startup_program())
+    seen["startup program"] = state(start)
+    for _ in range(20):
+        exe.run(feed={"x": np.ones([4, 8], "float32")})
+    seen["steps"] = state(start)
+    fleet.all_reduce(np.ones(3, "float32"))
+    fleet.synchronize_parameters()
+    fleet.barrier_worker()
+    seen["facade"] = state(start)
+
+    paddle.static.nn.fc(paddle.static.nn.fc(x, 8), 1).mean()
+    names = [value.name for value in paddle.static.default_main_program().global_block().all_parameters()]
+    with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+        with paddle.utils.unique_name.guard("gen_"):
+            other = paddle.static.nn.fc(paddle.static.data("x", [None, 8], "float32"), 1).mean()
+            fleet.distributed_optimizer(paddle.optimizer.Adam(0.001), profile).minimize(other)
+        exe.run(paddle.static.default_startup_program())
+        exe.run(feed={"x": np.ones([4, 8], "float32")})
+        guarded = sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
+    seen["a second program"] = state(start)
+    report(fleet.worker_index(), seen=seen, names=names, guarded=guarded)
+
+
+STEPS, SAMPLES = 60, 8
+ORDERS = {
+    "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
+    "backward, backward, apply, apply": lambda one, two: apply_in_order(one, two, (0, 1)),
+    "applied the other way round": lambda one, two: apply_in_order(one, two, (1, 0)),
+}
+
+
+def apply_in_order(one: Any, two: Any, order: tuple[int, int]) -> None:
+    pairs = [optimizer.backward(loss) for optimizer, loss in (one, two)]
+    for index in order:
+        (one, two)[index][0].apply_gradients(pairs[index])
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    joint = np.random.default_rng(step).standard_normal((SAMPLES, 4)).astype("float32")
+    return {"x": np.split(joint, fleet.worker_num())[fleet.worker_index()]}
+
+
+def chain_is_one(program: Any) -> bool:
+    """Whether each operator that talks takes the token of the one before it, in the order of the program."""
+    links = [operator for operator in program.global_block().ops if is_link(operator)]
+    before = [link.operand_source(0).get_defining_op().id() for link in links[1:]]
+    return before == [link.id() for link in links[:-1]]
+
+
+def train_two(order: Any, profile: Profile) -> dict[str, Any]:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with (
+        paddle.static.program_guard(main, startup),
+        paddle.utils.unique_name.guard(),
+        paddle.static.scope_guard(paddle.static.Scope()),
+    ):
+        paddle.seed(3)
+        first, second = paddle.nn.Linear(4, 6), paddle.nn.Linear(6, 1)
+        output = second(paddle.tanh(first(paddle.static.data("x", [None, 4], "float32"))))
+        made = [
+            fleet.distributed_optimizer(
+                paddle.optimizer.Adam(rate, epsilon=1e-3, parameters=layer.parameters()), profile
+            )
+            for rate, layer in ((0.1, first), (0.001, second))
+        ]
+        order((made[0], (output**2).mean()), (made[1], ((output - 1) ** 2).mean()))
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        for step in range(STEPS):
+            exe.run(main, feed=batch(step))
+        held = {name: np.array(value) for name, value in main.state_dict("all", paddle.static.global_scope()).items()}
+    return {
+        "chain": chain_is_one(main),
+        "state": {name: value.ravel().tolist() for name, value in held.items()},
+        "digest": digest(held),
+    }
+
+
+PROFILES = {
+    "fused": Profile(),
+    "unfused, two communicators": Profile(fuse_all_reduce_ops=False, nccl_comm_num=2),
+    "waiting": Profile(sync_nccl_allreduce=True, fuse_parameter_groups_size=1),
+}
+
+
+def program(wrap: Callable[[Any], Any], make: Callable[[], Any]) -> tuple[str, str]:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        x = paddle.static.data("x", [None, 4], "float32")
+        hidden = paddle.tanh(paddle.nn.Linear(4, 8)(x))  # static.nn.fc numbers its names on, guard or not
+        loss = paddle.mean(paddle.nn.Linear(8, 1)(hidden))
+        wrap(make()).minimize(loss, startup)
+    # struct_name counts layers over the whole process, guard or not
+    return re.sub(r'struct_name:"[^"]*"', "", str(main)), str(startup)
+
+
+OPTIMIZERS: list[Callable[[], Any]] = [
+    lambda: paddle.optimizer.SGD(0.1),
+    lambda: paddle.optimizer.Momentum(paddle.optimizer.lr.StepDecay(0.1, 3), 0.9, weight_decay=0.01),
+    lambda: paddle.optimizer.AdamW(0.1, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)),
+]
+# Of one process: whether its program is left as it is.
+LEFT: dict[str, tuple[dict[str, Any], bool]] = {
+    "accumulate_steps": ({"accumulate_steps": 2}, False),
+    "amp_level": ({"amp_level": "O1"}, False),
+    "recompute_segments": ({"recompute_segments": 2}, False),
+    "recompute_every_blocks": ({"recompute_every_blocks": 1}, False),
+    "recompute_checkpoints": ({"recompute_checkpoints": ["linear_1.w_0"]}, False),
+    "use_local_sgd": ({"use_local_sgd": True}, True),
+    "compression": ({"compression": "dgc"}, True),
+    "sync_batch_norm": ({"sync_batch_norm": True}, True),
+    "nccl_comm_num": ({"nccl_comm_num": 4, "sync_nccl_allreduce": True, "divergence_check_steps": 1}, True),
+}
+
+
+def is_left(make: Callable[[], Any], strategy: Any) -> bool:
+    return program(lambda inner: fleet.distributed_optimizer(inner, strategy), make) == program(lambda it: it, make)
+
+
+def one_process() -> None:
+    report(
+        left={name: is_left(OPTIMIZERS[1], Profile(**settings)) for name, (settings, _) in LEFT.items()},
+        same=[is_left(make, DistributedStrategy()) for make in OPTIMIZERS],
+        alone=[fleet.worker_num(), fleet.all_reduce(np.array([2.5])).tolist(), fleet.plan()],
+    )
+    fleet.barrier_worker()
+    paddle.disable_static()
+    layer = paddle.nn.Linear(2, 1)
+    dynamic = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=layer.parameters()))
+    try:
+        dynamic.minimize(layer(paddle.ones([1, 2])).mean())
+    except ConversionError as error:
+        report(refused=str(error))
+
+
+def main() -> None:
+    paddle.enable_static()
+    start = objects()
+    seen = {"start": state(start)}
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    seen["init"] = state(start)
+    states(start, seen)
+    cases = {f"{o}; {p}": train_two(order, profile) for o, order in ORDERS.items() for p, profile in PROFILES.items()}
+    report(fleet.worker_index(), cases=cases)
+    if fleet.worker_num() == 1:
+        one_process()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(Path(__file__), 1, nodes=0, folder=tmp_path_factory.mktemp("alone")).values[0]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> RanksResult:
+    return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"), late_streams=late_streams)
+
+
+def test_names_programs_mode_device_and_flags_are_those_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
+    for moment, expected in alone["seen"].items():
+        for rank, seen in enumerate(two.of_all("seen")):
+            assert seen[moment] == expected, f"rank {rank} after {moment}"
+
+
+def test_one_process_itself_keeps_its_objects_and_modes(alone: dict[str, Any]) -> None:
+    end = alone["seen"]["facade"]
+    kept = ("name generator", "main program", "startup program", "main program of the old IR", "scope")
+    assert {name: end[name] for name in kept} == dict.fromkeys(kept, True)
+    assert (end["dynamic"], end["dynamic in a new thread"]) == (False, False)
+
+
+def test_a_network_built_after_minimize_gets_parameters_of_its_own(two: RanksResult) -> None:
+    for names in two.of_all("names"):
+        assert sorted(names) == [f"fc_{layer}.{kind}_0" for layer in range(4) for kind in "bw"]
+
+
+def test_state_under_a_name_guard_has_the_names_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
+    assert "gen_learning_rate_0" in alone["guarded"]
+    assert two.of_all("guarded") == [alone["guarded"]] * 2
+
+
+def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(alone: dict[str, Any]) -> None:
+    assert alone["same"] == [True] * 3
+    assert alone["alone"] == [1, [2.5], None]
+    assert alone["left"] == {name: is_left for name, (_, is_left) in LEFT.items()}
+
+
+def test_dynamic_mode_is_refused_with_the_call_that_is_missing(alone: dict[str, Any]) -> None:
+    assert "call paddle.enable_static() before building the network" in alone["refused"]
+
+
+def test_two_optimizers_talk_in_one_chain_and_train_as_in_one_process(alone: dict[str, Any], two: RanksResult) -> None:
+    first, second = two.of_all("cases")
+    for case, found in first.items():
+        assert found["chain"], case
+        assert second[case]["chain"], case
+        assert found["digest"] == second[case]["digest"], case
+        for name, expected in alone["cases"][case]["state"].items():
+            np.testing.assert_allclose(found["state"][name], expected, rtol=1e-4, atol=1e-5, err_msg=f"{case}: {name}")
+        rates = [values for name, values in found["state"].items() if name.startswith("learning_rate")]
+        assert sorted(value for values in rates for value in values) == pytest.approx([0.001, 0.1])
+
+
+if __name__ == "__main__":
+    main()

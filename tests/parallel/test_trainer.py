@@ -1,0 +1,239 @@
+"""The trainer on several ranks: gradient merge, and resuming on another number of ranks in the middle of an epoch.
+
+The ranks run this file, too; the first argument says which of the runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleet_train import fleet, role_maker
+from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
+from fleet_train.data.datasets import ArrayDataset
+from fleet_train.profile import Profile
+from fleet_train.train import Checkpoints, Trainer, TrainerSettings
+from fleet_train.train.settings import Schedule
+from tests.support.ranks import RanksResult, run_ranks
+from tests.support.worker import digest, report
+
+BATCH = 4
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.records.append((step, dict(scalars)))
+
+    def close(self) -> None: ...
+
+
+def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path, **settings: Any) -> dict[str, Any]:
+    dropout = settings.pop("dropout", 0.0)
+    main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+    schedule = Schedule("cosine", 3 * samples // (batch * fleet.worker_num()), 2 * merged).of_updates(merged)
+    scheduler = paddle.optimizer.lr.LambdaDecay(0.1, schedule)
+    with paddle.static.scope_guard(scope), paddle.utils.unique_name.guard():
+        with paddle.static.program_guard(main, startup):
+            paddle.seed(seed)
+            hidden = paddle.tanh(paddle.nn.Linear(6, 5)(paddle.static.data("features", [-1, 6], "float32")))
+            logits = paddle.nn.Linear(5, 3)(paddle.nn.functional.dropout(hidden, dropout))
+            loss = paddle.nn.functional.cross_entropy(logits, paddle.static.data("labels", [-1], "int64"))
+            optimizer = paddle.optimizer.Momentum(scheduler, 0.9)
+            optimizer = fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged))
+            optimizer.minimize(loss, startup)
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(startup)
+        sampler = ShardedBatchSampler(samples, batch, fleet.worker_index(), fleet.worker_num(), seed=seed)
+        loader = BatchLoader(synthetic(samples, (6,), 3).train, sampler)
+        sink, checkpoints = Sink(), Checkpoints(folder, keep=99)
+        how = TrainerSettings(3, seed=seed, log_every=1, **settings)
+        parts = {"scheduler": scheduler, "checkpoints": checkpoints, "gradient_norm": optimizer.gradient_norm()}
+        trainer = Trainer(exe, loss, loader, how, sinks=[sink], **parts)
+        if (found := checkpoints.newest()) is not None:
+            trainer.resume(found)
+        outcome = trainer.fit()
+        values = {name: np.array(value) for name, value in main.state_dict("all", scope).items()}
+    parameters = [value.tolist() for name, value in sorted(values.items()) if name.endswith((".w_0", ".b_0"))]
+    assert len(parameters) == 4, sorted(values)
+    state = checkpoints.newest()
+    assert state is not None
+    return {
+        "steps": outcome.steps,
+        "samples": outcome.samples,
+        "place": [state.state.step, state.state.batches, state.state.pending_batches],
+        "rates": [(step, one["train/learning_rate"]) for step, one in sink.records if "train/learning_rate" in one],
+        "losses": [(step, one["train/loss"]) for step, one in sink.records if "train/loss" in one],
+        "norms": [(step, one["train/gradient_norm"]) for step, one in sink.records if "train/loss" in one],
+        "parameters": parameters,
+        "state": digest(values),
+    }
+
+
+def joint_runs(merged: str, samples: str, batch: str, folder: str) -> None:
+    sizes = int(merged), int(samples), int(batch)
+    report(fleet.worker_index(), runs=[train_merged(*sizes, seed, Path(folder) / f"{seed}") for seed in (1, 2, 3)])
+
+
+def parted_runs(merged: str, samples: str, batch: str, folder: str) -> None:
+    """With dropout: straight through, then three that are begun anew after each epoch."""
+    sizes = int(merged), int(samples), int(batch)
+    straight = train_merged(*sizes, 1, Path(folder) / "straight", dropout=0.5)
+    parts = [train_merged(*sizes, 1, Path(folder) / "parts", dropout=0.5, stop_after_epochs=1) for _ in range(3)]
+    report(fleet.worker_index(), runs=[straight, *parts])
+
+
+SAMPLES, EPOCHS, MERGED = 50, 2, 4
+
+
+class Recording(BatchLoader):
+    """Remembers the samples of every batch that the trainer has taken, by epoch. Sample i has the value i."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken: dict[int, list[int]] = {}
+        self.ends_after_a_step = False
+
+    def consumed_after(self, steps: int) -> int:
+        # The trainer asks this once after each batch, `steps` of which the epoch has had then.
+        if self.ends_after_a_step and steps > MERGED:
+            report(fleet.worker_index(), taken=self.taken)
+            sys.exit()  # without a goodbye: the checkpoint may still be being written
+        self.taken.setdefault(self.sampler.epoch, []).extend(int(i) for i in self.indices(steps - 1))
+        return super().consumed_after(steps)
+
+
+def build_moved() -> tuple[Any, Any]:
+    features = paddle.static.data("features", [None, 1], "float32")
+    labels = paddle.static.data("labels", [None], "int64")
+    hidden = paddle.tanh(paddle.nn.Linear(1, 40)(features / SAMPLES))
+    loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(40, 2)(hidden), labels)
+    # The 13 batches that each of two ranks has in an epoch end in the middle of an update.
+    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(accumulate_steps=MERGED)).minimize(loss)
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(fleet.startup_program)
+    return exe, loss
+
+
+def moved_runs(output: str, ends: str) -> None:
+    """Where the run is, and where it ends: ``step``, in the step that follows the first, of which it has a checkpoint;
+    ``epoch``, with the first epoch, in the middle of a step; ``never``.
+    """
+    exe, loss = build_moved()
+    values = np.arange(SAMPLES)
+    data = ArrayDataset("numbers", values.astype("float32")[:, None], (values % 2).astype("int64"), 2)
+    sampler = ShardedBatchSampler(SAMPLES, 2, fleet.worker_index(), fleet.worker_num(), seed=3)
+    loader = Recording(data, sampler)
+    loader.ends_after_a_step = ends == "step"
+    checkpoints = Checkpoints(Path(output), background=True)
+    settings = TrainerSettings(
+        epochs=EPOCHS,
+        checkpoint_every_steps=1 if ends == "step" else 0,
+        stop_after_epochs=1 if ends == "epoch" else None,
+    )
+    trainer = Trainer(exe, loss, loader, settings, checkpoints=checkpoints)
+    found = checkpoints.newest()
+    if found is not None:
+        trainer.resume(found)
+    trainer.fit()
+    report(fleet.worker_index(), taken=loader.taken)
+    fleet.shutdown()
+
+
+RUNS = {"joint": joint_runs, "parted": parted_runs, "moved": moved_runs}
+
+
+def main() -> None:
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    RUNS[sys.argv[1]](*sys.argv[2:])
+
+
+def run(folder: Path, world_size: int, *args: Any) -> RanksResult:
+    nodes = 0 if world_size == 1 else world_size
+    return run_ranks(Path(__file__), world_size, folder=folder, nodes=nodes, args=list(map(str, args)))
+
+
+def merged(folder: Path, what: str, steps: int, samples: int, batch: int, world_size: int) -> Any:
+    """The runs of each rank."""
+    return run(folder, world_size, what, steps, samples, batch, folder / "saved").of_all("runs")
+
+
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(tmp_path: Path, steps: int) -> None:
+    samples = 2 * steps * BATCH * 6
+    ranks = merged(tmp_path / "ranks", "joint", steps, samples, BATCH, 2)
+    (alone,) = merged(tmp_path / "alone", "joint", 1, samples, 2 * steps * BATCH, 1)
+    for found, expected in zip(ranks[0], alone, strict=True):
+        assert found["steps"] == expected["steps"] == 18
+        assert found["samples"] == expected["samples"] == 3 * samples
+        assert found["place"] == [18, 18 * steps, 0]
+        assert [step for step, _ in found["rates"]] == list(range(1, 19))
+        assert found["rates"] == expected["rates"]
+        assert [step for step, _ in found["norms"]] == list(range(1, 19))
+        np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
+        for one, other in zip(found["parameters"], expected["parameters"], strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_resume_gives_the_same_bits_also_where_an_update_goes_over_the_end_of_an_epoch(
+    tmp_path: Path, steps: int
+) -> None:
+    batches = 7  # of each rank in an epoch: no multiple of 2 or 3
+    for straight, *parts in merged(tmp_path / "ranks", "parted", steps, 2 * BATCH * batches, BATCH, 2):
+        assert straight["steps"] == 3 * batches // steps
+        assert [part["place"] for part in parts] == [
+            [n * batches // steps, n * batches, n * batches % steps] for n in (1, 2, 3)
+        ]
+        assert parts[-1]["state"] == straight["state"]
+        assert [one for part in parts for one in part["losses"]] == straight["losses"]
+        assert [one for part in parts for one in part["norms"]] == straight["norms"]
+        assert [one for part in parts for one in part["rates"]] == straight["rates"]
+
+
+def moved(output: Path, world_size: int, ends: str = "never") -> RanksResult:
+    return run(output.parent / f"job{world_size}", world_size, "moved", output, ends)
+
+
+def samples(result: RanksResult, epoch: int) -> list[int]:
+    return [index for taken in result.of_all("taken") for index in taken.get(str(epoch), [])]
+
+
+@pytest.fixture(scope="module", params=["step", "epoch"])
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A run of two ranks with a checkpoint after 1 step (4 batches of 4 samples) or 13 batches, and its samples."""
+    output = tmp_path_factory.mktemp("moved") / "run"
+    seen = samples(moved(output, 2, request.param), 0)
+    count, name = {"step": (16, "step-00000001"), "epoch": (SAMPLES, "step-00000003")}[request.param]
+    assert len(set(seen)) == len(seen) == count
+    assert [path.name for path in (output / "checkpoints").glob("*step-*")] == [name]
+    return output, seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_no_sample_of_the_epoch_is_lost_and_none_comes_twice(
+    tmp_path: Path, ended: tuple[Path, list[int]], world_size: int
+) -> None:
+    shutil.copytree(ended[0], tmp_path / "run")
+    result = moved(tmp_path / "run", world_size)
+    # What does not divide by 3 ranks is filled with samples that come once more.
+    left = SAMPLES - len(ended[1])
+    first, second = Counter([*ended[1], *samples(result, 0)]), Counter(samples(result, 1))
+    assert (set(first), sum(first.values())) == (set(range(SAMPLES)), SAMPLES + -left % world_size)
+    assert (set(second), sum(second.values())) == (set(range(SAMPLES)), SAMPLES + -SAMPLES % world_size)
+
+
+if __name__ == "__main__":
+    main()
