@@ -43,6 +43,10 @@ class Case:
     def is_default(self) -> bool:
         return self.knob not in FLAG_KNOBS and bool(self.value == KNOBS[self.knob].default)
 
+    @property
+    def without(self) -> dict[str, Any]:
+        return {name: value for name, value in self.beside.items() if not rests_on(name, self.knob)}
+
     def asked(self) -> dict[str, Any]:
         """What the ranks get. Old flags are set as variables of the process, and not in the profile."""
         is_flag = self.knob in FLAG_KNOBS
@@ -52,7 +56,7 @@ class Case:
             "sees": list(self.sees),
             "variables": {self.knob: str(self.value)} if is_flag else {},
             "with": self.beside if is_flag else {**self.beside, self.knob: self.value},
-            "without": {name: value for name, value in self.beside.items() if not rests_on(name, self.knob)},
+            **({} if self.is_default else {"without": self.without}),
             **self.how,
         }
 

@@ -94,7 +94,7 @@ def states(start: dict[str, Any], seen: dict[str, Any]) -> None:
     report(fleet.worker_index(), seen=seen, names=names, guarded=guarded)
 
 
-STEPS, SAMPLES = 60, 8
+STEPS, SAMPLES = 20, 8
 ORDERS = {
     "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
     "backward, backward, apply, apply": lambda one, two: apply_in_order(one, two, (0, 1)),

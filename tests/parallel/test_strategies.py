@@ -27,9 +27,12 @@ LOSSY = ("bf16", "int8", "int4", "powersgd", "dgc", "amp")
 
 HIERARCHICAL = [name for name in CASES if name.startswith("hierarchical")]
 FLAT = [name for name in CASES if name not in (*HIERARCHICAL, "local groups of two")]
+# What combines others of the cases is left to the long launches.
+COMBINING = ("two dtypes", "two communicators", "without", "threads", "shortcut", "batch norm, ", "warm-up and")
+SINGLE = [name for name in FLAT if "passes" in name or not any(word in name for word in COMBINING)]
 # Ranks, nodes, the cases of one launch; the last two are long.
 LAUNCHES = (
-    (2, 2, FLAT),
+    (2, 2, SINGLE),
     (4, 2, [name for name in HIERARCHICAL if not CASES[name].is_local]),
     (3, 3, FLAT),
     (4, 2, [name for name in HIERARCHICAL if CASES[name].is_local]),
