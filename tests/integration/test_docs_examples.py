@@ -60,12 +60,12 @@ def test_examples_for_old_programs_do_what_they_promise(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_spawn_trains_on_two_ranks_and_fails_as_printed(tmp_path: Path) -> None:
-    trained = run(block("spawn", "SGD"), tmp_path)
+    trained = run(block("engines", "SGD"), tmp_path)
     assert trained.exit_code == 0, trained.output
     one, other = trained.output.splitlines()[-1].strip("[]").split(", ")
     assert one == other
     assert float(one) < 1.0
-    failed = run(block("spawn", "len(samples)"), tmp_path)
+    failed = run(block("engines", "len(samples)"), tmp_path)
     (shown,) = fenced_blocks((ROOT / "docs" / "engines.md").read_text(), "text")
     assert failed.exit_code == 1
     assert [line for line in shown.splitlines() if line not in failed.output] == []
