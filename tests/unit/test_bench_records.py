@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from fleet_train.profile import load_profile, profile_names
 from tools.bench import MODULES, main
-from tools.benchmarks import before_and_after, checkpoint, prediction, quote, start, sync_batch_norm
+from tools.benchmarks import before_and_after, checkpoint, prediction, quote, report, start, sync_batch_norm
 from tools.benchmarks.bits_rank import SHORTENED
 from tools.benchmarks.figures import summarise
-from tools.benchmarks.record import FOLDER, Keep, Record, all_records, circumstances, quotable
+from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
 from tools.benchmarks.start_rank import now, processes_above
 
 AT: dict[str, Any] = {
@@ -296,14 +296,19 @@ def test_what_is_quoted_is_what_the_newest_records_say() -> None:
 
 
 @pytest.mark.parametrize("quoted", quotable(), ids=lambda quoted: quoted.path.stem)
-def test_a_quoted_record_is_what_its_raw_times_give(quoted: Record) -> None:
-    content = quoted.content
+def test_a_quoted_record_is_what_its_raw_times_give(quoted: Record, tmp_path: Path) -> None:
+    content, found = quoted.content, {}
+    task, lab = content["task"], content["lab"]
     for name, figures in content["summary"].items():
         rounds = {each["round"]: each["ranks"] for each in content["rounds"] if each["contestant"] == name}
-        task, lab = content["task"], content["lab"]
-        again = asdict(summarise(rounds, task["warmup_steps"], lab["ranks_per_node"], content["target"]))
+        found[name] = summarise(rounds, task["warmup_steps"], lab["ranks_per_node"], content["target"])
+        again = asdict(found[name])
         # Python 3.12 and newer add floats with a compensated sum.
         assert close({key: figures[key] for key in again}) == json.loads(json.dumps(again)), name
+    again_at = tmp_path / quoted.path.stem
+    Keep(again_at)(content, report.page(content, found), report.picture(found), report.PICTURE)
+    for ending in (".md", ".svg"):
+        assert beside(again_at, ending).read_text() == quoted.path.with_suffix(ending).read_text(), ending
 
 
 def close(value: object) -> object:

@@ -108,7 +108,7 @@ def job_steps(records: Round) -> list[float]:
 
 def interface_bytes(record: Mapping[str, Any], window: Window) -> float:
     """Bytes per step that the node's interface sent in the window."""
-    after = [0, *record["interface_after"]]
+    after = dict(record["interface_after"])
     return float(after[window.last] - after[window.first]) / window.steps
 
 

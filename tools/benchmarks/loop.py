@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_train.files import publish_where_linked
+from tools.benchmarks.figures import window_of
 from tools.benchmarks.networks import Batches, Task, Weights, judged
 
 INTERFACE = "eth0"
@@ -96,7 +97,7 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
     Every ``evaluate_every`` steps and at the end the weights are copied, with the clock stopped and nobody waited for:
     what a strategy sends beside local steps has these milliseconds for nothing, and they are in the record. The bytes
     sent so far are read when a step ends, also after the last: what is under way where whole periods begin is under
-    way where they end, and is counted once.
+    way where they end, and is counted once. Only these two counts are recorded.
     """
     task, folder = assignment.task, Path(assignment.folder)
     batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
@@ -104,15 +105,16 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
     # makes the next step touch new pages, which costs as much as the step itself.
     steps = [*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps]
     kept = {step: [np.array(value) for value in trainee.weights()] for step in steps}
-    seconds, losses, after, paused = [], [], [], 0.0
+    facts = trainee.facts()
+    window = window_of(facts, task.warmup_steps, task.steps)
+    seconds, after, paused = [], [0], 0.0
     wait_for_all(assignment, rank, 1)
     interface, wire = interface_bytes(), wire_bytes()
     for step, (features, labels) in enumerate(batches, 1):
         began = time.perf_counter()
-        loss = trainee.step(features, labels)
+        trainee.step(features, labels)
         ended = time.perf_counter()
         seconds.append(round(ended - began, 6))
-        losses.append(round(loss, 6))
         after.append(interface_bytes() - interface)
         if step in kept:
             for copy, value in zip(kept[step], trainee.weights(), strict=True):
@@ -123,12 +125,11 @@ def run(trainee: Trainee, assignment: Assignment, rank: int) -> None:
     record = {
         "rank": rank,
         "step_seconds": seconds,
-        "losses": losses,
-        "interface_after": after,
+        "interface_after": [[step, after[step]] for step in (window.first, window.last)],
         "sent": {"interface": interface_bytes() - interface, "wire": wire_bytes() - wire},
         "paused_seconds": paused,
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "facts": trainee.facts(),
+        "facts": facts,
     }
     for step, weights in kept.items():
         np.savez(folder / f"weights-{step}-{rank}.npz", *weights)

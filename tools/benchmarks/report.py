@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from statistics import fmean, median
 from typing import Any
 
@@ -11,6 +12,8 @@ from tools.benchmarks.figures import SETUP_STEPS, Summary, paired_differences, p
 from tools.benchmarks.record import table, told_circumstances
 
 Summaries = Mapping[str, Summary]
+PICTURE = "milliseconds per step: computing alone, and what communication adds"
+_BARS = ("#2f5d8c", "#f2a65a")
 _HEADINGS = (
     "contestant", "rounds", "step ms (min to max)", "step / best DDP", "step / its PyTorch twin", "step / before",
     "step / compute alone", "scaling efficiency", "exposed ms", "wire ms", "kB sent per step and node",
@@ -173,6 +176,37 @@ def page(record: Mapping[str, Any], summaries: Summaries) -> list[str]:
         *(f"- **Failed**: {each['contestant']} in round {each['round']}: {each['reason']}"
           for each in record["failures"]),
     ]  # fmt: skip
+
+
+def picture(summaries: Summaries) -> str:
+    """Milliseconds per step of each contestant as SVG: computing alone, and what communication adds to it."""
+    shown = [(name, each.step_ms) for name, each in summaries.items() if parse(name).kind != ALONE]
+    scale = 440 / max(step for _, step in shown)
+    rows = []
+    for number, (name, step) in enumerate(shown):
+        baseline, top = summaries.get(parse(name).baseline), 40 + 24 * number
+        alone = min(step, baseline.step_ms) if baseline else 0.0
+        rows += [
+            f'<text x="240" y="{top + 13}" text-anchor="end">{escape(name)}</text>',
+            f'<rect x="250" y="{top}" width="{scale * step:.1f}" height="17" fill="{_BARS[1]}"/>',
+            f'<rect x="250" y="{top}" width="{scale * alone:.1f}" height="17" fill="{_BARS[0]}"/>',
+            f'<text x="{256 + scale * step:.1f}" y="{top + 13}">{step:.1f}</text>',
+        ]
+    words = ("computing alone", "what communication adds, ms per step")
+    for number, (colour, meaning) in enumerate(zip(_BARS, words, strict=True)):
+        left = 250 + 150 * number
+        rows.append(f'<rect x="{left}" y="12" width="14" height="14" fill="{colour}"/>')
+        rows.append(f'<text x="{left + 20}" y="24">{meaning}</text>')
+    height = 48 + 24 * len(shown)
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" width="760" height="{height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="13">',
+        f"<title>{PICTURE}</title>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        *rows,
+        "</svg>",
+        "",
+    ])  # fmt: skip
 
 
 def _sitting(at: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from tools.benchmarks.jobs import JobFailed, Place, checkout_of, revision_of, ru
 from tools.benchmarks.loop import Assignment
 from tools.benchmarks.networks import TASKS, Task, describe
 from tools.benchmarks.record import ROOT, Keep, beside, circumstances, recorded, same_code
-from tools.benchmarks.report import page, rows_of
+from tools.benchmarks.report import PICTURE, page, picture, rows_of
 from tools.lab import Lab
 
 _PORTS_PER_JOB, _FIRST_PORT, _PORT_RANGE = 20, 6200, 20000
@@ -192,6 +192,10 @@ class Benchmark:
             "rounds": self.rounds,
         }
 
+    def write(self, keep: Keep) -> None:
+        record, summaries = self.record(), self.summaries()
+        keep(record, page(record, summaries), picture(summaries) if summaries else "", PICTURE)
+
     def go_on_from(self, record: Mapping[str, Any], at: Mapping[str, Any]) -> None:
         """Continue a record. Raises ValueError if its turns are not comparable with those to come."""
         then, mine = record["circumstances"], json.loads(json.dumps(self.settings()))
@@ -255,7 +259,7 @@ def main(
             except ValueError as error:
                 raise click.UsageError(f"{keep.path}.json is there: {error}") from None
         click.echo(f"{describe(task)}\n{len(chosen)} contestants, {benchmark.repeats} rounds")
-        benchmark.run(at, lambda: keep(benchmark.record(), page(benchmark.record(), benchmark.summaries())))
+        benchmark.run(at, lambda: benchmark.write(keep))
     click.echo("\n".join(page(benchmark.record(), benchmark.summaries())))
     if benchmark.failures:
         raise click.ClickException(f"{len(benchmark.failures)} turns failed, see above and the record")
