@@ -22,7 +22,7 @@ from tools.docs_site.pages import allowed, api_pages, catalogue_page, command_li
     [
         (Page("docs/a.md", "a.md"), "[x](../README.md)", "[x](index.md)"),
         (Page("docs/benchmarks/a.md", "benchmarks/a.md"), "[x](../../README.md#two)", "[x](../index.md#two)"),
-        (Page("README.md", "index.md"), "[x](docs/gpu.md) [y](README_cn.md)", "[x](gpu.md) [y](index_cn.md)"),
+        (Page("README.md", "index.md"), "[x](docs/proven.md) [y](README_cn.md)", "[x](proven.md) [y](index_cn.md)"),
         (Page("README.md", "index.md"), "[x](docs/benchmarks)", "[x](benchmarks/README.md)"),
         (Page("docs/a.md", "a.md"), "[x](../strategies/dgc.yaml)", "[x](reference/catalogue.md#dgc)"),
         (Page("README.md", "index.md"), "[x](tools/train.py)", "[x](source/tools/train.py.md)"),
