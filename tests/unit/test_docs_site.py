@@ -112,7 +112,7 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
         "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
         "docs/layout.md is out of date; run: python -m tools.docs_site.layout",
     ]
-    assert layout.problems(tmp_path) == missing
+    assert list(layout.problems(tmp_path)) == missing
     (tmp_path / "fleet_train" / "mute" / "long.py").write_text("x = 1\n" * 501)
     (tmp_path / "fleet_train" / "short.py").write_text("x = 1\n")
     assert [line for line in layout.problems(tmp_path) if line not in missing] == [
@@ -133,15 +133,11 @@ TABLE = {
 }
 
 
-def test_picture_draws_what_does_not_follow() -> None:
-    assert layers.heights(TABLE) == {"errors": 0, "plan": 1, "train": 2, "cli": 3}
+def test_picture_draws_what_does_not_follow_and_each_box_above_what_it_imports() -> None:
+    assert layers.ordered(TABLE) == ["cli", "train", "plan", "errors"]
     assert layers.drawn_imports(TABLE) == [("cli", "train"), ("plan", "errors"), ("train", "plan")]
-
-
-def test_line_past_a_row_has_a_place_beside_the_boxes() -> None:
-    table = {"a": frozenset[str](), "b": frozenset({"a"}), "c": frozenset({"b"}), "other": frozenset({"a"})}
-    table["top"] = frozenset({"c", "other"})
-    spots = layers.places(table)
-    assert [height for _, height in spots["top>other"]] == [2]
-    gap = abs(spots["top>other"][0][0] - spots["c"][0][0])
-    assert gap >= layers.BOX_WIDTH / 2
+    assert layers.picture(TABLE, frozenset({"train"})).count(layers.WITH_PADDLE) == 2, "its box, and what that means"
+    source = (
+        "MAY_IMPORT: X = {'errors': set(), 'plan': {'errors'}, '__main__': {'plan'}}\nLAYERS_WITH_PADDLE = {'plan'}"
+    )
+    assert layers.tables(source) == ({"errors": frozenset(), "plan": frozenset({"errors"})}, {"plan"})
