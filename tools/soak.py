@@ -36,10 +36,28 @@ from fleet_train.data.sampler import epoch_order
 from fleet_train.errors import Preempted
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
 from tools.lab import Lab
-from tools.soaking.faults import KINDS, OF_MACHINES, Faults, PlannedFault, Timeouts, plan_faults, recovery_of
+from tools.soaking.faults import (
+    KINDS,
+    LOST_NODE_SECONDS,
+    OF_MACHINES,
+    REJOIN_SECONDS,
+    Faults,
+    PlannedFault,
+    plan_faults,
+    recovery_of,
+)
 from tools.soaking.job import Job, SoakFailed, started
-from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
-from tools.soaking.program import HURRY, STEP_SECONDS, STOP_AT
+from tools.soaking.ledger import (
+    HURRY,
+    STEP_SECONDS,
+    STOP_AT,
+    Ledger,
+    Stretch,
+    merged,
+    samples_wrong,
+    steps_of,
+    surviving,
+)
 
 _SEED = 0
 _TENSORS = "persistables.safetensors"
@@ -50,8 +68,7 @@ Say = Callable[[str], None]
 def launch_flags(plans: Sequence[PlannedFault]) -> tuple[str, ...]:
     flags = f"--max_restarts={2 * len(plans)} --job_id=soak"
     if any(plan.kind in OF_MACHINES for plan in plans):
-        times = Timeouts()
-        flags += f" --min_nodes=2 --lost_node_timeout={times.lost_node:g} --rejoin_timeout={times.rejoin:g}"
+        flags += f" --min_nodes=2 --lost_node_timeout={LOST_NODE_SECONDS:g} --rejoin_timeout={REJOIN_SECONDS:g}"
         flags += " --direct_ranks=0"
     return tuple(flags.split())
 

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tools.lab import Lab
-from tools.soaking.program import LEDGER
+from tools.soaking.ledger import LEDGER
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "FLEET_TRAIN_SOAK"
@@ -100,16 +101,11 @@ class Running:
         import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2", **self.job.environ}
         environ |= {_MARK: self._mark, LEDGER: str(self.job.ledger), "TMPDIR": str(temporary)}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        where: dict[str, Any] = {"cwd": self.job.disk(node), "env": environ, **streams}
         with (self.job.folder / f"launcher{node}.log").open("ab") as log:
-            self.launchers[node] = subprocess.Popen(
-                self.job.command(node),
-                cwd=self.job.disk(node),
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # they get Ctrl-C only through this process
-            )
+            # A session of its own: it gets Ctrl-C only through this process.
+            self.launchers[node] = subprocess.Popen(self.job.command(node), stdout=log, start_new_session=True, **where)
 
     def lose(self, node: int) -> None:
         """Everything on the machine is killed, and its disk is gone."""
@@ -128,6 +124,9 @@ class Running:
     def set_link(self, node: int, state: str) -> None:
         assert self.job.lab is not None
         self.job.lab.set_link(node, state)
+
+    def signal(self, node: int, number: int) -> None:
+        send(self.launchers[node].pid, number)
 
     def rank_pids(self) -> dict[int, int]:
         """Rank -> process id of its script, for the ranks running now."""
@@ -189,17 +188,15 @@ class Running:
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
         """Command lines of this job's processes that still run after a short grace period."""
         deadline = time.monotonic() + patience_seconds
-        while (found := self._processes()) and time.monotonic() < deadline:
+        while True:
+            found = []
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    if process.environ().get(_MARK) == self._mark:
+                        found.append(" ".join(process.cmdline()))
+            if not found or time.monotonic() > deadline:
+                return found
             time.sleep(0.1)
-        return found
-
-    def _processes(self) -> list[str]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(_MARK) == self._mark:
-                    found.append(" ".join(process.cmdline()))
-        return found
 
     def left_behind(self) -> list[str]:
         """Folders for temporary files of launchers, and half-written checkpoints, by node."""
