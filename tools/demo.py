@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -63,7 +63,11 @@ def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str,
     """Train on two loopback "nodes" and check the result. Further flags go to the trainer."""
     folders = Folders(Path(output_dir))
     folders.prepare()
-    commands = node_commands(folders, strategy, free_port(NODES), train_flags)
+    program, trainer = [sys.executable, "-m", "fleet_train"], [os.path.relpath(ROOT / "tools" / "train.py")]
+    commands = [
+        [*command, "--overwrite", *train_flags]
+        for command in node_commands(program, trainer, folders, strategy, free_port(NODES))
+    ]
     click.echo('Two "nodes" on this machine, one command on each. The first one\'s:')
     click.echo("  python " + " ".join(commands[0][1:]) + "\n")
     began = time.monotonic()
@@ -73,22 +77,15 @@ def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str,
     say_results(folders, summary, time.monotonic() - began)
 
 
-def node_commands(folders: Folders, strategy: str, port: int, train_flags: tuple[str, ...]) -> list[list[str]]:
-    """The launch command of each node, as a user would type it."""
+def node_commands(
+    program: Sequence[str], trainer: Sequence[str], folders: Folders, strategy: str, port: int
+) -> list[list[str]]:
+    """The launch command of each node, as a user would type it. ``trainer``: the script or module, and its flags."""
+    ips = f"--cluster_node_ips={','.join(NODES)}"
+    flags = [ips, f"--started_port={port}", "--nproc_per_node=1", f"--strategy={strategy}"]
+    places = [[f"--node_ip={ip}", f"--log_dir={folders.log / f'node{index}'}"] for index, ip in enumerate(NODES)]
     return [
-        [
-            *(sys.executable, "-m", "fleet_train", "launch"),
-            *(f"--cluster_node_ips={','.join(NODES)}", f"--node_ip={node_ip}", f"--started_port={port}"),
-            *("--nproc_per_node=1", f"--strategy={strategy}", f"--log_dir={folders.log / f'node{index}'}"),
-            *(
-                os.path.relpath(ROOT / "tools" / "train.py"),
-                *RECIPE,
-                f"--output_dir={folders.output}",
-                "--overwrite",
-                *train_flags,
-            ),
-        ]
-        for index, node_ip in enumerate(NODES)
+        [*program, "launch", *flags, *place, *trainer, *RECIPE, f"--output_dir={folders.output}"] for place in places
     ]
 
 
@@ -101,12 +98,10 @@ def free_port(addresses: tuple[str, ...], count: int = 4) -> int:
 
 
 def _is_free(address: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind((address, port))
         return True
+    return False
 
 
 @contextlib.contextmanager
@@ -132,7 +127,8 @@ def started(
 
     Without ``environment`` and ``cwd``: this process's, with the checkout importable.
     """
-    environment = node_environment() if environment is None else environment
+    if environment is None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     nodes: list[subprocess.Popen[bytes]] = []
     try:
         for index, command in enumerate(commands):
@@ -143,12 +139,6 @@ def started(
         yield nodes
     finally:
         stop_all(nodes)
-
-
-def node_environment() -> dict[str, str]:
-    """This environment with the checkout importable."""
-    import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": import_path}
 
 
 def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:
@@ -195,13 +185,9 @@ def say_results(folders: Folders, summary: dict[str, Any], seconds: float) -> No
         f"\nTest accuracy {summary['test_accuracy']:.4f} after {summary['steps']} steps "
         f"on {summary['world_size']} ranks, {summary['samples_per_second']:.0f} samples/s, {seconds:.0f} s in all."
     )
-    places = [
-        ("checkpoint", summary["checkpoint"]),
-        ("logs", folders.log),
-        ("numbers", folders.output / "metrics.jsonl"),
-        ("summary", folders.summary),
-    ]
-    for name, place in places:
+    numbers = folders.output / "metrics.jsonl"
+    places = {"checkpoint": summary["checkpoint"], "logs": folders.log, "numbers": numbers, "summary": folders.summary}
+    for name, place in places.items():
         click.echo(f"  {name:<11}{place}")
     python = Path(sys.executable)
     shown = os.path.relpath(python) if python.is_relative_to(ROOT) else "python"
