@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fleet_train.profile import load_profile, profile_names
 from tools.bench import MODULES, main
-from tools.benchmarks import before_and_after, checkpoint, prediction, quote, report, start, sync_batch_norm
+from tools.benchmarks import before_and_after, costs, prediction, quote, report, start
 from tools.benchmarks.bits_rank import SHORTENED
 from tools.benchmarks.figures import summarise
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
@@ -58,13 +58,13 @@ def test_shares_of_a_checkpoint_are_of_the_block_without_one_in_the_same_round()
         [block("none", 1.0, 1.0), block("background", 1.01, 1.03, 5.0), block("waiting", 1.1, 1.04, 90.0)],
         [block("waiting", 2.4, 2.1, 110.0), block("none", 2.0, 2.0), block("background", 2.06, 2.02, 9.0)],
     ]
-    found = checkpoint.summarise(rounds, steps=50)
+    found = costs.shares_of(rounds, steps=50)
     assert found["step_ms"] == 30.0
     assert (found["background"]["share_percent"], found["waiting"]["share_percent"]) == (2.0, 15.0)
     assert found["background"]["processor_share_percent"] == 2.0
     assert (found["background"]["stood_ms"], found["waiting"]["stood_ms"]) == (7.0, 100.0)
     job = {"ranks": 2, "rounds": rounds, "checkpoint_bytes": 23_400_000, "summary": found}
-    page = checkpoint.page({"circumstances": AT, "task": "a network", "steps": 50, "jobs": [job]})
+    page = costs.checkpoint_page({"circumstances": AT, "task": "a network", "steps": 50, "jobs": [job]})
     assert page[-2].startswith("| 2 | 30.0 ms | in the background | +2.00 % (")
     assert page[-1].endswith("| +4.50 % | 100.0 ms |")
 
@@ -77,14 +77,14 @@ def test_ratios_of_synchronised_batch_norm_are_of_medians_in_the_same_round() ->
 
     # The machine is half as fast in the second round, and one block was held up.
     rounds = [round_of([1.0, 1.0, 9.0], [1.2, 1.2, 1.2]), round_of([2.0, 2.0, 2.0], [2.8, 2.8, 30.0])]
-    found = sync_batch_norm.summarise(rounds, steps=10)
+    found = costs.ratios_of(rounds, steps=10)
     assert found["step_ms"] == {"plain": 150.0, "synchronised": 200.0, "ratio": 1.3, "ratios": [1.2, 1.4]}
     assert found["processor_ms"]["plain"] == 75.0
     asked = {"ranks": 1, "blocks": 3, "steps": 10, "rounds": 2}
     record = {"circumstances": AT, "rounds": rounds, "summary": {"convnet": found}, "asked": asked}
     assert (
         "| convnet | 32 | 6 | 150 ms | 200 ms | 213.3 -> 160.0 | 1.30 (1.20 to 1.40) | 75 ms | 100 ms |"
-        in (sync_batch_norm.page(record)[-1])
+        in (costs.batch_norm_page(record)[-1])
     )
 
 
