@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from fleet_train.profile import load_profile, profile_names
 from tools.bench import MODULES, main
-from tools.benchmarks import before_and_after, costs, prediction, quote, report, start
+from tools.benchmarks import before_and_after, costs, labs, quote, report, start
 from tools.benchmarks.bits_rank import SHORTENED
-from tools.benchmarks.figures import summarise
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
+from tools.benchmarks.report import summarise
 from tools.benchmarks.start_rank import now, processes_above
 
 AT: dict[str, Any] = {
@@ -140,7 +140,7 @@ def test_errors_of_predictions_are_of_medians_over_the_rounds() -> None:
         return {"profiles": [dict(zip(("name", "predicted_ms", "measured_ms"), each, strict=True)) for each in steps]}
 
     rounds = [made(("a", 9.0, 10.0), ("b", 8.0, 20.0), ("c", 1.0, None)), made(("a", 11.0, 10.0), ("b", 8.0, 20.0))]
-    lines = prediction.figures({"1gbit": [*rounds, made(("a", 9.0, 12.0))]})
+    lines = labs.figures({"1gbit": [*rounds, made(("a", 9.0, 12.0))]})
     assert "| 1gbit | a | 9.0 (9.0 to 11.0) | 10.0 (10.0 to 12.0) | 10% | 3 |" in lines
     assert "| 1gbit | b | 8.0 (8.0 to 8.0) | 20.0 (20.0 to 20.0) | 60% | 2 |" in lines
     assert "2 steps: median error 35%, worst 60%" in lines

@@ -17,23 +17,36 @@ import pytest
 from fleet_train.profile import load_profile
 from tests.support.processes import ROOT
 from tools.benchmarks import strategies
-from tools.benchmarks.contestants import Contestant, parse, with_baselines
-from tools.benchmarks.figures import (
+from tools.benchmarks.jobs import JobFailed, Place, commands_of
+from tools.benchmarks.ranks import Assignment
+from tools.benchmarks.record import Keep, beside
+from tools.benchmarks.report import (
     Summary,
     Window,
     family_of,
+    figures_table,
+    page,
     predicted,
+    rows_of,
     steps_to_target,
     summarise,
     window_of,
     wire_ms,
 )
-from tools.benchmarks.jobs import JobFailed, Place, commands_of
-from tools.benchmarks.loop import Assignment
-from tools.benchmarks.networks import TASKS, Batches, PaddleKit, Task, build, judged, start_feed, start_weights
-from tools.benchmarks.record import Keep, beside
-from tools.benchmarks.report import figures_table, page, rows_of
 from tools.benchmarks.strategies import SCENARIOS, Benchmark, chosen_contestants, rivals_of
+from tools.benchmarks.tasks import (
+    TASKS,
+    Batches,
+    Contestant,
+    PaddleKit,
+    Task,
+    build,
+    judged,
+    parse,
+    start_feed,
+    start_weights,
+    with_baselines,
+)
 from tools.lab import Lab
 
 AT: dict[str, Any] = {

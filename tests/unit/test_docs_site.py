@@ -12,7 +12,7 @@ import pytest
 from fleet_train.cli import COMMANDS
 from fleet_train.profile import profile_names
 from tests.support.processes import ROOT
-from tools.docs_site import layers, layout
+from tools.docs_site import layout
 from tools.docs_site.links import Page, Rewriter, separated_lists, source_page
 from tools.docs_site.pages import allowed, api_pages, catalogue_page, command_line_page, keys_page
 
@@ -134,10 +134,10 @@ TABLE = {
 
 
 def test_picture_draws_what_does_not_follow_and_each_box_above_what_it_imports() -> None:
-    assert layers.ordered(TABLE) == ["cli", "train", "plan", "errors"]
-    assert layers.drawn_imports(TABLE) == [("cli", "train"), ("plan", "errors"), ("train", "plan")]
-    assert layers.picture(TABLE, frozenset({"train"})).count(layers.WITH_PADDLE) == 2, "its box, and what that means"
+    assert layout.ordered(TABLE) == ["cli", "train", "plan", "errors"]
+    assert layout.drawn_imports(TABLE) == [("cli", "train"), ("plan", "errors"), ("train", "plan")]
+    assert layout.picture(TABLE, frozenset({"train"})).count(layout.WITH_PADDLE) == 2, "its box, and what that means"
     source = (
         "MAY_IMPORT: X = {'errors': set(), 'plan': {'errors'}, '__main__': {'plan'}}\nLAYERS_WITH_PADDLE = {'plan'}"
     )
-    assert layers.tables(source) == ({"errors": frozenset(), "plan": frozenset({"errors"})}, {"plan"})
+    assert layout.tables(source) == ({"errors": frozenset(), "plan": frozenset({"errors"})}, {"plan"})

@@ -18,9 +18,9 @@ from typing import Any
 import click
 
 from fleet_train.cluster.installed import git
-from tools.benchmarks.contestants import ALONE, BEFORE, OURS, TORCH, Contestant
-from tools.benchmarks.loop import INTERFACE, Assignment, evaluated
+from tools.benchmarks.ranks import INTERFACE, Assignment, evaluated
 from tools.benchmarks.record import ROOT
+from tools.benchmarks.tasks import ALONE, BEFORE, OURS, TORCH, Contestant
 from tools.lab import Lab
 
 _STOP_SECONDS = 10.0

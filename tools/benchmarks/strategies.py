@@ -28,13 +28,11 @@ from tqdm import tqdm
 
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
-from tools.benchmarks.contestants import BEFORE, OURS, TORCH, Contestant, with_baselines
-from tools.benchmarks.figures import Summary, summarise
 from tools.benchmarks.jobs import JobFailed, Place, checkout_of, revision_of, run_contestant
-from tools.benchmarks.loop import Assignment
-from tools.benchmarks.networks import TASKS, Task, describe
+from tools.benchmarks.ranks import Assignment
 from tools.benchmarks.record import ROOT, Keep, beside, circumstances, recorded, same_code
-from tools.benchmarks.report import PICTURE, page, picture, rows_of
+from tools.benchmarks.report import PICTURE, Summary, page, picture, rows_of, summarise
+from tools.benchmarks.tasks import BEFORE, OURS, TASKS, TORCH, Contestant, Task, describe, with_baselines
 from tools.lab import Lab
 
 _PORTS_PER_JOB, _FIRST_PORT, _PORT_RANGE = 20, 6200, 20000
