@@ -59,6 +59,14 @@ class PlannedFault:
     delay_seconds: float
 
 
+def launch_flags(plans: Sequence[PlannedFault]) -> tuple[str, ...]:
+    flags = f"--max_restarts={2 * len(plans)} --job_id=soak"
+    if any(plan.kind in OF_MACHINES for plan in plans):
+        flags += f" --min_nodes=2 --lost_node_timeout={LOST_NODE_SECONDS:g} --rejoin_timeout={REJOIN_SECONDS:g}"
+        flags += " --direct_ranks=0"
+    return tuple(flags.split())
+
+
 def plan_faults(words: Sequence[str], count: int | None, nodes: int, ranks: int, seed: int) -> list[PlannedFault]:
     """Faults such as ``machine:0``, ``frozen:leader``, ``cut:2:late``, ``save``, in the order of the list. With
     ``count``, so many of their kinds, each equally often (within one), in random order. Raises SoakFailed."""

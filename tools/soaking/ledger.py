@@ -51,6 +51,10 @@ class Ledger:
                 self._lines += [json.loads(line) for line in whole.splitlines()]
         return self._lines
 
+    def hurry(self) -> None:
+        """Ask the ranks to train without pauses from now on."""
+        (self.folder / HURRY).touch()
+
     def newest_attempt(self) -> int:
         """The newest attempt that has trained a step; -1: none."""
         return max((line["attempt"] for line in self.lines() if line["event"] == "step"), default=-1)
