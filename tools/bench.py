@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Module, and its command if that is not ``main``. Imported when asked for: most import Paddle, which takes seconds.
 MODULES = {
     "strategies": ("strategies", "Profiles beside PyTorch DDP on an emulated network: steps, bytes, accuracy. Root."),
-    "before-and-after": ("before_and_after", "Do two checkouts train to the same bits?"),
-    "start": ("start", "From the command to the end of the first step, beside torchrun."),
+    "before-and-after": ("checkouts:before_and_after", "Do two checkouts train to the same bits?"),
+    "start": ("checkouts:start", "From the command to the end of the first step, beside torchrun."),
     "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),
     "doctor": ("labs:doctor_alarms", "False alarms of the doctor on emulated machines without a fault. Root."),
     "checkpoint": ("costs:checkpoint", "Checkpoints in the background and waited for, beside none."),

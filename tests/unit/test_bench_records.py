@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fleet_train.profile import load_profile, profile_names
 from tools.bench import MODULES, main
-from tools.benchmarks import before_and_after, costs, labs, quote, report, start
+from tools.benchmarks import checkouts, costs, labs, quote, report
 from tools.benchmarks.bits_rank import SHORTENED
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
 from tools.benchmarks.report import summarise
@@ -93,7 +93,7 @@ def test_phases_of_a_start_follow_one_another_and_a_launcher_counts_once() -> No
         "processes": [[14, 101.5, 2.0], [11, 100.0, 1.0], [1, 3.0, 50.0]],
         "ends": {"interpreter": 101.75, "import of the framework": 103.0, "first step": 104.0},
     }
-    assert start.phases(start.CHAIN, 100.0, rank) == {
+    assert checkouts.phases(checkouts.CHAIN, 100.0, rank) == {
         "launcher, until it starts the rank": 1.5,
         "interpreter": 0.25,
         "import of the framework": 1.25,
@@ -101,23 +101,24 @@ def test_phases_of_a_start_follow_one_another_and_a_launcher_counts_once() -> No
         "total": 4.0,
     }
     other = {"processes": [[15, 101.5, 3.0], [11, 100.0, 1.25], [1, 3.0, 50.0]]}
-    assert start.processor_seconds(start.CHAIN, [rank, other]) == 2.0 + 3.0 + 1.25
+    assert checkouts.processor_seconds(checkouts.CHAIN, [rank, other]) == 2.0 + 3.0 + 1.25
 
 
 def test_ratios_of_starts_are_taken_within_a_round_and_then_the_median() -> None:
     def turn(ours: float, torch: float) -> dict[str, dict[str, float]]:
         return {
-            start.OURS: {"interpreter": 0.25, "total": ours, "end": ours + 1, "processor": 2 * ours},
-            start.TORCH: {"total": torch, "end": torch + 1, "processor": torch},
+            checkouts.OURS: {"interpreter": 0.25, "total": ours, "end": ours + 1, "processor": 2 * ours},
+            checkouts.TORCH: {"total": torch, "end": torch + 1, "processor": torch},
         }
 
     # The machine is half as fast in round 2: a ratio of medians would compare different rounds.
     rounds = [turn(2.0, 4.0), turn(6.0, 8.0), turn(3.0, 4.0)]
-    found = start.summary(rounds)
+    found = checkouts.summary(rounds)
     assert found["ratios"] == {
-        start.OURS: {"total": [0.5, 0.75, 0.75], "end": [0.6, 0.778, 0.8], "processor": [1.0, 1.5, 1.5]}
+        checkouts.OURS: {"total": [0.5, 0.75, 0.75], "end": [0.6, 0.778, 0.8], "processor": [1.0, 1.5, 1.5]}
     }
-    lines = start.page({"circumstances": AT, "rounds": rounds, "loads": [0.5, 1.0, 2.0], "before": None, **found})
+    loads = {"loads": [0.5, 1.0, 2.0], "before": None}
+    lines = checkouts.start_page({"circumstances": AT, "rounds": rounds, **loads, **found})
     assert "| fleet_train | 3.00 | 0.75 | 0.50 to 0.75 | 6.00 | 1.50 | 4.00 |" in lines
     assert "| torchrun + DDP | 4.00 | 1 | - | 4.00 | 1 | 5.00 |" in lines
     assert "| interpreter | 0.25 |" in lines
@@ -164,15 +165,15 @@ def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     save(one, values)
     save(other, values)
-    assert list(before_and_after.differences(one, other, "dgc", 2)) == []
+    assert list(checkouts.differences(one, other, "dgc", 2)) == []
     save(other, one_bit_off(values), ("resumed",))
-    first, *more = before_and_after.differences(one, other, "dgc", 2)
+    first, *more = checkouts.differences(one, other, "dgc", 2)
     assert first.startswith("weight (Momentum, resumed, rank 0): differs by up to 2.38e-07")
     assert len(more) == 3
     save(other, values)
     # What was taken over is compared with what the first checkout resumed.
     save(other, one_bit_off(values), ("taken_over",))
-    assert next(before_and_after.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
+    assert next(checkouts.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,8 @@ def test_a_row_tells_a_difference_from_noise_and_from_a_failure(
             save(folder, values if kind == "a" else one_bit_off(values))
         return {} if kind != "-" else {"dgc": "exit code 1: rank 1 said why"}
 
-    monkeypatch.setattr(before_and_after, "run_all", run_all)
-    (row,) = before_and_after.compare({"before": Path(), "after": Path()}, [2], ["dgc"])
+    monkeypatch.setattr(checkouts, "run_all", run_all)
+    (row,) = checkouts.compare({"before": Path(), "after": Path()}, [2], ["dgc"])
     assert (row["result"], bool(row["first"])) == (result, result != "equal")
     assert set(SHORTENED) <= set(profile_names())
 
