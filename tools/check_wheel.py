@@ -24,15 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.demo import (
     NODES,
-    ROOT,
     Folders,
     checked_summary,
     free_port,
     node_commands,
     started,
-    stopping_on_signals,
     wait_for_all,
 )
+from tools.processes import ROOT, leaving_on_signals
 
 # Everything the build needs. README.md is the description.
 SOURCES = ("fleet_train", "strategies", "pyproject.toml", "README.md", "LICENSE")
@@ -144,7 +143,7 @@ def main(output: Path, python: str, timeout: float) -> None:
     def say(text: str) -> None:
         click.echo(f"{text}, {time.monotonic() - began:.0f} s since the start")
 
-    with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="fleet_train_wheel_") as name:
+    with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="fleet_train_wheel_") as name:
         wheel, elsewhere = built(ROOT, Path(name)), Path(name, "elsewhere")
         check_contents(wheel, ROOT)
         say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")

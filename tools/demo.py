@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.processes import ROOT, Process, leaving_on_signals, start, stop
+
 NODES = ("127.0.0.2", "127.0.0.3")
 MINIMUM_ACCURACY = 0.97
 # 20 epochs of 23 steps; with so little data, shifting the images by a pixel adds 1 % of accuracy.
@@ -51,7 +52,8 @@ class Folders:
     def prepare(self) -> None:
         """Remove results of an earlier demo, so that they are not taken for this one's."""
         self.log.mkdir(parents=True, exist_ok=True)
-        self.summary.unlink(missing_ok=True)
+        for path in (self.summary, *self.log.glob("node*.out")):
+            path.unlink(missing_ok=True)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -71,7 +73,7 @@ def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str,
     click.echo('Two "nodes" on this machine, one command on each. The first one\'s:')
     click.echo("  python " + " ".join(commands[0][1:]) + "\n")
     began = time.monotonic()
-    with stopping_on_signals(), started(commands, folders) as nodes:
+    with leaving_on_signals(), started(commands, folders) as nodes:
         exit_codes = wait_for_all(nodes, timeout)
     summary = checked_summary(folders, exit_codes)
     say_results(folders, summary, time.monotonic() - began)
@@ -105,64 +107,32 @@ def _is_free(address: str, port: int) -> bool:
 
 
 @contextlib.contextmanager
-def stopping_on_signals() -> Iterator[None]:
-    """Have Ctrl-C, `kill` and a closed terminal run the `finally` blocks below, once."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
-        click.echo("\nstopping both nodes ...", err=True)
-        raise SystemExit(128 + number)
-
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, stop)
-    yield
-
-
-@contextlib.contextmanager
 def started(
     commands: list[list[str]], folders: Folders, environment: dict[str, str] | None = None, cwd: Path | None = None
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+) -> Iterator[list[Process]]:
     """Both launchers running: node 0 writes to this terminal, the other to its file. On leaving, both have ended.
 
     Without ``environment`` and ``cwd``: this process's, with the checkout importable.
     """
     if environment is None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    nodes: list[subprocess.Popen[bytes]] = []
+        import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": import_path}
+    nodes: list[Process] = []
     try:
         for index, command in enumerate(commands):
-            with (folders.log / f"node{index}.out").open("wb") as sink:
-                # Own sessions: they get Ctrl-C only through this process, once, in a known order.
-                output: dict[str, Any] = {} if index == 0 else {"stdout": sink, "stderr": subprocess.STDOUT}
-                nodes.append(subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **output))
+            nodes.append(start(command, folders.log / f"node{index}.out" if index else None, environment, cwd))
         yield nodes
     finally:
-        stop_all(nodes)
+        stop(nodes, _STOP_TIMEOUT_SECONDS)
 
 
-def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:
+def wait_for_all(nodes: list[Process], timeout_seconds: float) -> list[int]:
     """Exit codes of both nodes; raises DemoFailed after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     try:
         return [node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]
     except subprocess.TimeoutExpired:
         raise DemoFailed(f"not finished after {timeout_seconds:g} s; is this machine busy? See --timeout") from None
-
-
-def stop_all(nodes: list[subprocess.Popen[bytes]]) -> None:
-    """Stop what still runs. The launcher stops its ranks itself on SIGTERM; SIGKILL is the last resort."""
-    running = [node for node in nodes if node.poll() is None]
-    for node in running:
-        node.terminate()
-    deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
-    for node in running:
-        try:
-            node.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
 
 
 def checked_summary(folders: Folders, exit_codes: list[int]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _command(task: str, place: Place, folder: Path, node: int, trials: int, seco
     command = [*place.lab.nodes[node].prefix, sys.executable, "-m", "fleet_train", "recommend", *flags]
     script = ["--script", str(ROOT / "tools" / "benchmarks" / "ranks.py"), "task", task]
     # Only JSON on stdout: other lines go to the job's log.
-    return ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
+    return ["sh", "-c", 'exec "$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
 
 
 def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:

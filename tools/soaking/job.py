@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from tools.lab import Lab
+from tools.processes import ROOT, Process, start, stop
 from tools.soaking.ledger import LEDGER
 
-ROOT = Path(__file__).resolve().parents[2]
 _MARK = "FLEET_TRAIN_SOAK"
 _OUR_PREFIX = "fleet_train"
 _LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
@@ -88,7 +87,7 @@ class Running:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self.launchers: dict[int, Process] = {}
         self._mark = f"{os.getpid()}-{job.folder.name}-{time.monotonic_ns()}"
         self._leader = job.nodes[0]
         self._heard = dict.fromkeys(job.nodes, 0)
@@ -101,11 +100,8 @@ class Running:
         import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2", **self.job.environ}
         environ |= {_MARK: self._mark, LEDGER: str(self.job.ledger), "TMPDIR": str(temporary)}
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        where: dict[str, Any] = {"cwd": self.job.disk(node), "env": environ, **streams}
-        with (self.job.folder / f"launcher{node}.log").open("ab") as log:
-            # A session of its own: it gets Ctrl-C only through this process.
-            self.launchers[node] = subprocess.Popen(self.job.command(node), stdout=log, start_new_session=True, **where)
+        log = self.job.folder / f"launcher{node}.log"
+        self.launchers[node] = start(self.job.command(node), log, environ, self.job.disk(node))
 
     def lose(self, node: int) -> None:
         """Everything on the machine is killed, and its disk is gone."""
@@ -173,17 +169,8 @@ class Running:
         return [int(self.launchers[node].returncode) for node in self.job.nodes]
 
     def stop(self) -> None:
-        """SIGTERM (also to stopped processes), which lets the ranks save, then SIGKILL; no launcher is left."""
-        running = [launcher for launcher in self.launchers.values() if launcher.poll() is None]
-        for launcher in running:
-            launcher.send_signal(signal.SIGCONT)
-            launcher.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for launcher in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.1, deadline - time.monotonic()))
-            launcher.kill()
-            launcher.wait()
+        """Let the ranks save, then kill what is left; no launcher is."""
+        stop(list(self.launchers.values()), _STOP_SECONDS)
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
         """Command lines of this job's processes that still run after a short grace period."""
