@@ -15,23 +15,24 @@ from typing import Any
 import click
 import numpy as np
 import paddle
+from paddle import nn
 
+from fleet_train import fleet, role_maker
 from fleet_train.collectives.methods.codec import Codec, CompiledCodec, HostCodec, find_loops
 from fleet_train.collectives.paddle_compat import keep_freed_memory
+from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tools.benchmarks.jobs import results_of, run_here
 from tools.benchmarks.record import Keep, circumstances, recorded, spread, table, told_circumstances
 from tools.benchmarks.tasks import TASKS, Batches, PaddleKit, build, describe, start_feed
 
-CODED_BLOCKS = (128, 512, 2048)
+LARGEST_BLOCK = 2048
 PARTS = ("add", "encode", "decode")
 SETTINGS = {
-    f"int{bits}, blocks of {block}{', stochastic' if stochastic else ''}": QuantisedSettings(
-        bits, block, stochastic=stochastic
-    )
+    f"int{bits}, blocks of {block}{', stochastic' * stochastic}": QuantisedSettings(bits, block, stochastic=stochastic)
     for bits in (8, 4)
-    for block in CODED_BLOCKS
-    for stochastic in ((False, True) if block == 512 else (False,))
+    for block, stochastic in ((128, False), (512, False), (512, True), (2048, False))
 }
 
 
@@ -95,7 +96,7 @@ def codec_cost(megabytes: float, rounds: int, keep: Keep) -> None:
     at, measured = circumstances(), cases()
     paddle.set_device("cpu")
     keep_freed_memory()
-    elements = int(megabytes * 2**20) // 4 // max(CODED_BLOCKS) * max(CODED_BLOCKS)
+    elements = int(megabytes * 2**20) // 4 // LARGEST_BLOCK * LARGEST_BLOCK
     gradients = paddle.randn([elements])
     owed = {name: paddle.zeros([elements]) for name in measured}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in measured}
@@ -121,10 +122,6 @@ class Trained:
     """A network in programs of its own on one rank."""
 
     def __init__(self, name: str, shape: Sequence[int], network: Callable[[], Any], *profile: Any) -> None:
-        import paddle
-
-        from fleet_train import fleet
-
         self.program, self.startup = paddle.static.Program(), paddle.static.Program()
         with paddle.static.program_guard(self.program, self.startup), paddle.utils.unique_name.guard(f"{name}_"):
             features = paddle.static.data("features", [None, *shape], "float32")
@@ -161,9 +158,6 @@ def in_turn(kinds: Sequence[str], rounds: int, block: Callable[[str], Mapping[st
 
 def checkpoints_of_a_rank(folder: Path, rounds: str, steps: str) -> dict[str, Any]:
     """The rounds of a rank, and the size of a checkpoint."""
-    from fleet_train import fleet
-    from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-
     task, done = TASKS["mlp"], 0
     trained = Trained("mlp", task.sample_shape, lambda: build(task, PaddleKit(task)))
     trained.exe.run(trained.startup, feed=start_feed(task, trained.startup))
@@ -198,12 +192,6 @@ def checkpoints_of_a_rank(folder: Path, rounds: str, steps: str) -> dict[str, An
 
 def batch_norm_of_a_rank(folder: Path, network: str, count: str, steps: str) -> dict[str, Any]:
     """The blocks of a rank, and how often synchronised batch norm exchanges in a step."""
-    import paddle
-    from paddle import nn
-
-    from fleet_train import fleet
-    from fleet_train.profile import Profile
-
     del folder
     layers: list[Any] = []
     for before, after in ((3, 32), (32, 64), (64, 128)):
@@ -228,10 +216,6 @@ def batch_norm_of_a_rank(folder: Path, network: str, count: str, steps: str) -> 
 
 
 def run_rank(what: str, folder: Path, *asked: str) -> None:
-    import paddle
-
-    from fleet_train import fleet, role_maker
-
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     found = (checkpoints_of_a_rank if what == "checkpoint" else batch_norm_of_a_rank)(folder, *asked)
