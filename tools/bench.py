@@ -14,36 +14,36 @@ figure, and a page for people beside it (.md); `quote` copies what such records 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Imported when asked for: most import Paddle, which takes seconds.
+# Module, and its command if that is not ``main``. Imported when asked for: most import Paddle, which takes seconds.
 MODULES = {
     "strategies": ("strategies", "Profiles beside PyTorch DDP on an emulated network: steps, bytes, accuracy. Root."),
-    "before-and-after": ("before_and_after", "Do two checkouts train to the same bits?"),
-    "start": ("start", "From the command to the end of the first step, beside torchrun."),
-    "prediction": ("prediction", "What recommend predicts, beside what its trials take. Root."),
-    "doctor": ("doctor", "False alarms of the doctor on emulated machines without a fault. Root."),
-    "checkpoint": ("checkpoint", "Checkpoints in the background and waited for, beside none."),
-    "sync-batch-norm": ("sync_batch_norm", "Synchronised batch norm beside the plain one."),
-    "codec": ("codec", "Processor time of coding float32 in few bits, and of decoding it."),
+    "before-and-after": ("checkouts:before_and_after", "Do two checkouts train to the same bits?"),
+    "start": ("checkouts:start", "From the command to the end of the first step, beside torchrun."),
+    "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),
+    "doctor": ("labs:doctor_alarms", "False alarms of the doctor on emulated machines without a fault. Root."),
+    "checkpoint": ("costs:checkpoint", "Checkpoints in the background and waited for, beside none."),
+    "sync-batch-norm": ("costs:sync_batch_norm", "Synchronised batch norm beside the plain one."),
+    "codec": ("costs:codec_cost", "Processor time of coding float32 in few bits, and of decoding it."),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
 }
 
 
-def taught(module: ModuleType) -> str:
-    """A module's docstring as click takes a help text whose lines stay as they are."""
-    return "\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n")
+def taught(documented: object) -> str:
+    """A docstring as click takes a help text whose lines stay as they are."""
+    return "\b\n" + (inspect.getdoc(documented) or "").replace("\n\n", "\n\n\b\n")
 
 
 class Benches(click.Group):
-    """Each command is the ``main`` of a module of tools/benchmarks."""
+    """Each command is one of a module of tools/benchmarks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -53,9 +53,10 @@ class Benches(click.Group):
         del ctx
         if cmd_name not in MODULES:
             return None
-        module = importlib.import_module(f"tools.benchmarks.{MODULES[cmd_name][0]}")
-        command: click.Command = module.main
-        command.help = taught(module)
+        name, _, attribute = MODULES[cmd_name][0].partition(":")
+        module = importlib.import_module(f"tools.benchmarks.{name}")
+        command: click.Command = getattr(module, attribute or "main")
+        command.help = taught(command.callback if attribute else module)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

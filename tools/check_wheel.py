@@ -16,85 +16,45 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.demo import (  # noqa: E402
+from tools.demo import (
     NODES,
-    RECIPE,
     Folders,
     checked_summary,
     free_port,
+    node_commands,
     started,
-    stopping_on_signals,
     wait_for_all,
 )
+from tools.processes import ROOT, leaving_on_signals
 
 # Everything the build needs. README.md is the description.
 SOURCES = ("fleet_train", "strategies", "pyproject.toml", "README.md", "LICENSE")
-EXTRA = "cpu"
-_INSTALL_SECONDS = 1500.0
-_COMMAND_SECONDS = 300.0
+INSTALL_SECONDS = 1500.0
 
 
 class WheelFailed(click.ClickException):
     """What is wrong with the wheel; exit code 1."""
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A virtual environment with the wheel, and a folder outside the checkout to run its commands in."""
-
-    venv: Path
-    folder: Path
-
-    def program(self, name: str) -> str:
-        return str(self.venv / "bin" / name)
-
-    def run(self, *command: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
-        """Run a command; returns its output. Raises WheelFailed if it fails or times out."""
-        try:
-            streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            there: Any = {"cwd": self.folder, "env": outside_environment(), **streams}
-            done: subprocess.CompletedProcess[str] = subprocess.run(command, timeout=timeout_seconds, **there)
-        except subprocess.TimeoutExpired:
-            raise WheelFailed(f"not finished after {timeout_seconds:g} s: {' '.join(command)}") from None
-        if done.returncode:
-            raise WheelFailed(f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout}")
-        return done.stdout
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--output", default=Path("dist"), show_default=True, type=Path, help="Folder for the wheel.")
-@click.option("--python", default=sys.executable, show_default=True, help="Interpreter to install it for.")
-@click.option("--timeout", default=300.0, show_default=True, help="Timeout of the training in seconds.")
-def main(output: Path, python: str, timeout: float) -> None:
-    """Build the wheel, install it with the cpu extra in a new environment, and train with it on two "nodes"."""
-    with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="fleet_train_wheel_") as name:
-        scratch = Path(name)
-        began = time.monotonic()
-        wheel = built(ROOT, scratch)
-        check_contents(wheel, ROOT)
-        click.echo(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {_since(began)}")
-        installed = installation(wheel, python, scratch)
-        click.echo(f"installed with [{EXTRA}] for {installed.run(python, '--version').strip()}, {_since(began)}")
-        run_commands(installed)
-        accuracy = train(installed, timeout)
-        click.echo(f"test accuracy {accuracy:.4f} on two nodes, {_since(began)}")
-        output.mkdir(parents=True, exist_ok=True)
-        shutil.copy(wheel, output)  # only a wheel that passed is put where it may be published from
-    click.echo(f"{output / wheel.name}")
-
-
-def _since(began: float) -> str:
-    return f"{time.monotonic() - began:.0f} s since the start"
+def run(folder: Path, *command: str, timeout_seconds: float = 300.0) -> str:
+    """Run a command in a folder; returns its output. Raises WheelFailed if it fails or times out."""
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=outside_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=timeout_seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise WheelFailed(f"not finished after {timeout_seconds:g} s: {shown}") from None
+    if done.returncode:
+        raise WheelFailed(f"exit code {done.returncode}: {shown}\n{done.stdout}")
+    return done.stdout
 
 
 def outside_environment() -> dict[str, str]:
@@ -112,12 +72,10 @@ def built(root: Path, scratch: Path) -> Path:
             shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(root / name, copy / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--wheel-dir", str(wheels), "."], cwd=copy, env=outside_environment(), check=False)
-    found = sorted(wheels.glob("*.whl"))
-    if done.returncode or len(found) != 1:
-        raise WheelFailed(f"pip wheel ended with {done.returncode} and made {[path.name for path in found]}")
-    return found[0]
+    flags = ["--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", str(wheels)]
+    run(copy, sys.executable, "-m", "pip", "wheel", *flags, ".", timeout_seconds=INSTALL_SECONDS)
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
 
 
 def expected_contents(root: Path) -> set[str]:
@@ -139,75 +97,72 @@ def check_contents(wheel: Path, root: Path) -> None:
         if not any(name.endswith(ending) for name in metadata):
             wrong.append(f"misses its {ending[1:]}")
     if wrong:
-        raise WheelFailed(
-            f"{wheel.name} differs from the checkout; pyproject.toml has `packages` and `package-data`:\n"
-            + "\n".join(wrong)
-        )
+        where = f"{wheel.name} differs from the checkout; pyproject.toml has `packages` and `package-data`:"
+        raise WheelFailed("\n".join([where, *wrong]))
 
 
-def installation(wheel: Path, python: str, scratch: Path) -> Installed:
-    """Install the wheel with its extra, as a user would, in an empty environment."""
-    installed = Installed(scratch / "venv", scratch / "elsewhere")
-    installed.folder.mkdir()
-    installed.run(python, "-m", "venv", str(installed.venv))
-    pip = (installed.program("python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    installed.run(*pip, f"{wheel}[{EXTRA}]", timeout_seconds=_INSTALL_SECONDS)
-    where = Path(
-        installed.run(installed.program("python"), "-c", "import fleet_train; print(fleet_train.__file__)").strip()
-    )
-    if not where.is_relative_to(installed.venv):
-        raise WheelFailed(f"{where} was imported, which is not what was installed into {installed.venv}")
-    return installed
+def installed(wheel: Path, python: str, venv: Path, folder: Path) -> Path:
+    """Install the wheel with its extra in an empty environment, as a user would; its folder of programs."""
+    run(folder, python, "-m", "venv", str(venv))
+    flags = ["--quiet", "--disable-pip-version-check", f"{wheel}[cpu]"]
+    run(folder, str(venv / "bin/python"), "-m", "pip", "install", *flags, timeout_seconds=INSTALL_SECONDS)
+    where = run(folder, str(venv / "bin/python"), "-c", "import fleet_train; print(fleet_train.__file__)").strip()
+    if not Path(where).is_relative_to(venv):
+        raise WheelFailed(f"{where} was imported, which is not what was installed into {venv}")
+    return venv / "bin"
 
 
-def commands(installed: Installed) -> list[tuple[list[str], Sequence[str]]]:
-    """Run the first commands of a user; each must print certain words."""
-    ours = installed.program("fleet_train")
-    profiles = sorted(path.stem for path in (ROOT / "strategies").glob("*.yaml"))
-    return [
-        ([ours, "--version"], ["fleet_train ", "paddlepaddle "]),
-        ([ours, "version"], ["python", "numpy", "processor"]),
-        ([installed.program("python"), "-m", "fleet_train", "profiles"], profiles),
-        ([ours, "profiles", "multi_node"], ["nccl_comm_num"]),
-        ([ours, "plan", "--model", "mlp", "--nodes", "2", "--strategy", "multi_node"], ["bucket"]),
-    ]
+def first_commands(programs: Path) -> dict[tuple[str, ...], list[str]]:
+    """The first commands of a user, and the words that each must print."""
+    ours, profiles = str(programs / "fleet_train"), [path.stem for path in (ROOT / "strategies").glob("*.yaml")]
+    return {
+        (ours, "--version"): ["fleet_train ", "paddlepaddle "],
+        (ours, "version"): ["python", "numpy", "processor"],
+        (str(programs / "python"), "-m", "fleet_train", "profiles"): profiles,
+        (ours, "profiles", "multi_node"): ["nccl_comm_num"],
+        (ours, "plan", "--model", "mlp", "--nodes", "2", "--strategy", "multi_node"): ["bucket"],
+    }
 
 
-def run_commands(installed: Installed) -> None:
-    for command, words in commands(installed):
-        printed = installed.run(*command)
-        missing = [word for word in words if word not in printed]
-        if missing:
-            raise WheelFailed(f"{' '.join(command)} did not say {missing}:\n{printed}")
-        click.echo("  fleet_train " + " ".join(command[1 + command.index("fleet_train") if "-m" in command else 1 :]))
-
-
-def node_commands(installed: Installed, folders: Folders, port: int) -> list[list[str]]:
+def node_commands_of(programs: Path, folders: Folders, port: int) -> list[list[str]]:
     """The demo's training with the installed package: the reference trainer as a module, no file of the checkout."""
-    return [
-        [
-            *(
-                installed.program("fleet_train"),
-                "launch",
-                f"--cluster_node_ips={','.join(NODES)}",
-                f"--node_ip={node_ip}",
-            ),
-            *(f"--started_port={port}", "--nproc_per_node=1", "--strategy=multi_node"),
-            *(f"--log_dir={folders.log / f'node{index}'}", "-m", "fleet_train", "train"),
-            *(*RECIPE, f"--output_dir={folders.output}"),
-        ]
-        for index, node_ip in enumerate(NODES)
-    ]
+    trainer = ["-m", "fleet_train", "train"]
+    return node_commands([str(programs / "fleet_train")], trainer, folders, "multi_node", port)
 
 
-def train(installed: Installed, timeout_seconds: float) -> float:
-    """The test accuracy of two nodes, which must be at least the demo's."""
-    folders = Folders(installed.folder / "run")
-    folders.prepare()
-    each = node_commands(installed, folders, free_port(NODES))
-    with started(each, folders, outside_environment(), installed.folder) as nodes:
-        exit_codes = wait_for_all(nodes, timeout_seconds)
-    return float(checked_summary(folders, exit_codes)["test_accuracy"])
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(__doc__ or "").replace("    python", "\b\n    python"),
+)
+@click.option("--output", default=Path("dist"), show_default=True, type=Path, help="Folder for the wheel.")
+@click.option("--python", default=sys.executable, show_default=True, help="Interpreter to install it for.")
+@click.option("--timeout", default=300.0, show_default=True, help="Timeout of the training in seconds.")
+def main(output: Path, python: str, timeout: float) -> None:
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(f"{text}, {time.monotonic() - began:.0f} s since the start")
+
+    with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="fleet_train_wheel_") as name:
+        wheel, elsewhere = built(ROOT, Path(name)), Path(name, "elsewhere")
+        check_contents(wheel, ROOT)
+        say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+        folders = Folders(elsewhere / "run")
+        folders.prepare()
+        programs = installed(wheel, python, Path(name, "venv"), elsewhere)
+        say(f"installed with [cpu] for {run(elsewhere, python, '--version').strip()}")
+        for command, words in first_commands(programs).items():
+            printed = run(elsewhere, *command)
+            if missing := [word for word in words if word not in printed]:
+                raise WheelFailed(f"{' '.join(command)} did not say {missing}:\n{printed}")
+            say(" ".join([Path(command[0]).name, *command[1:]]))
+        each = node_commands_of(programs, folders, free_port(NODES))
+        with started(each, folders, outside_environment(), elsewhere) as nodes:
+            exit_codes = wait_for_all(nodes, timeout)
+        say(f"test accuracy {checked_summary(folders, exit_codes)['test_accuracy']:.4f} on two nodes")
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copy(wheel, output)  # only a wheel that passed is put where it may be published from
+    click.echo(f"{output / wheel.name}")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.processes import ROOT, Process, leaving_on_signals, start, stop
+
 NODES = ("127.0.0.2", "127.0.0.3")
 MINIMUM_ACCURACY = 0.97
 # 20 epochs of 23 steps; with so little data, shifting the images by a pixel adds 1 % of accuracy.
@@ -51,7 +52,8 @@ class Folders:
     def prepare(self) -> None:
         """Remove results of an earlier demo, so that they are not taken for this one's."""
         self.log.mkdir(parents=True, exist_ok=True)
-        self.summary.unlink(missing_ok=True)
+        for path in (self.summary, *self.log.glob("node*.out")):
+            path.unlink(missing_ok=True)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -63,32 +65,29 @@ def main(output_dir: str, strategy: str, timeout: float, train_flags: tuple[str,
     """Train on two loopback "nodes" and check the result. Further flags go to the trainer."""
     folders = Folders(Path(output_dir))
     folders.prepare()
-    commands = node_commands(folders, strategy, free_port(NODES), train_flags)
+    program, trainer = [sys.executable, "-m", "fleet_train"], [os.path.relpath(ROOT / "tools" / "train.py")]
+    commands = [
+        [*command, "--overwrite", *train_flags]
+        for command in node_commands(program, trainer, folders, strategy, free_port(NODES))
+    ]
     click.echo('Two "nodes" on this machine, one command on each. The first one\'s:')
     click.echo("  python " + " ".join(commands[0][1:]) + "\n")
     began = time.monotonic()
-    with stopping_on_signals(), started(commands, folders) as nodes:
+    with leaving_on_signals(), started(commands, folders) as nodes:
         exit_codes = wait_for_all(nodes, timeout)
     summary = checked_summary(folders, exit_codes)
     say_results(folders, summary, time.monotonic() - began)
 
 
-def node_commands(folders: Folders, strategy: str, port: int, train_flags: tuple[str, ...]) -> list[list[str]]:
-    """The launch command of each node, as a user would type it."""
+def node_commands(
+    program: Sequence[str], trainer: Sequence[str], folders: Folders, strategy: str, port: int
+) -> list[list[str]]:
+    """The launch command of each node, as a user would type it. ``trainer``: the script or module, and its flags."""
+    ips = f"--cluster_node_ips={','.join(NODES)}"
+    flags = [ips, f"--started_port={port}", "--nproc_per_node=1", f"--strategy={strategy}"]
+    places = [[f"--node_ip={ip}", f"--log_dir={folders.log / f'node{index}'}"] for index, ip in enumerate(NODES)]
     return [
-        [
-            *(sys.executable, "-m", "fleet_train", "launch"),
-            *(f"--cluster_node_ips={','.join(NODES)}", f"--node_ip={node_ip}", f"--started_port={port}"),
-            *("--nproc_per_node=1", f"--strategy={strategy}", f"--log_dir={folders.log / f'node{index}'}"),
-            *(
-                os.path.relpath(ROOT / "tools" / "train.py"),
-                *RECIPE,
-                f"--output_dir={folders.output}",
-                "--overwrite",
-                *train_flags,
-            ),
-        ]
-        for index, node_ip in enumerate(NODES)
+        [*program, "launch", *flags, *place, *trainer, *RECIPE, f"--output_dir={folders.output}"] for place in places
     ]
 
 
@@ -101,78 +100,39 @@ def free_port(addresses: tuple[str, ...], count: int = 4) -> int:
 
 
 def _is_free(address: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind((address, port))
         return True
-
-
-@contextlib.contextmanager
-def stopping_on_signals() -> Iterator[None]:
-    """Have Ctrl-C, `kill` and a closed terminal run the `finally` blocks below, once."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
-        click.echo("\nstopping both nodes ...", err=True)
-        raise SystemExit(128 + number)
-
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, stop)
-    yield
+    return False
 
 
 @contextlib.contextmanager
 def started(
     commands: list[list[str]], folders: Folders, environment: dict[str, str] | None = None, cwd: Path | None = None
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+) -> Iterator[list[Process]]:
     """Both launchers running: node 0 writes to this terminal, the other to its file. On leaving, both have ended.
 
     Without ``environment`` and ``cwd``: this process's, with the checkout importable.
     """
-    environment = node_environment() if environment is None else environment
-    nodes: list[subprocess.Popen[bytes]] = []
+    if environment is None:
+        import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": import_path}
+    nodes: list[Process] = []
     try:
         for index, command in enumerate(commands):
-            with (folders.log / f"node{index}.out").open("wb") as sink:
-                # Own sessions: they get Ctrl-C only through this process, once, in a known order.
-                output: dict[str, Any] = {} if index == 0 else {"stdout": sink, "stderr": subprocess.STDOUT}
-                nodes.append(subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **output))
+            nodes.append(start(command, folders.log / f"node{index}.out" if index else None, environment, cwd))
         yield nodes
     finally:
-        stop_all(nodes)
+        stop(nodes, _STOP_TIMEOUT_SECONDS)
 
 
-def node_environment() -> dict[str, str]:
-    """This environment with the checkout importable."""
-    import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": import_path}
-
-
-def wait_for_all(nodes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> list[int]:
+def wait_for_all(nodes: list[Process], timeout_seconds: float) -> list[int]:
     """Exit codes of both nodes; raises DemoFailed after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     try:
         return [node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]
     except subprocess.TimeoutExpired:
         raise DemoFailed(f"not finished after {timeout_seconds:g} s; is this machine busy? See --timeout") from None
-
-
-def stop_all(nodes: list[subprocess.Popen[bytes]]) -> None:
-    """Stop what still runs. The launcher stops its ranks itself on SIGTERM; SIGKILL is the last resort."""
-    running = [node for node in nodes if node.poll() is None]
-    for node in running:
-        node.terminate()
-    deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
-    for node in running:
-        try:
-            node.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
 
 
 def checked_summary(folders: Folders, exit_codes: list[int]) -> dict[str, Any]:
@@ -195,13 +155,9 @@ def say_results(folders: Folders, summary: dict[str, Any], seconds: float) -> No
         f"\nTest accuracy {summary['test_accuracy']:.4f} after {summary['steps']} steps "
         f"on {summary['world_size']} ranks, {summary['samples_per_second']:.0f} samples/s, {seconds:.0f} s in all."
     )
-    places = [
-        ("checkpoint", summary["checkpoint"]),
-        ("logs", folders.log),
-        ("numbers", folders.output / "metrics.jsonl"),
-        ("summary", folders.summary),
-    ]
-    for name, place in places:
+    numbers = folders.output / "metrics.jsonl"
+    places = {"checkpoint": summary["checkpoint"], "logs": folders.log, "numbers": numbers, "summary": folders.summary}
+    for name, place in places.items():
         click.echo(f"  {name:<11}{place}")
     python = Path(sys.executable)
     shown = os.path.relpath(python) if python.is_relative_to(ROOT) else "python"

@@ -16,15 +16,19 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
+import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from pathlib import Path
 
 import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.processes import leaving_on_signals
 
 PREFIX = "ftlab-"
 DEFAULT_NAME = "lab"
@@ -107,7 +111,7 @@ class Lab:
         take_down_leftovers()
         self.up()
         atexit.register(self.down)
-        self._signals = _leaving_on_signals()
+        self._signals = leaving_on_signals()
         self._signals.__enter__()
         return self
 
@@ -223,28 +227,6 @@ def _run(*command: str) -> str:
     if result.returncode != 0:
         raise LabError(f"{' '.join(command)}: {result.stderr.strip() or f'exit code {result.returncode}'}")
     return result.stdout
-
-
-@contextmanager
-def _leaving_on_signals() -> Iterator[None]:
-    """Have SIGTERM, SIGINT and SIGHUP run the ``finally`` blocks; only the main thread can set that up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    for each in before:
-        signal.signal(each, leave)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 _name_option = click.option(

@@ -45,30 +45,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 _FOLDERS = ("fleet_train", "tests", "tools", "strategies", "docs")
 COPIED = (*_FOLDERS, "pyproject.toml", "README.md", "README_cn.md", "CONTRIBUTING.md", "Makefile")
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
+_OPPOSITES = (
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
+    (ast.Add, ast.Sub), (ast.BitAnd, ast.BitOr), (ast.LShift, ast.RShift), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
+)  # fmt: skip
+_INSTEAD: dict[type[ast.AST], type[ast.AST]] = {
+    **{one: other for pair in _OPPOSITES for one, other in (pair, pair[::-1])},
     ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
     ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
 }
 _COUNTERPARTS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NOTICED, _SURVIVED, _ENDLESS = "noticed", "survived", "noticed by its endlessness"
@@ -160,14 +145,12 @@ def _changes(node: ast.AST) -> list[tuple[str, object]]:
     """(field of the node, its other value) of each change of this node."""
     found: list[tuple[str, object]] = []
     if isinstance(node, ast.Compare):
-        found.append(("ops", [_COMPARISONS[type(node.ops[0])](), *node.ops[1:]]))
-    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _OPERATORS and not _is_text(node):
-        found.append(("op", _OPERATORS[type(node.op)]()))
+        found.append(("ops", [_INSTEAD[type(node.ops[0])](), *node.ops[1:]]))
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _INSTEAD and not _is_text(node):
+        found.append(("op", _INSTEAD[type(node.op)]()))
     elif isinstance(node, ast.BoolOp):
-        found.append(("op", ast.Or() if isinstance(node.op, ast.And) else ast.And()))
-        found += [
-            ("values", node.values[:index] + node.values[index + 1 :]) for index in range(min(2, len(node.values)))
-        ]
+        found.append(("op", _INSTEAD[type(node.op)]()))
+        found += [("values", node.values[:index] + node.values[index + 1 :]) for index in (0, 1)]
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         found.append(("value", not node.value))
     elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
@@ -176,7 +159,7 @@ def _changes(node: ast.AST) -> list[tuple[str, object]]:
         found.append(("operand", ast.UnaryOp(ast.Not(), node.operand)))
     elif isinstance(node, ast.Name) and node.id in _COUNTERPARTS:
         found.append(("id", _COUNTERPARTS[node.id]))
-    elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
+    elif isinstance(node, ast.Return) and getattr(node.value, "value", node.value) is not None:
         found.append(("value", ast.Constant(None)))
     elif isinstance(node, (ast.If, ast.IfExp)):
         found.append(("test", ast.Constant(False)))
@@ -184,17 +167,11 @@ def _changes(node: ast.AST) -> list[tuple[str, object]]:
     return found
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
 def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
+    """Also lists and tuples, which know no other operator."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
-    return any(isinstance(side, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_string(side) for side in sides)
-
-
-def _is_string(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+    of_texts = (ast.JoinedStr, ast.List, ast.Tuple)
+    return any(isinstance(each, of_texts) or isinstance(getattr(each, "value", None), str) for each in sides)
 
 
 def _mutant(path: Path, statement: ast.stmt, changed: ast.stmt, line: int, what: str) -> Mutant:

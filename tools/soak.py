@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -36,24 +36,13 @@ from fleet_train.data.sampler import epoch_order
 from fleet_train.errors import Preempted
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
 from tools.lab import Lab
-from tools.soaking.faults import KINDS, OF_MACHINES, Faults, PlannedFault, Timeouts, plan_faults, recovery_of
+from tools.soaking.faults import KINDS, OF_MACHINES, Faults, PlannedFault, launch_flags, plan_faults, recovery_of
 from tools.soaking.job import Job, SoakFailed, started
-from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
-from tools.soaking.program import HURRY, STEP_SECONDS, STOP_AT
+from tools.soaking.ledger import STEP_SECONDS, STOP_AT, Ledger, Stretch, merged, samples_wrong, steps_of, surviving
 
 _SEED = 0
 _TENSORS = "persistables.safetensors"
 _STRETCH_SECONDS = 600.0
-Say = Callable[[str], None]
-
-
-def launch_flags(plans: Sequence[PlannedFault]) -> tuple[str, ...]:
-    flags = f"--max_restarts={2 * len(plans)} --job_id=soak"
-    if any(plan.kind in OF_MACHINES for plan in plans):
-        times = Timeouts()
-        flags += f" --min_nodes=2 --lost_node_timeout={times.lost_node:g} --rejoin_timeout={times.rejoin:g}"
-        flags += " --direct_ranks=0"
-    return tuple(flags.split())
 
 
 def train_flags(epochs: int, strategy: str) -> tuple[str, ...]:
@@ -62,14 +51,14 @@ def train_flags(epochs: int, strategy: str) -> tuple[str, ...]:
     return tuple(f"{flags} --checkpoint_every=1 --checkpoint_every_steps=7 --checkpoint_copies=2".split())
 
 
-def soak(job: Job, plans: Sequence[PlannedFault], timeout_seconds: float, say: Say) -> dict[str, Any]:
+def soak(job: Job, plans: Sequence[PlannedFault], timeout_seconds: float) -> dict[str, Any]:
     """What was done to the job, and how it ended. Raises SoakFailed if it does not train to its end."""
     began, ledger = time.monotonic(), Ledger(job.ledger)
     with started(job) as running:
-        faults = Faults(running, ledger, say)
+        faults = Faults(running, ledger, _say)
         faults.carry_out(plans)
-        say("all faults are done; the job trains to its end")
-        (job.ledger / HURRY).touch()
+        _say("all faults are done; the job trains to its end")
+        ledger.hurry()
         codes = running.wait(timeout_seconds)
         left = {"orphans": running.orphans(), "left_behind": running.left_behind()}
     if any(codes):
@@ -88,7 +77,7 @@ def soak(job: Job, plans: Sequence[PlannedFault], timeout_seconds: float, say: S
     }
 
 
-def replay(model: Job, stretches: Sequence[Stretch], folder: Path, say: Say) -> list[Job]:
+def replay(model: Job, stretches: Sequence[Stretch], folder: Path) -> list[Job]:
     """The reference: a plain job for each stretch, from the last checkpoint of the one before it. Raises SoakFailed."""
     jobs: list[Job] = []
     train = tuple(flag for flag in model.train_flags if not flag.startswith("--checkpoint"))
@@ -102,7 +91,7 @@ def replay(model: Job, stretches: Sequence[Stretch], folder: Path, say: Say) -> 
             train_flags=(*train, "--resume"),
             environ={} if is_last else {STOP_AT: f"{stretch.end[0]}:{stretch.end[1]}"},
         )
-        say(f"reference {number + 1} of {len(stretches)}: {stretch}")
+        _say(f"reference {number + 1} of {len(stretches)}: {stretch}")
         if jobs:
             before = jobs[-1].newest_checkpoint(jobs[-1].nodes)
             shutil.copytree(before, job.checkpoints(job.nodes[0]) / before.name)
@@ -114,7 +103,7 @@ def replay(model: Job, stretches: Sequence[Stretch], folder: Path, say: Say) -> 
     return jobs
 
 
-def judge(job: Job, epochs: int, folder: Path, say: Say) -> dict[str, Any]:
+def judge(job: Job, epochs: int, folder: Path) -> dict[str, Any]:
     """Compare the steps that were not rolled back with a reference run of them."""
     lines = Ledger(job.ledger).lines()
     last = max((line for line in lines if line["event"] == "save"), key=lambda line: float(line["time"]))
@@ -122,7 +111,7 @@ def judge(job: Job, epochs: int, folder: Path, say: Say) -> dict[str, Any]:
         stretches = surviving(lines, last["digest"])
     except ValueError as error:
         raise SoakFailed(f"the history of the job cannot be reconstructed: {error}") from None
-    reference = replay(job, merged(stretches), folder, say)
+    reference = replay(job, merged(stretches), folder)
     steps = steps_of(lines, stretches)
     theirs = steps_of(line for each in reference for line in Ledger(each.ledger).lines())
     number = next(line["samples"] for line in lines if line["event"] == "begin")
@@ -183,12 +172,32 @@ def failures_of(record: dict[str, Any]) -> list[str]:
 
 
 def page(record: dict[str, Any]) -> list[str]:
+    failures = "; ".join(record["failures"])
+    headings = ("fault", "victim", "away, s", "next step after, s", "all machines after, s")
+    return [
+        f"# Soak, {record['circumstances']['date'][:10]}: {record['nodes']} nodes x {record['ranks_per_node']} ranks",
+        "",
+        f"- Job: `launch {' '.join(record['launch_flags'])} fleet_train train {' '.join(record['train_flags'])}`; "
+        f"{record['step_seconds']:g} s of pause before each step until the last fault; each node has its own disk; "
+        f"test accuracy {record['test_accuracy']:.4f}.",
+        f"- Reference: {record['reference_runs']} plain jobs one after the other, without faults, restarts, copies and "
+        "relays, each for as many steps and machines as the job with faults trained between two changes of size.",
+        *told_circumstances(record["circumstances"], f"network: {record['network']}"),
+        f"- Result: {f'**failed**: {failures}' if failures else 'nothing was lost'}.",
+        "",
+        *table(("what", "value"), _totals(record)),
+        "",
+        *table(headings, [_cells(fault) for fault in record["faults"]]),
+    ]
+
+
+def _totals(record: dict[str, Any]) -> list[tuple[str, object]]:
     same, faults, samples = record["comparison"], record["faults"], record["samples"]
     kinds = Counter(fault["kind"] for fault in faults)
     worlds = Counter(attempt["world_size"] for attempt in record["attempts"])
     changes = sum(one["world_size"] != other["world_size"] for one, other in pairwise(record["stretches"]))
     other = same["batches_that_differ"] + same["steps_that_one_lacks"]
-    rows = [
+    return [
         *((f"`{kind}`: {KINDS[kind]}", number) for kind, number in sorted(kinds.items())),
         ("while a checkpoint was being written", sum(fault["checkpoint_under_way"] is not None for fault in faults)),
         ("of the machine that led", sum(bool(fault["role"]) for fault in faults)),
@@ -206,30 +215,12 @@ def page(record: dict[str, Any]) -> list[str]:
         ("... to a step on all machines", _seconds(record["full_strength_seconds"])),
         ("seconds in all, without the reference", record["seconds"]),
     ]
-    failures = "; ".join(record["failures"])
-    return [
-        f"# Soak, {record['circumstances']['date'][:10]}: {record['nodes']} nodes x {record['ranks_per_node']} ranks",
-        "",
-        f"- Job: `launch {' '.join(record['launch_flags'])} fleet_train train {' '.join(record['train_flags'])}`; "
-        f"{record['step_seconds']:g} s of pause before each step until the last fault; each node has its own disk; "
-        f"test accuracy {record['test_accuracy']:.4f}.",
-        f"- Reference: {record['reference_runs']} plain jobs one after the other, without faults, restarts, copies and "
-        "relays, each for as many steps and machines as the job with faults trained between two changes of size.",
-        *told_circumstances(record["circumstances"], f"network: {record['network']}"),
-        f"- Result: {f'**failed**: {failures}' if failures else 'nothing was lost'}.",
-        "",
-        *table(("what", "value"), rows),
-        "",
-        *table(
-            ("fault", "victim", "away, s", "next step after, s", "all machines after, s"),
-            [[*_cells(fault), fault["seconds_to_next_step"], fault["seconds_to_full_strength"]] for fault in faults],
-        ),
-    ]
 
 
-def _cells(fault: dict[str, Any]) -> list[str]:
+def _cells(fault: dict[str, Any]) -> list[object]:
     away = f"{fault['away_seconds']}{', others trained on' if fault['until_gone_on'] else ''}"
-    return [fault["kind"], f"{fault['victim']}{fault['role']}", away]
+    after = [fault["seconds_to_next_step"], fault["seconds_to_full_strength"]]
+    return [fault["kind"], f"{fault['victim']}{fault['role']}", away, *after]
 
 
 def _seconds(times: dict[str, float]) -> str:
@@ -254,9 +245,7 @@ def _seconds(times: dict[str, float]) -> str:
 @click.option("--started_port", default=16400, help="First port of the job.")
 @click.option("--timeout", default=900.0, help="Timeout of the run after its last fault, in seconds.")
 @click.option("--next_step_within", default=60.0, help="Seconds that a fault of a machine may cost.")
-@click.option(
-    "--keep_files", type=click.Path(path_type=Path), help="Run in this folder, and keep logs and checkpoints."
-)
+@click.option("--keep_files", type=click.Path(path_type=Path), help="Run here, and keep logs and checkpoints.")
 @recorded()
 def main(words: str, keep: Keep, keep_files: Path | None, **asked: Any) -> None:
     folder = (keep_files or Path(tempfile.mkdtemp(prefix="fleet_train-soak-"))).absolute()
@@ -290,9 +279,9 @@ def soaked(
     with Lab(nodes, rate) if network == "namespaces" else nullcontext() as lab:
         job = Job(folder / "soaked", lab, range(nodes), ranks_per_node, started_port, launch_flags(plans), flags, pause)
         _say(f"{nodes} machines, {len(plans)} faults")
-        record |= soak(job, plans, timeout, _say)
+        record |= soak(job, plans, timeout)
         (folder / "faults.json").write_text(json.dumps(record, indent=1))  # kept if the verdict fails
-        record |= judge(job, epochs, folder / "reference", _say)
+        record |= judge(job, epochs, folder / "reference")
     return record | {"failures": failures_of(record)}
 
 

@@ -68,7 +68,7 @@ TYPICAL = Costs(
     averaging_seconds_per_byte=2e-9,
 )
 """Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s
-server. tools/bench_prediction.py compares what such costs predict."""
+server. `tools/bench.py prediction` compares what such costs predict."""
 ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
 """For collectives enqueued on a device's streams: how much they slow its computing is unknown."""
 

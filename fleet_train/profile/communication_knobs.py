@@ -33,7 +33,7 @@ class CommunicationKnobs(BaseModel):
         factory=list,
         meaning="Measurements of this profile, a line each: on what, the numbers, and their record.",
         reason="Shown by `fleet_train profiles NAME`. Those of the catalogue's profiles are in `measured.json` beside "
-        "them, written by tools/write_measured.py.",
+        "them, written by `tools/bench.py quote`.",
     )
     nccl_comm_num: int | Auto = knob(
         AUTO,

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from fleet_train.profile import load_profile, profile_names
 from tools.bench import MODULES, main
-from tools.benchmarks import before_and_after, checkpoint, prediction, quote, start, sync_batch_norm
+from tools.benchmarks import checkouts, costs, labs, quote, report
 from tools.benchmarks.bits_rank import SHORTENED
-from tools.benchmarks.figures import summarise
-from tools.benchmarks.record import FOLDER, Keep, Record, all_records, circumstances, quotable
+from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
+from tools.benchmarks.report import summarise
 from tools.benchmarks.start_rank import now, processes_above
 
 AT: dict[str, Any] = {
@@ -58,13 +58,13 @@ def test_shares_of_a_checkpoint_are_of_the_block_without_one_in_the_same_round()
         [block("none", 1.0, 1.0), block("background", 1.01, 1.03, 5.0), block("waiting", 1.1, 1.04, 90.0)],
         [block("waiting", 2.4, 2.1, 110.0), block("none", 2.0, 2.0), block("background", 2.06, 2.02, 9.0)],
     ]
-    found = checkpoint.summarise(rounds, steps=50)
+    found = costs.shares_of(rounds, steps=50)
     assert found["step_ms"] == 30.0
     assert (found["background"]["share_percent"], found["waiting"]["share_percent"]) == (2.0, 15.0)
     assert found["background"]["processor_share_percent"] == 2.0
     assert (found["background"]["stood_ms"], found["waiting"]["stood_ms"]) == (7.0, 100.0)
     job = {"ranks": 2, "rounds": rounds, "checkpoint_bytes": 23_400_000, "summary": found}
-    page = checkpoint.page({"circumstances": AT, "task": "a network", "steps": 50, "jobs": [job]})
+    page = costs.checkpoint_page({"circumstances": AT, "task": "a network", "steps": 50, "jobs": [job]})
     assert page[-2].startswith("| 2 | 30.0 ms | in the background | +2.00 % (")
     assert page[-1].endswith("| +4.50 % | 100.0 ms |")
 
@@ -77,14 +77,14 @@ def test_ratios_of_synchronised_batch_norm_are_of_medians_in_the_same_round() ->
 
     # The machine is half as fast in the second round, and one block was held up.
     rounds = [round_of([1.0, 1.0, 9.0], [1.2, 1.2, 1.2]), round_of([2.0, 2.0, 2.0], [2.8, 2.8, 30.0])]
-    found = sync_batch_norm.summarise(rounds, steps=10)
+    found = costs.ratios_of(rounds, steps=10)
     assert found["step_ms"] == {"plain": 150.0, "synchronised": 200.0, "ratio": 1.3, "ratios": [1.2, 1.4]}
     assert found["processor_ms"]["plain"] == 75.0
     asked = {"ranks": 1, "blocks": 3, "steps": 10, "rounds": 2}
     record = {"circumstances": AT, "rounds": rounds, "summary": {"convnet": found}, "asked": asked}
     assert (
         "| convnet | 32 | 6 | 150 ms | 200 ms | 213.3 -> 160.0 | 1.30 (1.20 to 1.40) | 75 ms | 100 ms |"
-        in (sync_batch_norm.page(record)[-1])
+        in (costs.batch_norm_page(record)[-1])
     )
 
 
@@ -93,7 +93,7 @@ def test_phases_of_a_start_follow_one_another_and_a_launcher_counts_once() -> No
         "processes": [[14, 101.5, 2.0], [11, 100.0, 1.0], [1, 3.0, 50.0]],
         "ends": {"interpreter": 101.75, "import of the framework": 103.0, "first step": 104.0},
     }
-    assert start.phases(start.CHAIN, 100.0, rank) == {
+    assert checkouts.phases(checkouts.CHAIN, 100.0, rank) == {
         "launcher, until it starts the rank": 1.5,
         "interpreter": 0.25,
         "import of the framework": 1.25,
@@ -101,23 +101,24 @@ def test_phases_of_a_start_follow_one_another_and_a_launcher_counts_once() -> No
         "total": 4.0,
     }
     other = {"processes": [[15, 101.5, 3.0], [11, 100.0, 1.25], [1, 3.0, 50.0]]}
-    assert start.processor_seconds(start.CHAIN, [rank, other]) == 2.0 + 3.0 + 1.25
+    assert checkouts.processor_seconds(checkouts.CHAIN, [rank, other]) == 2.0 + 3.0 + 1.25
 
 
 def test_ratios_of_starts_are_taken_within_a_round_and_then_the_median() -> None:
     def turn(ours: float, torch: float) -> dict[str, dict[str, float]]:
         return {
-            start.OURS: {"interpreter": 0.25, "total": ours, "end": ours + 1, "processor": 2 * ours},
-            start.TORCH: {"total": torch, "end": torch + 1, "processor": torch},
+            checkouts.OURS: {"interpreter": 0.25, "total": ours, "end": ours + 1, "processor": 2 * ours},
+            checkouts.TORCH: {"total": torch, "end": torch + 1, "processor": torch},
         }
 
     # The machine is half as fast in round 2: a ratio of medians would compare different rounds.
     rounds = [turn(2.0, 4.0), turn(6.0, 8.0), turn(3.0, 4.0)]
-    found = start.summary(rounds)
+    found = checkouts.summary(rounds)
     assert found["ratios"] == {
-        start.OURS: {"total": [0.5, 0.75, 0.75], "end": [0.6, 0.778, 0.8], "processor": [1.0, 1.5, 1.5]}
+        checkouts.OURS: {"total": [0.5, 0.75, 0.75], "end": [0.6, 0.778, 0.8], "processor": [1.0, 1.5, 1.5]}
     }
-    lines = start.page({"circumstances": AT, "rounds": rounds, "loads": [0.5, 1.0, 2.0], "before": None, **found})
+    loads = {"loads": [0.5, 1.0, 2.0], "before": None}
+    lines = checkouts.start_page({"circumstances": AT, "rounds": rounds, **loads, **found})
     assert "| fleet_train | 3.00 | 0.75 | 0.50 to 0.75 | 6.00 | 1.50 | 4.00 |" in lines
     assert "| torchrun + DDP | 4.00 | 1 | - | 4.00 | 1 | 5.00 |" in lines
     assert "| interpreter | 0.25 |" in lines
@@ -140,7 +141,7 @@ def test_errors_of_predictions_are_of_medians_over_the_rounds() -> None:
         return {"profiles": [dict(zip(("name", "predicted_ms", "measured_ms"), each, strict=True)) for each in steps]}
 
     rounds = [made(("a", 9.0, 10.0), ("b", 8.0, 20.0), ("c", 1.0, None)), made(("a", 11.0, 10.0), ("b", 8.0, 20.0))]
-    lines = prediction.figures({"1gbit": [*rounds, made(("a", 9.0, 12.0))]})
+    lines = labs.figures({"1gbit": [*rounds, made(("a", 9.0, 12.0))]})
     assert "| 1gbit | a | 9.0 (9.0 to 11.0) | 10.0 (10.0 to 12.0) | 10% | 3 |" in lines
     assert "| 1gbit | b | 8.0 (8.0 to 8.0) | 20.0 (20.0 to 20.0) | 60% | 2 |" in lines
     assert "2 steps: median error 35%, worst 60%" in lines
@@ -164,15 +165,15 @@ def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     save(one, values)
     save(other, values)
-    assert list(before_and_after.differences(one, other, "dgc", 2)) == []
+    assert list(checkouts.differences(one, other, "dgc", 2)) == []
     save(other, one_bit_off(values), ("resumed",))
-    first, *more = before_and_after.differences(one, other, "dgc", 2)
+    first, *more = checkouts.differences(one, other, "dgc", 2)
     assert first.startswith("weight (Momentum, resumed, rank 0): differs by up to 2.38e-07")
     assert len(more) == 3
     save(other, values)
     # What was taken over is compared with what the first checkout resumed.
     save(other, one_bit_off(values), ("taken_over",))
-    assert next(before_and_after.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
+    assert next(checkouts.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,8 @@ def test_a_row_tells_a_difference_from_noise_and_from_a_failure(
             save(folder, values if kind == "a" else one_bit_off(values))
         return {} if kind != "-" else {"dgc": "exit code 1: rank 1 said why"}
 
-    monkeypatch.setattr(before_and_after, "run_all", run_all)
-    (row,) = before_and_after.compare({"before": Path(), "after": Path()}, [2], ["dgc"])
+    monkeypatch.setattr(checkouts, "run_all", run_all)
+    (row,) = checkouts.compare({"before": Path(), "after": Path()}, [2], ["dgc"])
     assert (row["result"], bool(row["first"])) == (result, result != "equal")
     assert set(SHORTENED) <= set(profile_names())
 
@@ -296,14 +297,19 @@ def test_what_is_quoted_is_what_the_newest_records_say() -> None:
 
 
 @pytest.mark.parametrize("quoted", quotable(), ids=lambda quoted: quoted.path.stem)
-def test_a_quoted_record_is_what_its_raw_times_give(quoted: Record) -> None:
-    content = quoted.content
+def test_a_quoted_record_is_what_its_raw_times_give(quoted: Record, tmp_path: Path) -> None:
+    content, found = quoted.content, {}
+    task, lab = content["task"], content["lab"]
     for name, figures in content["summary"].items():
         rounds = {each["round"]: each["ranks"] for each in content["rounds"] if each["contestant"] == name}
-        task, lab = content["task"], content["lab"]
-        again = asdict(summarise(rounds, task["warmup_steps"], lab["ranks_per_node"], content["target"]))
+        found[name] = summarise(rounds, task["warmup_steps"], lab["ranks_per_node"], content["target"])
+        again = asdict(found[name])
         # Python 3.12 and newer add floats with a compensated sum.
         assert close({key: figures[key] for key in again}) == json.loads(json.dumps(again)), name
+    again_at = tmp_path / quoted.path.stem
+    Keep(again_at)(content, report.page(content, found), report.picture(found), report.PICTURE)
+    for ending in (".md", ".svg"):
+        assert beside(again_at, ending).read_text() == quoted.path.with_suffix(ending).read_text(), ending
 
 
 def close(value: object) -> object:

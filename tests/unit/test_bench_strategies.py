@@ -17,23 +17,36 @@ import pytest
 from fleet_train.profile import load_profile
 from tests.support.processes import ROOT
 from tools.benchmarks import strategies
-from tools.benchmarks.contestants import Contestant, parse, with_baselines
-from tools.benchmarks.figures import (
+from tools.benchmarks.jobs import JobFailed, Place, commands_of
+from tools.benchmarks.ranks import Assignment
+from tools.benchmarks.record import Keep, beside
+from tools.benchmarks.report import (
     Summary,
     Window,
     family_of,
+    figures_table,
+    page,
     predicted,
+    rows_of,
     steps_to_target,
     summarise,
     window_of,
     wire_ms,
 )
-from tools.benchmarks.jobs import JobFailed, Place, commands_of
-from tools.benchmarks.loop import Assignment
-from tools.benchmarks.networks import TASKS, Batches, PaddleKit, Task, build, judged, start_feed, start_weights
-from tools.benchmarks.record import Keep, beside
-from tools.benchmarks.report import figures_table, page, rows_of
 from tools.benchmarks.strategies import SCENARIOS, Benchmark, chosen_contestants, rivals_of
+from tools.benchmarks.tasks import (
+    TASKS,
+    Batches,
+    Contestant,
+    PaddleKit,
+    Task,
+    build,
+    judged,
+    parse,
+    start_feed,
+    start_weights,
+    with_baselines,
+)
 from tools.lab import Lab
 
 AT: dict[str, Any] = {
@@ -256,7 +269,7 @@ def rank(seconds: Sequence[float], **changed: Any) -> dict[str, Any]:
         "step_seconds": [9.0, 9.0, 9.0, *[0.5] * 5, *seconds],
         "accuracies": [[8, 0.9], [12, 0.96], [steps, 0.97]],
         "test_losses": [[8, 0.5], [12, 0.4], [steps, 0.3]],
-        "interface_after": [1_000_000 * (step + 1) for step in range(steps)],
+        "interface_after": [[step, 1_000_000 * step] for step in range(steps + 1)],
         "sent": {"interface": 1_000_000 * steps, "wire": 1_050_000 * steps},
         "paused_seconds": 0.0,
         "facts": {},
@@ -291,9 +304,9 @@ def test_the_window_is_whole_periods_behind_the_strategys_own_start(facts: dict[
 
 def test_rounds_become_a_summary_and_one_rank_of_a_node_counts_its_link() -> None:
     # 8 MB in the warm-up, then 1 kB per step.
-    after = [*range(1_000_000, 9_000_000, 1_000_000), *range(8_001_000, 8_009_000, 1_000)]
+    after = [[8, 8_000_000], [16, 8_008_000]]
     first = rank([0.1] * 8, interface_after=after, sent={"interface": 8_008_000, "wire": 8_808_800})
-    second = rank([0.3] * 8, interface_after=[0] * 16)
+    second = rank([0.3] * 8, interface_after=[[8, 0], [16, 0]])
     found = summary([first, second], [first, first], ranks_per_node=2)
     assert found.round_step_ms == {1: pytest.approx(200.0), 2: pytest.approx(100.0)}
     assert (found.step_ms, found.interface_bytes) == (pytest.approx(150.0), pytest.approx(1000))
@@ -339,7 +352,7 @@ def test_a_profile_has_a_twin_of_pytorchs(profile: dict[str, Any], family: str |
 
 def test_rows_compare_within_a_round_with_the_best_rival_and_with_the_twin() -> None:
     local = PLANNED | {"profile": {"use_local_sgd": True}}
-    few = [4_000 * (step + 1) for step in range(16)]
+    few = [[8, 32_000], [16, 64_000]]
     sooner = [[8, 0.96], [12, 0.96], [16, 0.96]]
     jobs = {
         "alone:ours": ([0.02] * 8, {"facts": {"profile": {}}}),

@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.processes import ROOT
 from tools.check_wheel import (
-    Installed,
     WheelFailed,
     check_contents,
-    commands,
     expected_contents,
-    node_commands,
+    first_commands,
+    node_commands_of,
     outside_environment,
+    run,
 )
 from tools.demo import Folders
 
@@ -78,10 +78,9 @@ def test_nothing_in_the_environment_leads_to_the_checkout_or_a_job(monkeypatch: 
 
 
 def test_commands_are_those_of_the_new_environment_and_name_no_file_of_the_checkout(tmp_path: Path) -> None:
-    installed = Installed(tmp_path / "venv", tmp_path / "elsewhere")
-    nodes = node_commands(installed, Folders(tmp_path / "elsewhere" / "run"), 17000)
-    each = [*(command for command, _ in commands(installed)), *nodes]
-    assert {Path(command[0]).parent for command in each} == {tmp_path / "venv" / "bin"}
+    nodes = node_commands_of(tmp_path / "bin", Folders(tmp_path / "elsewhere" / "run"), 17000)
+    each = [*first_commands(tmp_path / "bin"), *nodes]
+    assert {Path(command[0]).parent for command in each} == {tmp_path / "bin"}
     assert not [word for command in each for word in command if str(ROOT) in word]
     assert [word for word in nodes[0] if word not in nodes[1]] == [
         "--node_ip=127.0.0.2",
@@ -92,8 +91,7 @@ def test_commands_are_those_of_the_new_environment_and_name_no_file_of_the_check
 
 
 def test_a_failing_command_is_named_with_its_output(tmp_path: Path) -> None:
-    installed = Installed(tmp_path, tmp_path)
     with pytest.raises(WheelFailed, match=r"exit code 3: (?s:.*)broken"):
-        installed.run(sys.executable, "-c", "print('broken'); raise SystemExit(3)")
+        run(tmp_path, sys.executable, "-c", "print('broken'); raise SystemExit(3)")
     with pytest.raises(WheelFailed, match=r"not finished after 0\.2 s"):
-        installed.run(sys.executable, "-c", "import time; time.sleep(60)", timeout_seconds=0.2)
+        run(tmp_path, sys.executable, "-c", "import time; time.sleep(60)", timeout_seconds=0.2)

@@ -12,7 +12,7 @@ import pytest
 from fleet_train.cli import COMMANDS
 from fleet_train.profile import profile_names
 from tests.support.processes import ROOT
-from tools.docs_site import layers, layout
+from tools.docs_site import layout
 from tools.docs_site.links import Page, Rewriter, separated_lists, source_page
 from tools.docs_site.pages import allowed, api_pages, catalogue_page, command_line_page, keys_page
 
@@ -22,7 +22,7 @@ from tools.docs_site.pages import allowed, api_pages, catalogue_page, command_li
     [
         (Page("docs/a.md", "a.md"), "[x](../README.md)", "[x](index.md)"),
         (Page("docs/benchmarks/a.md", "benchmarks/a.md"), "[x](../../README.md#two)", "[x](../index.md#two)"),
-        (Page("README.md", "index.md"), "[x](docs/gpu.md) [y](README_cn.md)", "[x](gpu.md) [y](index_cn.md)"),
+        (Page("README.md", "index.md"), "[x](docs/proven.md) [y](README_cn.md)", "[x](proven.md) [y](index_cn.md)"),
         (Page("README.md", "index.md"), "[x](docs/benchmarks)", "[x](benchmarks/README.md)"),
         (Page("docs/a.md", "a.md"), "[x](../strategies/dgc.yaml)", "[x](reference/catalogue.md#dgc)"),
         (Page("README.md", "index.md"), "[x](tools/train.py)", "[x](source/tools/train.py.md)"),
@@ -112,7 +112,7 @@ def test_silent_folder_and_missing_page_are_found(tmp_path: Path) -> None:
         "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
         "docs/layout.md is out of date; run: python -m tools.docs_site.layout",
     ]
-    assert layout.problems(tmp_path) == missing
+    assert list(layout.problems(tmp_path)) == missing
     (tmp_path / "fleet_train" / "mute" / "long.py").write_text("x = 1\n" * 501)
     (tmp_path / "fleet_train" / "short.py").write_text("x = 1\n")
     assert [line for line in layout.problems(tmp_path) if line not in missing] == [
@@ -133,15 +133,11 @@ TABLE = {
 }
 
 
-def test_picture_draws_what_does_not_follow() -> None:
-    assert layers.heights(TABLE) == {"errors": 0, "plan": 1, "train": 2, "cli": 3}
-    assert layers.drawn_imports(TABLE) == [("cli", "train"), ("plan", "errors"), ("train", "plan")]
-
-
-def test_line_past_a_row_has_a_place_beside_the_boxes() -> None:
-    table = {"a": frozenset[str](), "b": frozenset({"a"}), "c": frozenset({"b"}), "other": frozenset({"a"})}
-    table["top"] = frozenset({"c", "other"})
-    spots = layers.places(table)
-    assert [height for _, height in spots["top>other"]] == [2]
-    gap = abs(spots["top>other"][0][0] - spots["c"][0][0])
-    assert gap >= layers.BOX_WIDTH / 2
+def test_picture_draws_what_does_not_follow_and_each_box_above_what_it_imports() -> None:
+    assert layout.ordered(TABLE) == ["cli", "train", "plan", "errors"]
+    assert layout.drawn_imports(TABLE) == [("cli", "train"), ("plan", "errors"), ("train", "plan")]
+    assert layout.picture(TABLE, frozenset({"train"})).count(layout.WITH_PADDLE) == 2, "its box, and what that means"
+    source = (
+        "MAY_IMPORT: X = {'errors': set(), 'plan': {'errors'}, '__main__': {'plan'}}\nLAYERS_WITH_PADDLE = {'plan'}"
+    )
+    assert layout.tables(source) == ({"errors": frozenset(), "plan": frozenset({"errors"})}, {"plan"})

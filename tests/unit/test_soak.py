@@ -12,7 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from tools.soak import compare_steps, compare_tensors, failures_of, page
-from tools.soaking.faults import LEADER, OF_MACHINES, OF_RANKS, Timeouts, plan_faults, recovery_of
+from tools.soaking.faults import (
+    LEADER,
+    LOST_NODE_SECONDS,
+    OF_MACHINES,
+    OF_RANKS,
+    REJOIN_SECONDS,
+    plan_faults,
+    recovery_of,
+)
 from tools.soaking.job import Job, SoakFailed
 from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
 
@@ -42,9 +50,9 @@ def test_every_kind_comes_as_often_and_each_machine_and_rank_is_a_victim() -> No
 
 
 def test_silence_lasts_longer_than_the_launchers_wait_for_it_and_a_rank_is_frozen_for_seconds() -> None:
-    plans, times = plan_faults(["frozen", "cut"], 100, 3, 3, seed=1), Timeouts()
-    assert all(plan.away_seconds > times.lost_node for plan in plans)
-    assert any(plan.away_seconds > times.rejoin for plan in plans)
+    plans = plan_faults(["frozen", "cut"], 100, 3, 3, seed=1)
+    assert all(plan.away_seconds > LOST_NODE_SECONDS for plan in plans)
+    assert any(plan.away_seconds > REJOIN_SECONDS for plan in plans)
     assert any(plan.until_gone_on for plan in plans)
     frozen = [plan.away_seconds for plan in plan_faults(["freeze"], 50, 3, 3, seed=1)]
     assert 0 < min(frozen) < 3 < max(frozen) <= 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from typing import Any
 import click
 
 from fleet_train.cluster.installed import git
-from tools.benchmarks.contestants import ALONE, BEFORE, OURS, TORCH, Contestant
-from tools.benchmarks.loop import INTERFACE, Assignment, evaluated
+from tools.benchmarks.ranks import INTERFACE, Assignment, evaluated
 from tools.benchmarks.record import ROOT
+from tools.benchmarks.tasks import ALONE, BEFORE, OURS, TORCH, Contestant
 from tools.lab import Lab
+from tools.processes import Process, start, stop
 
 _STOP_SECONDS = 10.0
 # Variables of an outer shell or job that a job must not see.
@@ -142,31 +142,17 @@ def shared_environment(environ: dict[str, str], is_amd: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(commands: Sequence[Command], folder: Path, lab: Lab | None) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(commands: Sequence[Command], folder: Path, lab: Lab | None) -> Iterator[list[Process]]:
     shared = shared_environment(dict(os.environ), "AuthenticAMD" in Path("/proc/cpuinfo").read_text())
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     try:
         for index, (command, added) in enumerate(commands):
-            with (folder / f"process{index}.log").open("wb") as log:
-                streams: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                processes.append(subprocess.Popen(command, env=shared | added, cwd=folder, **streams))
+            processes.append(start(command, folder / f"process{index}.log", shared | added, folder))
         yield processes
     finally:
-        _stop(processes)
+        stop(processes, _STOP_SECONDS)
         if lab is not None:
             lab.end_processes()  # also processes that a launcher left
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _STOP_SECONDS
-        for process in processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _last_lines(folder: Path, lines: int = 12) -> str:

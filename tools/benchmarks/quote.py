@@ -26,8 +26,8 @@ import click
 
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
-from tools.benchmarks.contestants import ALONE, OURS, REFERENCE, parse
 from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
+from tools.benchmarks.tasks import ALONE, OURS, REFERENCE, parse
 
 PAGES = ("docs/strategies.md",)
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"

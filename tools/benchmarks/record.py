@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -74,20 +74,32 @@ def spread(values: Sequence[float], middle: float, digits: int = 2) -> str:
 
 @dataclass(frozen=True)
 class Keep:
-    """Writes a record so far, if one is asked for. ``path``: without its ending."""
+    """Writes a record so far, if one is asked for. ``path``: without its ending. A ``picture`` (SVG) ends the page."""
 
     path: Path | None
 
-    def __call__(self, record: Mapping[str, Any], page: Sequence[str]) -> None:
+    def __call__(self, record: Mapping[str, Any], page: Sequence[str], picture: str = "", shows: str = "") -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Raw figures last, one line per round, so that the file stays readable.
-        text = json.dumps({key: value for key, value in record.items() if key != "rounds"}, indent=1)
-        rounds = ",\n".join(json.dumps(each) for each in record.get("rounds", []))
-        text = f'{text[:-2]},\n"rounds": [\n{rounds}\n]}}' if rounds else text
-        publish_where_linked(beside(self.path, ".json"), f"{text}\n".encode())
+        parts = [f"{json.dumps(key)}: {_in_lines(value)}" for key, value in record.items()]
+        publish_where_linked(beside(self.path, ".json"), _block("{}", parts).encode() + b"\n")
+        if picture:
+            publish_where_linked(beside(self.path, ".svg"), picture.encode())
+            page = [*page, "", f"![{shows}]({self.path.name}.svg)"]
         publish_where_linked(beside(self.path, ".md"), "\n".join([*page, ""]).encode())
+
+
+def _in_lines(value: Any) -> str:
+    """JSON with a line for each entry, so that a round is one line of its file."""
+    if isinstance(value, Mapping) and value:
+        return _block("{}", [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()])
+    return _block("[]", map(json.dumps, value)) if isinstance(value, list) and value else json.dumps(value)
+
+
+def _block(ends: str, parts: Iterable[str]) -> str:
+    inner = ",\n".join(parts)
+    return f"{ends[0]}\n{inner}\n{ends[1]}"
 
 
 def beside(path: Path, ending: str) -> Path:

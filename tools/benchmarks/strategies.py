@@ -28,13 +28,11 @@ from tqdm import tqdm
 
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
-from tools.benchmarks.contestants import BEFORE, OURS, TORCH, Contestant, with_baselines
-from tools.benchmarks.figures import Summary, summarise
 from tools.benchmarks.jobs import JobFailed, Place, checkout_of, revision_of, run_contestant
-from tools.benchmarks.loop import Assignment
-from tools.benchmarks.networks import TASKS, Task, describe
+from tools.benchmarks.ranks import Assignment
 from tools.benchmarks.record import ROOT, Keep, beside, circumstances, recorded, same_code
-from tools.benchmarks.report import page, rows_of
+from tools.benchmarks.report import PICTURE, Summary, page, picture, rows_of, summarise
+from tools.benchmarks.tasks import BEFORE, OURS, TASKS, TORCH, Contestant, Task, describe, with_baselines
 from tools.lab import Lab
 
 _PORTS_PER_JOB, _FIRST_PORT, _PORT_RANGE = 20, 6200, 20000
@@ -192,6 +190,10 @@ class Benchmark:
             "rounds": self.rounds,
         }
 
+    def write(self, keep: Keep) -> None:
+        record, summaries = self.record(), self.summaries()
+        keep(record, page(record, summaries), picture(summaries) if summaries else "", PICTURE)
+
     def go_on_from(self, record: Mapping[str, Any], at: Mapping[str, Any]) -> None:
         """Continue a record. Raises ValueError if its turns are not comparable with those to come."""
         then, mine = record["circumstances"], json.loads(json.dumps(self.settings()))
@@ -255,7 +257,7 @@ def main(
             except ValueError as error:
                 raise click.UsageError(f"{keep.path}.json is there: {error}") from None
         click.echo(f"{describe(task)}\n{len(chosen)} contestants, {benchmark.repeats} rounds")
-        benchmark.run(at, lambda: keep(benchmark.record(), page(benchmark.record(), benchmark.summaries())))
+        benchmark.run(at, lambda: benchmark.write(keep))
     click.echo("\n".join(page(benchmark.record(), benchmark.summaries())))
     if benchmark.failures:
         raise click.ClickException(f"{len(benchmark.failures)} turns failed, see above and the record")

@@ -9,8 +9,8 @@ from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
 from tools.docs_site.layout import PACKAGE, dotted_name, folders
-from tools.docs_site.links import CATALOGUE, PAGES_OUTSIDE, Page, Rewriter, source_page, source_uri
-from tools.docs_site.pages import INDEX, api_pages, api_uri, catalogue_page, command_line_page, keys_page
+from tools.docs_site.links import PAGES_OUTSIDE, Page, Rewriter, source_page, source_uri
+from tools.docs_site.pages import INDEX, api_uri, generated_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = {uri: source for source, uri in PAGES_OUTSIDE.items()}
@@ -35,27 +35,18 @@ def _with_api(nav: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are not files of docs/."""
+    """Add the pages that are not files of docs/, with one for each file of the repository that pages link to."""
     made = {uri: (ROOT / source).read_text(encoding="utf-8") for uri, source in _SOURCES.items()}
-    made |= {
-        "reference/command-line.md": command_line_page(),
-        "reference/profile.md": keys_page(ROOT),
-        CATALOGUE: catalogue_page(ROOT),
-        **api_pages(ROOT),
-    }
-    made |= {source_uri(path): source_page(ROOT, path) for path in _shown_files(files)}
+    rewriter = Rewriter(ROOT)
+    for uri, text in made.items():
+        rewriter.rewritten(Page(_SOURCES[uri], uri), text)
+    for file in files.documentation_pages():
+        page = Page(f"docs/{file.src_uri}", file.src_uri)
+        rewriter.rewritten(page, (ROOT / page.source).read_text(encoding="utf-8"))
+    made |= generated_pages(ROOT) | {source_uri(path): source_page(ROOT, path) for path in sorted(rewriter.shown)}
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
     return files
-
-
-def _shown_files(files: Files) -> list[str]:
-    """Files of the repository that pages link to, and that are no pages themselves."""
-    rewriter = Rewriter(ROOT)
-    pages = [Page(f"docs/{file.src_uri}", file.src_uri) for file in files.documentation_pages()]
-    for page in [*pages, *(Page(source, uri) for uri, source in _SOURCES.items())]:
-        rewriter.rewritten(page, (ROOT / page.source).read_text(encoding="utf-8"))
-    return sorted(rewriter.shown)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

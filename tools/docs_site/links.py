@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,10 +41,11 @@ class Rewriter:
     def rewritten(self, page: Page, text: str) -> str:
         """The text with links that are valid in the site. A broken link stays: strict mode reports it."""
 
-        def link(match: re.Match[str]) -> str:
-            return self._target(page, match[1], match[2] or "")
+        def changed(line: str) -> str:
+            return _LINK.sub(lambda match: self._target(page, match[1], match[2] or ""), line)
 
-        return outside_of_code(separated_lists(text), lambda line: _LINK.sub(link, line))
+        lines = _lines(separated_lists(text))
+        return "\n".join(line if is_code else changed(line) for line, is_code in lines) + "\n"
 
     def _target(self, page: Page, target: str, anchor: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page.source), target))
@@ -94,15 +95,13 @@ def separated_lists(text: str) -> str:
 
     A list or table needs an empty line before it, and a list inside an item four spaces.
     """
-    lines: list[str] = []
+    lines = [""]
     for line, is_code in _lines(text):
-        before = lines[-1] if lines else ""
         if not is_code:
-            if _starts_block(before, line):
-                lines.append("")
+            lines += [""] * _starts_block(lines[-1], line)
             line = re.sub(r"^ {2,3}(?=([-*+]|\d+\.) )", "    ", line)
         lines.append(line)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines[1:]) + "\n"
 
 
 def _starts_block(before: str, line: str) -> bool:
@@ -113,11 +112,6 @@ def _starts_block(before: str, line: str) -> bool:
         return not before.startswith("|")
     # An item after an indented continuation line belongs to the same list.
     return bool(re.match(r"([-*+]|1\.) ", line)) and not _ITEM.match(before) and not before.startswith("  ")
-
-
-def outside_of_code(text: str, change: Callable[[str], str]) -> str:
-    """The text with ``change`` applied to every line that is not in a fenced block."""
-    return "\n".join(line if is_code else change(line) for line, is_code in _lines(text)) + "\n"
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:

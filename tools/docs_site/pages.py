@@ -12,6 +12,7 @@ import click
 
 from fleet_train.cli import cli
 from tools.docs_site.layout import PACKAGE, docstring_of, dotted_name, folders
+from tools.docs_site.links import CATALOGUE
 
 INDEX = "reference/api/index.md"
 WIDTH = 100
@@ -41,6 +42,16 @@ _KINDS = {
     "array": "a list of texts",
     "object": "names with values",
 }
+
+
+def generated_pages(root: Path) -> dict[str, str]:
+    """Every page that is made from the sources: uri -> Markdown."""
+    return {
+        "reference/command-line.md": command_line_page(),
+        "reference/profile.md": keys_page(root),
+        CATALOGUE: catalogue_page(root),
+        **api_pages(root),
+    }
 
 
 def api_uri(folder: str) -> str:

@@ -30,20 +30,20 @@ OF_MACHINES = {
 KINDS = OF_RANKS | OF_MACHINES
 LEADER = -1
 """The leader at the time of the fault."""
+LOST_NODE_SECONDS, REJOIN_SECONDS = 4.0, 10.0
+"""The launchers' own timeouts; they determine how long faults last."""
 _LONGEST_DELAY_SECONDS = {"step": 3.0, "save": 0.01, "start": 6.0, "freeze": 3.0}
-_LONGEST_FREEZE_SECONDS = 5.0
+_AWAY_SECONDS = {
+    "freeze": (0.1, 5.0),
+    "machine": (1.0, REJOIN_SECONDS * 0.6),
+    "frozen": (LOST_NODE_SECONDS + 1.0, LOST_NODE_SECONDS + REJOIN_SECONDS),
+    "cut": (LOST_NODE_SECONDS + 1.0, LOST_NODE_SECONDS + REJOIN_SECONDS),
+    "relay": (0.5, REJOIN_SECONDS * 0.5),
+}
 # After so long the soak has failed.
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.1
 _WORD = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(:(?:(?P<leader>leader)|(?P<victim>\d+)))?(?P<late>:late)?")
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """The launchers' own timeouts in seconds; they determine how long faults last."""
-
-    lost_node: float = 4.0
-    rejoin: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,46 +59,47 @@ class PlannedFault:
     delay_seconds: float
 
 
+def launch_flags(plans: Sequence[PlannedFault]) -> tuple[str, ...]:
+    flags = f"--max_restarts={2 * len(plans)} --job_id=soak"
+    if any(plan.kind in OF_MACHINES for plan in plans):
+        flags += f" --min_nodes=2 --lost_node_timeout={LOST_NODE_SECONDS:g} --rejoin_timeout={REJOIN_SECONDS:g}"
+        flags += " --direct_ranks=0"
+    return tuple(flags.split())
+
+
 def plan_faults(words: Sequence[str], count: int | None, nodes: int, ranks: int, seed: int) -> list[PlannedFault]:
     """Faults such as ``machine:0``, ``frozen:leader``, ``cut:2:late``, ``save``, in the order of the list. With
     ``count``, so many of their kinds, each equally often (within one), in random order. Raises SoakFailed."""
-    chance, times = random.Random(seed), Timeouts()
-    found = [_WORD.fullmatch(word) for word in words]
-    for word, match in zip(words, found, strict=True):
-        most = ranks if match is not None and match["kind"] in OF_RANKS else nodes
-        if match is None or int(match["victim"] or 0) >= most:
+    chance, matches = random.Random(seed), []
+    for word in words:
+        match = _WORD.fullmatch(word)
+        if match is None or int(match["victim"] or 0) >= (ranks if match["kind"] in OF_RANKS else nodes):
             raise SoakFailed(
                 f"--faults={word}: write {', '.join(KINDS)}, each with nothing, :leader or a number of a node (of a "
                 f"rank: {', '.join(OF_RANKS)}), then :late for a machine that returns when the others have trained on"
             )
-    matches = [match for match in found if match is not None]
+        matches.append(match)
     if count is not None:
         order = [matches[index % len(matches)]["kind"] for index in range(count)]
         chance.shuffle(order)
-        return [_drawn(kind, nodes, ranks, times, chance) for kind in order]
+        return [_drawn(kind, nodes, ranks, chance) for kind in order]
     plans = []
     for match in matches:
-        plan = replace(_drawn(match["kind"], nodes, ranks, times, chance), until_gone_on=bool(match["late"]))
+        plan = replace(_drawn(match["kind"], nodes, ranks, chance), until_gone_on=bool(match["late"]))
         named = LEADER if match["leader"] else int(match["victim"]) if match["victim"] else plan.victim
         plans.append(replace(plan, victim=named))
     return plans
 
 
-def _drawn(kind: str, nodes: int, ranks: int, times: Timeouts, chance: random.Random) -> PlannedFault:
+def _drawn(kind: str, nodes: int, ranks: int, chance: random.Random) -> PlannedFault:
+    away = round(chance.uniform(*_AWAY_SECONDS.get(kind, (0.0, 0.0))), 2)
     if kind in OF_RANKS:
         # Rank 0 is the one that writes.
         victim = 0 if kind == "save" and chance.random() < 0.5 else chance.randrange(ranks)
-        away = round(chance.uniform(0.1, _LONGEST_FREEZE_SECONDS), 2) if kind == "freeze" else 0.0
         return PlannedFault(kind, victim, away, False, round(chance.uniform(0.0, _LONGEST_DELAY_SECONDS[kind]), 4))
     victim = chance.choice([LEADER, LEADER, 0, *range(nodes)])
-    away = {
-        "machine": chance.uniform(1.0, times.rejoin * 0.6),
-        "frozen": times.lost_node + chance.uniform(1.0, times.rejoin),
-        "cut": times.lost_node + chance.uniform(1.0, times.rejoin),
-        "relay": chance.uniform(0.5, times.rejoin * 0.5),
-    }[kind]
     until_gone_on = kind != "relay" and chance.random() < 0.25
-    return PlannedFault(kind, victim, round(away, 2), until_gone_on, round(chance.uniform(0.5, 6.0), 2))
+    return PlannedFault(kind, victim, away, until_gone_on, round(chance.uniform(0.5, 6.0), 2))
 
 
 class Faults:
@@ -168,46 +169,37 @@ class Faults:
 
     def _of_a_machine(self, plan: PlannedFault) -> dict[str, Any]:
         self._pause(plan.delay_seconds)
-        leader = self.running.leader()
-        node = leader if plan.victim == LEADER else self.running.job.nodes[plan.victim]
-        launcher, running = self.running.launchers[node], self.running
-        begin: dict[str, Callable[[], None]] = {
-            "machine": lambda: running.lose(node),
-            "frozen": lambda: send(launcher.pid, signal.SIGSTOP),
-            "cut": lambda: running.set_link(node, "down"),
-            "relay": lambda: running.kill_launcher(node),
+        leader, running = self.running.leader(), self.running
+        node = leader if plan.victim == LEADER else running.job.nodes[plan.victim]
+        both: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "machine": (lambda: running.lose(node), lambda: running.start(node)),
+            "frozen": (lambda: running.signal(node, signal.SIGSTOP), lambda: running.signal(node, signal.SIGCONT)),
+            "cut": (lambda: running.set_link(node, "down"), lambda: running.set_link(node, "up")),
+            "relay": (lambda: running.kill_launcher(node), lambda: running.start(node)),
         }
-        end: dict[str, Callable[[], None]] = {
-            "machine": lambda: running.start(node),
-            "frozen": lambda: send(launcher.pid, signal.SIGCONT),
-            "cut": lambda: running.set_link(node, "up"),
-            "relay": lambda: running.start(node),
-        }
+        begin, end = both[plan.kind]
         fault = self._begun(plan, node, leader)
-        begin[plan.kind]()
+        begin()
         if plan.until_gone_on:
             self._await_step(fault["time"], fault["attempt"], 1, "a step without the lost machine", without=node)
         else:
             self._pause(max(0.0, fault["time"] + plan.away_seconds - time.time()), without=node)
-        end[plan.kind]()
+        end()
         return fault
 
     def _await_step(
         self, moment: float, attempt: int, world_size: int, what: str, without: int | None = None,
         restarted: dict[str, Any] | None = None,
     ) -> float:  # fmt: skip
-        found: list[float] = []
-
         def has_trained() -> bool:
-            step = self.ledger.first_step_after(moment, attempt, world_size)
-            found.extend([] if step is None else [step])
-            if step is None and restarted is not None:
-                self._start_again(restarted)
             self.running.leader()
-            return step is not None
+            is_there = self.ledger.first_step_after(moment, attempt, world_size) is not None
+            if not is_there and restarted is not None:
+                self._start_again(restarted)
+            return is_there
 
         self._await(has_trained, what, without=without)
-        return found[-1]
+        return self.ledger.first_step_after(moment, attempt, world_size) or 0.0
 
     def _await(
         self, condition: Callable[[], bool], what: str, pause_seconds: float = _POLL_SECONDS, without: int | None = None

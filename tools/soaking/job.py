@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from tools.lab import Lab
-from tools.soaking.program import LEDGER
+from tools.processes import ROOT, Process, start, stop
+from tools.soaking.ledger import LEDGER
 
-ROOT = Path(__file__).resolve().parents[2]
 _MARK = "FLEET_TRAIN_SOAK"
 _OUR_PREFIX = "fleet_train"
 _LEADS = re.compile(rb"node (\d+) \([^)]*\) is the leader")
@@ -87,7 +87,7 @@ class Running:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self.launchers: dict[int, Process] = {}
         self._mark = f"{os.getpid()}-{job.folder.name}-{time.monotonic_ns()}"
         self._leader = job.nodes[0]
         self._heard = dict.fromkeys(job.nodes, 0)
@@ -100,16 +100,8 @@ class Running:
         import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "PYTHONPATH": import_path, "GLOG_minloglevel": "2", **self.job.environ}
         environ |= {_MARK: self._mark, LEDGER: str(self.job.ledger), "TMPDIR": str(temporary)}
-        with (self.job.folder / f"launcher{node}.log").open("ab") as log:
-            self.launchers[node] = subprocess.Popen(
-                self.job.command(node),
-                cwd=self.job.disk(node),
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # they get Ctrl-C only through this process
-            )
+        log = self.job.folder / f"launcher{node}.log"
+        self.launchers[node] = start(self.job.command(node), log, environ, self.job.disk(node))
 
     def lose(self, node: int) -> None:
         """Everything on the machine is killed, and its disk is gone."""
@@ -128,6 +120,9 @@ class Running:
     def set_link(self, node: int, state: str) -> None:
         assert self.job.lab is not None
         self.job.lab.set_link(node, state)
+
+    def signal(self, node: int, number: int) -> None:
+        send(self.launchers[node].pid, number)
 
     def rank_pids(self) -> dict[int, int]:
         """Rank -> process id of its script, for the ranks running now."""
@@ -174,32 +169,21 @@ class Running:
         return [int(self.launchers[node].returncode) for node in self.job.nodes]
 
     def stop(self) -> None:
-        """SIGTERM (also to stopped processes), which lets the ranks save, then SIGKILL; no launcher is left."""
-        running = [launcher for launcher in self.launchers.values() if launcher.poll() is None]
-        for launcher in running:
-            launcher.send_signal(signal.SIGCONT)
-            launcher.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for launcher in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.1, deadline - time.monotonic()))
-            launcher.kill()
-            launcher.wait()
+        """Let the ranks save, then kill what is left; no launcher is."""
+        stop(list(self.launchers.values()), _STOP_SECONDS)
 
     def orphans(self, patience_seconds: float = 5.0) -> list[str]:
         """Command lines of this job's processes that still run after a short grace period."""
         deadline = time.monotonic() + patience_seconds
-        while (found := self._processes()) and time.monotonic() < deadline:
+        while True:
+            found = []
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    if process.environ().get(_MARK) == self._mark:
+                        found.append(" ".join(process.cmdline()))
+            if not found or time.monotonic() > deadline:
+                return found
             time.sleep(0.1)
-        return found
-
-    def _processes(self) -> list[str]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(_MARK) == self._mark:
-                    found.append(" ".join(process.cmdline()))
-        return found
 
     def left_behind(self) -> list[str]:
         """Folders for temporary files of launchers, and half-written checkpoints, by node."""

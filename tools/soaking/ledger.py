@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+LEDGER, STEP_SECONDS, STOP_AT = (f"FLEET_TRAIN_SOAK_{name}" for name in ("LEDGER", "STEP_SECONDS", "STOP_AT"))
+HURRY = "hurry"
 Place = tuple[int, int]
 """(finished epochs, samples done in the current epoch): independent of the number of ranks."""
 Line = dict[str, Any]
@@ -49,6 +51,10 @@ class Ledger:
                 self._lines += [json.loads(line) for line in whole.splitlines()]
         return self._lines
 
+    def hurry(self) -> None:
+        """Ask the ranks to train without pauses from now on."""
+        (self.folder / HURRY).touch()
+
     def newest_attempt(self) -> int:
         """The newest attempt that has trained a step; -1: none."""
         return max((line["attempt"] for line in self.lines() if line["event"] == "step"), default=-1)
@@ -59,12 +65,9 @@ class Ledger:
 
     def first_step_after(self, moment: float, attempt: int, world_size: int = 0) -> float | None:
         """When an attempt with at least so many ranks made its first step after ``moment`` (Unix seconds)."""
-        times = (
-            line["time"]
-            for line in self.lines()
-            if line["event"] == "step" and line["attempt"] > attempt and line["world"] >= world_size
-        )
-        return min((each for each in times if each > moment), default=None)
+        steps = (line for line in self.lines() if line["event"] == "step" and line["time"] > moment)
+        fitting = (line["time"] for line in steps if line["attempt"] > attempt and line["world"] >= world_size)
+        return min(fitting, default=None)
 
 
 def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
@@ -76,9 +79,7 @@ def surviving(lines: Sequence[Line], last_digest: str) -> list[Stretch]:
     saves = sorted((line for line in lines if line["event"] == "save"), key=lambda line: line["time"])
     written = {line["digest"]: line for line in saves}
     begins = {line["attempt"]: line for line in lines if line["event"] == "begin" and line["rank"] == 0}
-    stretches: list[Stretch] = []
-    digest: str | None = last_digest
-    begin: Line | None = None
+    stretches, digest, begin = list[Stretch](), last_digest, None
     while digest is not None:
         save = written.get(digest) or (begin and _killed_before_its_line(lines, begin))
         if save is None or save["attempt"] not in begins:
@@ -94,12 +95,8 @@ def _killed_before_its_line(lines: Sequence[Line], successor: Line) -> Line | No
     there = place(successor["place"])
     noted = {line["attempt"] for line in lines if line["event"] == "save" and place(line["place"]) == there}
     same = {there} if there[1] else {there, (there[0] - 1, successor["samples"])}
-    came = [
-        line
-        for line in lines
-        if line["event"] == "step" and line["rank"] == 0 and place(line["after"]) in same
-        if line["attempt"] < successor["attempt"] and line["attempt"] not in noted
-    ]
+    steps = [line for line in lines if line["event"] == "step" and line["rank"] == 0 and place(line["after"]) in same]
+    came = [line for line in steps if line["attempt"] < successor["attempt"] and line["attempt"] not in noted]
     last = max(came, key=lambda line: int(line["attempt"]), default=None)
     return None if last is None else {**last, "place": there}
 
@@ -139,16 +136,11 @@ def samples_wrong(steps: Mapping[Key, Line], num_samples: int, epochs: int, orde
         most[at[0]] = max(most[at[0]], line["world"] - 1)
     wrong: dict[int, dict[str, int]] = {}
     for epoch in range(epochs):
-        counts = seen[epoch]
-        extra = counts.total() - num_samples
-        padding = Counter(orders[epoch][: max(0, extra)])
-        expected = Counter(range(num_samples)) + padding
-        if counts != expected or extra > most[epoch]:
-            wrong[epoch] = {
-                "lost": (expected - counts).total(),
-                "too_often": (counts - expected).total(),
-                "more": extra,
-            }
+        extra = seen[epoch].total() - num_samples
+        expected = Counter(range(num_samples)) + Counter(orders[epoch][: max(0, extra)])
+        lost, too_often = (expected - seen[epoch]).total(), (seen[epoch] - expected).total()
+        if lost or too_often or extra > most[epoch]:
+            wrong[epoch] = {"lost": lost, "too_often": too_often, "more": extra}
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""The script of a soak with machine faults: the reference trainer, with a line in the soak's ledger per step.
+"""The script of a soak: the reference trainer, with a line in the soak's ledger per step.
 
     python tools/soaking/program.py --model=mlp --data=digits --epochs=3 ...        (flags of ``fleet_train train``)
 
@@ -15,110 +15,91 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-LEDGER, STEP_SECONDS, STOP_AT = (f"FLEET_TRAIN_SOAK_{name}" for name in ("LEDGER", "STEP_SECONDS", "STOP_AT"))
-HURRY = "hurry"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fleet_train import fleet
+from fleet_train.cli import main
+from fleet_train.errors import Preempted
+from fleet_train.train import trainer
+from fleet_train.train.checkpoint import storage
+from tools.soaking.ledger import HURRY, LEDGER, STEP_SECONDS, STOP_AT
+
+FOLDER, PAUSE = Path(os.environ[LEDGER]), float(os.environ.get(STEP_SECONDS, "0"))
+STOP = [int(part) for part in os.environ.get(STOP_AT, "").split(":") if part]
+publish = storage.publish
 
 
-class Book:
-    """One process's file of the ledger: each line is written before the call returns, in case the process is killed."""
-
-    def __init__(self, folder: Path) -> None:
-        from fleet_train import fleet
-
-        self._who = {
-            "attempt": int(os.environ.get("FLEET_TRAIN_ATTEMPT", "0")),
-            "rank": fleet.worker_index(),
-            "world": fleet.worker_num(),
-        }
-        name = "attempt{attempt:04d}-rank{rank}".format(**self._who) + f"-{os.getpid()}.jsonl"
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def write(self, event: str, **what: Any) -> None:
-        line = {"event": event, **self._who, "time": time.time(), **what}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+@cache
+def _file() -> tuple[int, dict[str, int]]:
+    """This process's file of the ledger, and who it is."""
+    who = {"attempt": int(os.environ.get("FLEET_TRAIN_ATTEMPT", "0"))}
+    who |= {"rank": fleet.worker_index(), "world": fleet.worker_num()}
+    name = f"attempt{who['attempt']:04d}-rank{who['rank']}-{os.getpid()}.jsonl"
+    return os.open(FOLDER / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), who
 
 
-def keep_a_ledger(folder: Path, step_seconds: float, stop_at: list[int] | None) -> None:
-    """Have every trainer of this process record where it starts, each step, and each checkpoint."""
-    from fleet_train.errors import Preempted
-    from fleet_train.train.checkpoint import storage
-    from fleet_train.train.trainer import Trainer
+def write(event: str, **what: Any) -> None:
+    """A line of the ledger; it is written before the call returns, in case the process is killed."""
+    file, who = _file()
+    os.write(file, json.dumps({"event": event, **who, "time": time.time(), **what}).encode() + b"\n")
 
-    publish = storage.publish
-    fit, resume, train_step, stop_if_asked, last_epoch = (
-        Trainer.fit, Trainer.resume, Trainer._train_batch, Trainer._stop_if_asked, Trainer._last_epoch,
-    )  # fmt: skip
-    books: list[Book] = []
 
-    def noted_resume(self: Trainer, found: Any) -> None:
-        resume(self, found)
-        self._soak_came_from = found.folder  # type: ignore[attr-defined]
+class NotedTrainer(trainer.Trainer):
+    """Records where it starts, each step, and ends where the stretch does."""
 
-    def noted_fit(self: Trainer) -> Any:
-        books.append(Book(folder))
-        came_from = getattr(self, "_soak_came_from", None)
-        digest = storage.marker_digest(came_from) if came_from is not None and came_from.is_dir() else None
-        place = [self.position.epoch, self.position.consumed_samples]
+    came_from: Path | None = None
+
+    @property
+    def place(self) -> list[int]:
+        return [self.position.epoch, self.position.consumed_samples]
+
+    def resume(self, checkpoint: Any) -> None:
+        super().resume(checkpoint)
+        self.came_from = checkpoint.folder
+
+    def fit(self) -> Any:
+        found = self.came_from if self.came_from is not None and self.came_from.is_dir() else None
         samples = self._loader.sampler.num_samples  # type: ignore[attr-defined]
-        books[0].write("begin", place=place, came_from=digest, samples=samples)
-        return fit(self)
+        write("begin", place=self.place, came_from=found and storage.marker_digest(found), samples=samples)
+        return super().fit()
 
-    def noted_step(self: Trainer, index: int, batch: Any) -> None:
-        if step_seconds and not (folder / HURRY).exists():
-            time.sleep(step_seconds)
-        place = [self.position.epoch, self.position.consumed_samples]
-        known = len(self._of_step.losses)
-        train_step(self, index, batch)
+    def _train_batch(self, index: int, batch: Any) -> None:
+        if PAUSE and not (FOLDER / HURRY).exists():
+            time.sleep(PAUSE)
+        before, known = self.place, len(self._of_step.losses)
+        super()._train_batch(index, batch)
         loss = next(iter(self._of_step.losses[known:]), None)  # not every step fetches it
-        after = [place[0], self._loader.consumed_after(index + 1)]
-        told = {"indices": [int(i) for i in self._loader.indices(index)], "loss": None if loss is None else loss.hex()}
-        books[0].write("step", before=place, after=after, **told)
+        after = [before[0], self._loader.consumed_after(index + 1)]
+        indices = [int(sample) for sample in self._loader.indices(index)]
+        write("step", before=before, after=after, indices=indices, loss=None if loss is None else loss.hex())
 
-    def noted_publish(*what: Any) -> Path:
-        written = publish(*what)
-        if books:
-            state = what[2]
-            place = [state["epoch"], state["consumed_samples"]]
-            books[0].write("save", place=place, name=written.name, digest=storage.marker_digest(written))
-        return written
-
-    def stop_there(self: Trainer, *, has_saved: bool) -> None:
-        if stop_at == [self.position.epoch, self.position.consumed_samples]:
+    def _stop_if_asked(self, *, has_saved: bool) -> None:
+        if self.place == STOP:
             self._save()
             assert self._checkpoints is not None
             self._checkpoints.finish()
             raise Preempted(f"the stretch ends after step {self.position.step}")
-        stop_if_asked(self, has_saved=has_saved)
+        super()._stop_if_asked(has_saved=has_saved)
 
-    def stop_before(self: Trainer) -> int:
-        last = last_epoch(self)
-        return last if stop_at is None else min(last, stop_at[0] + (stop_at[1] > 0))
-
-    setattr(storage, "publish", noted_publish)  # noqa: B010 (a function of another type, as mypy sees it)
-    for name, function in (
-        ("fit", noted_fit), ("resume", noted_resume), ("_train_batch", noted_step), ("_stop_if_asked", stop_there),
-        ("_last_epoch", stop_before),
-    ):  # fmt: skip
-        setattr(Trainer, name, function)
+    def _last_epoch(self) -> int:
+        last = super()._last_epoch()
+        return min(last, STOP[0] + (STOP[1] > 0)) if STOP else last
 
 
-def main() -> None:
-    from fleet_train.cli import main as command
-
-    stop_at = os.environ.get(STOP_AT)
-    keep_a_ledger(
-        Path(os.environ[LEDGER]),
-        float(os.environ.get(STEP_SECONDS, "0")),
-        [int(part) for part in stop_at.split(":")] if stop_at else None,
-    )
-    sys.argv.insert(1, "train")
-    command()
+def noted_publish(*what: Any) -> Path:
+    written = publish(*what)
+    place = [what[2]["epoch"], what[2]["consumed_samples"]]
+    write("save", place=place, name=written.name, digest=storage.marker_digest(written))
+    return written
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    # Before the reference trainer is imported, which takes the class by its name.
+    setattr(trainer, "Trainer", NotedTrainer)  # noqa: B010
+    setattr(storage, "publish", noted_publish)  # noqa: B010
+    sys.argv.insert(1, "train")
     main()

@@ -1,19 +1,13 @@
-"""Predicted and measured steps: `recommend` with trials of every profile, on emulated networks, in one table.
-
-    sudo python tools/bench.py prediction --rounds 3 --record docs/benchmarks
-
-Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmarks'. A round is one `recommend`
-on each network; the page has every profile's predicted and measured step, medians over the rounds, and for each
-network the profile that `recommend` picks with its default number of trials beside the best one.
-"""
+"""What takes a lab of emulated machines: the error of predicted steps, and false alarms of the doctor."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +16,76 @@ from typing import Any
 import click
 
 from tools.benchmarks.jobs import Command, Place, run_commands
-from tools.benchmarks.networks import TASKS
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
+from tools.benchmarks.tasks import TASKS
 from tools.lab import Lab
+
+ALARMS_RATE = "1gbit"
+_SECONDS = 60.0  # what the doctor promises
+# In the machine's namespaces: a host name and a hosts file of its own; the exit code says only whether it has printed.
+_ON_A_MACHINE = 'hostname "$1"; mount --bind "$2" /etc/hosts; out=$3; shift 3; "$@" > "$out" || test -s "$out"'
+
+
+def run_once(folder: Path, nodes: int, flags: Sequence[str]) -> dict[str, Any]:
+    """One clean run in its own lab: its alarms, its duration, the machine's load. Raises JobFailed."""
+    load, commands = os.getloadavg()[0], list[Command]()
+    with Lab(nodes, ALARMS_RATE) as lab:
+        ips = ",".join(node.address for node in lab.nodes)
+        for name, node in ((f"node{node.index}", node) for node in lab.nodes):
+            (folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n{node.address} {name}\n")
+            doctor = [sys.executable, "-m", "fleet_train", "doctor", "--ips", ips, "--node_ip", node.address, "--json"]
+            shell = ["unshare", "--mount", "--uts", "sh", "-ec", _ON_A_MACHINE, "sh", name]
+            paths = [str(folder / f"{name}.hosts"), str(folder / f"{name}.json")]
+            commands.append(([*node.prefix, *shell, *paths, *doctor, *flags], {}))
+        run_commands("the doctor", commands, folder, _SECONDS, lab)
+    made = json.loads((folder / "node0.json").read_text())
+    found = [each for each in made["findings"] if each["level"] != "PASS"]
+    alarms = [f"{each['id']} {each['hosts']}" for each in found if each["id"] != "busy"]
+    return {"alarms": alarms, "busy": len(found) - len(alarms), "seconds": made["seconds"], "load": round(load, 2)}
+
+
+def alarms_page(at: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], nodes: int) -> list[str]:
+    alarms = Counter(alarm for one in runs for alarm in one["alarms"])
+    loads, seconds = [one["load"] for one in runs], [one["seconds"] for one in runs]
+    return [
+        f"# False alarms of the doctor, {at['date'][:10]}",
+        "",
+        f"- {sum(bool(one['alarms']) for one in runs)} of {len(runs)} runs gave an alarm, each on {nodes} emulated",
+        "  machines without a fault.",
+        *told_circumstances(at, f"links of {ALARMS_RATE}"),
+        f"- Load average before the runs: {min(loads)} to {max(loads)}. Seconds of a run: median "
+        f"{statistics.median(seconds)}, longest {max(seconds)}.",
+        f"- `busy`, counted separately, was reported in {sum(bool(one['busy']) for one in runs)} runs: all nodes share",
+        "  these processors, and other programs ran on them.",
+        "",
+        "Alarms:",
+        "",
+        *([f"- {number} times: {name}" for name, number in alarms.items()] or ["- none"]),
+    ]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--nodes", default=2, type=click.IntRange(2, 16), help="Emulated machines.")
+@click.option("--group/--no_group", default=False, help="Also form a process group in each run.")
+@recorded(100, "each is a run in a lab of its own")
+def doctor_alarms(nodes: int, group: bool, rounds: int, keep: Keep) -> None:
+    """Count the doctor's false alarms in many runs on emulated machines without a fault.
+
+        sudo python tools/bench.py doctor --rounds 100 --record docs/benchmarks
+
+    Every WARN and FAIL is an alarm, except ``busy``: emulated machines share the processors of one, which may really
+    be busy. The record counts it separately. Needs root (tools/lab.py). Exit code 1: there was an alarm.
+    """
+    at, runs = circumstances(), list[dict[str, Any]]()
+    for number in range(1, rounds + 1):
+        with tempfile.TemporaryDirectory(prefix="ft-doctor-") as folder:
+            runs.append(run_once(Path(folder), nodes, () if group else ("--skip", "group")))
+        click.echo(f"run {number} of {rounds}: {', '.join(runs[-1]['alarms']) or 'no alarm'}")
+        keep({"circumstances": at, "nodes": nodes, "group": group, "rounds": runs}, alarms_page(at, runs, nodes))
+    click.echo("\n".join(alarms_page(at, runs, nodes)))
+    if any(one["alarms"] for one in runs):
+        raise SystemExit(1)
+
 
 _FIRST_PORT = 6400
 # The default number of trials of `recommend`.
@@ -66,7 +127,7 @@ def _command(task: str, place: Place, folder: Path, node: int, trials: int, seco
     command = [*place.lab.nodes[node].prefix, sys.executable, "-m", "fleet_train", "recommend", *flags]
     script = ["--script", str(ROOT / "tools" / "benchmarks" / "ranks.py"), "task", task]
     # Only JSON on stdout: other lines go to the job's log.
-    return ["sh", "-c", '"$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
+    return ["sh", "-c", 'exec "$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
 
 
 def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
@@ -117,19 +178,27 @@ def _pick(rate: str, made: dict[str, Any]) -> str:
 @click.option("--trials", default=20, help="Number of profiles tried on each network.")
 @click.option("--seconds", default=600.0, help="Approximate time limit of one network.")
 @recorded(1, "each measures every network once")
-def main(
+def prediction(
     task_name: str, rates: tuple[str, ...], nodes: int, trials: int, seconds: float, rounds: int, keep: Keep
 ) -> None:
+    """Predicted and measured steps: `recommend` with trials of every profile, on emulated networks, in one table.
+
+        sudo python tools/bench.py prediction --rounds 3 --record docs/benchmarks
+
+    Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmarks'. A round is one
+    `recommend` on each network; the page has every profile's predicted and measured step, medians over the rounds, and
+    for each network the profile that `recommend` picks with its default number of trials beside the best one.
+    """
     at, made = circumstances(), defaultdict[str, list[dict[str, Any]]](list)
     for number, rate in ((number, rate) for number in range(1, rounds + 1) for rate in rates):
         with tempfile.TemporaryDirectory(prefix="bench_prediction_") as folder:
             made[rate].append(recommendation(task_name, rate, nodes, trials, seconds, Path(folder)))
-        keep({"circumstances": at, "task": task_name, "networks": made}, page(task_name, at, made))
+        keep({"circumstances": at, "task": task_name, "networks": made}, prediction_page(task_name, at, made))
         click.echo(f"round {number} of {rounds}, {rate}: measured", err=True)
-    click.echo("\n".join(page(task_name, at, made)))
+    click.echo("\n".join(prediction_page(task_name, at, made)))
 
 
-def page(task: str, at: Mapping[str, Any], made: Networks) -> list[str]:
+def prediction_page(task: str, at: Mapping[str, Any], made: Networks) -> list[str]:
     return [
         f"# Predicted and measured steps, {task}, two machines",
         "",

@@ -1,1 +1,0 @@
-"""Parts of `make docs`: hooks of mkdocs, and generators of pages and pictures."""
