@@ -91,7 +91,8 @@ def test_example_of_a_dataset_learns(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example)
     losses = [float(value) for value in re.findall(r"batch [48], loss: (\S+)", run(tmp_path / "example.py"))]
     assert len(losses) == 40
-    assert losses[-1] < losses[0] / 100.0  # the start values are random: the first loss may be small
+    # The start values are random, so the first loss may be small, too.
+    assert losses[-1] < min(0.05, losses[0] / 100.0)
 
 
 def test_number_of_snippets_is_the_recorded_one() -> None:
