@@ -20,10 +20,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.support import commands
-from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Job, clean_environ, python
-from tests.support.ranks import run_ranks, stock_environs
+from tests.support.ranks import run_launchers, run_ranks, stock_environs
 
 EXAMPLES = ROOT / "tools" / "examples"
 STATE = "persistables.safetensors"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import commands
-from tests.support.launchers import LaunchersResult, run_launchers
 from tests.support.namespaces import two_machines
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT
+from tests.support.ranks import LaunchersResult, run_launchers
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 TRAIN = ROOT / "tests" / "support" / "train_few_steps.py"

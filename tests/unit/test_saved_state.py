@@ -26,7 +26,7 @@ from fleet_train.convert.program_state import (
 )
 from fleet_train.errors import CheckpointError
 from fleet_train.profile import Profile
-from tests.support.inference import infer
+from tests.support.images import infer
 from tests.unit.passes.training import loss_scaling
 
 

@@ -21,8 +21,7 @@ from fleet_train.cluster.store.wire import (
     pack,
     pack_times,
 )
-from tests.support.connections import Heard, Transport
-from tests.support.virtual_time import in_virtual_time
+from tests.support.connections import Heard, Transport, in_virtual_time
 
 BARRIER = ["rank", "barrier", "step 1"]
 R = TypeVar("R", bound=StoreNamespace)

@@ -19,9 +19,8 @@ from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.server import Session, StoreServer
 from fleet_train.cluster.store.wire import LENGTHS, encode, pack_times, raise_descriptor_limit
 from fleet_train.errors import ClusterError
-from tests.support.connections import Transport
+from tests.support.connections import Transport, in_virtual_time
 from tests.support.processes import ROOT, clean_environ
-from tests.support.virtual_time import in_virtual_time
 
 WELCOME = {"welcome": True, "proof": ""}
 
