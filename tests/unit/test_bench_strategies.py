@@ -195,7 +195,7 @@ def benchmark(**changed: Any) -> Benchmark:
 
 
 def keep(made: Benchmark, path: Path) -> dict[str, Any]:
-    Keep(path)(made.record(), page(made.record(), made.summaries()))
+    made.write(Keep(path))
     content: dict[str, Any] = json.loads(beside(path, ".json").read_text())
     return content
 
@@ -222,6 +222,8 @@ def test_an_interrupted_record_says_what_it_has_and_is_continued(played: Played,
     text = "\n".join(page(again.record(), again.summaries()))
     assert "- Rounds 1, 2, 2026-11-23" in text
     assert "- Rounds 2, 3, 2026-11-24" in text
+    drawn = (tmp_path / "x.1gbit.svg").read_text()
+    assert drawn.count("<text") == 2 * len(NAMES[1:]) + 2, "each but the compute-only one, and two meanings"
 
 
 def test_who_fails_is_noted_tried_again_and_left_out_after_the_second_time(played: Played, tmp_path: Path) -> None:

@@ -379,8 +379,11 @@ def page(record: Mapping[str, Any], summaries: Summaries) -> list[str]:
 
 
 def picture(summaries: Summaries) -> str:
-    """Milliseconds per step of each contestant as SVG: computing alone, and what communication adds to it."""
+    """Milliseconds per step of each contestant as SVG: computing alone, and what communication adds to it.
+    Nothing as long as only compute-only runs are there."""
     shown = [(name, each.step_ms) for name, each in summaries.items() if parse(name).kind != ALONE]
+    if not shown:
+        return ""
     scale = 440 / max(step for _, step in shown)
     rows = []
     for number, (name, step) in enumerate(shown):

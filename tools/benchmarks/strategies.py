@@ -192,7 +192,7 @@ class Benchmark:
 
     def write(self, keep: Keep) -> None:
         record, summaries = self.record(), self.summaries()
-        keep(record, page(record, summaries), picture(summaries) if summaries else "", PICTURE)
+        keep(record, page(record, summaries), picture(summaries), PICTURE)
 
     def go_on_from(self, record: Mapping[str, Any], at: Mapping[str, Any]) -> None:
         """Continue a record. Raises ValueError if its turns are not comparable with those to come."""
