@@ -1,9 +1,14 @@
-"""The other end of a connection of the rendezvous store, without a socket, and servers to say it to."""
+"""The other end of a connection of the rendezvous store, without a socket, servers to say it to, and an event loop
+whose clock jumps to the next timer: timeouts of seconds pass at once, on any machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import selectors
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fleet_train.cluster.store.access import Access
@@ -175,3 +180,41 @@ def arrive(
     body = pack({body: mask}) if body else pack_times(member, told) if told else b""
     calls = {call: mask} if call else {}
     at.arrive(Arrival(Key(group, kind, name), who, mask, count, timeout, calls, Fields({"slowest": 1.0}), body))
+
+
+class _Selector(selectors.DefaultSelector):
+    """Does not wait; it tells how long it was to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        assert found or timeout is not None, "nothing is due, and nobody will ever come"
+        if not found:
+            self.seconds += timeout or 0.0
+        return found
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.seconds
+
+
+def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """An asynchronous test as a plain one, in a loop of its own whose clock begins at 1000 s."""
+
+    @functools.wraps(test)
+    def plain(*args: Any, **options: Any) -> None:
+        loop = _Loop()
+        try:
+            loop.run_until_complete(asyncio.wait_for(test(*args, **options), 10_000))
+        finally:
+            loop.close()
+
+    return plain

@@ -13,8 +13,7 @@ from fleet_train.cluster.store.namespace import Root, StoreNamespace
 from fleet_train.cluster.store.wire import (
     ProtocolError,
 )
-from tests.support.connections import BARRIER, Heard, arrive, root_here
-from tests.support.virtual_time import in_virtual_time
+from tests.support.connections import BARRIER, Heard, arrive, in_virtual_time, root_here
 
 
 def ask(at: StoreNamespace, header: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], Any]:

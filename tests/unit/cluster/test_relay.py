@@ -14,8 +14,7 @@ from fleet_train.cluster.store.wire import (
     ProtocolError,
     encode,
 )
-from tests.support.connections import BARRIER, Heard, Transport, arrive, root_here, ticking
-from tests.support.virtual_time import in_virtual_time
+from tests.support.connections import BARRIER, Heard, Transport, arrive, in_virtual_time, root_here, ticking
 
 
 class Ticking(Heard):

@@ -15,9 +15,8 @@ from fleet_train.cluster.store.relay import Parent, Relay
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.cluster.store.wire import raise_descriptor_limit
 from fleet_train.errors import ClusterError
-from tests.support.connections import Caller, Waiting, gone, hall_here, member
+from tests.support.connections import Caller, Waiting, gone, hall_here, in_virtual_time, member
 from tests.support.processes import ROOT, clean_environ
-from tests.support.virtual_time import in_virtual_time
 
 
 @in_virtual_time

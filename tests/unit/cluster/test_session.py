@@ -12,8 +12,7 @@ import pytest
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.cluster.store.wire import LENGTHS, encode, pack_times
-from tests.support.connections import WELCOME, Caller, Waiting, gone, hall_here, member
-from tests.support.virtual_time import in_virtual_time
+from tests.support.connections import WELCOME, Caller, Waiting, gone, hall_here, in_virtual_time, member
 
 
 def relay(state: StoreServer, number: int = 1, **fields: Any) -> Caller:
