@@ -1,4 +1,4 @@
-"""Engines start the same script: undisturbed, and with a rank that is killed once."""
+"""Engines start the same script with a rank that is killed once; a launcher alone starts it undisturbed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Job
+from tests.support.namespaces import Namespace, two_machines
+from tests.support.processes import Job, clean_environ, python
 
 SCRIPT = Path(__file__).with_name("train.py")
-STEPS, KILLED_AFTER, SAVED_BEFORE = 40, 25, 20
+STEPS, KILLED_AFTER, SAVED_BEFORE = 20, 12, 10
+Machines = tuple[Namespace, Namespace]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(tmp_path / "job") as job:
         yield job
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    with two_machines() as machines:
+        yield machines
+
+
+def train_undisturbed(folder: Path, ranks: int) -> Path:
+    """Where as many ranks on this machine have trained, as no engine has started them."""
+    with Job(folder) as job:
+        launch = python("-m", "fleet_train", "launch", f"--nproc_per_node={ranks}", str(SCRIPT))
+        job.start("undisturbed", launch, clean_environ())
+        (ended,) = job.wait(120.0)
+        assert ended.exit_code == 0, ended.output
+    return folder
 
 
 def final_files(folder: Path) -> dict[str, bytes]:
