@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ports
 from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, clean_environ, python
 
@@ -28,13 +29,19 @@ def machines() -> Iterator[Machines]:
         yield machines
 
 
-def train_undisturbed(folder: Path, ranks: int) -> Path:
-    """Where as many ranks on this machine have trained, as no engine has started them."""
+def train_undisturbed(folder: Path, ranks: int, *, launched: bool = True) -> Path:
+    """Where as many ranks have trained on this machine alone, of a launcher or each started by itself."""
     with Job(folder) as job:
-        launch = python("-m", "fleet_train", "launch", f"--nproc_per_node={ranks}", str(SCRIPT))
-        job.start("undisturbed", launch, clean_environ())
-        (ended,) = job.wait(120.0)
-        assert ended.exit_code == 0, ended.output
+        if launched:
+            launch = python("-m", "fleet_train", "launch", f"--nproc_per_node={ranks}", str(SCRIPT))
+            job.start("launcher", launch, clean_environ())
+        else:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_ports(ranks)), "WORLD_SIZE": str(ranks)}
+            place["LOCAL_WORLD_SIZE"] = str(ranks)
+            for rank in map(str, range(ranks)):
+                environ = clean_environ(place | {"RANK": rank, "LOCAL_RANK": rank})
+                job.start(f"rank{rank}", python(str(SCRIPT)), environ)
+        assert {one.exit_code for one in job.wait(120.0)} == {0}, job.report()
     return folder
 
 

@@ -33,6 +33,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a launcher, whose settings change the last bits."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=4, launched=False)
+
+
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
     with Job(folder / "daemons") as daemons, running_slurm(daemons, folder / "slurm") as slurm:
@@ -46,7 +52,7 @@ def srun(job: Job, slurm: Slurm, name: str, folder: Path, arguments: list[str], 
 
 
 @pytest.mark.slurm
-def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path, undisturbed: Path) -> None:
+def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path, undisturbed_ranks: Path) -> None:
     killed, again = (
         srun(job, slurm, name, tmp_path, RANKS, FLEET_TEST_KILL=str(KILLED_AFTER)) for name in ("killed", "again")
     )
@@ -55,7 +61,7 @@ def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path:
     assert places(killed.output) == [(rank, 4, 2, 0) for rank in range(4)]
     assert again.process.returncode == 0, again.output
     assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
-    assert_equal_bits(undisturbed, tmp_path)
+    assert_equal_bits(undisturbed_ranks, tmp_path)
 
 
 @pytest.mark.slurm
@@ -151,7 +157,7 @@ def mpich(machines: Machines, agent: Path, per_node: int = 2) -> list[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("mpirun", [open_mpi, mpich])
 def test_ranks_of_mpirun_resume_to_the_same_bits(
-    job: Job, machines: Machines, agent: Path, tmp_path: Path, undisturbed: Path, mpirun: Callable[..., list[str]]
+    job: Job, machines: Machines, agent: Path, tmp_path: Path, undisturbed_ranks: Path, mpirun: Callable[..., list[str]]
 ) -> None:
     command = [*mpirun(machines, agent), sys.executable, str(SCRIPT)]
     environ = clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": str(KILLED_AFTER)})
@@ -160,17 +166,14 @@ def test_ranks_of_mpirun_resume_to_the_same_bits(
         assert (started.process.wait(timeout=180) == 0) == (name == "again"), started.output
         assert places(started.output) == [(rank, 4, 2, first) for rank in range(4)]
         assert started.output.count(": 4 ranks on 2 nodes") == 1, started.output
-    assert_equal_bits(undisturbed, tmp_path / "run")
+    assert_equal_bits(undisturbed_ranks, tmp_path / "run")
     assert job.orphans() == []
 
 
 @pytest.mark.root
 @pytest.mark.mpi
-@pytest.mark.parametrize("mpirun", [open_mpi, mpich])
-def test_the_doctor_examines_the_nodes_of_mpirun(
-    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[..., list[str]]
-) -> None:
-    command = [*mpirun(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
+def test_the_doctor_examines_the_nodes_of_mpirun(job: Job, machines: Machines, agent: Path, tmp_path: Path) -> None:
+    command = [*mpich(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
     started = job.start("doctor", command, clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"}), tmp_path / "here")
     assert started.process.wait(timeout=100) == 0, started.output
     assert "PASS  port  2 pairs: " in started.output
