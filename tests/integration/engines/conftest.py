@@ -1,4 +1,4 @@
-"""Engines start the same script: undisturbed, and with a rank that is killed once."""
+"""Engines start the same script with a rank that is killed once; a launcher alone starts it undisturbed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Job
+from tests.support import ports
+from tests.support.namespaces import Namespace, two_machines
+from tests.support.processes import Job, clean_environ, python
 
 SCRIPT = Path(__file__).with_name("train.py")
-STEPS, KILLED_AFTER, SAVED_BEFORE = 40, 25, 20
+STEPS, KILLED_AFTER, SAVED_BEFORE = 20, 12, 10
+Machines = tuple[Namespace, Namespace]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(tmp_path / "job") as job:
         yield job
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    with two_machines() as machines:
+        yield machines
+
+
+def train_undisturbed(folder: Path, ranks: int, *, launched: bool = True) -> Path:
+    """Where as many ranks have trained on this machine alone, of a launcher or each started by itself."""
+    with Job(folder) as job:
+        if launched:
+            launch = python("-m", "fleet_train", "launch", f"--nproc_per_node={ranks}", str(SCRIPT))
+            job.start("launcher", launch, clean_environ())
+        else:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_ports(ranks)), "WORLD_SIZE": str(ranks)}
+            place["LOCAL_WORLD_SIZE"] = str(ranks)
+            for rank in map(str, range(ranks)):
+                environ = clean_environ(place | {"RANK": rank, "LOCAL_RANK": rank})
+                job.start(f"rank{rank}", python(str(SCRIPT)), environ)
+        assert {one.exit_code for one in job.wait(120.0)} == {0}, job.report()
+    return folder
 
 
 def final_files(folder: Path) -> dict[str, bytes]:

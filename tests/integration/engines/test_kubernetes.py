@@ -6,6 +6,7 @@ The variables are those of the operators' sources, which `fleet_train.cluster.ku
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,20 +17,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, assert_equal_bits, places
-from tests.support.namespaces import Namespace, two_machines
-from tests.support.processes import Job, Started, clean_environ
+from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, Machines, assert_equal_bits, train_undisturbed
+from tests.support.namespaces import Namespace
+from tests.support.processes import Job, Started, clean_environ, write_script
 
 pytestmark = [pytest.mark.root, pytest.mark.long]
 
 Variables = Callable[[int, "list[str]"], dict[str, str]]
+_PLACE = """
+import os
+print("rank {PADDLE_TRAINER_ID} of {PADDLE_TRAINERS_NUM} at {PADDLE_TRAINER_ENDPOINTS}".format(**os.environ))
+"""
 
 
 @dataclass
 class Pods:
     """Two pods: what ``ip netns exec`` shows them as /etc/hosts is the cluster's names."""
 
-    machines: tuple[Namespace, Namespace]
+    machines: Machines
     names: list[str]
     addresses: list[str] = field(default_factory=list)
 
@@ -66,9 +71,10 @@ def _ip(machine: Namespace, *arguments: str) -> None:
 
 
 @pytest.fixture
-def machines() -> Iterator[tuple[Namespace, Namespace]]:
-    with two_machines() as machines:
-        yield machines
+def pods(machines: Machines, told: Variables) -> Iterator[Pods]:
+    pods = Pods(machines, NAMES[told])
+    yield pods
+    pods.remove()
 
 
 def paddle_job(pod: int, addresses: list[str]) -> dict[str, str]:
@@ -111,44 +117,39 @@ def start(job: Job, pods: Pods, pod: int, told: Variables, arguments: list[str],
 
 
 @pytest.mark.parametrize("told", list(NAMES), ids=lambda told: told.__name__)
-def test_a_launcher_in_each_pod_finds_the_others(
-    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, told: Variables
-) -> None:
-    pods = Pods(machines, NAMES[told])
-    try:
-        both = [start(job, pods, pod, told, ["-m", "fleet_train", "launch", str(SCRIPT)], tmp_path) for pod in (1, 0)]
-        job.wait(120.0)
-        assert [one.process.returncode for one in both] == [0, 0], job.report()
-        assert places(both[1].output) == [(0, 2, 2, 0)], job.report()
-        assert (tmp_path / "checkpoints" / "40").is_dir()
-        assert job.orphans() == []
-    finally:
-        pods.remove()
+def test_a_launcher_in_each_pod_finds_the_others(job: Job, pods: Pods, tmp_path: Path, told: Variables) -> None:
+    launch = ["-m", "fleet_train", "launch", str(write_script(_PLACE, tmp_path))]
+    both = [start(job, pods, pod, told, launch, tmp_path / str(pod)) for pod in (1, 0)]
+    job.wait(60.0)
+    assert [one.process.returncode for one in both] == [0, 0], job.report()
+    for pod in (0, 1):
+        said = (tmp_path / str(pod) / "log" / "workerlog.0").read_text()
+        assert re.fullmatch(rf"rank {pod} of 2 at 10\.77\.0\.1:\d+,10\.77\.0\.2:\d+\n", said), job.report()
+    assert job.orphans() == []
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=2)
+
+
+@pytest.mark.parametrize("told", [indexed_job], ids=lambda told: told.__name__)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_pod_that_is_put_elsewhere_takes_its_place_again(
-    job: Job, machines: tuple[Namespace, Namespace], tmp_path: Path, lost: int
+    job: Job, pods: Pods, tmp_path: Path, told: Variables, lost: int, undisturbed: Path
 ) -> None:
-    pods = Pods(machines, NAMES[indexed_job])
     flags = ["--max_restarts=2", "--lost_node_timeout=2", "--rejoin_timeout=60"]
     launch = ["-m", "fleet_train", "launch", *flags, str(SCRIPT)]
-    kill = {"FLEET_TEST_KILL": str(KILLED_AFTER)}
-    try:
-        one = [start(job, pods, pod, indexed_job, launch, tmp_path / "one") for pod in (0, 1)]
-        job.wait(120.0)
-        assert [started.process.returncode for started in one] == [0, 0], job.report()
-        both = [start(job, pods, pod, indexed_job, launch, tmp_path / "other", **kill) for pod in (0, 1)]
-        job.wait_until(lambda: (tmp_path / "other" / "killed").exists(), 60.0, "the killed rank")
-        _kill_pod(pods.machines[lost])
-        pods.move(lost, "10.77.0.9")
-        again = start(job, pods, lost, indexed_job, launch, tmp_path / "other", **kill)
-        job.wait(180.0)
-        assert [both[1 - lost].process.returncode, again.process.returncode] == [0, 0], job.report()
-        assert_equal_bits(tmp_path / "one", tmp_path / "other")
-        assert job.orphans() == []
-    finally:
-        pods.remove()
+    kill, folder = {"FLEET_TEST_KILL": str(KILLED_AFTER)}, tmp_path / "run"
+    both = [start(job, pods, pod, told, launch, folder, **kill) for pod in (0, 1)]
+    job.wait_until((folder / "killed").exists, 60.0, "the killed rank")
+    _kill_pod(pods.machines[lost])
+    pods.move(lost, "10.77.0.9")
+    again = start(job, pods, lost, told, launch, folder, **kill)
+    job.wait(180.0)
+    assert [both[1 - lost].process.returncode, again.process.returncode] == [0, 0], job.report()
+    assert_equal_bits(undisturbed, folder)
+    assert job.orphans() == []
 
 
 def _kill_pod(machine: Namespace) -> None:

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.engines.conftest import KILLED_AFTER, SAVED_BEFORE, SCRIPT, assert_equal_bits, places
-from tests.support.namespaces import Namespace, two_machines
+from tests.integration.engines.conftest import (
+    KILLED_AFTER,
+    SAVED_BEFORE,
+    SCRIPT,
+    STEPS,
+    Machines,
+    assert_equal_bits,
+    places,
+    train_undisturbed,
+)
 from tests.support.processes import Job, Started, clean_environ
 from tests.support.slurm import Slurm, running_slurm
 
@@ -17,6 +25,17 @@ pytestmark = pytest.mark.long
 
 RANKS = ["--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable, str(SCRIPT)]
 LAUNCHERS = ["--ntasks-per-node=1", sys.executable, "-m", "fleet_train", "launch", "--nproc_per_node=2", str(SCRIPT)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a launcher, whose settings change the last bits."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=4, launched=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,50 +52,49 @@ def srun(job: Job, slurm: Slurm, name: str, folder: Path, arguments: list[str], 
 
 
 @pytest.mark.slurm
-def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path) -> None:
-    undisturbed = srun(job, slurm, "undisturbed", tmp_path / "one", RANKS)
-    assert undisturbed.process.returncode == 0, undisturbed.output
-    assert undisturbed.output.count(", step 0): 4 ranks on 2 nodes") == 1
-    assert places(undisturbed.output) == [(rank, 4, 2, 0) for rank in range(4)]
-    killed = srun(job, slurm, "killed", tmp_path / "other", RANKS, FLEET_TEST_KILL=str(KILLED_AFTER))
+def test_ranks_of_srun_resume_to_the_same_bits(job: Job, slurm: Slurm, tmp_path: Path, undisturbed_ranks: Path) -> None:
+    killed, again = (
+        srun(job, slurm, name, tmp_path, RANKS, FLEET_TEST_KILL=str(KILLED_AFTER)) for name in ("killed", "again")
+    )
     assert killed.process.returncode != 0, killed.output
-    again = srun(job, slurm, "again", tmp_path / "other", RANKS, FLEET_TEST_KILL=str(KILLED_AFTER))
+    assert killed.output.count(", step 0): 4 ranks on 2 nodes") == 1
+    assert places(killed.output) == [(rank, 4, 2, 0) for rank in range(4)]
     assert again.process.returncode == 0, again.output
     assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
-    assert_equal_bits(tmp_path / "one", tmp_path / "other")
+    assert_equal_bits(undisturbed_ranks, tmp_path)
 
 
 @pytest.mark.slurm
-def test_launchers_of_srun_restart_a_killed_rank_and_a_batch_script_is_queued_again_to_the_same_bits(
-    job: Job, slurm: Slurm, tmp_path: Path
+def test_launchers_of_srun_restart_a_killed_rank_to_the_same_bits(
+    job: Job, slurm: Slurm, tmp_path: Path, undisturbed: Path
 ) -> None:
-    one = srun(job, slurm, "undisturbed", tmp_path / "one", LAUNCHERS)
-    assert one.process.returncode == 0, one.output
-    assert "started by Slurm (job" in one.output
-    assert places(one.output) == [(0, 4, 2, 0)]
     restarting = [*LAUNCHERS[:-1], "--max_restarts=1", LAUNCHERS[-1]]
-    killed = srun(job, slurm, "killed", tmp_path / "killed", restarting, FLEET_TEST_KILL=str(KILLED_AFTER))
+    killed = srun(job, slurm, "killed", tmp_path, restarting, FLEET_TEST_KILL=str(KILLED_AFTER))
     assert killed.process.returncode == 0, killed.output
+    assert "started by Slurm (job" in killed.output
+    assert places(killed.output) == [(0, 4, 2, 0), (0, 4, 2, SAVED_BEFORE)]
     assert "restart 1 of 1" in killed.output
-    assert_equal_bits(tmp_path / "one", tmp_path / "killed")
-    folder = tmp_path / "other"
-    folder.mkdir()
+    assert_equal_bits(undisturbed, tmp_path)
+
+
+@pytest.mark.slurm
+def test_a_batch_script_is_queued_again_to_the_same_bits(slurm: Slurm, tmp_path: Path, undisturbed: Path) -> None:
     write = [sys.executable, "-m", "fleet_train", "manifest", "slurm", "--nodes=2", "--processes=2", "--name=train"]
     write += [f"--python={sys.executable}", "--output=train.sbatch", str(SCRIPT)]
-    slurm.ask("env", "-C", str(folder), *write)
-    submit = ["sbatch", "--parsable", f"--chdir={folder}", "--export=ALL,FLEET_TEST_STEP_SECONDS=0.5"]
-    number = slurm.ask(*submit, str(folder / "train.sbatch")).strip()
-    slurm.job.wait_until((folder / "checkpoints" / "10").exists, 120.0, "a checkpoint")
+    slurm.ask("env", "-C", str(tmp_path), *write)
+    submit = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--export=ALL,FLEET_TEST_STEP_SECONDS=1"]
+    number = slurm.ask(*submit, str(tmp_path / "train.sbatch")).strip()
+    slurm.job.wait_until((tmp_path / "checkpoints" / "5").exists, 120.0, "a checkpoint")
     slurm.ask("scancel", "--signal=TERM", number)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
     slurm.job.wait_until(lambda: slurm.state_of(number) in ended, 150.0, "the end of the job")
-    output = (folder / f"train-{number}.out").read_text()
+    output = (tmp_path / f"train-{number}.out").read_text()
     assert slurm.state_of(number) == "COMPLETED", output
     assert "the state of run 0 is saved; the job requeues itself" in output
     (_, _, _, first), (_, _, _, second) = places(output)
     assert first == 0
-    assert 10 <= second < 40
-    assert_equal_bits(tmp_path / "one", folder)
+    assert 5 <= second < STEPS
+    assert_equal_bits(undisturbed, tmp_path)
 
 
 @pytest.mark.slurm
@@ -101,7 +119,6 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
     assert "trains alone: Slurm allocated 2 nodes to the job, but srun did not start" in output
 
 
-Machines = tuple[Namespace, Namespace]
 # mpirun starts its daemons elsewhere by a remote shell: AGENT [-options] HOST COMMAND...
 _AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -114,12 +131,6 @@ shift
 exec ip netns exec $name sh -c "$*"
 """
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    with two_machines() as machines:
-        yield machines
 
 
 @pytest.fixture
@@ -146,36 +157,23 @@ def mpich(machines: Machines, agent: Path, per_node: int = 2) -> list[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("mpirun", [open_mpi, mpich])
 def test_ranks_of_mpirun_resume_to_the_same_bits(
-    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[[Machines, Path], list[str]]
+    job: Job, machines: Machines, agent: Path, tmp_path: Path, undisturbed_ranks: Path, mpirun: Callable[..., list[str]]
 ) -> None:
     command = [*mpirun(machines, agent), sys.executable, str(SCRIPT)]
-
-    def train(name: str, folder: str, **variables: str) -> Started:
-        environ = clean_environ({**_AS_ROOT, "FLEET_TEST_KILL": "never", **variables})
-        started = job.start(name, command, environ, tmp_path / folder)
-        started.process.wait(timeout=180)
-        return started
-
-    undisturbed = train("undisturbed", "one")
-    assert undisturbed.process.returncode == 0, undisturbed.output
-    assert places(undisturbed.output) == [(rank, 4, 2, 0) for rank in range(4)]
-    assert undisturbed.output.count(": 4 ranks on 2 nodes") == 1, undisturbed.output
-    killed = train("killed", "other", FLEET_TEST_KILL=str(KILLED_AFTER))
-    assert killed.process.returncode != 0, killed.output
-    again = train("again", "other", FLEET_TEST_KILL=str(KILLED_AFTER))
-    assert again.process.returncode == 0, again.output
-    assert places(again.output) == [(rank, 4, 2, SAVED_BEFORE) for rank in range(4)]
-    assert_equal_bits(tmp_path / "one", tmp_path / "other")
+    environ = clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": str(KILLED_AFTER)})
+    for name, first in (("killed", 0), ("again", SAVED_BEFORE)):
+        started = job.start(name, command, environ, tmp_path / "run")
+        assert (started.process.wait(timeout=180) == 0) == (name == "again"), started.output
+        assert places(started.output) == [(rank, 4, 2, first) for rank in range(4)]
+        assert started.output.count(": 4 ranks on 2 nodes") == 1, started.output
+    assert_equal_bits(undisturbed_ranks, tmp_path / "run")
     assert job.orphans() == []
 
 
 @pytest.mark.root
 @pytest.mark.mpi
-@pytest.mark.parametrize("mpirun", [open_mpi, mpich])
-def test_the_doctor_examines_the_nodes_of_mpirun(
-    job: Job, machines: Machines, agent: Path, tmp_path: Path, mpirun: Callable[..., list[str]]
-) -> None:
-    command = [*mpirun(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
+def test_the_doctor_examines_the_nodes_of_mpirun(job: Job, machines: Machines, agent: Path, tmp_path: Path) -> None:
+    command = [*mpich(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
     started = job.start("doctor", command, clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"}), tmp_path / "here")
     assert started.process.wait(timeout=100) == 0, started.output
     assert "PASS  port  2 pairs: " in started.output

@@ -17,12 +17,6 @@ from tests.integration.launch.conftest import HOSTS, Bench
 
 JOB_SECRET = "a secret of this test, 0123456789"
 
-_SAY = """
-import os
-from fleet_train import fleet, role_maker
-fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-print("ranks", fleet.gather(fleet.worker_index()), os.environ["FLEET_TRAIN_JOB_ID"])
-"""
 # In the first attempt rank 0 is late at four groups of three ranks. Of two ranks, the one whose port has the lower
 # number waits for the other: at each group strangers find a port that the late rank has to call with a chance of 3/4.
 _TRAIN = """
@@ -53,20 +47,11 @@ def secret_file(folder: Path, text: str = JOB_SECRET) -> Path:
     return path
 
 
-def test_a_job_with_a_secret_runs_and_writes_it_nowhere(bench: Bench, tmp_path: Path) -> None:
-    path = secret_file(tmp_path.with_name(f"{tmp_path.name}-secret"))
-    bench.start_two(_SAY, flags=[f"--job_secret_file={path}", "--job_id=digits-7"])
-    assert [one.exit_code for one in bench.ended()] == [0, 0], bench.job.report()
-    for node in (0, 1):
-        assert "ranks [0, 1] digits-7\n" in bench.log(f"node{node}/log/workerlog.0")
-    assert bench.files_with(JOB_SECRET) == []
-
-
 _FAIL = """
 import os, sys, time
 from fleet_train import fleet, role_maker
 fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-print("began", flush=True)
+print("ranks", fleet.gather(fleet.worker_index()), os.environ["FLEET_TRAIN_JOB_ID"], flush=True)
 while not os.path.exists("../go"):
     time.sleep(0.05)
 if fleet.worker_index() == 1:
@@ -76,12 +61,14 @@ time.sleep(60)
 """
 
 
-def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, tmp_path: Path) -> None:
+def test_a_jobs_secret_is_written_nowhere_and_strangers_and_other_machines_put_nothing_on_the_terminal(
+    bench: Bench, tmp_path: Path
+) -> None:
     """Texts that no encoding can hold, sent to a job with a secret; and the last lines of a rank of another machine."""
     path = secret_file(tmp_path.with_name(f"{tmp_path.name}-secret"))
     path.chmod(0o644)
     first, _ = bench.start_two(_FAIL, flags=[f"--job_secret_file={path}", "--job_id=mine"])
-    bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    bench.wait_for_output("ranks [0, 1] mine\n", "node0/log/workerlog.0", "node1/log/workerlog.0")
     for host in HOSTS:
         for nonce, proof in (("\ud800", "00"), ("n", "\ud800")):
             with socket.create_connection((host, bench.first_port + 1), timeout=10) as stranger:
@@ -99,6 +86,7 @@ def test_strangers_and_other_machines_put_nothing_on_the_terminal(bench: Bench, 
         assert "UnicodeEncodeError" not in one.output
         assert one.output.count(f"every user here can read the job's secret in {path} (mode 0644)") == 1
     assert first.process.poll() == 3
+    assert bench.files_with(JOB_SECRET) == []
 
 
 def test_a_stranger_cannot_end_a_job(bench: Bench) -> None:

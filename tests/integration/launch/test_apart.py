@@ -160,7 +160,6 @@ def test_ranks_that_never_join_are_told_at_the_end_by_the_first_node(bench: Benc
 @pytest.mark.parametrize(
     ("script", "argument", "exit_code", "reason"),
     [
-        (SCRIPT, "forgotten", 7, "updates on each rank alone"),
         (SCRIPT, "same samples", 10, "all ranks computed the same gradient twice in a row"),
         (NEVER_JOINED, "", 7, SIDE_BY_SIDE),
         (DATA_PARALLEL, "", 0, ""),

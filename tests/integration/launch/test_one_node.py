@@ -77,21 +77,12 @@ def test_ctrl_c_ends_everything_with_one_message(bench: Bench) -> None:
     assert bench.job.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (_TWO, r"port \d+ on 127\.0\.0\.1, which rank 1 needs.* is in use by process"),
-        (
-            ["--ips=192.0.2.200,192.0.2.201", "--host=192.0.2.201"],
-            "--node_ip=192.0.2.201 is not an address of this machine: this machine has 127.0.0.1",
-        ),
-    ],
-)
-def test_a_place_that_cannot_be_is_an_error_of_one_line(bench: Bench, flags: list[str], told: str) -> None:
+def test_a_port_that_is_taken_is_an_error_of_one_line(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", bench.first_port + 1)):
-        bench.start("", flags=flags)
+        bench.start("", flags=_TWO)
         (ended,) = bench.ended()
     assert ended.exit_code == 5
+    told = r"port \d+ on 127\.0\.0\.1, which rank 1 needs.* is in use by process"
     assert re.search(told, ended.output), ended.output
     assert len(ended.output.splitlines()) == 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from fleet_train.cluster import at_import
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import _READERS, detect
+from fleet_train.cluster.engines import detect
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.slurm import allocated_nodes, expand_counts, expand_hostlist, port_of
 from fleet_train.cluster.started import Started
@@ -82,7 +82,7 @@ RECOGNISED: list[tuple[dict[str, str], tuple[object, ...]]] = [
     (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
     (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
 ]
-"""(variables of one process, engine, index, count, local index, local count), for each reader at least one."""
+"""(variables of one process, engine, index, count, local index, local count)."""
 
 
 def recognised(environ: dict[str, str], asked: str | None = None) -> Started:
@@ -191,10 +191,6 @@ def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[obje
     assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
 
 
-def test_each_reader_has_a_case() -> None:
-    assert [name for name, read in _READERS if not any(read(environ) for environ, _ in RECOGNISED)] == []
-
-
 @pytest.mark.parametrize(
     ("environ", "node", "master", "job"),
     [
@@ -223,7 +219,7 @@ def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
     assert found.in_words() == f"started by {found.engine}: process {found.index} of {found.count}"
 
 
-def test_open_mpis_jobs_have_ports_of_their_own_below_the_kernels() -> None:
+def test_open_mpis_jobs_have_ports_of_their_own_too() -> None:
     ports = {recognised({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}).port or 0 for job in range(40)}
     assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports)
     assert len(ports) > 30

@@ -52,17 +52,19 @@ def test_addresses_and_names_resolve() -> None:
     assert network.resolve("localhost") == "127.0.0.1"
 
 
-def test_a_port_belongs_to_an_address(free_ports: Callable[..., int]) -> None:
+def test_a_port_belongs_to_an_address_and_its_owner_is_named_by_program_only(free_ports: Callable[..., int]) -> None:
     port = free_ports(1, ["127.0.0.2", "127.0.0.3"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", port))
         taken.listen()
         assert not network.port_is_free("127.0.0.2", port)
         assert network.port_is_free("127.0.0.3", port)
-        assert network.port_owner(port, "127.0.0.2").pid == os.getpid()
+        kernels = Path("/proc/self/comm").read_text().strip()  # the first 15 characters
+        assert str(network.port_owner(port, "127.0.0.2")).startswith(f"process {os.getpid()} ({kernels}")
         assert network.port_owner(port, "127.0.0.3").pid is None
     assert network.port_is_free("127.0.0.2", port)
     assert network.port_owner(port) == network.PortOwner(None, None)
+    assert str(network.PortOwner(None, None)) == "a process of another user"
 
 
 def test_a_port_of_all_addresses_is_taken_on_each(free_ports: Callable[..., int]) -> None:
@@ -93,18 +95,3 @@ def test_connections_are_seen_while_they_last_and_after_their_end(
         client.close()
         served.close()
         assert len(network.connections_at([ours]) & seen) == 1, "in TIME_WAIT"
-
-
-def test_the_owner_of_a_port_is_named_as_the_kernel_names_it(free_ports: Callable[..., int]) -> None:
-    port = free_ports()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        owner = str(network.port_owner(port))
-    kernels = Path("/proc/self/comm").read_text().strip()  # the first 15 characters
-    assert owner.startswith(f"process {os.getpid()} ({kernels}")
-
-
-def test_owners_are_named_by_program_only() -> None:
-    assert str(network.PortOwner(12, "python")) == "process 12 (python)"
-    assert str(network.PortOwner(None, None)) == "a process of another user"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_train.cluster.store.access import Access, Callers, job_secret
@@ -21,6 +21,7 @@ from fleet_train.cluster.store.client import StepNote, StoreClient
 from fleet_train.cluster.store.server import Session, StoreServer
 from fleet_train.cluster.store.wire import LENGTHS, Decoder, ProtocolError, encode, parse
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
+from tests.unit.fuzz import fixed
 
 SECRET = b"correct horse battery staple"
 FILE, VARIABLE = "FLEET_TRAIN_JOB_SECRET_FILE", "FLEET_TRAIN_JOB_SECRET"
@@ -252,14 +253,14 @@ def test_a_value_may_be_large_and_too_large_is_refused_before_it_travels(server:
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=10,
+    max_leaves=5,
 )
 _WORDS = "hello barrier all_gather compare set get fail failures clock gone ended join depart times beat leave".split()
 _FIELDS = (
     "name count timeout via members calls again slowest stop digest times key known group member number id version how "
     "role namespace job"
 ).split()
-_HEADERS = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=8)
+_HEADERS = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=5)
 _FRAMES = st.builds(
     lambda do, header, plain, body: encode({**STEP, **plain, **header, "do": do}, body),
     st.sampled_from(_WORDS),
@@ -269,13 +270,7 @@ _FRAMES = st.builds(
 )
 
 
-@settings(
-    max_examples=150,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@fixed(60)
 @given(role=st.sampled_from(["member", "relay"]), frames=st.lists(_FRAMES | st.binary(max_size=40), max_size=6))
 def test_whatever_a_connection_sends_the_others_pass_the_barrier(
     server: StoreServer, role: str, frames: list[bytes]
@@ -290,7 +285,7 @@ def test_whatever_a_connection_sends_the_others_pass_the_barrier(
     members_meet(server, 1)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@fixed(100)
 @given(said=st.lists(st.binary(max_size=200) | _FRAMES, max_size=5), cut=st.integers(1, 50))
 def test_a_decoder_gives_frames_or_refuses(said: list[bytes], cut: int) -> None:
 
@@ -305,7 +300,7 @@ def test_a_decoder_gives_frames_or_refuses(said: list[bytes], cut: int) -> None:
     assert len(decoder._buffer) < 3 * 4096
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@fixed(100)
 @given(answer=_HEADERS, body=st.binary(max_size=60))
 def test_a_client_survives_a_server_that_talks_nonsense(answer: dict[str, Any], body: bytes) -> None:
     ours, theirs = socket.socketpair()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -17,3 +20,37 @@ def messages() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield written
     logger.removeHandler(handler)
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """What the condition gives once it holds."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def aside(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins the call in a thread; what is returned waits for its result, or for the error that it raised."""
+    results: list[Any] = []
+
+    def one() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=one)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(timeout=60)
+        return results[0]
+
+    return result
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Run the calls side by side; each one's result, or the error that it raised."""
+    return [result() for result in [aside(call) for call in calls]]

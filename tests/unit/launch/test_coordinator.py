@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
+from tests.unit.launch.conftest import aside, together, until
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 POLICY = FaultPolicy(max_restarts=3, min_nodes=2, rejoin_timeout_seconds=1.0, lost_node_timeout_seconds=2.0)
@@ -61,36 +61,29 @@ def seats(free_ports: Callable[..., int], messages: list[str]) -> Iterator[Parti
         membership.close()
 
 
-def aside(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """A thread that calls it, and its result once that has ended."""
-    results: list[Any] = []
-
-    def one() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=one)
-    thread.start()
-    return thread, results
+def follow(attempt: Attempt, result: RunResult, *coordinators: Coordinator) -> Attempt | None:
+    """The next attempt, about which all of them agree."""
+    first, *others = together(*(partial(each.next, attempt, result) for each in coordinators))
+    assert others == [first] * len(others)
+    assert first is None or isinstance(first, Attempt), first
+    return first
 
 
-def together(**calls: Callable[[], Any]) -> dict[str, Any]:
-    begun = {name: aside(call) for name, call in calls.items()}
-    for thread, _ in begun.values():
-        thread.join(timeout=60)
-    return {name: results[0] for name, (_, results) in begun.items()}
-
-
-def next_of(attempt: Attempt, result: RunResult, **coordinators: Coordinator) -> dict[str, Any]:
-    return together(**{name: partial(each.next, attempt, result) for name, each in coordinators.items()})
+def next_and_end(lead: Coordinator, attempt: Attempt) -> Attempt | None:
+    following = lead.next(attempt, FAILED)
+    lead.end(FAILED)
+    return following
 
 
 def die(coordinator: Coordinator) -> None:
     """What the kernel does when the process is killed."""
     coordinator.membership._disconnect()
     coordinator.membership._server.stop()
+
+
+def leave(coordinator: Coordinator, seats: Participants) -> None:
+    coordinator.membership.close()
+    seats.memberships.remove(coordinator.membership)
 
 
 def begin(seats: Participants) -> list[Coordinator]:
@@ -101,10 +94,14 @@ def begin(seats: Participants) -> list[Coordinator]:
     return coordinators
 
 
+def let_join(attempt: Attempt, *coordinators: Coordinator) -> Attempt | None:
+    """The first of them leads, and has heard of a node that waits."""
+    why = until(lambda: coordinators[0].waiting_nodes(attempt))
+    return follow(attempt, RunResult(Kind.RESUMES, 12, why), *coordinators)
+
+
 def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
-    lead, one, two = begin(seats)
-    found = next_of(FIRST, FAILED, lead=lead, one=one, two=two)
-    assert found == dict.fromkeys(("lead", "one", "two"), Attempt(1, 1, (0, 1, 2)))
+    assert follow(FIRST, FAILED, *begin(seats)) == Attempt(1, 1, (0, 1, 2))
     what = "attempt 0: rank 1 (127.0.0.2:6170) failed first: killed by SIGKILL after 4.0 s"
     decided = f"{what}; waiting for the decision of node 0 (127.0.0.1)"
     assert sorted(seats.messages) == sorted([f"{what}; restart 1 of 3 in 1 s", decided, decided])
@@ -113,41 +110,31 @@ def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
 def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
-    found = next_of(FIRST, FAILED, lead=lead, one=one)
-    second = Attempt(1, 1, (0, 1))
-    assert found == {"lead": second, "one": second}
+    second, third = Attempt(1, 1, (0, 1)), Attempt(2, 2, (0, 1, 2))
+    assert follow(FIRST, FAILED, lead, one) == second
     assert (
         "node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout); continuing with fewer nodes"
     ) in seats.messages
-    back = seats.take(2)
-    thread, waiting = aside(back.first)
-    while "the job is running; node 2 (127.0.0.3) joins at the next restart" not in seats.messages:
-        time.sleep(0.01)
-    while (why := lead.waiting_nodes(second)) is None:
-        time.sleep(0.01)
-    assert why == "node 2 (127.0.0.3) can join again"
+    waiting = aside(seats.take(2).first)
+    until(lambda: "the job is running; node 2 (127.0.0.3) joins at the next restart" in seats.messages)
+    assert until(lambda: lead.waiting_nodes(second)) == "node 2 (127.0.0.3) can join again"
     assert one.waiting_nodes(second) is None
-    resumes = RunResult(Kind.RESUMES, 12, why)
-    found = next_of(second, resumes, lead=lead, one=one)
-    thread.join(timeout=60)
-    third = Attempt(2, 2, (0, 1, 2))
-    assert found == {"lead": third, "one": third}
+    assert let_join(second, lead, one) == third
     assert lead.waiting_nodes(third) is None
     # The one that comes back does not know how often the job has begun: the highest number that is proposed counts.
-    assert waiting == [Attempt(2, 1, (0, 1, 2))]
+    assert waiting() == Attempt(2, 1, (0, 1, 2))
 
 
 def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(one)
     die(two)
-    assert lead.next(FIRST, FAILED) is None
+    assert next_and_end(lead, FIRST) is None
     why = (
         "not restarted: node 1 (127.0.0.2), node 2 (127.0.0.3) did not come back within 1 s (--rejoin_timeout), and "
         "2 nodes are needed (--min_nodes)"
     )
     assert seats.messages[-1] == why
-    lead.end(FAILED)
     with pytest.raises(JobEnded, match="not restarted: node 1") as caught:
         seats.take(1).first()
     assert caught.value.exit_code == 137
@@ -156,13 +143,7 @@ def test_too_few_nodes_end_the_job_and_the_others_hear_why(seats: Participants) 
 def test_a_deliberate_exit_between_two_attempts_reaches_node_0(seats: Participants) -> None:
     lead, one, two = begin(seats)
     two.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
-
-    def decide() -> Attempt | None:
-        following = lead.next(FIRST, FAILED)
-        lead.end(FAILED)
-        return following
-
-    assert together(lead=decide, one=lambda: one.next(FIRST, FAILED)) == {"lead": None, "one": None}
+    assert together(lambda: next_and_end(lead, FIRST), lambda: one.next(FIRST, FAILED)) == [None, None]
     why = "not restarted: node 2 (127.0.0.3) was stopped by SIGTERM"
     assert why in seats.messages
     assert f"node 0 (127.0.0.1) ended the job: {why}" in seats.messages
@@ -170,71 +151,45 @@ def test_a_deliberate_exit_between_two_attempts_reaches_node_0(seats: Participan
 
 def test_the_exit_of_a_launcher_that_waits_to_join_does_not_end_the_job(seats: Participants) -> None:
     lead, one, two = begin(seats)
-    two.membership.close()
-    seats.memberships.remove(two.membership)
+    leave(two, seats)
     waiting = seats.take(2)
     waiting.stop(143, "node 2 (127.0.0.3) was stopped by SIGTERM")
-    waiting.membership.close()
-    seats.memberships.remove(waiting.membership)
-    found = next_of(FIRST, FAILED, lead=lead, one=one)
-    assert found == {"lead": Attempt(1, 1, (0, 1)), "one": Attempt(1, 1, (0, 1))}
+    leave(waiting, seats)
+    assert follow(FIRST, FAILED, lead, one) == Attempt(1, 1, (0, 1))
 
 
 def test_a_launcher_that_was_started_differently_or_is_late_does_not_disturb_the_job(seats: Participants) -> None:
-    begin(seats)[2].membership.close()
-    seats.memberships.pop()
+    leave(begin(seats)[2], seats)
+    other = seats.take(2, {"a": 2})
     with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here"):
-        seats.take(2, {"a": 2}).first()
-    seats.memberships.pop().close()
+        other.first()
+    leave(other, seats)
     with pytest.raises(ClusterError, match="started without this launcher of node 2"):
         seats.take(2, policy=FaultPolicy()).first()
 
 
-def test_the_first_living_node_leads_when_the_leader_is_lost(seats: Participants) -> None:
+def test_the_first_living_node_leads_when_the_leader_is_lost_and_continues_the_count(seats: Participants) -> None:
+    seats.policy = replace(POLICY, max_restarts=2)
     lead, one, two = begin(seats)
+    second, third, fourth = Attempt(1, 1, (0, 1, 2)), Attempt(2, 2, (1, 2)), Attempt(3, 3, (0, 1, 2))
+    assert follow(FIRST, FAILED, lead, one, two) == second
     die(lead)
-    found = next_of(FIRST, STORE_LOST, one=one, two=two)
-    second = Attempt(1, 1, (1, 2))
-    assert found == {"one": second, "two": second}
+    assert follow(second, STORE_LOST, one, two) == third
     assert (one.membership.leader, two.membership.leader, one.membership.term) == (1, 1, 1)
     assert "node 1 (127.0.0.2) is the leader from now on" in seats.messages
     assert "node 1 (127.0.0.2) is the leader" in seats.messages
-    assert one.membership.place_of(second.nodes).store_endpoint == f"127.0.0.2:{seats.port + 1}"
+    assert any("restart 2 of 2" in line for line in seats.messages)
+    assert one.membership.place_of(third.nodes).store_endpoint == f"127.0.0.2:{seats.port + 1}"
     # Node 0 comes back, and whoever leads keeps the lead.
     back = seats.take(0)
     assert (back.membership.is_leader, back.membership.leader) == (False, 1)
-    thread, waiting = aside(back.first)
-    while (why := one.waiting_nodes(second)) is None:
-        time.sleep(0.01)
-    assert why == "node 0 (127.0.0.1) can join again"
-    resumes = RunResult(Kind.RESUMES, 12, why)
-    found = next_of(second, resumes, one=one, two=two)
-    thread.join(timeout=60)
-    assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
-    assert waiting[0].nodes == (0, 1, 2)
-
-
-def test_a_new_leader_continues_the_count_of_restarts(seats: Participants) -> None:
-    lead, one, two = begin(seats)
-    attempt = FIRST
-    for number in (1, 2):
-        found = next_of(attempt, FAILED, lead=lead, one=one, two=two)
-        attempt = Attempt(number, number, (0, 1, 2))
-        assert found == dict.fromkeys(("lead", "one", "two"), attempt)
-    die(lead)
-    found = next_of(attempt, STORE_LOST, one=one, two=two)
-    assert found == dict.fromkeys(("one", "two"), Attempt(3, 3, (1, 2)))
-    assert any("restart 3 of 3" in line for line in seats.messages)
-    third = Attempt(3, 3, (1, 2))
-
-    def end() -> Attempt | None:
-        following = one.next(third, FAILED)
-        one.end(FAILED)
-        return following
-
-    found = together(one=end, two=lambda: two.next(third, FAILED))
-    assert found == {"one": None, "two": None}
-    assert "not restarted: all restarts are used up (--max_restarts=3)" in seats.messages
+    waiting = aside(back.first)
+    assert until(lambda: one.waiting_nodes(third)) == "node 0 (127.0.0.1) can join again"
+    assert let_join(third, one, two) == fourth
+    assert waiting().nodes == fourth.nodes
+    others = [partial(each.next, fourth, FAILED) for each in (two, back)]
+    assert together(lambda: next_and_end(one, fourth), *others) == [None] * 3
+    assert "not restarted: all restarts are used up (--max_restarts=2)" in seats.messages
 
 
 def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) -> None:
@@ -243,37 +198,27 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) 
     # Its launcher is frozen: its server neither answers nor closes anything.
     resume = threading.Event()
     lead.membership._server._loop.call_soon_threadsafe(resume.wait)
-    found = next_of(FIRST, STORE_LOST, one=one, two=two)
-    assert found == dict.fromkeys(("one", "two"), Attempt(1, 1, (1, 2)))
+    second = Attempt(1, 1, (1, 2))
+    assert follow(FIRST, STORE_LOST, one, two) == second
     resume.set()
     lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True)
-    thread, waiting = aside(lambda: lead.next(FIRST, lost))
-    second = Attempt(1, 1, (1, 2))
-    while one.waiting_nodes(second) is None:
-        time.sleep(0.01)
-    resumes = RunResult(Kind.RESUMES, 12, "node 0 can join again")
-    found = next_of(second, resumes, one=one, two=two)
-    thread.join(timeout=60)
-    assert found == dict.fromkeys(("one", "two"), Attempt(2, 2, (0, 1, 2)))
-    assert waiting[0].nodes == (0, 1, 2)
+    waiting = aside(lambda: lead.next(FIRST, lost))
+    assert let_join(second, one, two) == Attempt(2, 2, (0, 1, 2))
+    assert waiting().nodes == (0, 1, 2)
     assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.messages
 
 
 def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
-    found = next_of(FIRST, FAILED, lead=lead, one=one)
     second = Attempt(1, 1, (0, 1))
-    assert found == {"lead": second, "one": second}
+    assert follow(FIRST, FAILED, lead, one) == second
     back = seats.take(2)
-    thread, waiting = aside(back.first)
-    while not any("joins at the next restart" in message for message in seats.messages):
-        time.sleep(0.01)
+    waiting = aside(back.first)
+    until(lambda: any("joins at the next restart" in message for message in seats.messages))
     die(lead)
-    found = together(one=lambda: one.next(second, STORE_LOST))
-    thread.join(timeout=60)
-    assert found == {"one": Attempt(2, 2, (1, 2))}
-    assert waiting == [Attempt(2, 1, (1, 2))]
+    assert follow(second, STORE_LOST, one) == Attempt(2, 2, (1, 2))
+    assert waiting() == Attempt(2, 1, (1, 2))
     assert (back.membership.leader, back.membership.term) == (1, 1)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
@@ -19,6 +18,7 @@ from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous import Rendezvous, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult
+from tests.unit.launch.conftest import aside, together, until
 
 FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
 END = WorkerResult(0, "127.0.0.1:6170", 0, 3, None, 1.5, False, "/logs/workerlog.0", ("x",))
@@ -45,24 +45,6 @@ def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
     yield opened
     for rendezvous in reversed(opened):
         rendezvous.close()
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Run the calls side by side; each one's result, or the error that it raised."""
-    results: list[Any] = [None] * len(calls)
-
-    def one(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return results
 
 
 def test_nodes_that_agree_start_together_and_the_highest_proposed_number_counts(pair: list[Rendezvous]) -> None:
@@ -151,8 +133,7 @@ def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
     rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
     rank.fail(REPORT.to_json())
     pair[1]._client.close()  # what the kernel does when the process is killed
-    while (word := pair[0].failures()[0]) is None:
-        time.sleep(0.01)
+    word = until(lambda: pair[0].failures()[0])
     assert "the launcher of node 1 (127.0.0.2) was lost" in word["message"]
     assert word["no_root_cause"]
     assert pair[0].failure() == word
@@ -171,25 +152,31 @@ def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: Stor
         pair[1].failure()
 
 
+@pytest.fixture
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FIRST_WAITING_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("told_at_once")
 def test_a_node_that_succeeded_waits_for_the_others_within_a_timeout(
     pair: list[Rendezvous], messages: list[str]
 ) -> None:
     began = time.monotonic()
-    assert pair[0].exit_barrier(2.2) is None
-    assert 2.2 <= time.monotonic() - began < 30.0
-    assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 2.2 s at most"]
+    assert pair[0].exit_barrier(0.5) is None
+    assert 0.5 <= time.monotonic() - began < 30.0
+    assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2), 0.5 s at most"]
     pair[1].report_results([])
     began = time.monotonic()
     assert pair[0].exit_barrier(60.0) is None
     assert time.monotonic() - began < 30.0
 
 
+@pytest.mark.usefixtures("told_at_once")
 def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(pair: list[Rendezvous], messages: list[str]) -> None:
-    def leave_later() -> None:
-        time.sleep(2.5)
-        pair[1].close()
-
-    assert together(lambda: pair[0].exit_barrier(math.inf), leave_later) == [None, None]
+    waiting = aside(lambda: pair[0].exit_barrier(math.inf))
+    until(lambda: messages)
+    pair[1].close()
+    assert waiting() is None
     assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2)"]
     pair[1]._client = StoreClient.connect(pair[1].node.store_endpoint + "/0", 1, group="node", timeout_seconds=5.0)
     pair[1]._client.close()  # without a goodbye
@@ -198,23 +185,22 @@ def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(pair: list[Ren
     assert lost["exit_code"] == 11
 
 
+@pytest.mark.usefixtures("told_at_once")
 @pytest.mark.parametrize("how", ["left", "lost"])
-def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node], how: str) -> None:
+def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node], messages: list[str], how: str) -> None:
     led = [replace(node, leader=1) for node in nodes]
     server = StoreServer(led[1].address, led[1].store_port).start()
-    waiting, leader = (Rendezvous(node, 0, 5.0) for node in led)
-
-    def go() -> None:
-        time.sleep(0.5)
+    first, leader = (Rendezvous(node, 0, 5.0) for node in led)
+    try:
+        waiting = aside(lambda: first.exit_barrier(math.inf))
+        until(lambda: messages)
         if how == "left":
             leader.close()
         else:
             server.stop()
-
-    try:
-        assert together(lambda: waiting.exit_barrier(math.inf), go) == [None, None]
+        assert waiting() is None
     finally:
-        waiting.close()
+        first.close()
         leader.close()
         server.stop()
 

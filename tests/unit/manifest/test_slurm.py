@@ -23,7 +23,8 @@ printf '%s\\0' "$@" >> "$CALLS/{name}"
 printf '%s' "${{FOLDER_OF_VENV:-}}" > "$CALLS/venv"
 {body}
 """
-_SRUN = 'touch "$CALLS/started"; [ -z "$SRUN_WAITS" ] || sleep "$SRUN_WAITS"; exit "$SRUN_ENDS"'
+_WAITS = 'while [ -n "$SRUN_WAITS" ] && [ ! -e "$SRUN_WAITS" ]; do sleep 0.02; done'
+_SRUN = f'touch "$CALLS/started"; {_WAITS}; exit "$SRUN_ENDS"'
 _SRUN_KILLED = 'kill -"$SRUN_DIES" $$'
 
 
@@ -167,11 +168,12 @@ def test_a_job_that_slurm_does_not_queue_again_says_so(cluster: Cluster) -> None
 
 def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
     """scancel sends SIGTERM to the tasks, which save their state, and to this script (slurmd, _rpc_terminate_job)."""
-    process = cluster.submit("train.py", SRUN_ENDS="12", SRUN_WAITS="0.5")
-    deadline = time.monotonic() + 20
-    while not (cluster.calls / "started").exists() and time.monotonic() < deadline:
+    go = cluster.calls / "go"
+    process = cluster.submit("train.py", SRUN_ENDS="12", SRUN_WAITS=str(go))
+    while not (cluster.calls / "started").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
+    go.touch()
     _, said = process.communicate(timeout=120)
     assert (process.returncode, cluster.told("scontrol"), said) == (12, [], "")
 
