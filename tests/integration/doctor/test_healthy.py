@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.doctor.conftest import HEALTHY, Patient, Two, command, examine, host
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, python, write_script
+from tests.support.processes import Ended, Job, clean_environ, python, run_alone, write_script
 from tools.lab import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.long]
@@ -94,11 +94,8 @@ def test_below_our_launcher_the_nodes_are_the_jobs(two: Two, tmp_path: Path) -> 
 
 
 def test_alone_it_examines_this_machine_and_prints_json(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        doctor = python("-m", "fleet_train", "doctor", "--json")
-        job.start("alone", ["sh", "-c", '"$@" > printed.json', "sh", *doctor], clean_environ())
-        (ended,) = job.wait(timeout_seconds=40)
-        assert job.orphans() == []
+    doctor = python("-m", "fleet_train", "doctor", "--json")
+    ended = run_alone(tmp_path, ["sh", "-c", '"$@" > printed.json', "sh", *doctor], timeout_seconds=40)
     made = json.loads((tmp_path / "printed.json").read_text())
     assert made["exit_code"] == ended.exit_code
     assert {tuple(one["hosts"]) for one in made["findings"]} == {("this machine",)}
@@ -132,10 +129,8 @@ FILLS_ITS_DISK = """
 def launched(folder: Path, script: str, mounts: str) -> Ended:
     path = write_script(script, folder)
     launch = python("-m", "fleet_train", "launch", "--started_port", str(free_ports(2)), str(path))
-    with Job(folder) as job:
-        job.start("launch", ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *launch], clean_environ())
-        (ended,) = job.wait(timeout_seconds=60)
-        assert job.orphans() == []
+    mounted = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *launch]
+    ended = run_alone(folder, mounted, timeout_seconds=60)
     assert ended.exit_code == 3, ended.output
     return ended
 
