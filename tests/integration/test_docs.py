@@ -1,11 +1,10 @@
-"""What users type: the commands and the diff of the README and of the pages work word for word.
+"""What users type: the commands of the README and of the pages work word for word.
 
 Commands that name two machines are run by test_launch_forms.py and others; here they are read up to their flags.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from functools import cache
@@ -133,13 +132,3 @@ def test_a_flag_that_does_not_exist_is_found() -> None:
     assert unknown_flags(command) == ["--nods", "--epoch"]
     assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
     assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
-
-
-@pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])
-def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
-    (block,) = fenced_blocks((ROOT / page).read_text(), "diff")
-    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("single_card.py", "train_with_fleet.py"))
-    real = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
-    for sign in "-+":
-        shown = [line[1:] for line in block.splitlines() if line.startswith(sign)]
-        assert shown == [line[2:] for line in real if line[0] == sign]
