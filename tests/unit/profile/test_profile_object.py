@@ -24,20 +24,10 @@ def test_a_copy_with_settings_keeps_the_others_and_is_checked_as_a_whole() -> No
         profile.with_settings(fuse_all_reduce_ops=False)
 
 
-def test_the_package_imports_at_once_and_without_paddle() -> None:
-    code = (
-        "import sys, time; start = time.process_time(); import fleet_train.profile;"
-        "print(time.process_time() - start, 'paddle' in sys.modules)"
-    )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(3)
-    ]
-    assert {paddle for _, paddle in runs} == {"False"}
-    # Processor time, best of three. Measured 0.15 s with little else running, 0.2 s on a busy machine; aim 0.15 s.
-    assert min(float(seconds) for seconds, _ in runs) < 0.5
+def test_importing_profiles_imports_none_of_the_large_libraries() -> None:
+    code = "import sys, fleet_train.profile; print({'paddle', 'numpy', 'visualdl', 'sklearn'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
 
 
 def refusal(**settings: Any) -> str:
