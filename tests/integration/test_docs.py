@@ -1,15 +1,12 @@
-"""What users type: the commands and the diff of the README and of the pages work word for word.
+"""What users type: the commands of the README and of the pages work word for word.
 
 Commands that name two machines are run by test_launch_forms.py and others; here they are read up to their flags.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +19,7 @@ from fleet_train.cli import COMMANDS, cli
 from tests.support import commands
 from tests.support.commands import fenced_blocks, shell_commands
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, clean_environ
+from tests.support.processes import ROOT, output_of, python
 
 EXAMPLES = ROOT / "tools" / "examples"
 PAGES = [ROOT / "README.md", ROOT / "README_cn.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,21 +87,14 @@ def test_commands_run_as_printed(group: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes((EXAMPLES / "train_with_fleet.py").read_bytes())
     (tmp_path / "mine.yaml").write_text(MINE)
 
-    def run(command: list[str]) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
-        )
-        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-        return done.stdout
-
     images = fenced_blocks((ROOT / "docs" / "data.md").read_text(), "python")[0]
     if any("./images" in command for command in group):
-        run([sys.executable, "-c", images])
+        output_of(python("-c", images), cwd=tmp_path)
     for command, expected in group.items():
         words = shlex.split(command)
         if "launch" in words:  # other tests may use the default port at the same time
             words.insert(words.index("launch") + 1, f"--started_port={free_ports(4)}")
-        assert expected in run(words), command
+        assert expected in output_of(words, cwd=tmp_path), command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -134,8 +124,7 @@ def unknown_flags(command: str) -> list[str]:
 
 @cache
 def help_of_tool(path: str, *subcommand: str) -> str:
-    command = [sys.executable, str(ROOT / path), *subcommand, "--help"]
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=180, check=True).stdout
+    return output_of(python(str(ROOT / path), *subcommand, "--help"))
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:
@@ -143,13 +132,3 @@ def test_a_flag_that_does_not_exist_is_found() -> None:
     assert unknown_flags(command) == ["--nods", "--epoch"]
     assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
     assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
-
-
-@pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])
-def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
-    (block,) = fenced_blocks((ROOT / page).read_text(), "diff")
-    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("single_card.py", "train_with_fleet.py"))
-    real = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
-    for sign in "-+":
-        shown = [line[1:] for line in block.splitlines() if line.startswith(sign)]
-        assert shown == [line[2:] for line in real if line[0] == sign]

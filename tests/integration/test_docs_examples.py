@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import fenced_blocks
-from tests.support.processes import ROOT, Ended, Job, clean_environ, python, write_script
+from tests.support.processes import ROOT, Ended, python, run_alone, write_script
 
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
@@ -28,11 +28,7 @@ def block(page: str, word: str) -> str:
 
 def run(example: str, folder: Path, *arguments: str) -> Ended:
     """In a process of its own: it changes Paddle's mode and flags, and may start a job."""
-    with Job(folder / "job") as job:
-        job.start("example", python(str(write_script(example, folder)), *arguments), clean_environ())
-        (ended,) = job.wait(100)
-        assert job.orphans() == []
-    return ended
+    return run_alone(folder / "job", python(str(write_script(example, folder)), *arguments))
 
 
 @pytest.mark.parametrize("example", blocks("paddle"))
@@ -90,11 +86,8 @@ def run_cells(notebook: Path, written: Path) -> None:
 @pytest.mark.long
 def test_every_cell_of_the_notebook_runs_and_shows_what_its_text_says(tmp_path: Path) -> None:
     written = tmp_path / "printed.json"
-    with Job(tmp_path / "job") as job:
-        job.start("notebook", python(__file__, str(NOTEBOOK), str(written)), clean_environ())
-        (ended,) = job.wait(150)
-        assert ended.exit_code == 0, ended.output
-        assert job.orphans() == []
+    ended = run_alone(tmp_path / "job", python(__file__, str(NOTEBOOK), str(written)), timeout_seconds=150)
+    assert ended.exit_code == 0, ended.output
     defining, training, curve, mistake = json.loads(written.read_text())
     assert defining == ""
     steps = [line for line in training.splitlines() if line.startswith("step ")]

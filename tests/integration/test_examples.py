@@ -10,8 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from safetensors.numpy import load_file
 
 from tests.support import commands
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, clean_environ, python
+from tests.support.processes import ROOT, Job, clean_environ, output_of, python
 from tests.support.ranks import run_launchers, run_ranks, stock_environs
 
 EXAMPLES = ROOT / "tools" / "examples"
@@ -128,10 +126,8 @@ def test_a_table_is_sent_whole_or_in_few_bits() -> None:
     sent = []
     for strategy in ("--script", "--strategy int8_compression"):
         words = shlex.split(printed_command(f"plan --nodes 2 {strategy}"))
-        done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=ROOT, env=clean_environ(), capture_output=True, timeout=150, check=True
-        )
-        sent.append(float(re.findall(r"sent by a rank: ([\d.]+) MB", done.stdout.decode())[0]))
+        printed = output_of(python(*words[1:]), cwd=ROOT)
+        sent.append(float(re.findall(r"sent by a rank: ([\d.]+) MB", printed)[0]))
     whole, few = sent
     assert whole == pytest.approx((530 * 9 + 24 * 32 + 32 + 32 + 1) * 4 / 2**20, abs=0.001)
     assert 0.2 * whole < few < 0.3 * whole
@@ -213,15 +209,12 @@ def test_the_installed_package_finds_its_profiles_and_trains(tmp_path: Path) -> 
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, checkout / part)  # building writes into its folder: not into this checkout
 
-    def run(command: str, folder: Path, environ: dict[str, str]) -> str:
-        words = shlex.split(command)
-        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=150, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def run(command: str, folder: Path, extra: dict[str, str] | None = None) -> str:
+        return output_of(shlex.split(command), extra, folder)
 
-    run(f"{commands.INSTALL} --no-deps --quiet --target {site}", checkout, clean_environ())
+    run(f"{commands.INSTALL} --no-deps --quiet --target {site}", checkout)
     shutil.rmtree(checkout)
-    installed = clean_environ({"PYTHONPATH": str(site)})
+    installed = {"PYTHONPATH": str(site)}
     where = run('python -c "import fleet_train; print(fleet_train.__file__)"', elsewhere, installed)
     assert where.strip() == str(site / "fleet_train" / "__init__.py")
     assert "multi_node" in run("python -m fleet_train profiles", elsewhere, installed)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, python
+from tests.support.processes import Ended, Job, clean_environ, output_of, python, run_alone
 from tests.support.ranks import run_launchers
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
@@ -60,12 +58,7 @@ def recommend(script: Path, *flags: str, arguments: tuple[str, ...] = ()) -> lis
 
 
 def run(command: list[str], folder: Path) -> Ended:
-    """One command to its end; nobody of it may be left."""
-    with Job(folder) as job:
-        job.start("recommend", command, clean_environ())
-        (ended,) = job.wait(timeout_seconds=350)
-        assert job.orphans() == []
-    return ended
+    return run_alone(folder, command, timeout_seconds=350)
 
 
 def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: Path, tmp_path: Path) -> None:
@@ -135,16 +128,7 @@ def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: P
     words = shlex.split(line)
     assert words[4:6] == ["--nodes=2", "--ranks_per_node=1"]
     assert words[8:] == ["--strategy=multi_node", "--set=nccl_comm_num=2", "--compute_ms=30", "--model=mlp"]
-    done = subprocess.run(
-        [sys.executable, *words[1:4], "--json", *words[4:]],
-        cwd=tmp_path,
-        env=clean_environ(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=True,
-    )
-    predicted = json.loads(done.stdout)
+    predicted = json.loads(output_of(python(*words[1:4], "--json", *words[4:]), cwd=tmp_path))
     assert predicted["profile_name"] == "multi_node"
     assert 0 < predicted["prediction"]["exposed"] < 1
     assert predicted["prediction"]["compute"] == 0.03

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, clean_environ, python
+from tests.support.processes import ROOT, output_of, python, run_alone
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -32,11 +31,6 @@ report(fleet.worker_index(), digest=digest(state), parameters=len(state))
 """
 
 
-def run_port(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = python("-m", "fleet_train", "port", *arguments)
-    return subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=100, check=False)
-
-
 def figures(output: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf"{name}(?:=|: )([\d.]+)", output)]
 
@@ -53,11 +47,9 @@ def figures(output: str, name: str) -> list[float]:
 def test_ported_script_trains_on_two_ranks_with_equal_replicas(tmp_path: Path, script: str, saved: str) -> None:
     path = tmp_path / script
     path.write_bytes((SCRIPTS / script).read_bytes())
-    written = run_port("--write", str(path))
-    assert written.returncode == 0, written.stderr
-    assert "To do by hand" not in written.stderr
-    again = run_port("--check", str(path))
-    assert (again.returncode, again.stdout) == (0, "")
+    port = python("-m", "fleet_train", "port")
+    assert "To do by hand" not in run_alone(tmp_path / "job", [*port, "--write", str(path)]).output
+    assert output_of([*port, "--check", str(path)]) == ""
 
     result = run_ranks(RUN, 2, folder=tmp_path, args=[str(path)])
     assert len(set(result.of_all("digest"))) == 1

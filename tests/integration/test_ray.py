@@ -14,7 +14,7 @@ import pytest
 
 from fleet_train import spawn
 from tests.support.commands import fenced_blocks
-from tests.support.processes import ROOT, Job, clean_environ, python, write_script
+from tests.support.processes import ROOT, python, run_alone, write_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -86,11 +86,10 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: P
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     for folder in (killed, undisturbed):
         folder.mkdir()
-    with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:  # paths of sockets are short
-        environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"})
-        job.start("driver", python(__file__, str(killed), short), environ)
-        (ended,) = job.wait(360)
-        assert ended.exit_code == 0, ended.output
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # paths of sockets are short
+        environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"}
+        ended = run_alone(tmp_path, python(__file__, str(killed), short), environ, timeout_seconds=360)
+    assert ended.exit_code == 0, ended.output
     spawn(train, ({"folder": str(undisturbed), "kills": False},), nprocs=2, strategy="unfused")
     assert [(one["attempt"], one["first"]) for one in told(undisturbed)] == [(0, 0), (0, 0)]
     assert [(one["attempt"], one["first"]) for one in told(killed)] == [(1, 4), (1, 4)]
@@ -107,13 +106,12 @@ def told(folder: Path) -> list[dict[str, Any]]:
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     blocks = fenced_blocks((ROOT / "docs" / "engines.md").read_text(), "python")
     example = next(block for block in blocks if "FleetTrainer" in block)
-    with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:
-        environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": str(tmp_path)})
-        job.start("driver", python(str(write_script(example, tmp_path))), environ)
-        (ended,) = job.wait(170)
-        assert ended.exit_code == 0, ended.output
-        assert "'ranks': 2" in ended.output
-        assert "'rate': 0.1" in ended.output
+    with tempfile.TemporaryDirectory(prefix="ray") as short:
+        environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": str(tmp_path)}
+        ended = run_alone(tmp_path, python(str(write_script(example, tmp_path))), environ, timeout_seconds=170)
+    assert ended.exit_code == 0, ended.output
+    assert "'ranks': 2" in ended.output
+    assert "'rate': 0.1" in ended.output
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from fleet_train.selftest.check_collectives import KINDS as ALL_KINDS
 from fleet_train.selftest.check_overlap import TURNS
 from fleet_train.selftest.options import Options
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Ended, Job, clean_environ, python
-from tests.support.ranks import RanksResult, run_ranks, stock_environs
+from tests.support.processes import ROOT, Ended, Job, clean_environ, output_of, python, run_alone
+from tests.support.ranks import run_ranks, stock_environs
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]  # a whole one takes many minutes on a busy machine
@@ -32,12 +32,7 @@ def selftest(*arguments: str) -> list[str]:
 
 
 def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> Ended:
-    """One command to its end; nobody of it may be left."""
-    with Job(folder) as job:
-        job.start("selftest", selftest(*arguments), clean_environ(environ))
-        (ended,) = job.wait(timeout_seconds=170)
-        assert job.orphans() == []
-    return ended
+    return run_alone(folder, selftest(*arguments), environ, timeout_seconds=170)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +42,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     # stdout and stderr apart, as a script that reads the JSON has them
     script = folder / "run.sh"
     script.write_text('"$@" > printed.json\n')
-    with Job(folder) as job:
-        job.start("selftest", ["sh", str(script), *selftest("--json", "--quick")], clean_environ())
-        (ended,) = job.wait(timeout_seconds=500)
-        assert ended.exit_code == 0, ended.output
-        assert job.orphans() == []
+    ended = run_alone(folder, ["sh", str(script), *selftest("--json", "--quick")], timeout_seconds=500)
+    assert ended.exit_code == 0, ended.output
     return folder, json.loads((folder / "printed.json").read_text()), ended.output
 
 
@@ -198,46 +190,31 @@ def test_two_machines(tmp_path: Path) -> None:
 
 
 def test_below_our_launcher_it_is_one_rank(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        launch = ["launch", f"--started_port={free_ports(3)}", "--nproc_per_node=2", "-m", "fleet_train"]
-        command = python("-m", "fleet_train", *launch, "selftest", "--only", "devices", "--record", "here")
-        job.start("launch", command, clean_environ())
-        (ended,) = job.wait(timeout_seconds=90)
-        assert ended.exit_code == 0, ended.output
-        assert job.orphans() == []
+    launch = ["launch", f"--started_port={free_ports(3)}", "--nproc_per_node=2", "-m", "fleet_train"]
+    ended = run_alone(
+        tmp_path, python("-m", "fleet_train", *launch, "selftest", "--only", "devices", "--record", "here")
+    )
+    assert ended.exit_code == 0, ended.output
     assert "ok    backend: gloo, 2 rank(s) on 1 node(s)" in ended.output
     assert len(list((tmp_path / "here").glob("*-selftest-gloo-1x2.json"))) == 1
 
 
 def test_the_script_for_other_launchers_is_the_one_that_the_help_names(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        job.start("help", python("-m", "fleet_train", "selftest", "--help"), clean_environ())
-        (helped,) = job.wait(timeout_seconds=30)
-    (script,) = re.findall(r"^\s+(\S+/fleet_train/__main__\.py) selftest$", helped.output, re.MULTILINE)
-    with Job(tmp_path) as job:
-        environ = clean_environ()
-        del environ["PYTHONPATH"]  # as where the package is found beside the script alone
-        command = python("-m", "paddle.distributed.launch", "--nproc_per_node", "2", script, "selftest")
-        command += ["--only", "devices"]
-        job.start("stock", command, environ)
-        (ended,) = job.wait(timeout_seconds=90)
-        assert ended.exit_code == 0, ended.output
-        assert "ok    backend: gloo, 2 rank(s) on 1 node(s)" in (tmp_path / "log/workerlog.0").read_text()
-        assert job.orphans() == []
+    helped = output_of(python("-m", "fleet_train", "selftest", "--help"))
+    (script,) = re.findall(r"^\s+(\S+/fleet_train/__main__\.py) selftest$", helped, re.MULTILINE)
+    stock = python("-m", "paddle.distributed.launch", "--nproc_per_node", "2", script, "selftest", "--only", "devices")
+    ended = run_alone(tmp_path, stock, {"PYTHONPATH": ""})  # as where the package is found beside the script alone
+    assert ended.exit_code == 0, ended.output
+    assert "ok    backend: gloo, 2 rank(s) on 1 node(s)" in (tmp_path / "log/workerlog.0").read_text()
 
 
-UNDER_STREAMS = ROOT / "tests/support/late.py"
 SUBJECT = ROOT / "fleet_train/selftest/subject.py"
 
 
-def run_on_streams(folder: Path, job: str, options: Options, world_size: int, **more: Any) -> RanksResult:
-    arguments = [str(SUBJECT), job, str(folder / "reports.jsonl"), json.dumps(options.to_json())]
-    return run_ranks(UNDER_STREAMS, world_size, folder=folder, args=arguments, **more)
-
-
-def test_collectives_and_overlap(tmp_path: Path) -> None:
+def test_collectives_and_overlap_on_streams(tmp_path: Path) -> None:
     options = Options(("collectives", "overlap"), rounds=1)
-    run_on_streams(tmp_path, "together", options, 2)
+    arguments = ["together", str(tmp_path / "reports.jsonl"), json.dumps(options.to_json())]
+    run_ranks(SUBJECT, 2, folder=tmp_path, args=arguments, late_streams=True)
     reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
     results = [report["result"] for report in reports if "result" in report]
     assert len(results) == len(ALL_KINDS) + 1

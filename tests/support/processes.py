@@ -190,6 +190,30 @@ class Job:
         return "\n".join(f"--- {one.name} (exit {one.process.poll()}) ---\n{one.output}" for one in self.started)
 
 
+def run_alone(
+    folder: Path,
+    command: Sequence[str],
+    extra: Mapping[str, str] | None = None,
+    *,
+    timeout_seconds: float = 100.0,
+    cwd: Path | None = None,
+) -> Ended:
+    """One command of a user to its end, in a clean environment; nobody of it may be left."""
+    with Job(folder) as job:
+        job.start("command", command, clean_environ(extra), cwd)
+        (ended,) = job.wait(timeout_seconds)
+        assert job.orphans() == []
+    return ended
+
+
+def output_of(command: Sequence[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    """What a command that succeeds prints on stdout."""
+    environ = clean_environ(extra)
+    done = subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def _job_of(process: psutil.Process) -> str | None:
     # Zombies have no environment any more: what is left of them is their parent's to collect.
     try:

@@ -1,4 +1,4 @@
-"""No setting is lost: every knob is changed mechanically (fields of a stock strategy are in test_strategy.py).
+"""No setting is lost: every knob is changed mechanically (of a stock strategy: test_stock_strategy.py).
 
 That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
 looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the
@@ -222,12 +222,10 @@ def test_an_old_flag_is_its_knob(name: str) -> None:
     assert Profile().overridden_by({name: text})[0] == Profile(**{knob.name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in OWN for value, _ in KNOBS[name].refused])
-def test_what_others_allow_is_refused_with_the_reason(name: str, value: str) -> None:
-    with pytest.raises(ProfileError, match="; use "):
-        Profile(**{name: value})
-
-
-@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].fate == "carried out"])
-def test_a_knob_that_is_carried_out_is_read_by_the_code_that_does_it(name: str) -> None:
-    assert name in read_in((*RUNNING, "plan", "profile/methods")) or name == "environment"
+def test_what_others_allow_is_refused_and_what_is_carried_out_is_read_by_the_code_that_does_it() -> None:
+    for name in OWN:
+        for value, _ in KNOBS[name].refused:
+            with pytest.raises(ProfileError, match="; use "):
+                Profile(**{name: value})
+        if KNOBS[name].fate == "carried out":
+            assert name in read_in((*RUNNING, "plan", "profile/methods")) or name == "environment"

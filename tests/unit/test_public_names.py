@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fleet_train.cli import cli
 from fleet_train.convert import fleet
 from fleet_train.convert.calls import ABSENT, UtilBase
 from fleet_train.errors import ConversionError
-from tests.support.processes import ROOT, clean_environ, python
+from tests.support.processes import ROOT, output_of, python
 
 # Statements as users write them: literal, so that moving a module cannot move its name out of the test.
 PINNED_FILE = Path(__file__).with_name("public_imports.txt")
@@ -27,17 +26,10 @@ OTHER_NAMES = {"fleet_train.convert.fleet": "fleet_train.fleet"}
 NEED_A_JOB = {"fleet_train.fleet.main_program", "fleet_train.fleet.startup_program"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        python(*arguments), env=clean_environ(), capture_output=True, text=True, timeout=180, check=False
-    )
-
-
 def modules_loaded_by(code: str) -> set[str]:
     """Top-level modules in a fresh interpreter after ``code``."""
-    done = run("-c", f"import json, sys\n{code}\njson.dump(sorted(sys.modules), sys.stderr)")
-    assert done.returncode == 0, done.stderr
-    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+    names = json.loads(output_of(python("-c", f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))")))
+    return {name.partition(".")[0] for name in names}
 
 
 def test_a_script_imports_three_names_and_starts_ranks_by_a_fourth() -> None:
@@ -74,9 +66,7 @@ print(json.dumps(failures))
 def test_what_users_import_keeps_importing(of_ray: bool) -> None:
     """In a process of its own: some import Paddle, one imports Ray."""
     lines = [line for line in PINNED if line.startswith("from fleet_train.ray") == of_ray]
-    done = run("-c", EXECUTE, json.dumps(lines))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    assert json.loads(output_of(python("-c", EXECUTE, json.dumps(lines))).splitlines()[-1]) == {}
 
 
 def imported(statements: str) -> set[str]:

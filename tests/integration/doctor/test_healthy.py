@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.doctor.conftest import HEALTHY, Patient, Two, command, examine, host
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, python, write_script
+from tests.support.processes import Ended, Job, clean_environ, python, run_alone, write_script
 from tools.lab import Lab
 
 pytestmark = [pytest.mark.root, pytest.mark.long]
@@ -56,49 +56,47 @@ def test_eight_machines_are_examined_within_the_time(tmp_path: Path) -> None:
             assert len(told.hosts("own_name", "PASS")) == 8
 
 
+def below(folder: Path, commands: list[list[str]], environs: list[dict[str, str]]) -> list[str]:
+    """What the doctors print that something else starts, one on each machine."""
+    with Job(folder) as job:
+        for node, (doctor, environ) in enumerate(zip(commands, environs, strict=True)):
+            job.start(f"node{node}", doctor, clean_environ(environ), cwd=folder / f"node{node}")
+        ended = job.wait(timeout_seconds=90)
+        assert [one.exit_code for one in ended] == [0, 0], job.report()
+        assert job.orphans() == []
+    return [one.output for one in ended]
+
+
 def test_below_slurm_the_nodes_are_its(two: Two, tmp_path: Path) -> None:
     """By the variables that srun sets."""
-    names = "".join(f"{machine.address} node{i}\n" for i, machine in enumerate(two))
-    with Job(tmp_path) as job:
-        for node, machine in enumerate(two):
-            slurm = {
-                "SLURM_JOB_ID": "17",
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NODELIST": "node[0-1]",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-                "SLURM_PROCID": str(node),
-                "SLURM_NODEID": str(node),
-                "SLURM_LOCALID": "0",
-            }
-            here = tmp_path / f"node{node}"
-            doctor = command(machine, node, Patient(hosts=names), here, ["--only", "network"])
-            job.start(f"node{node}", doctor, clean_environ(slurm), cwd=here)
-        first, second = job.wait(timeout_seconds=60)
-        assert (first.exit_code, second.exit_code) == (0, 0), job.report()
-    assert "started by Slurm (job 17, step 0): process 0 of 2" in first.output
-    assert "PASS  port  2 pairs" in first.output
+    patient = Patient(hosts="".join(f"{machine.address} node{i}\n" for i, machine in enumerate(two)))
+    slurm = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node[0-1]",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_LOCALID": "0",
+    }
+    environs = [slurm | {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in range(2)]
+    flags = ["--only", "network"]
+    doctors = [command(machine, node, patient, tmp_path / f"node{node}", flags) for node, machine in enumerate(two)]
+    first, _ = below(tmp_path, doctors, environs)
+    assert "started by Slurm (job 17, step 0): process 0 of 2" in first
+    assert "PASS  port  2 pairs" in first
 
 
 def test_below_our_launcher_the_nodes_are_the_jobs(two: Two, tmp_path: Path) -> None:
     ips = ",".join(machine.address for machine in two)
-    with Job(tmp_path) as job:
-        for node, machine in enumerate(two):
-            launch = ["launch", "--cluster_node_ips", ips, "--nproc_per_node", "2", "-m", "fleet_train", "doctor"]
-            doctors = [*machine.prefix, *python("-m", "fleet_train", *launch), "--only", "network"]
-            job.start(f"node{node}", doctors, clean_environ(), cwd=tmp_path / f"node{node}")
-        first, second = job.wait(timeout_seconds=90)
-        assert (first.exit_code, second.exit_code) == (0, 0), job.report()
-        assert job.orphans() == []
-    assert "PASS  port  2 pairs: 10.77.0.2 answers at 3 ports" in first.output  # two ranks' and one of the kernel's
+    launch = ["launch", "--cluster_node_ips", ips, "--nproc_per_node", "2", "-m", "fleet_train", "doctor"]
+    doctor = python("-m", "fleet_train", *launch, "--only", "network")
+    first, _ = below(tmp_path, [[*machine.prefix, *doctor] for machine in two], [{}, {}])
+    assert "PASS  port  2 pairs: 10.77.0.2 answers at 3 ports" in first  # two ranks' and one of the kernel's
 
 
 def test_alone_it_examines_this_machine_and_prints_json(tmp_path: Path) -> None:
-    with Job(tmp_path) as job:
-        doctor = python("-m", "fleet_train", "doctor", "--json")
-        job.start("alone", ["sh", "-c", '"$@" > printed.json', "sh", *doctor], clean_environ())
-        (ended,) = job.wait(timeout_seconds=40)
-        assert job.orphans() == []
+    doctor = python("-m", "fleet_train", "doctor", "--json")
+    ended = run_alone(tmp_path, ["sh", "-c", '"$@" > printed.json', "sh", *doctor], timeout_seconds=40)
     made = json.loads((tmp_path / "printed.json").read_text())
     assert made["exit_code"] == ended.exit_code
     assert {tuple(one["hosts"]) for one in made["findings"]} == {("this machine",)}
@@ -132,10 +130,8 @@ FILLS_ITS_DISK = """
 def launched(folder: Path, script: str, mounts: str) -> Ended:
     path = write_script(script, folder)
     launch = python("-m", "fleet_train", "launch", "--started_port", str(free_ports(2)), str(path))
-    with Job(folder) as job:
-        job.start("launch", ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *launch], clean_environ())
-        (ended,) = job.wait(timeout_seconds=60)
-        assert job.orphans() == []
+    mounted = ["unshare", "--mount", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *launch]
+    ended = run_alone(folder, mounted, timeout_seconds=60)
     assert ended.exit_code == 3, ended.output
     return ended
 

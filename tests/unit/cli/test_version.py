@@ -13,21 +13,13 @@ import pytest
 import fleet_train
 from fleet_train.cli.version import facts_of
 from fleet_train.cluster import installed
-from tests.support.processes import ROOT, clean_environ, python
+from tests.support.processes import ROOT, output_of, python
 
 SECRET = "abc123-must-not-be-seen"
 
 
 def run(*arguments: str, **variables: str) -> str:
-    done = subprocess.run(
-        python("-m", "fleet_train", *arguments),
-        env=clean_environ(variables),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(python("-m", "fleet_train", *arguments), variables)
 
 
 def put(root: Path, files: dict[str, str]) -> Path:
@@ -37,26 +29,43 @@ def put(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+VARIABLES = {"FLEET_TRAIN_JOB_SECRET": SECRET, "FLAGS_call_stack_level": SECRET, "PADDLE_JOB_ID": SECRET, "MY": "x"}
+
+
+def assert_names_and_no_values(printed: str) -> None:
+    assert SECRET not in printed
+    assert all(name in printed for name in VARIABLES if name != "MY")
+    assert '"MY"' not in printed
+
+
 def test_json_has_what_a_bug_report_needs() -> None:
-    found = json.loads(run("version", "--json"))
+    printed = run("version", "--json", **VARIABLES)
+    assert_names_and_no_values(printed)
+    found = json.loads(printed)
     assert found["fleet_train"]["version"] == fleet_train.__version__
     assert found["paddle"]["version"] == metadata.version("paddlepaddle")
     assert found["paddle"]["build"] == "CPU"
     assert re.fullmatch(r"[0-9a-f]{40}", found["paddle"]["commit"])
-    assert found["packages"]["numpy"] == metadata.version("numpy")
-    assert found["packages"]["visualdl"] == metadata.version("visualdl")
+    assert {name: found["packages"][name] for name in ("numpy", "visualdl")} == {
+        name: metadata.version(name) for name in ("numpy", "visualdl")
+    }
     assert "numba" in found["packages"]
     assert 1 <= found["cores"]["usable"] <= found["cores"]["total"]
     assert found["memory"]["total_bytes"] > found["memory"]["available_bytes"] > 0
     assert found["engine"] == "none"
 
 
-def test_text_has_one_line_for_each_fact() -> None:
-    names = [line.split()[0] for line in run("version").splitlines()]
+def test_text_has_one_line_for_each_fact_and_is_one_line_where_that_is_asked() -> None:
+    printed = run("version", **VARIABLES)
+    assert_names_and_no_values(printed)
+    names = [line.split()[0] for line in printed.splitlines()]
     facts = (
         "fleet_train python paddle numpy visualdl numba system processor memory cgroup container gpus engine variables"
     )
     assert [name for name in facts.split() if names.count(name) != 1] == []
+    (line,) = run("--version").splitlines()
+    assert line.startswith(f"fleet_train {fleet_train.__version__}")
+    assert line.endswith(f"paddlepaddle {metadata.version('paddlepaddle')}")
 
 
 def test_the_commit_of_a_checkout_and_its_changes_are_reported() -> None:
@@ -69,27 +78,10 @@ def test_the_commit_of_a_checkout_and_its_changes_are_reported() -> None:
         assert isinstance(own["uncommitted_changes"], bool)
 
 
-def test_one_line() -> None:
-    line = run("--version").strip()
-    assert line.startswith(f"fleet_train {fleet_train.__version__}")
-    assert line.endswith(f"paddlepaddle {metadata.version('paddlepaddle')}")
-    assert "\n" not in line
-
-
-def test_names_of_variables_are_shown_and_no_value() -> None:
-    variables = {"FLEET_TRAIN_JOB_SECRET": SECRET, "FLAGS_call_stack_level": SECRET, "PADDLE_JOB_ID": SECRET, "MY": "x"}
-    for arguments in (["version"], ["version", "--json"]):
-        out = run(*arguments, **variables)
-        assert SECRET not in out
-        assert all(name in out for name in ("FLEET_TRAIN_JOB_SECRET", "FLAGS_call_stack_level", "PADDLE_JOB_ID"))
-        assert '"MY"' not in out
-
-
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
         ({}, "none"),
-        ({"SLURM_JOB_ID": "17"}, "none"),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
             "mpi: process 1 of 4",
@@ -157,15 +149,10 @@ def test_container(tmp_path: Path, files: dict[str, str], environ: dict[str, str
 
 
 def test_gpus_and_driver_by_the_files_of_the_driver(tmp_path: Path) -> None:
-    root = put(
-        tmp_path,
-        {
-            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
-            "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA A100-SXM4-40GB\nIRQ:   1\n",
-            "proc/driver/nvidia/gpus/0000:02:00.0/information": "Model: \t\t NVIDIA A100-SXM4-40GB\n",
-        },
-    )
-    assert installed.gpus(root) == {"models": ["NVIDIA A100-SXM4-40GB"] * 2, "driver": "535.104.05"}
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n"
+    gpus = {f"gpus/0000:0{n}:00.0/information": f"Model: \t\t NVIDIA A100-SXM4-40GB\nIRQ:   {n}\n" for n in (1, 2)}
+    put(tmp_path / "proc/driver/nvidia", {"version": version, **gpus})
+    assert installed.gpus(tmp_path) == {"models": ["NVIDIA A100-SXM4-40GB"] * 2, "driver": "535.104.05"}
     assert installed.gpus(tmp_path / "nothing") == {}
 
 

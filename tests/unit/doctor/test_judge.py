@@ -44,6 +44,7 @@ from fleet_train.launch.node import Node
 
 GIB = 1 << 30
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
 
 
 def network(index: int) -> Network:
@@ -57,7 +58,7 @@ def node(index: int) -> NodeReport:
     facts = NodeFacts(
         index,
         2,
-        software=Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc"),
+        software=SOFTWARE,
         memory=Memory(64 * GIB, 32 * GIB, shm_total=32 * GIB, shm_free=32 * GIB),
         processors=Processors("a processor", 8, gflops=100.0, share=0.98),
         limits=Limits(65536, 8 << 20),
@@ -104,12 +105,13 @@ def host(index: int) -> str:
     return f"node {index} ({ADDRESSES[index]})"
 
 
-def test_healthy_nodes_give_no_alarm() -> None:
+def test_healthy_nodes_give_no_alarm_and_a_group_that_was_not_formed_one() -> None:
+    broken = {0: GroupResult(True, "ok"), 1: GroupResult(False, "has not come to its end within 20 s", 20.0)}
+    assert alarms(replace(HEALTHY, groups=broken)) == [(FAIL, "group", (host(1),))]
     assert alarms(HEALTHY) == []
     assert {finding.id for finding in judge(HEALTHY, tuple(GROUPS))} >= {"memory", "python", "port", "clock", "group"}
 
 
-SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
 OWN = {
     "little memory": ({"memory": Memory(GIB, GIB - 9, shm_total=GIB, shm_free=GIB)}, FAIL, "memory"),
     "some memory": ({"memory": Memory(2 * GIB, 2 * GIB - 9, shm_total=GIB, shm_free=GIB)}, WARN, "memory"),
@@ -199,21 +201,12 @@ def test_a_fault_is_named_with_its_node_or_its_direction(
     assert [one for one in findings if one.level != PASS and not (one.threshold and one.fix)] == []
 
 
-def test_a_clock_that_is_not_known_well_is_no_alarm() -> None:
+def test_what_is_not_known_well_or_too_fast_to_compare_is_no_alarm() -> None:
     assert "clock" not in {id for _, id, _ in alarms(with_report(1, echoes=(Echo(2, 4e-3, 1.5, 0.6),)))}
-
-
-def test_pairs_beyond_what_one_process_can_fill_are_not_compared() -> None:
-    fast = (Stream(1, 2, 4e8, 4e8, 9999, 0),)
+    examined = with_report(1, streams=(Stream(1, 2, 4e8, 4e8, 9999, 0),))  # one process cannot fill such links
     others = tuple(Stream(0, i, 3e9, 3e9, 9999, 0) for i in (1, 2) for _ in range(3))
-    examined = with_report(1, streams=fast)
     examined = replace(examined, reports=examined.reports | {0: replace(examined.reports[0], streams=others)})
     assert alarms(examined) == []
-
-
-def test_a_group_that_was_not_formed() -> None:
-    broken = {0: GroupResult(True, "ok"), 1: GroupResult(False, "has not come to its end within 20 s", 20.0)}
-    assert alarms(replace(HEALTHY, groups=broken)) == [(FAIL, "group", (host(1),))]
 
 
 def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
@@ -239,6 +232,8 @@ def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
     table = matrix(HEALTHY)
     assert table[1].split()[:4] == ["node", "0", "-", "936"]
     assert "not measured" not in "".join(table)
+    assert [size(number) for number in (999, 1.5e9, 2e13)] == ["999 B", "1.5 GB", "20 TB"]
+    assert [rate(number) for number in (1.25e8, 2.5e9, 1e5)] == ["1000 Mb/s", "20.0 Gb/s", "0.80 Mb/s"]
 
 
 def test_facts_survive_json_and_nonsense_is_refused() -> None:
@@ -247,11 +242,6 @@ def test_facts_survive_json_and_nonsense_is_refused() -> None:
     for nonsense in ({}, {"facts": 1, "present": []}, asdict(told) | {"present": ["x"]}, []):
         with pytest.raises(ValueError, match="validation error"):
             from_json(NodeReport, nonsense)
-
-
-def test_sizes_and_rates_are_written_for_people() -> None:
-    assert [size(number) for number in (999, 1.5e9, 2e13)] == ["999 B", "1.5 GB", "20 TB"]
-    assert [rate(number) for number in (1.25e8, 2.5e9, 1e5)] == ["1000 Mb/s", "20.0 Gb/s", "0.80 Mb/s"]
 
 
 ALONE = Node(("127.0.0.1",), 0, 6170, 1, None, "lo")
@@ -264,6 +254,8 @@ def test_a_failures_report_has_no_line_where_nothing_is_found(tmp_path: Path) ->
 
 
 def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vmstat").write_text("pgfree 1\noom_kill 3\n")
+    assert [report.oom_kills(tmp_path / name) for name in ("vmstat", "none")] == [3, 0]
     asked = AfterFailure(ALONE, tmp_path)
     monkeypatch.setattr(report, "oom_kills", lambda: asked._kills + 1)
     line = asked.line()
@@ -271,12 +263,6 @@ def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatc
     assert "1 processes were killed for lack of memory" in line
     assert line.endswith("; more: python -m fleet_train doctor")
     assert "\n" not in line
-
-
-def test_killed_processes_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("pgfree 1\noom_kill 3\n")
-    assert report.oom_kills(tmp_path / "vmstat") == 3
-    assert report.oom_kills(tmp_path / "none") == 0
 
 
 def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

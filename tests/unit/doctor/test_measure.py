@@ -22,7 +22,9 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_limits_of_version_2_the_tightest_of_all_levels(tmp_path: Path) -> None:
+def test_limits_of_version_2_are_the_tightest_of_all_levels_and_none_without_groups(tmp_path: Path) -> None:
+    assert measure_machine.memory_quota(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
+    assert measure_machine.processor_quota(tmp_path, tmp_path / "none") == UNLIMITED
     root = tree(
         tmp_path / "cgroup",
         {
@@ -58,11 +60,6 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     cgroups.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/job\n")
     assert measure_machine.memory_quota(root, cgroups) == (1000000, 600000, 0)
     assert measure_machine.processor_quota(root, cgroups) == 0.5
-
-
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
-    assert measure_machine.memory_quota(tmp_path, tmp_path / "none") == (UNLIMITED, UNLIMITED, 0)
-    assert measure_machine.processor_quota(tmp_path, tmp_path / "none") == UNLIMITED
 
 
 @pytest.mark.parametrize(
@@ -150,7 +147,7 @@ GPU 2: NVIDIA GeForce RTX 3090 (UUID: GPU-b8ea0e6b-9b3e-0a4b-0000-000000000002)
 """
 
 
-def test_recorded_output_of_nvidia_smi() -> None:
+def test_recorded_output_of_nvidia_smi_and_its_findings(tmp_path: Path) -> None:
     down = measure_machine.parse_links(LINKS)
     assert down == {1: 1}
     assert measure_machine.parse_table(TABLE, down) == (
@@ -159,9 +156,7 @@ def test_recorded_output_of_nvidia_smi() -> None:
         Gpu(2, "NVIDIA GeForce RTX 3090", "535.161.08", 0, 11 << 20, 0),
     )
     assert measure_machine.parse_table("No devices were found\n", {}) == ()
-
-
-def test_findings_of_gpus() -> None:
+    assert measure_machine.gpus(tmp_path) is None
     gpus = Gpus(measure_machine.parse_table(TABLE, measure_machine.parse_links(LINKS)), "2.21.5")
     levels = {
         (finding.id, finding.level, finding.hosts) for finding in _of_gpus("node 0", gpus) if finding.level != "PASS"
@@ -170,7 +165,3 @@ def test_findings_of_gpus() -> None:
     assert levels == {("ecc", "FAIL", second), ("nvlink", "WARN", second), ("gpu_memory", "WARN", second)}
     (silent,) = _of_gpus("node 0", Gpus(error="nvidia-smi has not answered within 10 s"))
     assert silent.level == "FAIL"
-
-
-def test_no_gpu_is_nothing_to_say(tmp_path: Path) -> None:
-    assert measure_machine.gpus(tmp_path) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,13 @@ import numpy as np
 import pytest
 
 from fleet_train.port import port
-from tests.support.processes import ROOT, clean_environ, python
+from tests.support.processes import output_of, python
 from tests.unit.port import fluid_numbers
 
 HERE = Path(__file__).parent
 RECORDED: dict[str, Any] = json.loads((HERE / "numbers_1_8.json").read_text())
 # Paddle 1.8 gave a scalar one dimension, today it has none.
 SCALARS = ([], [1])
-
-
-def run_python(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        python(*arguments),
-        cwd=folder,
-        env=clean_environ({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=160,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # What is written -> part of the error that says what is wrong and what to do.
@@ -236,7 +221,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    printed = run_python(tmp_path_factory.mktemp("cases"), "-c", _CASES, json.dumps(list(REFUSED)))
+    printed = output_of(python("-c", _CASES, json.dumps(list(REFUSED))), cwd=tmp_path_factory.mktemp("cases"))
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
@@ -327,7 +312,7 @@ def run_ported(text: str, folder: Path, *runner: str) -> Any:
     ported = port(text.encode(), "script.py")
     assert ported.marks == ()
     (folder / "script.py").write_bytes(ported.new)
-    run_python(folder, *runner, "script.py", "numbers.json")
+    output_of(python(*runner, "script.py", "numbers.json"), cwd=folder)
     return json.loads((folder / "numbers.json").read_text())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from fleet_train.port import Ported, port
 from fleet_train.port.calls import PREFIX
 from fleet_train.port.index import rows
 from fleet_train.port.rules import To, Todo
-from tests.support.processes import ROOT, clean_environ, python
+from tests.support.processes import output_of, python
 
 OLD_IMPORTS = """\
 import os
@@ -81,16 +80,7 @@ def test_what_a_machine_cannot_decide_stays_below_a_todo_line(row: str, ported: 
 
 def run_python(*arguments: str) -> Any:
     """What a program of today's Paddle prints, as JSON, in its last line."""
-    done = subprocess.run(
-        python(*arguments),
-        env=clean_environ({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of(python(*arguments)).splitlines()[-1])
 
 
 _LOOK = """
