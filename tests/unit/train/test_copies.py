@@ -409,7 +409,6 @@ def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
 
 def test_the_newest_has_trained_most_and_without_its_state_it_has_its_place_by_its_step() -> None:
     def order(*held: list[tuple[str, list[int] | None]]) -> list[str]:
-        """Of what each rank has."""
         told = [{"record": NEW.as_json(), "held": [[name, NEW.as_json(), done] for name, done in one]} for one in held]
         return [one.name for one in held_of(told, NEW)]
 
@@ -420,7 +419,7 @@ def test_the_newest_has_trained_most_and_without_its_state_it_has_its_place_by_i
 
 
 def test_work_of_one_rank_is_told_to_all_and_so_is_a_disk_that_does_not_answer(make_job: MakeJob) -> None:
-    work = {0: lambda: "done", 1: Mock(side_effect=ValueError("not one of ours"))}
+    work: dict[int, Callable[[], Any]] = {0: lambda: "done", 1: Mock(side_effect=ValueError("not one of ours"))}
     told = make_job(3).run(lambda rank: agree.together(work.get(rank), 60.0))
     assert told[0] == told[1] == told[2]
     problems = [("done", None), (None, "ValueError('not one of ours')"), (None, None)]
