@@ -12,37 +12,8 @@ from click.testing import CliRunner
 
 from fleet_train.cli.profiles import command
 from fleet_train.errors import ProfileError
-from fleet_train.profile import Profile, catalogue, export, find_profile, load_profile, profile_names
+from fleet_train.profile import catalogue, export, load_profile, profile_names
 from tests.support.processes import ROOT
-
-CATALOGUE = [
-    "amp_bf16",
-    "bf16_compression",
-    "dgc",
-    "diloco",
-    "ethernet_10g",
-    "ethernet_1g",
-    "fused_16mb",
-    "gradient_merge",
-    "hierarchical",
-    "infiniband",
-    "int4_compression",
-    "int8_compression",
-    "local_sgd",
-    "local_sgd_adaptive",
-    "multi_node",
-    "one_communicator",
-    "powersgd",
-    "recompute",
-    "single_node",
-    "slowmo",
-    "streaming_diloco",
-    "sync_batch_norm",
-    "tcp_only",
-    "two_communicators",
-    "unfused",
-]
-
 
 FEW_FETCHES = {"fetch_frequency": 2}
 LOCAL_SGD = FEW_FETCHES | {"use_local_sgd": True, "local_sgd_is_warm_steps": 100}
@@ -97,39 +68,18 @@ ASKED: dict[str, dict[str, Any]] = {
     "gradient_merge": FEW_FETCHES | {"accumulate_steps": 4},
     "sync_batch_norm": FEW_FETCHES | {"sync_batch_norm": True},
 }
-CHOICES = {
-    "local_sgd_schedule": ["constant", "doubling", "adaptive"],
-    "local_sgd_momentum": ["keep", "average", "reset"],
-    "local_sgd_dtype": ["float32", "bfloat16", "int8", "int4"],
-    "outer_optimizer": ["none", "slowmo", "diloco"],
-    "compression": ["none", "bf16", "fp16", "int8", "int4", "powersgd", "dgc"],
-    "amp_level": ["O0", "O1", "O2"],
-    "amp_dtype": ["bfloat16", "float16"],
-}
+CATALOGUE = sorted(ASKED)
 
 
-def test_the_catalogue_lists_its_files() -> None:
+def test_the_profiles_of_the_catalogue_ask_for_what_their_names_say() -> None:
     assert profile_names() == CATALOGUE
-
-
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_a_profile_opens_with_its_reason_cost_and_command(name: str) -> None:
-    profile = load_profile(name)
-    assert profile.name == name
-    assert profile.description.endswith(".")
-    text = find_profile(name).read_text()
-    assert text.startswith("# yaml-language-server: $schema=./schema.json\n")
-    for word in ("# Why:", "# Costs:", "# Use:", f"--strategy {name} train.py"):
-        assert word in text
-    assert profile.measured
-    assert all("docs/benchmarks" in line or line.startswith("not measured") for line in profile.measured)
-
-
-def test_the_profiles_ask_for_what_their_names_say() -> None:
-    described = {"name", "description", "measured"}
-    asked = {name: load_profile(name).settings() for name in CATALOGUE}
-    found = {name: {key: settings[key] for key in settings.keys() - described} for name, settings in asked.items()}
-    assert found == ASKED
+    for name, asked in ASKED.items():
+        profile = load_profile(name)
+        settings = profile.settings()
+        assert profile.name == settings.pop("name") == name
+        assert settings.pop("description").endswith(".")
+        assert settings.pop("measured") == profile.measured != ()
+        assert settings == asked
 
 
 def test_a_wrong_name_gets_the_closest_one_and_all_others() -> None:
@@ -177,39 +127,10 @@ def test_a_stale_export_is_reported_with_the_command_that_makes_it(tmp_path: Pat
     assert export.stale_files(tmp_path) == [f"strategies/schema.json: {fix}", f"docs/knobs.md: {fix}"]
 
 
-def test_the_schema_for_editors_has_every_key_and_no_others() -> None:
-    schema = json.loads((ROOT / "strategies" / "schema.json").read_text())
-    assert schema["additionalProperties"] is False
-    assert schema["properties"].keys() == {
-        *Profile.model_fields,
-        "extends",
-        "FLAGS_fuse_parameter_memory_size",
-        "FLAGS_fuse_parameter_groups_size",
-        "FLAGS_sync_nccl_allreduce",
-    }
-    row = schema["properties"]["fetch_frequency"]
-    assert {key: row[key] for key in ("type", "minimum", "maximum", "default")} == {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": 1_000_000,
-        "default": 1,
-    }
-    row = schema["properties"]["nccl_comm_num"]
-    assert row["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 16}, {"const": "auto", "type": "string"}]
-    assert row["default"] == "auto"
-    assert all(row["description"] for row in schema["properties"].values())
-    for name, choices in CHOICES.items():
-        row = schema["properties"][name]
-        assert (row["type"], row["enum"], row["default"]) == ("string", choices, choices[0])
-
-
 def test_the_command_lists_the_catalogue() -> None:
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 0
-    assert (
-        "multi_node          Several machines on a network; buckets and communicators chosen for the link.\n"
-        in result.output
-    )
+    assert "\nmulti_node          Several machines on a network; buckets and" in result.output
     assert [row["name"] for row in json.loads(CliRunner().invoke(command, ["--json"]).output)] == CATALOGUE
 
 
@@ -231,12 +152,7 @@ def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_
 def test_the_command_shows_a_profile_as_json() -> None:
     shown = json.loads(CliRunner().invoke(command, ["two_communicators", "--json"]).output)
     knob = shown["knobs"]["fuse_grad_size_in_MB"]
-    assert (knob["value"], knob["default"], knob["unit"], knob["fate"]) == (
-        4.0,
-        "auto",
-        "MB (2**20 bytes)",
-        "carried out",
-    )
+    assert [knob[key] for key in ("value", "default", "fate")] == [4.0, "auto", "carried out"]
     assert knob["set_at"].endswith("strategies/two_communicators.yaml:14")
     assert shown["knobs"]["num_threads"]["set_at"] is None
     assert shown["digest"] == load_profile("two_communicators").digest()

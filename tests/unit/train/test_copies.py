@@ -216,18 +216,21 @@ def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob, linked: 
     assert sorted(path.name for path in job.checkpoints(0).iterdir()) == ["run.json", "step-00000010"]
 
 
+@pytest.mark.parametrize("later", [0, 1])
 @pytest.mark.parametrize("steps", [[20], []], ids=["saved", "only heard of"])
-def test_the_run_that_was_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob, steps: list[int]) -> None:
+def test_the_run_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob, later: int, steps: list[int]) -> None:
     job = make_job(2)
-    publish(job.checkpoints(0), 500, run=OLD)
-    if not steps:
-        write_record(job.checkpoints(1), NEW)
+    ours, theirs = job.checkpoints(later), job.checkpoints(1 - later)
+    publish(theirs, 500, run=OLD)
+    write_record(ours, NEW)
     for step in steps:
-        publish(job.checkpoints(1), step, run=NEW)
+        publish(ours, step, run=NEW)
     assert job.copied(newest) == [NEW] * 2
-    assert names(job.checkpoints(0)) == ["of-run-aa", "run.json", *(f"step-{step:08d}" for step in steps)]
-    assert names(job.checkpoints(0) / "of-run-aa") == ["step-00000500"]
-    assert read_record(job.checkpoints(0)) == NEW
+    saved = [f"step-{step:08d}" for step in steps]
+    assert names(ours) == ["run.json", *saved]
+    assert names(theirs) == ["of-run-aa", "run.json", *(saved if later else [])]
+    assert names(theirs / "of-run-aa") == ["step-00000500"]
+    assert read_record(theirs) == NEW
 
 
 def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_removed_before(
@@ -402,9 +405,8 @@ def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest
 
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "checkpoints", 10, run=Run(1, 1.0, "../../elsewhere"))
-    (aside,) = storage.set_aside(tmp_path / "checkpoints", NEW)
-    assert aside == tmp_path / "checkpoints" / "of-run-elsewhere"
+    publish(tmp_path, 10, run=Run(1, 1.0, "../../elsewhere"))
+    assert storage.set_aside(tmp_path, NEW) == [tmp_path / "of-run-elsewhere"]
 
 
 def test_the_newest_has_trained_most_and_without_its_state_it_has_its_place_by_its_step() -> None:
