@@ -15,8 +15,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -27,6 +28,7 @@ from fleet_train.data import (
     BatchLoader,
     ImageFolder,
     ImageSettings,
+    Loader,
     LoaderSettings,
     Participant,
     ShardedBatchSampler,
@@ -65,12 +67,16 @@ def loaders() -> Iterator[list[WorkerLoader]]:
         loader.close()
 
 
-def epochs(loader: WorkerLoader, *numbers: int) -> list[tuple[bytes, list[int]]]:
+def contents(feeds: Iterable[Any]) -> list[tuple[bytes, list[int]]]:
     """(images, labels) of each batch."""
+    return [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+
+
+def epochs(loader: Loader, *numbers: int, consumed: int = 0) -> list[tuple[bytes, list[int]]]:
     seen = []
     for number in numbers:
-        with loader.epoch(number) as feeds:
-            seen += [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+        with loader.epoch(number, consumed_samples=consumed) as feeds:
+            seen += contents(feeds)
     return seen
 
 
@@ -78,19 +84,14 @@ def test_batches_are_those_of_this_process_with_any_number_of_workers(
     folder: Path, loaders: list[WorkerLoader]
 ) -> None:
     data, sampler = images(folder), ShardedBatchSampler(NUM_SAMPLES, 4, 1, 2, seed=3)
-    inline, expected = BatchLoader(data, sampler, augmentation("crop_flip_color", data)), []
-    for number in (0, 1):
-        with inline.epoch(number) as feeds:
-            expected += [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
+    expected = epochs(BatchLoader(data, sampler, augmentation("crop_flip_color", data)), 0, 1)
     assert len(expected) == 8
     assert [batch for batch, _ in expected[:4]] != [batch for batch, _ in expected[4:]]
     for workers, depth in ((1, 1), (2, 2), (3, 4)):
         loaders.append(WorkerLoader(data, sampler, "crop_flip_color", workers, depth))
         assert epochs(loaders[-1], 0, 1) == expected
-    with loaders[0].epoch(1, consumed_samples=16) as feeds:
-        assert len(loaders[0]) == 2
-        rest = [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in feeds]
-    assert rest == expected[6:]
+    assert epochs(loaders[0], 1, consumed=16) == expected[6:]
+    assert len(loaders[0]) == 2
 
 
 def test_batches_that_are_kept_are_not_overwritten(folder: Path, loaders: list[WorkerLoader]) -> None:
@@ -148,7 +149,7 @@ def test_a_lost_worker_is_replaced_and_its_batches_are_the_same(
             loaders[1]._pool._task_seconds = 5.0  # type: ignore[union-attr]  # starting may take longer
         os.kill(victim, number)
         seen += feeds
-    assert [(feed["features"].tobytes(), feed["labels"].tolist()) for feed in seen] == expected[:15]
+    assert contents(seen) == expected[:15]
     assert epochs(loaders[1], 1) == expected[15:]
     (line,) = caplog.messages
     assert re.fullmatch(rf"data worker 1 of 2 \(process {victim}\) {reason}.*; a new worker reads them", line)
@@ -314,25 +315,19 @@ def test_dali_gives_the_same_pictures_as_the_workers(tmp_path: Path, augment: st
 @needs_dali
 def test_colours_change_and_epochs_repeat(tmp_path: Path) -> None:
     data = images(write_image_folder(tmp_path))
-
-    def first(augment: str, epoch: int) -> bytes:
-        loader = DaliLoader(data, ShardedBatchSampler(12, 4), augment)
-        with loader.epoch(epoch) as feeds:
-            return next(feeds)["features"].tobytes()
-
-    plain = first("crop_flip", 0)
-    assert first("crop_flip", 0) == plain
-    assert plain not in (first("crop_flip", 1), first("crop_flip_color", 0))
+    changes = (("crop_flip", 0), ("crop_flip", 0), ("crop_flip", 1), ("crop_flip_color", 0))
+    plain, again, later, coloured = (
+        epochs(DaliLoader(data, ShardedBatchSampler(12, 4), augment), epoch) for augment, epoch in changes
+    )
+    assert plain == again
+    assert plain not in (later, coloured)
 
 
 @needs_dali
 def test_rest_of_an_epoch_and_evaluation(tmp_path: Path) -> None:
     data = images(write_image_folder(tmp_path))
     loader = DaliLoader(data, ShardedBatchSampler(12, 3, seed=2), "crop_flip")
-    with loader.epoch(1) as feeds:
-        whole = [feed["features"].tobytes() for feed in feeds]
-    with loader.epoch(1, consumed_samples=6) as feeds:
-        assert [feed["features"].tobytes() for feed in feeds] == whole[2:]
+    assert epochs(loader, 1, consumed=6) == epochs(loader, 1)[2:]
     settings = LoaderSettings(batch_size=8, loader="dali")
     with make_evaluation_loader(data, settings, Participant(0, 5)).epoch(0) as feeds:
         assert [len(feed["labels"]) for feed in feeds] == [3]
