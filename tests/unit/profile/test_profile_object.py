@@ -77,6 +77,7 @@ SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
             for value, shown in (
                 ("Adaptive", f"'Adaptive'; {CHOICES}; did you mean 'adaptive'?"),
                 (2, f"2 (a whole number); {CHOICES}"),
+                (None, f"no value; {CHOICES}"),
             )
         ),
         ({"amp_level": "O3"}, "amp_level: given 'O3': Apex's pure half precision also keeps parameters"),

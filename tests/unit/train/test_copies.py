@@ -52,11 +52,12 @@ class Job(ThreadRanks):
 
         return self.run(work)
 
-    def saved(self, made: Copies, wait: float = 10.0) -> str:
+    def saved(self, made: Copies, wait: float = 10.0) -> tuple[str, dict[str, float]]:
+        """What is told at the end, and the curves."""
         made.begin_saving()
         if self.is_first_worker():
             made.offer()
-        return made.finish(wait)
+        return made.finish(wait), made.scalars()
 
     def held(self) -> list[list[str]]:
         """By node."""
@@ -121,25 +122,19 @@ def test_the_newest_checkpoint_comes_once_from_the_node_that_has_it(
     assert job.copied(newest) == [OLD] * 3, "what rank 0 has is not sent"
 
 
-def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    for node in (0, 1):
-        publish(job.checkpoints(node), 20)
-    damage(job.checkpoints(0) / "step-00000020")
-    assert job.copied(newest) == [OLD] * 2
-    assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000020"]
-    assert storage.read(job.checkpoints(0) / "step-00000020").state == {"step": 20}
-    assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
-    assert "rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in job.said[1]
-
-
-def test_an_older_whole_one_is_taken_where_the_newer_ones_are_damaged(make_job: MakeJob) -> None:
+def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node_or_to_an_older_one(make_job: MakeJob) -> None:
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     damage(publish(job.checkpoints(0), 20))
     publish(job.checkpoints(1), 30).joinpath("complete.json").write_text("no JSON")
     assert job.copied(newest) == [OLD] * 2
     assert job.held() == [["damaged", "run.json", "step-00000010"], ["damaged", "run.json"]]
+    assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
+    assert any("rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in line for line in job.said)
+    damage(job.checkpoints(0) / "step-00000010")
+    publish(job.checkpoints(1), 10)
+    assert job.copied(newest) == [OLD] * 2
+    assert storage.read(job.checkpoints(0) / "step-00000010").state == {"step": 10}
 
 
 def test_nothing_is_moved_and_every_rank_is_told_where_none_is_whole(make_job: MakeJob) -> None:
@@ -199,17 +194,13 @@ def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob, linked: bool) -> None:
-    def save(made: Copies) -> dict[str, float]:
-        made.bring_newest()
-        job.saved(made)
-        return made.scalars()
-
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     if linked:
         job.checkpoints(1).parent.mkdir()
         job.checkpoints(1).symlink_to(job.checkpoints(0))
-    assert job.copied(save, shared=not linked) == [{}, {}]
+    saved = job.copied(lambda made: (made.bring_newest(), job.saved(made)[1])[1], shared=not linked)
+    assert saved == [{}, {}]
     assert job.said == [
         "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
     ]
@@ -276,16 +267,12 @@ def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> N
 
 
 def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(make_job: MakeJob) -> None:
-    def save(made: Copies) -> dict[str, float]:
-        job.saved(made)
-        return made.scalars()
-
     job = make_job(3, ranks_per_node=2)
     publish(job.checkpoints(0), 10)
-    assert job.copied(save)[0] == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0}
+    assert job.copied(job.saved)[0] == ("", {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0})
     assert files(job.checkpoints(1)) == files(job.checkpoints(0))
     assert names(job.checkpoints(2)) == []
-    assert job.copied(save, number=9)[0]["checkpoint/copies"] == 1.0  # the second node has it
+    assert job.copied(job.saved, number=9)[0][1]["checkpoint/copies"] == 1.0  # the second node has it
     assert files(job.checkpoints(2)) == files(job.checkpoints(0))
     assert job.said[-1].endswith("rank 4 (127.0.0.4:6170), as many as there are")
 
@@ -298,7 +285,7 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     monkeypatch.setattr(copies, "send", lambda *_: go.wait(60.0))
-    told, same = job.copied(lambda made: job.saved(made, 0.3))
+    told, same = job.copied(lambda made: job.saved(made, 0.3)[0])
     go.set()
     assert told == same
     assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
