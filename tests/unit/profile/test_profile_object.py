@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile, load_profile
 from fleet_train.profile.catalogue import check_assignments, laid_over, shown_assignments, with_assignments
-from fleet_train.profile.knobs import OnlyWith
 from fleet_train.profile.schema import FLAG_KNOBS, Settings
 from tests.support.processes import ROOT
 
@@ -80,6 +79,17 @@ SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
                 (None, f"no value; {CHOICES}"),
             )
         ),
+        *(
+            (settings, f"{[*settings][-1]}: has no effect while ")
+            for settings in (
+                {"powersgd_rank": 2},
+                {"quantised_block_size": 64},
+                {"compression": "int8", "dgc_sparsity": 0.9},
+                {"use_local_sgd": True, "outer_momentum": 0.5},
+                {"amp_level": "O1", "amp_init_loss_scaling": 8.0},
+                {"amp_level": "O1", "amp_keep_batch_norm_fp32": False},
+            )
+        ),
         ({"amp_level": "O3"}, "amp_level: given 'O3': Apex's pure half precision also keeps parameters"),
         (
             {"recompute_segments": 2, "recompute_every_blocks": 1},
@@ -137,27 +147,6 @@ def test_one_wrong_setting_is_refused_once_with_the_rule_and_the_way_out(setting
 )
 def test_merged_gradients_go_with_bfloat16_and_a_loss_scale_with_one_micro_batch(settings: dict[str, Any]) -> None:
     assert Profile(**settings).settings() == settings
-
-
-OUTER = OnlyWith("outer_optimizer", ("slowmo", "diloco"), default_fits=True)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "rule"),
-    [
-        ("powersgd_", OnlyWith("compression", ("powersgd",))),
-        ("quantised_", OnlyWith("compression", ("int8", "int4"), either=("local_sgd_dtype", ("int8", "int4")))),
-        ("dgc_", OnlyWith("compression", ("dgc",))),
-        *((name, OUTER) for name in ("outer_lr", "outer_momentum")),
-        ("local_sgd_max_steps", OnlyWith("local_sgd_schedule", ("adaptive",))),
-        ("amp_dtype", OnlyWith("amp_level", ("O1", "O2"))),
-        *((prefix, OnlyWith("amp_dtype", ("float16",))) for prefix in ("amp_init", "amp_incr", "amp_decr")),
-        ("amp_keep", OnlyWith("amp_level", ("O2",))),
-    ],
-)
-def test_what_tunes_a_choice_is_refused_without_it(prefix: str, rule: OnlyWith) -> None:
-    tuned = [knob for name, knob in KNOBS.items() if name.startswith(prefix)]
-    assert {knob.only_with for knob in tuned} == {rule}
 
 
 def test_every_knob_has_a_valid_default_and_some_are_mapped() -> None:
