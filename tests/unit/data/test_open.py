@@ -112,7 +112,7 @@ def test_evaluation_reads_each_image_once_over_all_ranks(tmp_path: Path) -> None
     images = open_splits(data_dir=write_image_folder(tmp_path, val_per_class=3), images=SMALL).test
     labels: list[int] = []
     for rank in range(4):
-        loader = make_evaluation_loader(images, LoaderSettings(batch_size=2, workers=1), Participant(rank, 4))
+        loader = make_evaluation_loader(images, LoaderSettings(batch_size=2, workers=0), Participant(rank, 4))
         with loader.epoch(0) as feeds:
             labels += [label for feed in feeds for label in feed["labels"].tolist()]
     assert sorted(labels) == [0, 0, 0, 1, 1, 1]

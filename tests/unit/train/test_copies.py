@@ -280,9 +280,7 @@ def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
-
-    job = make_job(2)
+    go, job = threading.Event(), make_job(2)
     publish(job.checkpoints(0), 10)
     monkeypatch.setattr(copies, "send", lambda *_: go.wait(60.0))
     told, same = job.copied(lambda made: job.saved(made, 0.3)[0])
@@ -331,8 +329,8 @@ def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypa
     monkeypatch.setattr(copies, "send", full_disk)
     job = make_job(2)
     assert job.copied(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
-    publish(job.checkpoints(0), 10)
-    publish(job.checkpoints(0), 20)
+    for step in (10, 20):
+        publish(job.checkpoints(0), step)
     assert job.copied(ended) == ["", ""]
 
 
@@ -373,12 +371,9 @@ def told(record: Run, *held: tuple[int, Run | None]) -> dict[str, Any]:
 def test_of_the_latest_run_the_newest_comes_first_and_of_equal_ones_the_lowest_rank() -> None:
     everybody = [told(OLD, (30, OLD)), None, told(Run(), (10, NEW), (5, NEW)), told(NEW, (10, NEW), (20, None))]
     assert latest_run(everybody) == NEW
-    assert held_of(everybody, NEW) == [
-        Held((0, 0, 20), 3, None, "step-00000020"),
-        Held((0, 0, 10), 2, NEW, "step-00000010"),
-        Held((0, 0, 10), 3, NEW, "step-00000010"),
-        Held((0, 0, 5), 2, NEW, "step-00000005"),
-    ]
+    expected = [(20, 3, None), (10, 2, NEW), (10, 3, NEW), (5, 2, NEW)]
+    found = [Held((0, 0, step), rank, run, f"step-{step:08d}") for step, rank, run in expected]
+    assert held_of(everybody, NEW) == found
 
 
 def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest() -> None:
