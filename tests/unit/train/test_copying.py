@@ -349,8 +349,7 @@ def test_training_does_not_wait_and_one_transfer_is_under_way(two: Two, monkeypa
     for step in (10, 20, 30):
         publish(two.ours, step)
         made.offer()
-    assert made.wait(0.1) is False
-    assert names(two.theirs) == []
+    assert (made.wait(0.1), names(two.theirs)) == (False, [])
     go.set()
     assert made.wait(60.0) is True
     assert (made.made, len(threads)) == (3, 1)

@@ -29,6 +29,7 @@ from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import other_choice
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome
+from fleet_train.train.metrics import NullSink
 from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
 from tests.support.processes import clean_environ, python
 from tests.support.thread_ranks import ThreadRanks
@@ -54,8 +55,8 @@ class Watched(BatchLoader):
             yield feed
 
 
-class Recorder:
-    """A sink that keeps what is written."""
+class Recorder(NullSink):
+    """Keeps what is written."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
@@ -68,14 +69,6 @@ class Recorder:
 
     def values_of(self, tag: str) -> list[float]:
         return [scalars[tag] for _, scalars in self.records if tag in scalars]
-
-    def text(self, *_: Any) -> None: ...
-
-    def hparams(self, *_: Any) -> None: ...
-
-    def image(self, *_: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
