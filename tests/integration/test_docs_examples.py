@@ -55,7 +55,8 @@ def test_examples_for_old_programs_do_what_they_promise(tmp_path: Path) -> None:
     learned = run(block("old-programs", "QueueDataset"), tmp_path)
     losses = [float(value) for value in re.findall(r"batch [48], loss: (\S+)", learned.output)]
     assert len(losses) == 40
-    assert losses[-1] < 0.05 < losses[0]
+    # The start values are random, so the first loss may be small, too.
+    assert losses[-1] < min(0.05, losses[0] / 100.0)
 
 
 @pytest.mark.long

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fleet_train.profile import load_profile
-from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import Ended, Job, clean_environ, python
+from tests.support.ranks import run_launchers
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]

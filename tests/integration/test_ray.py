@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from fleet_train import spawn
 from tests.support.commands import fenced_blocks
 from tests.support.processes import ROOT, Job, clean_environ, python, write_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-STEPS, SAVE_EVERY, KILLED_AT = 24, 6, 15
+STEPS, SAVE_EVERY, KILLED_AT = 12, 4, 6
 
 
 def train(config: dict[str, Any]) -> None:
@@ -60,47 +61,46 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main(folder: Path, temporary: str) -> None:
-    """Two workers of Ray Train, twice: undisturbed, and with one of them killed once."""
+    """Two workers of Ray Train, one of which is killed once."""
     import ray
     from ray.train import FailureConfig, RunConfig
 
     from fleet_train.ray import FleetTrainer
 
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=temporary)
+    failures = FailureConfig(max_failures=1)
     try:
-        for kills in (False, True):
-            run = folder / ("killed" if kills else "undisturbed")
-            run.mkdir(parents=True)
-            FleetTrainer(
-                train,
-                num_workers=2,
-                strategy="unfused",
-                train_loop_config={"folder": str(run), "kills": kills},
-                run_config=RunConfig(
-                    storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=1)
-                ),
-            ).fit()
+        FleetTrainer(
+            train,
+            num_workers=2,
+            strategy="unfused",
+            train_loop_config={"folder": str(folder), "kills": True},
+            run_config=RunConfig(storage_path=f"{folder}/storage", failure_config=failures),
+        ).fit()
     finally:
         ray.shutdown()
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
 @pytest.mark.timeout(400)
 def test_a_killed_worker_is_started_again_and_the_run_ends_bit_equal(tmp_path: Path) -> None:
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    for folder in (killed, undisturbed):
+        folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="ray") as short, Job(tmp_path / "job") as job:  # paths of sockets are short
         environ = clean_environ({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"})
-        job.start("driver", python(__file__, str(tmp_path / "runs"), short), environ)
+        job.start("driver", python(__file__, str(killed), short), environ)
         (ended,) = job.wait(360)
         assert ended.exit_code == 0, ended.output
-    undisturbed, killed = told(tmp_path / "runs" / "undisturbed"), told(tmp_path / "runs" / "killed")
-    assert [(one["attempt"], one["first"]) for one in undisturbed] == [(0, 0), (0, 0)]
-    assert [(one["attempt"], one["first"]) for one in killed] == [(1, 12), (1, 12)]
-    assert {one["ranks"] for one in [*undisturbed, *killed]} == {2}
-    assert {one["profile"] for one in [*undisturbed, *killed]} == {"unfused"}
-    assert len({one["digest"] for one in [*undisturbed, *killed]}) == 1
+    spawn(train, ({"folder": str(undisturbed), "kills": False},), nprocs=2, strategy="unfused")
+    assert [(one["attempt"], one["first"]) for one in told(undisturbed)] == [(0, 0), (0, 0)]
+    assert [(one["attempt"], one["first"]) for one in told(killed)] == [(1, 4), (1, 4)]
+    runs = [*told(undisturbed), *told(killed)]
+    assert [(one["ranks"], one["profile"]) for one in runs] == [(2, "unfused")] * 4
+    assert len({one["digest"] for one in runs}) == 1
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.timeout(200)

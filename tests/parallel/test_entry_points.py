@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.inference import infer
+from tests.support.images import infer
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 

@@ -14,7 +14,7 @@ from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile
 from tests.parallel.faults import RANK, build, state, train
-from tests.support.inference import infer
+from tests.support.images import infer
 from tests.support.ranks import run_ranks
 from tests.support.worker import digest, report
 

@@ -6,6 +6,7 @@ something."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -103,15 +104,21 @@ class SmallTraining:
             self._recorder.add(Op.SYNC, what="fetch")
 
 
-def record(profile: Profile, cluster: Cluster, steps: int, make_engine: MakeEngine = PlayedStreams) -> list[Trace]:
-    """The traces of all ranks of a training under ``profile``: conversion, start values, ``steps`` steps."""
+def record(
+    profile: Profile,
+    cluster: Cluster,
+    steps: int,
+    make_engine: MakeEngine = PlayedStreams,
+    ranks: Sequence[int] | None = None,
+) -> list[Trace]:
+    """The traces of a training under ``profile`` on all ranks, or those: conversion, start values, ``steps`` steps."""
 
     def train(job: PlayedJob, recorder: Recorder) -> None:
         training = SmallTraining(job, recorder, profile)
         for number in range(steps):
             training.step(number)
 
-    return [play_rank(cluster, rank, make_engine, train) for rank in range(cluster.world_size)]
+    return [play_rank(cluster, rank, make_engine, train) for rank in ranks or range(cluster.world_size)]
 
 
 class OldEngine(ThreadEngine):

@@ -35,37 +35,36 @@ LAUNCHED = {
 }
 
 
-def test_a_cluster_given_by_the_script_needs_no_launcher() -> None:
+def test_a_script_describes_the_cluster_or_takes_the_launchers_endpoints() -> None:
     cluster = UserDefinedRoleMaker(True, current_id=1, role=Role.WORKER, worker_endpoints=ENDPOINTS).cluster({})
     assert (cluster.rank, cluster.world_size, cluster.node_num) == (1, 2, 2)
     assert cluster.endpoints == ENDPOINTS
-
-
-def test_the_name_of_fleet_1_8_describes_the_same() -> None:
     assert UserDefinedCollectiveRoleMaker(1, ENDPOINTS).cluster({}).this.endpoint == ENDPOINTS[1]
-
-
-def test_a_number_of_workers_takes_the_launchers_endpoints() -> None:
-    cluster = UserDefinedRoleMaker(True, current_id=1, worker_num=2).cluster(LAUNCHED)
-    assert cluster.endpoints == ENDPOINTS
+    assert UserDefinedRoleMaker(True, current_id=1, worker_num=2).cluster(LAUNCHED).endpoints == ENDPOINTS
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "environ", "message"),
     [
-        ({"current_id": 0, "worker_endpoints": ENDPOINTS}, "current_id is 0, but .*ENDPOINTS says 1"),
-        ({"current_id": 1, "worker_endpoints": [*ENDPOINTS, "10.0.0.3:1"]}, "the number of ranks is 3, but .* says 2"),
-        ({"current_id": 1, "worker_endpoints": ["10.0.0.1:1", "10.0.0.2:1"]}, "worker_endpoints is .* but .* says"),
+        ({"current_id": 0, "worker_endpoints": ENDPOINTS}, LAUNCHED, "current_id is 0, but .*ENDPOINTS says 1"),
+        (
+            {"current_id": 1, "worker_endpoints": [*ENDPOINTS, "10.0.0.3:1"]},
+            LAUNCHED,
+            "the number of ranks is 3, but .* says 2",
+        ),
+        (
+            {"current_id": 1, "worker_endpoints": ["10.0.0.1:1", "10.0.0.2:1"]},
+            LAUNCHED,
+            "worker_endpoints is .* but .* says",
+        ),
+        ({"worker_num": 2}, {}, "the number of ranks is 2, but one process says 1"),
     ],
 )
-def test_a_launcher_that_has_started_another_cluster_is_named(arguments: dict[str, object], message: str) -> None:
+def test_a_launcher_that_has_started_another_cluster_is_named(
+    arguments: dict[str, Any], environ: dict[str, str], message: str
+) -> None:
     with pytest.raises(ClusterError, match=message):
-        UserDefinedRoleMaker(is_collective=True, **arguments).cluster(LAUNCHED)  # type: ignore[arg-type]
-
-
-def test_a_number_of_workers_alone_does_not_say_where_they_are() -> None:
-    with pytest.raises(ClusterError, match="the number of ranks is 2, but one process says 1"):
-        UserDefinedRoleMaker(is_collective=True, worker_num=2).cluster({})
+        UserDefinedRoleMaker(is_collective=True, **arguments).cluster(environ)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,6 @@ def test_a_number_of_workers_alone_does_not_say_where_they_are() -> None:
         ({"worker_endpoints": ENDPOINTS, "current_id": 2}, r"current_id=2 is not in 0 \.\. 1"),
         ({}, "needs worker_endpoints"),
         ({"worker_endpoints": ENDPOINTS, "path": "/tmp"}, "does not know path"),
-        ({"worker_endpoints": ENDPOINTS, "init_gloo": True}, "does not know init_gloo"),
     ],
 )
 def test_what_describes_no_collective_cluster_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -113,27 +111,20 @@ THREADS: Any = SimpleNamespace(side_by_side=ThreadEngine.side_by_side)
 STREAMS: Any = SimpleNamespace(side_by_side=StreamEngine.side_by_side)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_threads_carry_out_any_number_of_communicators(number: int) -> None:
-    profile = Profile(nccl_comm_num=number)
-    assert fitted_to(THREADS, profile) == (profile, [])
+def test_what_an_engine_carries_out_needs_no_message() -> None:
+    for engine, profile in ((THREADS, Profile(nccl_comm_num=4)), (STREAMS, Profile())):
+        fitted, said = fitted_to(engine, profile)
+        assert fitted is profile
+        assert said == []
 
 
-def test_one_communicator_needs_no_message() -> None:
-    profile = Profile()
-    fitted, said = fitted_to(STREAMS, profile)
-    assert fitted is profile
-    assert said == []
-
-
-@pytest.mark.parametrize("number", [2, 8])
-def test_streams_have_one_communicator_and_say_why(number: int) -> None:
-    asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=number)
+def test_streams_have_one_communicator_and_say_why() -> None:
+    asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=2)
     fitted, (told,) = fitted_to(STREAMS, asked)
     assert fitted.settings() == asked.settings() | {"nccl_comm_num": 1}
-    assert (asked.nccl_comm_num, fitted.explicit) == (number, asked.explicit)
+    assert (asked.nccl_comm_num, fitted.explicit) == (2, asked.explicit)
     assert fitted.origin("nccl_comm_num") == asked.origin("nccl_comm_num")
-    assert told.startswith(f"nccl_comm_num: {number} (")
+    assert told.startswith("nccl_comm_num: 2 (")
     assert asked.origin("nccl_comm_num") in told
     assert "is mapped to 1 on NCCL" in told
     assert "NCCL_MIN_NCHANNELS" in told
@@ -169,16 +160,13 @@ def test_freed_blocks_up_to_32_mib_stay_until_a_gib_is_free(monkeypatch: pytest.
     assert asked == [TRIM, MMAP]
 
 
-@pytest.mark.parametrize("refused", [TRIM, MMAP])
-def test_what_the_library_refuses_is_logged(monkeypatch: pytest.MonkeyPatch, refused: tuple[int, int]) -> None:
-    library(monkeypatch, lambda *asked: int(asked != refused))
-    assert keep_freed_memory({}) is False
-
-
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_each_variable_of_the_user_leaves_the_library_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_the_library_refuses_or_the_user_has_set_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refused in (TRIM, MMAP):
+        library(monkeypatch, lambda *asked, refused=refused: int(asked != refused))
+        assert keep_freed_memory({}) is False
     asked = library(monkeypatch, lambda *_: 1)
-    assert keep_freed_memory({name: ""}) is False
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        assert keep_freed_memory({name: ""}) is False
     assert asked == []
 
 

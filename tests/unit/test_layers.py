@@ -13,8 +13,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "fleet_train"
@@ -44,11 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"convert", "data"},
     "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},
     "fleet": {"convert"},
-    "__init__": {
-        "convert",
-        "lazy",
-        "spawning",
-    },  # by name, on first use; and cluster, whose correction is as light as errors
+    "__init__": {"convert", "lazy", "spawning"},  # on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
 }
 # Narrower than the table: the trainer is a user of the facade like any other.
@@ -61,6 +55,7 @@ def allowed(layer: str) -> set[str]:
     return (direct.union(*(allowed(one) for one in direct))) - NOT_EVEN_INDIRECTLY.get(layer, set())
 
 
+@cache
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -98,18 +93,13 @@ def layers_imported(path: Path) -> Iterator[tuple[int, str]]:
             yield line, parts[1]
 
 
-def test_every_layer_is_in_the_table() -> None:
+def test_a_layer_imports_only_layers_below_it() -> None:
     assert {layer_of(path) for path in modules()} <= MAY_IMPORT.keys()
-
-
-@pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
-def test_layer_imports_only_layers_below_it(layer: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {layer} must not import {other}; it may import {sorted(allowed(layer))}"
+        f"{path.relative_to(ROOT)}:{line}: must not import {other}; it may import {sorted(allowed(layer_of(path)))}"
         for path in modules()
-        if layer_of(path) == layer
         for line, other in layers_imported(path)
-        if other != layer and other not in allowed(layer)
+        if other != layer_of(path) and other not in allowed(layer_of(path))
     ]
     assert wrong == []
 
@@ -125,24 +115,19 @@ def test_paddle_is_imported_only_where_programs_are_made_or_run() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("names", "importers"),
-    [
-        (("visualdl",), {"train/metrics.py", "train/dashboard_server.py"}),  # its sink, and its server's process
-        (
-            ("numba", "llvmlite", "fleet_train.collectives.methods.codec_loops"),
-            {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"},
-        ),
-    ],
-)
-def test_what_is_slow_to_import_is_imported_by_who_needs_it(names: tuple[str, ...], importers: set[str]) -> None:
-    found = {
+def importers(*names: str) -> set[str]:
+    return {
         str(path.relative_to(PACKAGE))
         for path in modules()
         for _, name in imported_names(path)
         if name.startswith(names)
     }
-    assert found == importers
+
+
+def test_what_is_slow_to_import_is_imported_by_who_needs_it() -> None:
+    assert importers("visualdl") == {"train/metrics.py", "train/dashboard_server.py"}  # its sink and its server
+    compiled = ("numba", "llvmlite", "fleet_train.collectives.methods.codec_loops")
+    assert importers(*compiled) == {"collectives/methods/codec_loops.py", "collectives/methods/codec.py"}
 
 
 def test_every_folder_of_the_package_is_installed() -> None:
@@ -179,17 +164,17 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert set(TopologicalSorter(import_graph()).static_order()) >= {"fleet_train.errors", "fleet_train.cli"}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in modules()}), ids=lambda path: path.name)
-def test_folders_import_one_way(folder: Path) -> None:
+def test_folders_import_one_way() -> None:
     """What stands side by side in a folder, modules and folders alike, can be read in one order."""
-    prefix = module_of(folder / "__init__.py") + "."
-    siblings: dict[str, set[str]] = {}
-    for module, imported in import_graph().items():
-        if module.startswith(prefix):
-            here = module.removeprefix(prefix).split(".")[0]
-            there = {one.removeprefix(prefix).split(".")[0] for one in imported if one.startswith(prefix)}
-            siblings.setdefault(here, set()).update(there - {here})
-    list(TopologicalSorter(siblings).static_order())
+    for folder in sorted({path.parent for path in modules()}):
+        prefix = module_of(folder / "__init__.py") + "."
+        siblings: dict[str, set[str]] = {}
+        for module, imported in import_graph().items():
+            if module.startswith(prefix):
+                here = module.removeprefix(prefix).split(".")[0]
+                there = {one.removeprefix(prefix).split(".")[0] for one in imported if one.startswith(prefix)}
+                siblings.setdefault(here, set()).update(there - {here})
+        list(TopologicalSorter(siblings).static_order())
 
 
 # Who asks the wall clock, which can be set, by hand and by NTP: for people to read, or to order runs of different days

@@ -31,10 +31,12 @@ def sgd() -> Any:
     return paddle.optimizer.SGD(0.1)
 
 
-def with_checkpoints(*names: str) -> Any:
+def with_checkpoints(*names: str, offload: bool = False) -> Any:
     wrapper = RecomputeOptimizer(sgd())
     if names:
         wrapper._set_checkpoints([*names])
+    if offload:
+        wrapper._enable_offload()
     return wrapper
 
 
@@ -96,12 +98,6 @@ def test_wrappers_are_taken_off_from_the_outermost_inwards() -> None:
     assert len(applied_mappings(profile)) == 2
 
 
-def with_offload() -> Any:
-    wrapper = RecomputeOptimizer(sgd())
-    wrapper._enable_offload()
-    return wrapper
-
-
 def with_lists() -> Any:
     lists = paddle.static.amp.AutoMixedPrecisionLists(custom_black_list={"softmax"})
     return decorate(sgd(), amp_lists=lists, level="O1", dtype="bfloat16")
@@ -111,7 +107,7 @@ def with_lists() -> Any:
     ("make", "message"),
     [
         (with_checkpoints, "set recompute_segments or recompute_every_blocks in the profile"),
-        (with_offload, "offload is not supported"),
+        (lambda: with_checkpoints(offload=True), "offload is not supported"),
         (with_lists, "amp_lists with custom_black_list: .* follows from amp_level; leave amp_lists out"),
         (lambda: GradientMergeOptimizer(sgd(), 2, avg=False), "avg=False asks for the sum .* scale the learning rate"),
         (

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.conftest import HOSTS, Bench
-from tests.support.launchers import run_launchers
 from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
+from tests.support.ranks import run_launchers
 
 pytestmark = pytest.mark.long
 

@@ -17,10 +17,9 @@ from safetensors.numpy import load_file
 from visualdl import LogReader
 
 from tests.support.images import write_image_folder
-from tests.support.launchers import run_launchers
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
-from tests.support.ranks import RanksResult, run_ranks, stock_environs
+from tests.support.ranks import RanksResult, run_launchers, run_ranks, stock_environs
 
 SCRIPT = ROOT / "tools" / "train.py"
 # Dropout, momentum and a decaying rate: everything that a resume could get wrong.

@@ -8,14 +8,18 @@ import paddle
 import pytest
 
 from fleet_train.collectives.methods import dense, quantised
-from tests.unit.collectives.in_turn import form
-from tests.unit.collectives.one_of_two import OneOfTwo, one_of_two
+from tests.unit.collectives.played import Attributed, OneOfTwo, form, one_of_two
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
     with one_of_two(monkeypatch) as made:
         yield made
+
+
+@pytest.fixture
+def blamed() -> Attributed:
+    return Attributed()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
-from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, in_turn, ranks_of
+from tests.unit.collectives.played import CollectiveSpec, PaperRank, in_turn, ranks_of
 
 pytestmark = pytest.mark.usefixtures("groups_on_paper")
 RANKS = 3

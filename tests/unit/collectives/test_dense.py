@@ -17,7 +17,11 @@ from fleet_train.collectives.methods.dense import (
     FlatAllreduce,
     cast_for,
     cast_on_host,
+    cut_for,
+    flatten,
     make_allreduces,
+    unflatten,
+    views,
     without_cast,
 )
 from fleet_train.collectives.methods.dgc import DgcMethod
@@ -30,7 +34,7 @@ from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.dgc import DgcSettings
-from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, in_turn, ranks_of
+from tests.unit.collectives.played import CollectiveSpec, PaperRank, in_turn, ranks_of
 
 pytestmark = pytest.mark.usefixtures("groups_on_paper")
 MORE = pytest.mark.parametrize("more", [False, True])
@@ -137,6 +141,22 @@ def test_tensor_of_a_dtype_is_cast_to_others_only(dtype: str) -> None:
     assert (str(other.dtype), other.tolist()) == ("paddle.float64", [1.0, 1.0])
 
 
+def test_buffers_are_cut_without_a_copy_on_a_host_only() -> None:
+    assert (cut_for(True), cut_for(False)) == (views, unflatten)
+    for cut in (views, unflatten):
+        for shapes in ([(2, 3), (), (4,)], [(11,)], [(1, 11)]):
+            parts = cut(paddle.arange(11, dtype="float32"), shapes)
+            assert [tuple(part.shape) for part in parts] == shapes
+            assert [value for part in parts for value in part.reshape([-1]).tolist()] == list(range(11))
+    whole = paddle.arange(12, dtype="float32")
+    parts = views(whole[4:], [[2, 3], [2]])
+    assert [part.tolist() for part in parts] == [[[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], [10.0, 11.0]]
+    copied = flatten(parts[1:])
+    whole.scale_(2.0)
+    assert (parts[1].tolist(), copied.tolist()) == ([20.0, 22.0], [10.0, 11.0])
+    np.testing.assert_array_equal(flatten(parts).numpy(), whole[4:].numpy())
+
+
 GRADIENTS = [TensorSpec("w", (20, 30), "float32")]
 
 
@@ -182,16 +202,6 @@ def test_each_compression_sends_what_it_is_called_for(
     every = methods(compression)
     assert [type(one) for one in every] == [method] * 2
     assert sent_by(every) == sent
-
-
-@pytest.mark.parametrize(("compression", "dtype"), [("none", "float32"), ("bf16", "bfloat16")])
-def test_local_groups_themselves_send_gradients_as_they_are(compression: str, dtype: str) -> None:
-    every = methods(compression, world_size=4, use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
-    assert sent_by(every) == [
-        *[("reduce", "float32", 600)] * 2,
-        ("all_reduce", dtype, 600),
-        *[("broadcast", "float32", 600)] * 2,
-    ]
 
 
 @pytest.mark.parametrize(

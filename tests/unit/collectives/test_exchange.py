@@ -19,8 +19,8 @@ from fleet_train.collectives.job import Passed
 from fleet_train.collectives.methods.dense import DenseMethod
 from tests.support import late
 from tests.support.late import HostRead, install_tripwire
-from tests.unit.collectives import one_of_two as module
-from tests.unit.collectives.one_of_two import OneOfTwo, Pair, exchange_of, one_of_two
+from tests.unit.collectives import played
+from tests.unit.collectives.played import Group, OneOfTwo, exchange_of, one_of_two
 
 SHAPES = [(3, 2), (5,)]
 NAMES = ["p0", "p1"]
@@ -34,7 +34,7 @@ def three_times_as_much(collective: Collective, _: bool) -> None:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
-    monkeypatch.setattr(module, "by_arithmetic", three_times_as_much)
+    monkeypatch.setattr(played, "by_arithmetic", three_times_as_much)
     with one_of_two(monkeypatch) as made:
         yield made
 
@@ -336,7 +336,7 @@ def test_a_method_that_reads_a_value_in_a_step_trips_the_tripwire(
 
 def test_writing_what_is_being_received_is_detected(alike: OneOfTwo) -> None:
     buffer = paddle.ones([4])
-    task = alike.backend(Collective("all_reduce", Pair(), buffer))
+    task = alike.backend(Collective("all_reduce", Group(0), buffer))
     assert task is not None
     assert np.isnan(buffer.numpy()).all()
     buffer.zero_()

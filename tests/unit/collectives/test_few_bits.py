@@ -23,7 +23,7 @@ from fleet_train.collectives.methods.quantised import (
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
-from tests.unit.collectives.in_turn import CollectiveSpec, PaperRank, form, in_turn, ranks_of
+from tests.unit.collectives.played import CollectiveSpec, PaperRank, form, in_turn, ranks_of
 
 ELEMENTS, BLOCK = 150, 32
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])

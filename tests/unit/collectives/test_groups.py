@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import itertools
 import os
 import socket
 import subprocess
@@ -27,25 +26,23 @@ from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from fleet_train.plan.choose import coarse
 from fleet_train.plan.price import Link
 from tests.support.processes import clean_environ, python
-from tests.unit.collectives.in_turn import Group
+from tests.unit.collectives.played import Group, PaperRank, form
 
 PORT = 4321
 NUMBER = "5ca1ab1e"
 
 
 @dataclass
-class Peer:
+class Peer(PaperRank):
     """A rank of three, as far as those see it who make groups."""
 
-    rank: int
+    world_size: int = 3
     side_by_side: bool = True
-    timeout_seconds: float = 17.0
     did: list[Any] = field(default_factory=list)
-    place: Any = field(default_factory=paddle.CPUPlace)
     numbers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cluster = Cluster(Cluster.imagined(3, 1).ranks, self.rank)
+        super().__post_init__()
         self.engine = SimpleNamespace(side_by_side=self.side_by_side, run_here=self._run_here)
 
     def barrier(self, name: str) -> None:
@@ -59,11 +56,6 @@ class Peer:
         self.did.append(f"broadcast {name} from {source}: {value}")
         return PORT
 
-    def count(self, name: str) -> int:
-        if name == "number":
-            return len(self.numbers)
-        return len([one for one in self.did if f"of {name} " in one])
-
     def _run_here(self, stages: Any, place: Any) -> None:
         (collective,) = next(stages).collectives
         self.did.append((collective.kind, collective.group, collective.tensor.tolist(), place))
@@ -76,14 +68,12 @@ class Store:
         self.arguments = arguments
 
 
-class Member:
-    id, ranks = 5, [1, 2]
+class Member(SimpleNamespace):
+    """Paddle's group."""
 
-    def __init__(self, is_in: bool = True) -> None:
-        self._is_in = is_in
 
-    def is_member(self) -> bool:
-        return self._is_in
+def member(is_in: bool = True) -> Member:
+    return Member(id=5, ranks=[1, 2], is_member=lambda: is_in)
 
 
 @pytest.fixture
@@ -104,7 +94,7 @@ def paddles(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.ranks.append(ranks)
         if seen.error:
             raise seen.error
-        return Member()
+        return member()
 
     monkeypatch.setattr(paddle.distributed, "new_group", make)
     monkeypatch.setattr(paddle.distributed.stream, "gather", gather)
@@ -196,17 +186,16 @@ def test_a_stranger_in_the_place_of_a_member_is_found_and_its_neighbour_named(
 
 
 def test_first_sum_of_a_group_on_streams_is_met_by_all_and_bounded() -> None:
-    member, outside, threads = Peer(1, side_by_side=False), Peer(0, side_by_side=False), Peer(1)
-    group = Member()
-    warm_up(member, group)
-    warm_up(outside, Member(is_in=False))
+    inside, outside, threads = Peer(1, side_by_side=False), Peer(0, side_by_side=False), Peer(1)
+    group = member()
+    warm_up(inside, group)
+    warm_up(outside, member(is_in=False))
     warm_up(threads, group)
-    (kind, of, values, place), met = member.did
+    (kind, of, values, place), met = inside.did
     assert (kind, of, values) == ("all_reduce", group, [1.0])
-    assert (place.moment, place.what, place.timeout_seconds) == ("group 5", "forming the group of ranks [1, 2]", 17.0)
+    assert (place.moment, place.what, place.timeout_seconds) == ("group 5", "forming the group of ranks [1, 2]", 9.0)
     assert met == "barrier group 5 formed"
-    assert outside.did == ["barrier group 5 formed"]
-    assert threads.did == []
+    assert (outside.did, threads.did) == (["barrier group 5 formed"], [])
 
 
 def test_a_held_port_can_be_listened_on_and_is_not_given_away() -> None:
@@ -270,42 +259,31 @@ LATENCY, BYTES_PER_SECOND = 1e-4, 1e8
 KIB = 1024
 
 
-class Clock:
-    """Time goes on where an allreduce is carried out."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class Probed:
+class Probed(PaperRank):
     """A job whose allreduces take what a link of this latency and bandwidth needs, by a ring of two."""
 
-    timeout_seconds = 60.0
+    slower = 0.0
+    """By how many seconds another rank is slower than this one."""
+    wakes_up = 0.0
+    """By how many seconds the first allreduce of each row is slower."""
+    rested = 1.0
+    """What share of its time the first one takes otherwise: a cloud's link has saved up credit for it."""
 
-    def __init__(self, clock: Clock, nodes: int, per_node: int, rank: int = 0) -> None:
+    def __init__(self, nodes: int, per_node: int, rank: int = 0) -> None:
+        super().__init__(rank, nodes * per_node)
         self.cluster = Cluster(Cluster.imagined(nodes, per_node).ranks, rank)
-        self.world_size = nodes * per_node
-        self.engine = SimpleNamespace(run_here=self._run, device=SimpleNamespace(moment=self._moment))
-        self.clock = clock
+        moment = SimpleNamespace(await_passed=self._end)
+        self.engine = SimpleNamespace(run_here=self._run, device=SimpleNamespace(moment=lambda: moment))
+        self.now = 100.0
+        """Time goes on where an allreduce is carried out."""
         self.timed: list[tuple[str, int]] = []
         """Where, and bytes, of each allreduce."""
-        self.formed: list[tuple[int, ...]] = []
         self.met: list[str] = []
-        self.slower = 0.0
-        """By how many seconds another rank is slower than this one."""
-        self.wakes_up = 0.0
-        """By how many seconds the first allreduce of each row is slower."""
-        self.rested = 1.0
-        """What share of its time the first one takes otherwise: a cloud's link has saved up credit for it."""
-        self._numbers: dict[str, itertools.count[int]] = {}
         self._row = ""
         self._underway = 0.0
 
-    def count(self, name: str) -> int:
-        return next(self._numbers.setdefault(name, itertools.count()))
+    def perf_counter(self) -> float:
+        return self.now
 
     def barrier(self, name: str) -> None:
         self.met.append(name)
@@ -318,93 +296,96 @@ class Probed:
         value = value or 0.1  # of the others, where this one takes no part
         return dict.fromkeys(range(self.world_size), value) | {self.world_size - 1: value + self.slower}
 
+    def times_of(self, nbytes: int) -> int:
+        return [one for _, one in self.timed].count(nbytes)
+
     def _run(self, stages: Any, place: Any) -> None:
-        (stage,) = list(stages)
-        (collective,) = stage.collectives
+        ((collective,),) = [stage.collectives for stage in stages]
         nbytes = 4 * collective.tensor.size
         assert (collective.kind, collective.tensor.dtype) == ("all_reduce", paddle.float32)
         self.timed.append((place.what.removeprefix("measuring "), nbytes))
         seconds = 2 * LATENCY + nbytes / BYTES_PER_SECOND
         if place.moment != self._row:
             seconds = self.rested * seconds + self.wakes_up
-        self._underway = seconds
-        self._row = place.moment
-
-    def _moment(self) -> Any:
-        return SimpleNamespace(await_passed=self._end)
+        self._underway, self._row = seconds, place.moment
 
     def _end(self) -> None:
         """On a GPU the call returns at once: it is the device that takes the time."""
-        self.clock.now += self._underway
+        self.now += self._underway
         self._underway = 0.0
 
 
 @pytest.fixture
-def make_probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probed]:
-    clock = Clock()
-    monkeypatch.setattr(join, "time", clock)
+def make_probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def make(*arguments: int, **options: int) -> Probed:
+        job = Probed(*arguments, **options)
+        monkeypatch.setattr(join, "time", job)
+        monkeypatch.setattr(join, "new_group", form)
+        return job
 
-    def new_group(job: Probed, ranks: Any) -> Group:
-        job.formed.append(tuple(ranks))
-        return Group(len(job.formed), tuple(ranks))
-
-    monkeypatch.setattr(join, "new_group", new_group)
-    return lambda *arguments, **options: Probed(clock, *arguments, **options)
+    return make
 
 
-def test_link_of_two_nodes_is_found_again(make_probed: Callable[..., Probed]) -> None:
+def test_link_of_two_nodes_is_found_again(make_probed: Callable[..., Any]) -> None:
     job = make_probed(2, 1)
     said: list[str] = []
-    found = probe(job, 60.0, said.append)  # type: ignore[arg-type]
+    found = probe(job, 60.0, said.append)
     assert list(found) == ["between nodes"]
     measured = found["between nodes"]
     assert measured.link.latency_seconds == pytest.approx(LATENCY)
     assert measured.link.bytes_per_second == pytest.approx(BYTES_PER_SECOND)
     assert [sample.nbytes / KIB for sample in measured.samples] == [4, 16, 64, 256, 1024, 4096, 16384]
-    assert job.formed == [(0, 1)]
+    assert [group.ranks for group in job.formed] == [(0, 1)]
     assert said[0] == "between nodes: 4 KiB in 0.241 ms (median of 50)"
     assert job.met == [name for i in range(14) for name in (f"probe {i}", f"probed {i}")]
 
 
-def test_sizes_are_repeated_as_often_as_their_share_of_the_time_allows(make_probed: Callable[..., Probed]) -> None:
+def test_sizes_are_repeated_as_often_as_their_share_of_the_time_allows(make_probed: Callable[..., Any]) -> None:
     """7 s over 7 sizes: 1 s each. 16 MiB take 0.168 s: twice to begin with, and then 5 times; small ones 50 times."""
     job = make_probed(2, 1)
-    probe(job, 7.0, lambda _: None)  # type: ignore[arg-type]
-    times = {nbytes: [one for _, one in job.timed].count(nbytes) for _, nbytes in job.timed}
-    assert list(times.values()) == [52, 52, 52, 52, 52, 25, 7]
+    probe(job, 7.0, lambda _: None)
+    assert [job.times_of(nbytes) for nbytes in sorted({nbytes for _, nbytes in job.timed})] == [
+        52,
+        52,
+        52,
+        52,
+        52,
+        25,
+        7,
+    ]
 
 
-def test_sizes_that_take_too_long_are_left_out_but_for_the_first_two(make_probed: Callable[..., Probed]) -> None:
+def test_sizes_that_take_too_long_are_left_out_but_for_the_first_two(make_probed: Callable[..., Any]) -> None:
     job = make_probed(2, 1)
     said: list[str] = []
-    found = probe(job, 7 * 0.001, said.append)  # type: ignore[arg-type]
+    found = probe(job, 7 * 0.001, said.append)
     # 1 ms each: 256 KiB take 2.8 ms.
     assert [sample.nbytes / KIB for sample in found["between nodes"].samples] == [4, 16, 64]
     assert said[-1] == "between nodes: 256 KiB and more would exceed the given time; skipped"
-    assert [one for _, one in job.timed].count(64 * KIB) == 2 + 3
-    found = probe(job, 1e-9, said.append)  # type: ignore[arg-type]
+    assert job.times_of(64 * KIB) == 2 + 3
+    found = probe(job, 1e-9, said.append)
     assert [sample.nbytes / KIB for sample in found["between nodes"].samples] == [4, 16]
 
 
 def test_nodes_are_linked_by_their_first_ranks_and_measured_inside_at_the_same_time(
-    make_probed: Callable[..., Probed],
+    make_probed: Callable[..., Any],
 ) -> None:
     job = make_probed(2, 2, rank=3)
-    found = probe(job, 14.0, lambda _: None)  # type: ignore[arg-type]
+    found = probe(job, 14.0, lambda _: None)
     assert list(found) == ["between nodes", "inside a node"]
-    assert job.formed == [(0, 2), (0, 1), (2, 3)]
+    assert [group.ranks for group in job.formed] == [(0, 2), (0, 1), (2, 3)]
     assert {where for where, _ in job.timed} == {"inside a node"}  # this rank is no first one
     assert [found[where].group_size for where in found] == [2, 2]
     # Half of 14 s for each of two: as often as with 7 s for one.
-    assert [one for _, one in job.timed].count(16384 * KIB) == 7
+    assert job.times_of(16384 * KIB) == 7
 
 
 def test_a_glance_finds_the_link_on_its_grid_whatever_the_first_of_a_row_takes(
-    make_probed: Callable[..., Probed],
+    make_probed: Callable[..., Any],
 ) -> None:
     job = make_probed(2, 1)
     job.wakes_up = 0.04
-    assert glance(job) == coarse(Link(LATENCY, BYTES_PER_SECOND))  # type: ignore[arg-type]
+    assert glance(job) == coarse(Link(LATENCY, BYTES_PER_SECOND))
     assert job.formed == []
     # 256 KiB in 2.8 ms: three of 4 MiB would take 0.135 s, which is within a quarter of a second.
     assert [nbytes / KIB for _, nbytes in job.timed] == [4] * 9 + [256] * 2 + [4096] * 3
@@ -412,25 +393,25 @@ def test_a_glance_finds_the_link_on_its_grid_whatever_the_first_of_a_row_takes(
 
 @pytest.mark.parametrize(("slower", "largest"), [(0.0, 4096), (0.004, 2048), (0.012, 1024), (0.03, 512), (0.05, 256)])
 def test_a_glance_at_a_slow_link_is_content_with_less(
-    make_probed: Callable[..., Probed], slower: float, largest: int
+    make_probed: Callable[..., Any], slower: float, largest: int
 ) -> None:
     """Three of 4 MiB take 48 times what 256 KiB take, of 2 MiB 24 times, ..: within 0.25 s."""
     for rested in (1.0, 0.1):
         job = make_probed(2, 1)
         job.slower, job.rested = slower, rested
-        glance(job)  # type: ignore[arg-type]
+        glance(job)
         assert [nbytes / KIB for _, nbytes in job.timed][11:] == ([largest] * 3 if largest > 256 else [])
 
 
 def test_a_link_is_as_slow_as_the_slowest_rank_of_its_largest_group(
-    make_probed: Callable[..., Probed], monkeypatch: pytest.MonkeyPatch
+    make_probed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: Any = make_probed(4, 1)
+    job = make_probed(4, 1)
     times = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
     monkeypatch.setattr(job, "all_gather", lambda _, value: times | {0: value})
     sweep = join._Sweep("between nodes", [[3], [0, 1, 2]], None)
     assert [join._slowest(job, sweep, own) for own in (0.002, 0.007)] == [0.005, 0.007]
-    assert list(probe(make_probed(1, 2), 7.0, lambda _: None)) == ["inside a node"]  # type: ignore[arg-type]
+    assert list(probe(make_probed(1, 2), 7.0, lambda _: None)) == ["inside a node"]
 
 
 def test_a_group_and_its_store_are_its_own_and_never_taken_down(paddles: SimpleNamespace) -> None:

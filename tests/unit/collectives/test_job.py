@@ -19,8 +19,7 @@ from fleet_train.collectives import transfer
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective
 from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.in_turn import form
-from tests.unit.collectives.one_of_two import OneOfTwo
+from tests.unit.collectives.played import OneOfTwo, PaperRank, form
 
 CLUSTER = Cluster.imagined(3, 1)
 PLACE = CallContext("step 4", "step 4, bucket 1")
@@ -63,19 +62,11 @@ class Store:
         return [name for name, *_ in self.asked]
 
 
-class Host:
-    def __init__(self) -> None:
-        self.released = 0
-
-    def release(self) -> None:
-        self.released += 1
-
-
 class Made:
     """A job of three, this one rank 0, and its connections; the watchdog's own is made when it is asked for."""
 
     def __init__(self, **answers: Any) -> None:
-        self.store, self.barriers, self.watch, self.host = Store(**answers), Store(**answers), Store(**answers), Host()
+        self.store, self.barriers, self.watch, self.host = Store(**answers), Store(**answers), Store(**answers), Store()
         connections: dict[str, Any] = {"store": self.store, "barriers": self.barriers, "host": self.host}
         self.job = Job(CLUSTER, paddle.CPUPlace(), timeout_seconds=60.0, **connections)
 
@@ -116,6 +107,8 @@ def test_one_process_passes_barriers_alone(alone: Job) -> None:
     values = np.array([[1.0, 2.0]], "float32")
     np.testing.assert_array_equal(alone.reduce(values, "sum"), values)
     assert not np.shares_memory(alone.reduce(values, "sum"), values)
+    shared = transfer.broadcast_arrays(alone, sent := {"w": values})
+    assert (shared, shared is sent) == (sent, False)
     with pytest.raises(AssertionError, match="has no store"):
         _ = alone.store
     alone.report_failure(ValueError("alone"))
@@ -266,18 +259,10 @@ def test_collective_is_hopeless_where_a_rank_is_lost_or_has_given_up(
 
 
 @pytest.mark.parametrize(
-    ("answers", "told", "names"),
+    ("answers", "told"),
     [
-        (
-            {"barrier": missing()},
-            "rank 2 did not come (the collective ended with: no collective has ended for 31 s)",
-            ["set", "barrier", "fail"],
-        ),
-        (
-            {"set": WorkerFailed("the store does not answer")},
-            "no collective has ended for 31 s, and the store does not answer",
-            ["set"],
-        ),
+        ({"barrier": missing()}, "rank 2 did not come (the collective ended with: no collective has ended for 31 s)"),
+        ({"set": WorkerFailed("no store answers")}, "no collective has ended for 31 s, and no store answers"),
     ],
 )
 def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
@@ -286,7 +271,6 @@ def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
     capsys: pytest.CaptureFixture[str],
     answers: dict[str, Any],
     told: str,
-    names: list[str],
 ) -> None:
     class Ended(BaseException):
         """Stands for the end of the process."""
@@ -300,15 +284,15 @@ def test_collective_that_never_ends_ends_the_process_and_tells_the_others(
     with pytest.raises(Ended):
         made.job._end_stuck(PLACE, 31.4)
     assert capsys.readouterr().err == f"fleet_train: WorkerFailed: {told}\n"
-    assert made.watch.names[: len(names)] == names
     assert made.watch.asked[0] == ("set", "a collective is given up", "step 4")
-    if "fail" in names:
+    if "barrier" in answers:
+        assert made.watch.names[1:3] == ["barrier", "fail"]
         report = made.watch.asked[2][1]
         assert (report["rank"], report["reporter"], report["kind"], report["message"]) == (2, 0, "missing", told)
     assert made.store.asked == made.barriers.asked == []
 
 
-def test_a_failure_of_this_rank_is_reported_once(make: Callable[..., Made]) -> None:
+def test_a_failure_of_this_rank_is_reported_once_and_an_exit_unless_it_succeeds(make: Callable[..., Made]) -> None:
     made = make(fail=WorkerFailed("the store is gone"))
     made.job.report_failure(ValueError("no such file"))
     made.job.report_failure(KeyError("later"))
@@ -317,17 +301,13 @@ def test_a_failure_of_this_rank_is_reported_once(make: Callable[..., Made]) -> N
     assert (name, report["rank"], report["kind"], report["what"]) == ("fail", 0, "raised", "ValueError")
     assert report["message"] == f"{CLUSTER.describe(0)} stopped with ValueError: no such file"
     made, error = make(), ConversionError("no optimizer")
+    made.job.report_exit(0)
     made.job.report_failure(error, doing="could not join")
     assert made.job.failure is error
     assert made.store.asked[0][1]["message"] == f"{CLUSTER.describe(0)} could not join: no optimizer"
     made.job.leave()
     assert made.store.names == ["fail", "close"]
-
-
-def test_a_script_that_ends_itself_is_reported_unless_it_succeeds(make: Callable[..., Made]) -> None:
     made = make()
-    made.job.report_exit(0)
-    assert (made.store.asked, made.job.failure) == ([], None)
     made.job.report_exit(3)
     ((_, report),) = made.store.asked
     assert (report["kind"], report["what"], report["exit_code"]) == ("exited", "sys.exit(3)", 3)
@@ -383,32 +363,15 @@ def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypa
     )
 
 
-def test_each_call_has_a_barrier_with_its_own_name(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(job, "met", names.append)
-    for _ in range(2):
-        transfer.broadcast_arrays(job, {})
-        transfer.gather_arrays(job, {})
-        transfer.scatter_arrays(job, [{}, {}])
-    assert names == ["share 0", "collect 0", "hand out 0", "share 1", "collect 1", "hand out 1"]
-
-
-class Other:
+class Other(PaperRank):
     """The last of three ranks, beside a rank 0 that has sent ``wire`` already, piece by piece."""
 
-    world_size, timeout_seconds = 3, 60.0
-
     def __init__(self, described: Any, wire: bytes) -> None:
-        self.cluster = Cluster(Cluster.imagined(3, 1).ranks, 2)
-        self.place = paddle.CPUPlace()
+        super().__init__(2, 3)
         self.engine = SimpleNamespace(start=self._start)
         self.described, self.wire = described, wire
         self.did: list[tuple[str, int, int, Any]] = []
         self.told: list[tuple[str, Any]] = []
-
-    def count(self, name: str) -> int:
-        del name
-        return 7
 
     def broadcast(self, name: str, value: Any) -> Any:
         self.told.append((name, value))
@@ -418,9 +381,6 @@ class Other:
         self.told.append((name, value))
         return []
 
-    def communicators(self, number: int) -> list[str]:
-        return ["group"][:number]
-
     def _start(self, stages: Any, place: Any) -> Any:
         assert next(stages) is HAND_OVER
         (collective,) = next(stages).collectives
@@ -429,7 +389,7 @@ class Other:
             mine, self.wire = self.wire[: tensor.size], self.wire[tensor.size :]
             paddle.assign(paddle.to_tensor(np.frombuffer(mine, "uint8")), output=tensor)
         self.did.append((collective.kind, collective.root, tensor.size, collective.parts))
-        assert (collective.group, place.timeout_seconds) == ("group", 60.0)
+        assert (collective.group, place.timeout_seconds) == (self.formed[0], 9.0)
         return SimpleNamespace(result=lambda: list(stages))
 
 
@@ -440,13 +400,6 @@ SENT = {
     "n": np.array(9, "int64"),
 }
 WIRE = b"".join(array.tobytes() for array in SENT.values())
-
-
-def test_one_process_shares_with_itself() -> None:
-    alone: Any = SimpleNamespace(world_size=1)
-    found = transfer.broadcast_arrays(alone, SENT)
-    assert_same(found, SENT)
-    assert found is not SENT
 
 
 def test_names_are_numbered_each_for_itself_and_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
@@ -469,29 +422,29 @@ def test_departure_is_reported_once_and_everything_ends(make: Callable[..., Made
     made.job.report_failure(ValueError("late"))
     assert made.store.names == ["leave", "close"]
     assert (made.barriers.names, made.watch.names) == (["close"], ["gone", "close"])
-    assert (made.host.released, made.job.gone(), thread.is_alive()) == (1, {}, False)
+    assert (made.host.names, made.job.gone(), thread.is_alive()) == (["release"], {}, False)
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize(
-    ("call", "name", "brought", "piece_bytes", "pieces"),
+    ("call", "name", "brought", "piece_bytes"),
     [
-        ("broadcast", "share 7", {"something else": np.ones(3)}, 16, [16, 8, 8]),
-        ("broadcast", "share 7", {"something else": np.ones(3)}, 1 << 20, [24, 8]),
-        ("scatter", "hand out 7", [], 48, [16, 8, 8]),
-        ("scatter", "hand out 7", [], 1 << 20, [24, 8]),
-        ("gather", "collect 7", SENT, 48, [16, 8, 8]),
+        ("broadcast", "share", {"something else": np.ones(3)}, 16),
+        ("scatter", "hand out", [], 48),
+        ("gather", "collect", SENT, 48),
     ],
 )
 def test_other_ranks_get_what_rank_0_has_and_bring_theirs(
-    monkeypatch: pytest.MonkeyPatch, call: str, name: str, brought: Any, piece_bytes: int, pieces: list[int]
+    monkeypatch: pytest.MonkeyPatch, call: str, name: str, brought: Any, piece_bytes: int, is_cut: bool
 ) -> None:
     """Of what is different for each rank, a piece is for all three: rank 0 sends as much at a time as it may."""
-    monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes)
-    job: Any = Other(DESCRIBED, WIRE)
-    found = getattr(transfer, f"{call}_arrays")(job, brought)
-    if call == "gather":
-        assert found == []
-    else:
-        assert_same(found, SENT)
-    assert job.did == [(call, 0, size, None) for size in pieces]
-    assert job.told == [(name, DESCRIBED if call == "gather" else None)]
+    monkeypatch.setattr(transfer, "_PIECE_BYTES", piece_bytes if is_cut else 1 << 20)
+    job: Any = Other(DESCRIBED, 2 * WIRE)
+    for number in range(2):
+        found = getattr(transfer, f"{call}_arrays")(job, brought)
+        if call == "gather":
+            assert found == []
+        else:
+            assert_same(found, SENT)
+        assert job.told.pop() == (f"{name} {number}", DESCRIBED if call == "gather" else None)
+    assert job.did == [(call, 0, size, None) for size in ([16, 8, 8] if is_cut else [24, 8]) * 2]

@@ -16,7 +16,7 @@ import pytest
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, HostDevice, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.in_turn import (
+from tests.unit.collectives.played import (
     PLACE,
     Attributed,
     Group,
@@ -29,11 +29,6 @@ from tests.unit.collectives.in_turn import (
 
 Make = Callable[[Recorder], StreamEngine]
 ALL = Group(0)
-
-
-@pytest.fixture
-def blamed() -> Attributed:
-    return Attributed()
 
 
 @pytest.fixture
@@ -286,3 +281,35 @@ def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> No
     engine.stop()
     assert calls == [PLACE, PLACE]
     assert tasks == [(recorder.tasks[0][1], PLACE)]
+
+
+TENSOR, OUTPUT, PARTS = "tensor", "output", ["part", "part"]
+CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "all_reduce": ("all_reduce", (TENSOR,), {"op": paddle.distributed.ReduceOp.MAX}),
+    "reduce": ("reduce", (TENSOR,), {"dst": 3}),
+    "broadcast": ("broadcast", (TENSOR,), {"src": 3}),
+    "all_gather": ("all_gather", (OUTPUT, TENSOR), {}),
+    "all_to_all": ("alltoall_single", (OUTPUT, TENSOR), {}),
+    "gather": ("gather", (TENSOR, OUTPUT), {"dst": 3}),
+    "scatter": ("scatter", (TENSOR, PARTS), {"src": 3}),
+}
+
+
+@pytest.mark.parametrize("sync_op", [True, False])
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_kind_is_one_call_of_paddles_that_returns_its_task(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sync_op: bool
+) -> None:
+    called: list[Any] = []
+    name, arguments, options = CALLS[kind]
+    stream = SimpleNamespace(**{name: lambda *given, **named: called.append((given, named)) or "task"})
+    reductions = paddle.distributed.ReduceOp
+    monkeypatch.setattr(paddle, "distributed", SimpleNamespace(stream=stream, ReduceOp=reductions))
+    for op in ("max", "min", "sum"):
+        collective = Collective(kind, "group", TENSOR, root=3, op=op, output=OUTPUT, parts=PARTS)
+        assert collective.begin(sync_op) == "task"
+        if "op" in options:
+            options = {"op": getattr(reductions, op.upper())}
+        assert called.pop() == (arguments, {**options, "group": "group", "sync_op": sync_op})
+    with pytest.raises(AssertionError, match="unknown collective 'send'"):
+        Collective("send", "group", TENSOR).begin(True)

@@ -22,9 +22,8 @@ from fleet_train.collectives import job as choose
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, GpuDevice, HostDevice, Stage, Stages
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.job import make_engine
-from fleet_train.collectives.methods.dense import cut_for, flatten, unflatten, views
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.in_turn import PLACE, Attributed, Group, stages
+from tests.unit.collectives.played import PLACE, Attributed, Group, stages
 
 SECONDS = 60
 GROUP = Group(0)
@@ -43,18 +42,10 @@ def calling(action: Callable[[], object], more: bool = False) -> Stage:
 
 
 @pytest.fixture
-def blamed() -> Attributed:
-    return Attributed()
-
-
-@pytest.fixture
 def engine(blamed: Attributed) -> Iterator[ThreadEngine]:
     made = ThreadEngine(paddle.CPUPlace(), blamed)
     yield made
     made.stop()
-
-
-TENSOR, OUTPUT, PARTS = "tensor", "output", ["part", "part"]
 
 
 def test_another_communicator_continues_meanwhile(engine: ThreadEngine) -> None:
@@ -113,34 +104,28 @@ def test_a_failed_barrier_is_raised_by_the_result_and_nothing_is_started(
     assert (begun, blamed.places) == ([], [])
 
 
-def lose() -> None:
-    raise RuntimeError("connection reset")
-
-
 @pytest.mark.parametrize("here", [False, True], ids=["on a thread", "here"])
+@pytest.mark.parametrize(
+    ("error", "told", "places"),
+    [
+        (RuntimeError("connection reset"), r"^step 1, bucket 0: connection reset", [PLACE]),
+        (ScheduleMismatch("ours"), "^ours", []),  # what has a name already is not blamed on peers
+    ],
+)
 def test_collective_that_fails_is_blamed_once_and_the_next_one_runs(
-    engine: ThreadEngine, blamed: Attributed, here: bool
+    engine: ThreadEngine, blamed: Attributed, error: Exception, told: str, places: list[Any], here: bool
 ) -> None:
+    def lose() -> None:
+        raise error
+
     def carry_out() -> None:
-        if here:
-            engine.run_here(stages(calling(lose)), PLACE)
-        else:
-            engine.start(stages(calling(lose)), PLACE).result()
+        given = stages(calling(lose))
+        engine.run_here(given, PLACE) if here else engine.start(given, PLACE).result()
 
-    with pytest.raises(WorkerFailed, match="bucket 0: connection reset"):
+    with pytest.raises((WorkerFailed, ScheduleMismatch), match=told):
         carry_out()
-    assert blamed.places == [PLACE]
+    assert blamed.places == places
     assert engine.start(stages(calling(lambda: None), result=1), PLACE).result() == 1
-
-
-def test_what_has_a_name_already_is_not_blamed_on_peers(engine: ThreadEngine, blamed: Attributed) -> None:
-    def disagree() -> None:
-        raise ScheduleMismatch("ours")
-
-    for carry_out in (lambda given: engine.start(given, PLACE).result(), lambda given: engine.run_here(given, PLACE)):
-        with pytest.raises(ScheduleMismatch, match="ours"):
-            carry_out(stages(calling(disagree)))
-    assert blamed.places == []
 
 
 def test_a_result_that_never_arrives_is_blamed_when_nothing_has_moved_for_the_bound(
@@ -157,63 +142,49 @@ def test_a_result_that_never_arrives_is_blamed_when_nothing_has_moved_for_the_bo
     assert running.result() == 1
 
 
-def test_a_result_is_awaited_while_collectives_end_before_it(
-    engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, moves = 0.0, threading.Semaphore(0)
+@pytest.fixture
+def waits(engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], object]]]:
+    """What happens 65 s into each wait for a result, which lasts 70 s at most; the engine takes note of it."""
+    happens, now = list[Callable[[], object]](), 0.0
 
     def wait(awaited: Future[int], timeout: float) -> None:
-        """Stands in for a wait of 69 seconds, in which one more of four collectives ends."""
         nonlocal now
         assert timeout == 70.0
-        now += 69.0
-        moves.release()
+        now += 65.0
+        happens.pop(0)()
         while engine._moved_at < now:
             time.sleep(0.01)
-        if now == 4 * 69.0:
+        if not happens:
             awaited.exception(SECONDS)
 
     monkeypatch.setattr(thread.time, "monotonic", lambda: now)
     monkeypatch.setattr(thread, "_await", wait)
+    yield happens
+    assert happens == []
+
+
+def test_a_result_is_awaited_while_collectives_end_before_it(
+    engine: ThreadEngine, waits: list[Callable[[], object]]
+) -> None:
+    moves = threading.Semaphore(0)
+    waits += [moves.release] * 4
     place = replace(PLACE, timeout_seconds=10.0)
-    running = engine.start(stages(*[calling(moves.acquire)] * 4, result=1), place)
-    assert running.result() == 1
-    assert now == 4 * 69.0
+    assert engine.start(stages(*[calling(moves.acquire)] * 4, result=1), place).result() == 1
 
 
 def test_time_at_a_barrier_is_no_silence_of_the_collective_behind_it(
-    engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadEngine, waits: list[Callable[[], object]]
 ) -> None:
-    """The barrier opens after 65 of 70 seconds; the collective ends another 65 later."""
-    now, barrier, released = 0.0, Future[int](), threading.Event()
-    waits: list[float] = []
-
-    def wait(awaited: Future[int], timeout: float) -> None:
-        nonlocal now
-        waits.append(timeout)
-        now += 65.0
-        if len(waits) == 1:
-            barrier.set_result(1)
-            while engine._moved_at < now:
-                time.sleep(0.01)
-        else:
-            released.set()
-            awaited.exception(SECONDS)
-
-    monkeypatch.setattr(thread.time, "monotonic", lambda: now)
-    monkeypatch.setattr(thread, "_await", wait)
-    running = engine.start(
-        stages(calling(lambda: released.wait(SECONDS)), result=1), replace(PLACE, timeout_seconds=10.0), barrier=barrier
-    )
-    assert running.result() == 1
-    assert waits == [70.0, 70.0]
+    barrier, released = Future[int](), threading.Event()
+    waits += [lambda: barrier.set_result(1), released.set]
+    behind = stages(calling(lambda: released.wait(SECONDS)), result=1)
+    assert engine.start(behind, replace(PLACE, timeout_seconds=10.0), barrier=barrier).result() == 1
 
 
 FIRST, SECOND = (
     CallContext("step 1", "bucket 0", timeout_seconds=60.0),
     CallContext("step 1", "bucket 1", timeout_seconds=60.0),
 )
-REAL_SECONDS = 60
 
 
 class Task:
@@ -256,7 +227,7 @@ class Scene:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + REAL_SECONDS
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, "the watchdog did not do it"
         time.sleep(0.005)
@@ -339,15 +310,6 @@ def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
     assert (scene.asked, scene.stuck) == (0, [])
 
 
-def test_call_that_raises_is_over(scene: Scene) -> None:
-    with pytest.raises(RuntimeError, match="refused"), scene.watchdog.over_a_call(FIRST):
-        raise RuntimeError("refused")
-    scene.now += 2 * FIRST.timeout_seconds
-    task = scene.watch(SECOND)
-    scene.looked_at(task)
-    assert scene.stuck == []
-
-
 def test_stopped_watchdog_says_nothing_and_leaves_no_thread(scene: Scene) -> None:
     task = scene.watch()
     scene.looked_at(task)
@@ -389,33 +351,6 @@ def test_processors_have_threads_and_gpus_streams(monkeypatch: pytest.MonkeyPatc
     engine.stop()
 
 
-def test_buffers_are_cut_without_a_copy_on_a_host_only() -> None:
-    assert (cut_for(True), cut_for(False)) == (views, unflatten)
-    for cut in (views, unflatten):
-        for shapes in ([(2, 3), (), (4,)], [(11,)], [(1, 11)]):
-            parts = cut(paddle.arange(11, dtype="float32"), shapes)
-            assert [tuple(part.shape) for part in parts] == shapes
-            assert [value for part in parts for value in part.reshape([-1]).tolist()] == list(range(11))
-    whole = paddle.arange(12, dtype="float32")
-    parts = views(whole[4:], [[2, 3], [2]])
-    assert [part.tolist() for part in parts] == [[[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], [10.0, 11.0]]
-    copied = flatten(parts[1:])
-    whole.scale_(2.0)
-    assert (parts[1].tolist(), copied.tolist()) == ([20.0, 22.0], [10.0, 11.0])
-    np.testing.assert_array_equal(flatten(parts).numpy(), whole[4:].numpy())
-
-
-CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
-    "all_reduce": ("all_reduce", (TENSOR,), {"op": paddle.distributed.ReduceOp.MAX}),
-    "reduce": ("reduce", (TENSOR,), {"dst": 3}),
-    "broadcast": ("broadcast", (TENSOR,), {"src": 3}),
-    "all_gather": ("all_gather", (OUTPUT, TENSOR), {}),
-    "all_to_all": ("alltoall_single", (OUTPUT, TENSOR), {}),
-    "gather": ("gather", (TENSOR, OUTPUT), {"dst": 3}),
-    "scatter": ("scatter", (TENSOR, PARTS), {"src": 3}),
-}
-
-
 def test_one_communicator_keeps_the_order_of_the_calls_and_carries_out_what_overlaps(engine: ThreadEngine) -> None:
     """On a daemon thread: it may stand in a call of a lost rank for ever."""
     released, order = threading.Event(), list[Any]()
@@ -440,22 +375,19 @@ def test_a_lost_rank_or_store_ends_it_long_before_the_timeout(scene: Scene, gone
     assert scene.stuck[0][1] < FIRST.timeout_seconds / 2
 
 
-def test_call_that_does_not_return_is_named_and_one_that_has_is_not(scene: Scene) -> None:
+def test_call_that_does_not_return_is_named_and_one_that_returns_or_raises_is_not(scene: Scene) -> None:
     assert "fleet_train watchdog" not in {each.name for each in threading.enumerate()}
     with scene.watchdog.over_a_call(FIRST):
         pass
-    later = scene.watch(SECOND)
-    scene.looked_at(later)
-    scene.now += SECOND.timeout_seconds
-    until(lambda: bool(scene.stuck))
-    assert [place for place, _ in scene.stuck] == [SECOND]
-
-
-def test_call_that_does_not_return_is_named(scene: Scene) -> None:
-    with scene.watchdog.over_a_call(FIRST):
-        scene.now += FIRST.timeout_seconds
+    with pytest.raises(RuntimeError, match="refused"), scene.watchdog.over_a_call(FIRST):
+        raise RuntimeError("refused")
+    scene.now += 2 * FIRST.timeout_seconds
+    with scene.watchdog.over_a_call(SECOND):
+        scene.looked_at(scene.watch(FIRST))
+        assert scene.stuck == []
+        scene.now += SECOND.timeout_seconds
         until(lambda: bool(scene.stuck))
-    assert [place for place, _ in scene.stuck] == [FIRST]
+    assert [place for place, _ in scene.stuck] == [SECOND]
 
 
 def test_a_gpus_events_give_seconds_and_its_copies_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,23 +438,3 @@ def test_a_gpus_events_give_seconds_and_its_copies_do_not_wait(monkeypatch: pyte
     passed.append(4)
     device.to_device("c")
     assert [pinned.name for pinned, _ in device._sent] == ["pinned b", "pinned c"]
-
-
-@pytest.mark.parametrize("sync_op", [True, False])
-@pytest.mark.parametrize("kind", CALLS)
-def test_each_kind_is_one_call_of_paddles_that_returns_its_task(
-    monkeypatch: pytest.MonkeyPatch, kind: str, sync_op: bool
-) -> None:
-    called: list[Any] = []
-    name, arguments, options = CALLS[kind]
-    stream = SimpleNamespace(**{name: lambda *given, **named: called.append((given, named)) or "task"})
-    reductions = paddle.distributed.ReduceOp
-    monkeypatch.setattr(paddle, "distributed", SimpleNamespace(stream=stream, ReduceOp=reductions))
-    for op in ("max", "min", "sum"):
-        collective = Collective(kind, "group", TENSOR, root=3, op=op, output=OUTPUT, parts=PARTS)
-        assert collective.begin(sync_op) == "task"
-        if "op" in options:
-            options = {"op": getattr(reductions, op.upper())}
-        assert called.pop() == (arguments, {**options, "group": "group", "sync_op": sync_op})
-    with pytest.raises(AssertionError, match="unknown collective 'send'"):
-        Collective("send", "group", TENSOR).begin(True)

@@ -15,18 +15,17 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.dense import BucketMethod, FlatAllreduce
 from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan import TensorSpec, build_plan
+from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation, ring_sum_16_bit, to_bfloat16
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.powersgd import PowerSgdSettings
-from tests.unit.collectives.in_turn import CollectiveSpec, Group, in_turn
-from tests.unit.compression.alone import bucket
+from tests.unit.collectives.played import CollectiveSpec, Group, in_turn
 
 RANKS = 3
 SHAPES = ((8, 6), (5,), (9, 7), (6, 8))
-BUCKET = bucket(*SHAPES)
+BUCKET = Bucket(0, tuple(TensorSpec(f"w{i}", shape, "float32") for i, shape in enumerate(SHAPES)), 0)
 GROUP = Group(0, range(RANKS))
 HOST = pytest.mark.parametrize("reads_values", [True, False], ids=["host", "device"])
 Brought = list[list[np.ndarray]]

@@ -18,7 +18,7 @@ from fleet_train.recommend.candidates import Measurements, consider, risk_of, th
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
-from tests.unit.collectives.one_of_two import one_of_two
+from tests.unit.collectives.played import one_of_two
 
 PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
 GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))

@@ -18,9 +18,9 @@ from fleet_train.train.checkpoint import claim, copies, storage
 from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
 from fleet_train.train.checkpoint.storage import Run
+from tests.support.agreeing import ThreadRanks
 from tests.support.checkpoints import held_by_another_process
 from tests.support.checkpoints import publish as published
-from tests.support.thread_ranks import ThreadRanks
 from tests.unit.train.test_copying import files, names, publish
 
 OLD, NEW = Run(1, 100.0, "aa"), Run(2, 50.0, "bb")  # the clocks are not equal

@@ -31,8 +31,8 @@ from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome
 from fleet_train.train.metrics import NullSink
 from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
+from tests.support.agreeing import ThreadRanks
 from tests.support.processes import clean_environ, python
-from tests.support.thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.usefixtures("one_process")
 SAMPLES, BATCH = 40, 8

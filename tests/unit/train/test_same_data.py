@@ -19,7 +19,7 @@ from fleet_train.profile import Profile
 from fleet_train.train.checkpoint import position
 from fleet_train.train.checkpoint.manager import StoredCheckpoint, TrainState
 from fleet_train.train.checkpoint.position import Position, RunData, other_versions, resumed, versions
-from tests.support.thread_ranks import ThreadRanks
+from tests.support.agreeing import ThreadRanks
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, world_size: int, work: Callable[[int], Any]) -> list[Any]:

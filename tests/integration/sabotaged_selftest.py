@@ -1,7 +1,7 @@
 """Named ``sitecustomize`` in a folder on PYTHONPATH by a test: corrupts what checks of a selftest communicate.
 
-FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce), ``one bit`` (rank 1 gets
-averages whose last bit is wrong in one place), ``every average`` (all ranks get the same, 1 % too large).
+FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce, and averages whose last bit is
+wrong in one place), ``every average`` (all ranks get the same, 1 % too large).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def spoil_collectives() -> None:
 
     def begin(collective: Any, sync_op: bool) -> Any:
         task = real(collective, sync_op)
-        if collective.kind == "all_reduce" and RANK == "1" and "float32" in str(collective.tensor.dtype):
-            collective.tensor[5:6].scale_(1.0, 1.0)
+        tensor = collective.tensor
+        is_checked = "float32" in str(tensor.dtype) and tensor.shape == [1031]  # and no gradient
+        if collective.kind == "all_reduce" and RANK == "1" and is_checked:
+            tensor[5:6].scale_(1.0, 1.0)
         return task
 
     engine.Collective._begin = begin  # type: ignore[method-assign]
@@ -57,7 +59,7 @@ def spoil_averages() -> None:
     check_profiles.profile_names = lambda: names  # type: ignore[attr-defined]
 
 
-if IS_SUBJECT and KIND == "one value":
-    spoil_collectives()
-elif IS_SUBJECT and KIND:
+if IS_SUBJECT and KIND:
+    if KIND == "one value":
+        spoil_collectives()
     spoil_averages()
