@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +196,11 @@ def divided(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(hidden)
 
 
-@pytest.mark.parametrize(
-    "where", [(2,), (5,), (12,), (60,), (0, "linear_2.w_0", "linear_3.w_0"), {"every_blocks": 2}], ids=str
-)
-@pytest.mark.parametrize("network", [deep, divided])
-def test_parameters_and_statistics_are_bit_equal(where: Any, network: Any) -> None:
+WHERE: list[Any] = [(2,), (5,), (12,), (60,), (0, "linear_2.w_0", "linear_3.w_0"), {"every_blocks": 2}]
+
+
+@pytest.mark.parametrize(("network", "where"), [*((deep, where) for where in WHERE), (divided, (2,)), (divided, (12,))])
+def test_parameters_and_statistics_are_bit_equal(network: Any, where: Any) -> None:
     recomputed = minimize_recomputed(0, **where) if isinstance(where, dict) else minimize_recomputed(*where)
     assert assert_bit_equal([minimize_recomputed(0), recomputed], network) > 3
 
@@ -292,9 +293,15 @@ def vectors(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden + nn.Linear(24, 24)(hidden)), 0.1))
 
 
-@pytest.mark.parametrize("network", [vectors, convolutional, normalised, pytest.param(divided, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("level", "segments"), [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)])
-def test_recompute_changes_no_bit_of_the_others(network: Any, level: str, segments: int) -> None:
+CASES = [
+    *product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)]),
+    pytest.param(divided, ("O2", 8), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("network", "case"), CASES)
+def test_recompute_changes_no_bit_of_the_others(network: Any, case: tuple[str, int]) -> None:
+    level, segments = case
     ways = [minimize_with(level, count, accumulate_steps=2) for count in (0, segments)]
     assert assert_bit_equal(ways, network) > 0
 
