@@ -20,7 +20,7 @@ from fleet_train.convert.rewrite import broadcast_start_state, chain_in_program_
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from tests.unit.passes.test_recompute import normalised
-from tests.unit.passes.training import Trained, batches, loss_scaling, relative_difference
+from tests.unit.passes.training import State, Trained, batches, loss_scaling, momentum, relative_difference
 
 MICRO_SAMPLES = 4
 OPTIMIZERS = {
@@ -49,7 +49,7 @@ def micro_batches(batch: tuple[np.ndarray, np.ndarray], count: int) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("accumulate_steps", "seed"), [(2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("accumulate_steps", "seed"), [(2, 0), (3, 1)])
 def test_micro_batches_train_like_the_joint_batch(optimizer: str, accumulate_steps: int, seed: int) -> None:
     paddle.seed(seed)
     joint = Trained(OPTIMIZERS[optimizer])
@@ -78,12 +78,7 @@ def test_state_in_the_middle_of_an_update_continues_it() -> None:
     for batch in data[4:]:
         whole.step(batch)
         resumed.step(batch)
-    ours, expected = resumed.state(), whole.state()
-    assert ours.keys() == expected.keys()
-    assert all(np.array_equal(ours[name], expected[name]) for name in ours)
-
-
-SCALE_STATE = {"loss_scaling_0", "loss_scaling_good_steps_0", "loss_scaling_bad_steps_0"}
+    assert_equal(resumed.state(), whole.state())
 
 
 def minimize_scaled(settings: Profile, accumulate_steps: int = 1) -> Any:
@@ -99,18 +94,22 @@ def overflowing(batch: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.nd
     return np.full_like(batch[0], np.inf), batch[1]
 
 
+def assert_equal(ours: State, expected: State) -> None:
+    assert ours.keys() == expected.keys()
+    assert [name for name in ours if not np.array_equal(ours[name], expected[name])] == []
+
+
 def scale_of(trained: Trained) -> float:
     return float(trained.state()["loss_scaling_0"].item())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_scaled_loss_trains_like_an_unscaled_one(optimizer: str, seed: int) -> None:
-    paddle.seed(seed)
+def test_scaled_loss_trains_like_an_unscaled_one(optimizer: str) -> None:
+    paddle.seed(0)
     plain = Trained(OPTIMIZERS[optimizer])
     scaled = Trained(OPTIMIZERS[optimizer], minimize_scaled(loss_scaling(incr_every_n_steps=4)))
     scaled.start_from(plain.state())
-    for batch in batches(10, 8, seed):
+    for batch in batches(10, 8, seed=0):
         assert scaled.step(batch) == pytest.approx(plain.step(batch), rel=1e-5)  # the fetched loss is not scaled
     assert relative_difference(scaled.parameters(), plain.parameters()) < 1e-5
     assert scale_of(scaled) == 32768 * 2 * 2
@@ -124,16 +123,15 @@ def test_overflow_changes_nothing_but_the_scale(optimizer: str) -> None:
     before = trained.state()
     trained.step(overflowing(second))
     after = trained.state()
-    assert [name for name in before if not np.array_equal(before[name], after[name])] == [
-        name for name in before if name in SCALE_STATE - {"loss_scaling_bad_steps_0"}
-    ]
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"loss_scaling_0", "loss_scaling_good_steps_0"}
     assert scale_of(trained) == 32768 / 2
     trained.step(third)
     assert all(np.isfinite(value).all() for value in trained.state().values())
     assert relative_difference(trained.parameters(), {n: before[n] for n in trained.parameters()}) > 0
 
 
-def test_scale_falls_after_that_many_overflows_in_a_row() -> None:
+def test_a_scale_falls_after_that_many_overflows_in_a_row_and_a_static_one_stays_and_still_skips() -> None:
     trained = Trained(OPTIMIZERS["SGD"], minimize_scaled(loss_scaling(init_loss_scaling=100.0)))
     batch = batches(1, 8, seed=0)[0]
     scales = []
@@ -141,15 +139,12 @@ def test_scale_falls_after_that_many_overflows_in_a_row() -> None:
         trained.step(overflowing(batch) if overflow else batch)
         scales.append(scale_of(trained))
     assert scales == pytest.approx([100, 100, 100, 80, 80, 64])
-
-
-def test_static_scale_stays_and_still_skips() -> None:
     settings = loss_scaling(init_loss_scaling=128.0, dynamic_loss_scaling=False)
-    trained = Trained(OPTIMIZERS["Momentum"], minimize_scaled(settings))
-    before = trained.state()
-    for batch in batches(3, 8, seed=0):
-        trained.step(overflowing(batch))
-    assert all(np.array_equal(before[name], value) for name, value in trained.state().items())
+    static = Trained(OPTIMIZERS["Momentum"], minimize_scaled(settings))
+    before = static.state()
+    for _ in range(3):
+        static.step(overflowing(batch))
+    assert_equal(static.state(), before)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -174,25 +169,18 @@ def alone() -> Job:
     return Job(Cluster((Rank(0, "127.0.0.1", 6170, 0, 0),), 0), paddle.CPUPlace())
 
 
-def minimize_with(profile: Profile) -> Any:
+def minimize_with(profile: Profile, passes: ProgramPasses | None = None) -> Any:
+    passes = passes or ProgramPasses(profile, alone())
+
     def minimize(optimizer: Any, loss: Any) -> None:
-        passes = ProgramPasses(profile, alone())
         merged = passes.merge(passes.backward(loss, optimizer.backward))
         passes.update(merged, merged.pairs, optimizer.apply_gradients)
 
     return minimize
 
 
-def momentum() -> Any:
-    return paddle.optimizer.Momentum(0.05, 0.9)
-
-
-def test_default_settings_leave_the_program_as_it_is() -> None:
-    plain, passed = Trained(momentum), Trained(momentum, minimize_with(Profile()))
-    assert passed.operators() == plain.operators()
-
-
-def test_merge_and_recompute_train_like_plain_training() -> None:
+def test_merge_and_recompute_train_like_plain_training_and_default_settings_change_nothing() -> None:
+    assert Trained(momentum, minimize_with(Profile())).operators() == Trained(momentum).operators()
     paddle.seed(0)
     plain = Trained(momentum, network=normalised)
     settings = Profile(accumulate_steps=2, recompute_segments=4, sync_batch_norm=True)
@@ -213,20 +201,15 @@ def test_facade_tells_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pipeline, "lower_precision", lambda *_, **__: None)
     profile = loss_scaling(init_loss_scaling=256.0, decr_every_n_nan_or_inf=1)
     passes = ProgramPasses(profile, alone())
-    folder_lock = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
-    monkeypatch.setattr(session, "_session", folder_lock)
+    begun = SimpleNamespace(optimizers=[SimpleNamespace(loss_scale_name=passes.loss_scale_name)])
+    monkeypatch.setattr(session, "_session", begun)
     assert fleet.loss_scale() is None
 
-    def minimize(optimizer: Any, loss: Any) -> None:
-        merged = passes.merge(passes.backward(loss, optimizer.backward))
-        passes.update(merged, merged.pairs, optimizer.apply_gradients)
-
-    trained = Trained(momentum, minimize)
-    folder_lock.optimizers[0].loss_scale_name = passes.loss_scale_name
+    trained = Trained(momentum, minimize_with(profile, passes))
+    begun.optimizers[0].loss_scale_name = passes.loss_scale_name
     with paddle.static.scope_guard(trained.scope):
         assert fleet.loss_scale() == 256.0
-        (features, labels) = batches(1, 8, seed=0)[0]
-        trained.step((np.full_like(features, np.inf), labels))
+        trained.step(overflowing(batches(1, 8, seed=0)[0]))
         assert fleet.loss_scale() == pytest.approx(0.8 * 256.0)
 
 

@@ -81,7 +81,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
 @pytest.mark.parametrize("settings", [O1, O2], ids=["O1", "O2"])
 @pytest.mark.parametrize("network", [mlp, convolutional])
 def test_trains_close_to_float32(optimizer: str, settings: Profile, network: Any) -> None:
@@ -96,7 +96,7 @@ def test_trains_close_to_float32(optimizer: str, settings: Profile, network: Any
     assert losses[-1][1] < 0.8 * losses[0][1]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("emulated", HOW)
 def test_o1_equals_casting_by_hand(emulated: bool, seed: int) -> None:
     paddle.seed(seed)
@@ -112,7 +112,7 @@ def test_o1_equals_casting_by_hand(emulated: bool, seed: int) -> None:
     assert relative_difference(lowered.parameters(), by_hand.parameters()) < (1e-5 if emulated else 1e-2)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("emulated", HOW)
 def test_a_product_and_its_gradients_are_those_of_bfloat16(emulated: bool, seed: int) -> None:
     random = np.random.default_rng(seed)

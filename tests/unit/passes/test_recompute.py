@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from tests.support.ranks import run_ranks
 from tests.unit.passes.test_precision import convolutional
-from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, relative_difference
+from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, momentum, relative_difference
 
 
 class SameBatchOn:
@@ -76,10 +77,6 @@ def normalised(features: Any) -> Any:
     vector = nn.Linear(64, 8)(vector)
     shared = nn.BatchNorm1D(8)
     return nn.Linear(8, CLASSES)(shared(F.tanh(shared(vector))))
-
-
-def momentum() -> Any:
-    return paddle.optimizer.Momentum(0.05, 0.9)
 
 
 def residual(features: Any) -> Any:
@@ -157,15 +154,13 @@ def test_batch_norm_in_a_branch_is_refused() -> None:
         Trained(momentum, minimize_synchronized(SameBatchOn(2)), hidden)
 
 
-def recompute(segments: int, checkpoints: tuple[str, ...], every_blocks: int) -> Profile:
-    settings = {"segments": segments, "checkpoints": list(checkpoints), "every_blocks": every_blocks}
-    return Profile(**{f"recompute_{name}": value for name, value in settings.items() if value})  # type: ignore[arg-type]
-
-
 def minimize_recomputed(segments: int, *checkpoints: str, every_blocks: int = 0) -> Any:
+    given = {"segments": segments, "checkpoints": list(checkpoints), "every_blocks": every_blocks}
+    profile = Profile(**{f"recompute_{name}": value for name, value in given.items() if value})  # type: ignore[arg-type]
+
     def minimize(optimizer: Any, loss: Any) -> int:
         pairs = optimizer.backward(loss)
-        count = recompute_segments(loss, recompute(segments, checkpoints, every_blocks))
+        count = recompute_segments(loss, profile)
         optimizer.apply_gradients(pairs)
         return count
 
@@ -201,27 +196,29 @@ def divided(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(hidden)
 
 
-@pytest.mark.parametrize(
-    "where", [(2,), (5,), (12,), (60,), (0, "linear_2.w_0", "linear_3.w_0"), {"every_blocks": 2}], ids=str
-)
-@pytest.mark.parametrize(("network", "seed"), [(deep, 0), (deep, 1), (divided, 0)])
-def test_parameters_and_statistics_are_bit_equal(where: Any, network: Any, seed: int) -> None:
-    states, losses = [], []
-    start = None
-    for minimize in (
-        minimize_recomputed(0),
-        minimize_recomputed(0, **where) if isinstance(where, dict) else minimize_recomputed(*where),
-    ):
+WHERE: list[Any] = [(2,), (5,), (12,), (60,), (0, "linear_2.w_0", "linear_3.w_0"), {"every_blocks": 2}]
+
+
+@pytest.mark.parametrize(("network", "where"), [*((deep, where) for where in WHERE), (divided, (2,)), (divided, (12,))])
+def test_parameters_and_statistics_are_bit_equal(network: Any, where: Any) -> None:
+    recomputed = minimize_recomputed(0, **where) if isinstance(where, dict) else minimize_recomputed(*where)
+    assert assert_bit_equal([minimize_recomputed(0), recomputed], network) > 3
+
+
+def assert_bit_equal(ways: list[Any], network: Any) -> int:
+    """Five steps of each; what the last one's ``minimize`` returned."""
+    states, losses, start = [], [], None
+    for minimize in ways:
         trained = Trained(momentum, minimize, network)
         start = start or trained.state()
         trained.start_from(start)
-        paddle.seed(seed)  # dropout draws the same masks
-        losses.append([trained.step(batch) for batch in batches(5, 8, seed)])
+        paddle.seed(5)  # dropout draws the same masks
+        losses.append([trained.step(batch) for batch in batches(6, 8, seed=0)])
         states.append(trained.state())
-    assert trained.result > 3
     assert losses[0] == losses[1]
-    assert relative_difference(states[1], start) > 1e-2
-    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+    assert relative_difference(trained.parameters(), {name: start[name] for name in trained.parameters()}) > 1e-2
+    assert [name for name in states[0] if not np.array_equal(states[0][name], states[1][name])] == []
+    return int(trained.result)
 
 
 def test_random_and_in_place_operators_run_once() -> None:
@@ -229,17 +226,8 @@ def test_random_and_in_place_operators_run_once() -> None:
     for name in ("pd_op.dropout", "pd_op.batch_norm_"):
         assert recomputed.operators().count(name) == plain.operators().count(name) == 3
     assert recomputed.operators().count("pd_op.add") > plain.operators().count("pd_op.add")
-    assert Trained(momentum, minimize_recomputed(0), deep).operators() == plain.operators()
-
-
-def test_every_block_is_the_same_as_naming_its_weights() -> None:
-    every = Trained(momentum, minimize_recomputed(0, every_blocks=3), deep)
-    named = Trained(momentum, minimize_recomputed(0, "linear_2.w_0", "linear_3.w_0"), deep)
-    assert every.result > 5
-    assert named.result > 5
-    assert Trained(momentum, minimize_recomputed(0, every_blocks=100), deep).result == 0
-    for trained in (every, named):
-        assert trained.operators().count("pd_op.dropout") == 3
+    for nothing in (minimize_recomputed(0), minimize_recomputed(0, every_blocks=100)):
+        assert Trained(momentum, nothing, deep).operators() == plain.operators()
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_is_refused() -> None:
@@ -305,24 +293,17 @@ def vectors(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden + nn.Linear(24, 24)(hidden)), 0.1))
 
 
-@pytest.mark.parametrize("network", [vectors, convolutional, normalised, pytest.param(divided, marks=pytest.mark.long)])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("segments", [3, 8])
-def test_recompute_changes_no_bit_of_the_others(network: Any, level: str, segments: int) -> None:
-    states = []
-    start = None
-    for count in (0, segments):
-        trained = Trained(momentum, minimize_with(level, count, accumulate_steps=2), network)
-        start = start or trained.state()
-        trained.start_from(start)
-        paddle.seed(5)
-        for batch in batches(6, 8, seed=0):
-            trained.step(batch)
-        states.append(trained.state())
-    assert trained.result > 0
-    assert relative_difference(trained.parameters(), {name: start[name] for name in trained.parameters()}) > 1e-2
-    differing = [name for name in states[0] if not np.array_equal(states[0][name], states[1][name])]
-    assert differing == []
+CASES = [
+    *product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)]),
+    pytest.param(divided, ("O2", 8), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("network", "case"), CASES)
+def test_recompute_changes_no_bit_of_the_others(network: Any, case: tuple[str, int]) -> None:
+    level, segments = case
+    ways = [minimize_with(level, count, accumulate_steps=2) for count in (0, segments)]
+    assert assert_bit_equal(ways, network) > 0
 
 
 @pytest.mark.parametrize(("network", "world_size", "seed"), [(normalised, 1, 0), (normalised, 3, 1), (residual, 2, 0)])

@@ -26,6 +26,10 @@ def mlp(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(hidden)
 
 
+def momentum() -> Any:
+    return paddle.optimizer.Momentum(0.05, 0.9)
+
+
 def minimize_as_it_is(optimizer: Any, loss: Any) -> None:
     optimizer.minimize(loss)
 

@@ -34,9 +34,9 @@ CLUSTER = Cluster.imagined(2, 1)
 MEGABYTE = 2**20
 
 
-def plan_of(*elements: int, **knobs: object) -> CommPlan:
+def build(*elements: int, cluster: Cluster = CLUSTER, **knobs: object) -> CommPlan:
     gradients = [TensorSpec(f"w{index}", (number,), "float32") for index, number in enumerate(elements)]
-    return build_plan(gradients, CLUSTER, Profile(**knobs))  # type: ignore[arg-type]
+    return build_plan(gradients, cluster, Profile(**knobs))  # type: ignore[arg-type]
 
 
 def notes_of(profile: Profile, ranks_per_node: int = 1, gradients: int = 1) -> dict[str, str]:
@@ -63,7 +63,7 @@ def test_first_bucket_keeps_both_bounds() -> None:
 
 def test_dgc_is_planned_with_the_bytes_behind_its_ramp() -> None:
     beside = {"dgc_min_elements": 1000, "dgc_rampup_begin_step": 3, "dgc_rampup_steps": 4}
-    plan = plan_of(100_000, 500, compression="dgc", dgc_sparsity=0.999, **beside)
+    plan = build(100_000, 500, compression="dgc", dgc_sparsity=0.999, **beside)
     # 100 of 100000 elements are left, each a value and its place; the ramp begins with a quarter of them.
     assert [bucket.sent for bucket in plan.buckets] == [
         (CollectiveSpec("allgather", 800, 8),),
@@ -73,28 +73,29 @@ def test_dgc_is_planned_with_the_bytes_behind_its_ramp() -> None:
 
 def test_an_averaging_hides_behind_every_micro_batch_of_its_overlap() -> None:
     network, slow = Network(Link(1e-3, 1e8), Link(1e-4, 1e9)), Compute(0.002, 0.004)
-    plan = plan_of(250_000, use_local_sgd=True, local_sgd_steps=8, local_sgd_overlap_steps=1, nccl_comm_num=1)
+    plan = build(250_000, use_local_sgd=True, local_sgd_steps=8, local_sgd_overlap_steps=1, nccl_comm_num=1)
     # 2 rounds of 1 ms and 1 MB at 100 MB/s are 12 ms; a micro-batch takes 6 ms.
     assert predict(plan, CLUSTER, network, slow).exposed == pytest.approx(0.006 / 8)
     assert predict(replace(plan, accumulate_steps=2), CLUSTER, network, slow).exposed == 0.0
 
 
-def test_only_an_averaged_state_of_the_optimizer_is_sent() -> None:
-    weight = TensorSpec("w", (1000,), "float32")
-    sent = {}
-    for rule in ("keep", "reset", "average"):
-        profile = Profile(use_local_sgd=True, local_sgd_momentum=rule)
-        averaging = build_plan([weight], CLUSTER, profile, state_values_per_parameter=2).averaging
-        assert averaging is not None
-        sent[rule] = [one.nbytes for one in averaging.sent]
-    assert sent == {"keep": [4000], "reset": [4000], "average": [4000, 8000]}
+@pytest.mark.parametrize(("rule", "sent"), [("keep", []), ("reset", []), ("average", [8000])])
+def test_an_averaging_counts_statistics_in_float32_and_an_averaged_state_of_the_optimizer(
+    rule: str, sent: list[int]
+) -> None:
+    weight, mean = TensorSpec("w", (1000,), "float32"), TensorSpec("mean", (10,), "float32")
+    profile = Profile(use_local_sgd=True, local_sgd_steps=5, local_sgd_dtype="bfloat16", local_sgd_momentum=rule)
+    plan = build_plan([weight], CLUSTER, profile, [weight, mean], state_values_per_parameter=2)
+    assert plan.averaging is not None
+    assert [one.nbytes for one in plan.averaging.sent] == [2000, 40, *sent]
+    assert traffic(plan, CLUSTER).sent == ((2000 + 40 + sum(sent)) / 5,) * 2
 
 
 def test_local_groups_of_an_asked_size_that_divides_the_ranks() -> None:
-    profile = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
-    assert build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 4), profile).group_size == 2
+    given = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}
+    assert build(8, cluster=Cluster.imagined(1, 4), **given).group_size == 2
     with pytest.raises(ProfileError, match="inter_nranks=2 does not divide the world size, 5"):
-        build_plan([TensorSpec("w", (8,), "float32")], Cluster.imagined(1, 5), profile)
+        build(8, cluster=Cluster.imagined(1, 5), **given)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +111,9 @@ def test_no_averaging_is_planned_of_a_choice_that_only_the_schema_knows(knob: st
         build_plan([TensorSpec("w", (8,), "float32")], CLUSTER, profile)
 
 
-def plan_on(cluster: Cluster, megabytes: float = 4, **knobs: object) -> CommPlan:
-    gradients = [TensorSpec("w", (int(megabytes * MEGABYTE / 4),), "float32")]
-    return build_plan(gradients, cluster, Profile(**knobs))  # type: ignore[arg-type]
-
-
 def test_hierarchical_is_three_phases_in_the_order_in_which_they_run() -> None:
     cluster = Cluster.imagined(2, 2)
-    plan = plan_on(cluster, use_hierarchical_allreduce=True)
+    plan = build(MEGABYTE, cluster=cluster, use_hierarchical_allreduce=True)
     assert plan.phases() == [
         CollectivePhase("reduce", ((0, 1), (2, 3)), 4 * MEGABYTE, 4),
         CollectivePhase("allreduce", ((0, 2),), 4 * MEGABYTE, 4),
@@ -138,18 +134,8 @@ def test_statistics_of_batch_norm_are_sent_flat_once_per_micro_batch() -> None:
     assert plan.digest != without.digest
 
 
-def test_an_averaging_counts_statistics_in_float32_and_the_optimizers_state() -> None:
-    cluster = Cluster.imagined(2, 1)
-    weight, mean = TensorSpec("w", (1000,), "float32"), TensorSpec("mean", (10,), "float32")
-    profile = Profile(use_local_sgd=True, local_sgd_steps=5, local_sgd_dtype="bfloat16", local_sgd_momentum="average")
-    plan = build_plan([weight], cluster, profile, [weight, mean], state_values_per_parameter=2)
-    assert plan.averaging is not None
-    assert [sent.nbytes for sent in plan.averaging.sent] == [2000, 40, 8000]
-    assert traffic(plan, cluster).sent == ((2000 + 40 + 8000) / 5,) * 2
-
-
 def test_the_explanation_tells_the_warm_up_from_what_follows() -> None:
-    hierarchical = explain(plan_on(Cluster.imagined(2, 2), use_hierarchical_allreduce=True))
+    hierarchical = explain(build(MEGABYTE, cluster=Cluster.imagined(2, 2), use_hierarchical_allreduce=True))
     assert "per update: 3 collectives, 4.000 to 10.000 MB sent by a rank for 4.000 MB of gradients" in hierarchical
     gradients = [TensorSpec("a", (MEGABYTE // 2,), "float32"), TensorSpec("b", (MEGABYTE // 4,), "float32")]
     profile = Profile(fuse_all_reduce_ops=False, use_local_sgd=True, local_sgd_steps=4, local_sgd_dtype="bfloat16")
@@ -171,18 +157,14 @@ def socket_bytes(kind: str, size: int, nbytes: int) -> list[float]:
     return sent
 
 
-def test_allreduce_of_a_large_buffer_stays_even() -> None:
+def test_large_buffers_stay_even_in_an_allreduce_and_are_sent_without_need_in_a_reduce() -> None:
     # 10 segments of at most 1 MB for 4 ranks: 12 of equal length, not 10 of 1 MB. Two ranks' sockets, towards the ring:
     found = flows("allreduce", range(4), 10 * MEGABYTE)
-    assert [found[edge].nbytes + SENDER_BYTES_PER_MESSAGE * found[edge].messages for edge in ((0, 3), (1, 0))] == [
-        15730384,
-        15730352,
-    ]
-
-
-def test_reduce_of_a_large_buffer_sends_most_of_the_last_chunk_without_need() -> None:
+    sockets = [found[edge].nbytes + SENDER_BYTES_PER_MESSAGE * found[edge].messages for edge in ((0, 3), (1, 0))]
+    assert sockets == [15730384, 15730352]
     payload = {edge: flow.nbytes / (16 * MEGABYTE) for edge, flow in flows("reduce", [0, 1], 16 * MEGABYTE).items()}
     assert payload == {(0, 1): 0.875, (1, 0): 1.375}
+    assert flows("broadcast", [4, 6], 8) == {(4, 6): Flow(8, 1)}, "edges carry the names of the ranks"
 
 
 def test_rounds_that_pay_the_latency() -> None:
@@ -234,11 +216,10 @@ def test_an_averaging_of_the_optimizers_state_is_in_the_plan(optimizer: str, val
 
 
 def test_headers_are_divided_by_the_period_as_the_payload_is() -> None:
-    cluster = Cluster.imagined(2, 1)
     for dtype, values in (("float32", 1.0), ("bfloat16", 0.5)):
-        plan = plan_of(MEGABYTE, use_local_sgd=True, local_sgd_steps=8, local_sgd_dtype=dtype)
+        plan = build(MEGABYTE, use_local_sgd=True, local_sgd_steps=8, local_sgd_dtype=dtype)
         # Of each node: 4 messages of 96 bytes out, 4 answers of 48 bytes.
-        found, warm_up = traffic(plan, cluster), traffic(plan, cluster, warm_up=True)
+        found, warm_up = traffic(plan, CLUSTER), traffic(plan, CLUSTER, warm_up=True)
         assert (warm_up.protocol, warm_up.sent) == ((576.0, 576.0), (4.0 * MEGABYTE,) * 2)
         assert found.protocol == (72.0, 72.0)
         assert found.sent == found.leaving == found.entering == (values * MEGABYTE / 2,) * 2
@@ -258,7 +239,7 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside(
 ) -> None:
     """Of 4 MB, on nodes of two ranks."""
     cluster = Cluster.imagined(nodes, 2)
-    found = traffic(plan_on(cluster, use_hierarchical_allreduce=hierarchical), cluster)
+    found = traffic(build(MEGABYTE, cluster=cluster, use_hierarchical_allreduce=hierarchical), cluster)
     every = (found.sent, found.leaving, found.entering, found.inside)
     assert [tuple(each / MEGABYTE for each in one) for one in every] == [sent, leaving, leaving, inside]
     assert found.most_sent == max(sent) * MEGABYTE
@@ -269,25 +250,17 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside(
     ("kind", "size", "nbytes", "counted"),
     [
         ("allreduce", 2, 4, [148, 148]),
-        ("allreduce", 2, 4096, [4672, 4672]),
         ("allreduce", 2, 4 * MEGABYTE, [4194880, 4194880]),
-        ("allreduce", 2, 5 * MEGABYTE, [5243744, 5243744]),
         ("allreduce", 2, 10 * MEGABYTE, [10487200, 10487200]),
-        ("allreduce", 3, 4, [148, 196, 248]),
         ("allreduce", 3, 4096, [6616, 6608, 6616]),
-        ("allreduce", 3, 4 * MEGABYTE, [5593560, 5593552, 5593560]),
         ("allreduce", 4, 65536, [100032] * 4),
         ("allreduce", 4, 4 * MEGABYTE, [6293184] * 4),
-        ("reduce", 2, 65536, [33104, 65920]),
         ("reduce", 2, 4 * MEGABYTE, [2097488, 4194688]),
         ("reduce", 2, 6 * MEGABYTE, [4194928, 7340704]),
-        ("reduce", 2, 7 * MEGABYTE, [5243696, 9438096]),
         ("reduce", 3, 4 * MEGABYTE, [2796872, 4194976, 4194976]),
         ("reduce", 4, 4 * MEGABYTE, [3146736, 4195264, 4195264, 4195264]),
-        ("broadcast", 2, 4 * MEGABYTE, [4194400, 48]),
         ("broadcast", 3, 4 * MEGABYTE, [8388800, 48, 48]),
         ("broadcast", 4, 4 * MEGABYTE, [8388800, 4194448, 48, 48]),
-        ("allgather", 2, 65536, [65824, 65824]),
         ("allgather", 4, 65536, [197472] * 4),
         ("allreduce", 1, 8, [0]),
         ("allreduce", 2, 0, [0, 0]),
@@ -296,10 +269,6 @@ def test_hierarchical_sends_less_between_nodes_and_more_inside(
 def test_backends_send_what_was_counted(kind: str, size: int, nbytes: int, counted: list[int]) -> None:
     """On sockets: Paddle 3.3.1, Gloo, one network namespace per rank."""
     assert socket_bytes(kind, size, nbytes) == counted
-
-
-def test_edges_carry_the_names_of_the_ranks() -> None:
-    assert flows("broadcast", [4, 6], 8) == {(4, 6): Flow(8, 1)}
 
 
 @pytest.mark.parametrize(

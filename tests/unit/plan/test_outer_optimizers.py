@@ -159,9 +159,8 @@ def test_local_steps_that_end_in_an_averaging(
 
 
 def test_a_first_loss_of_nothing_does_not_divide_by_it() -> None:
-    adaptive = schedule("adaptive", local_sgd_steps=4, local_sgd_max_steps=10)
-    assert adaptive.period == 4
-    adaptive.adapt(0.1, 0.0)
-    assert adaptive.period == 1
-    adaptive.adapt(0.1, 1.0)
-    assert adaptive.period == 10
+    adaptive, periods = schedule("adaptive", local_sgd_steps=4, local_sgd_max_steps=10), []
+    for loss in (0.0, 1.0):
+        periods.append(adaptive.period)
+        adaptive.adapt(0.1, loss)
+    assert [*periods, adaptive.period] == [4, 1, 10]

@@ -13,7 +13,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.pricing import traffic
-from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob
+from fleet_train.plan.simulate import Adam, Local, Momentum, Sgd, SimulatedJob
 from fleet_train.plan.simulate_methods import QuantisedSum
 from fleet_train.plan.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
@@ -44,18 +44,15 @@ def every_value(job: SimulatedJob) -> list[set[float]]:
     return [{float(x) for value in values.values() for x in value.flat} for values in job.ranks]
 
 
-def test_gradients_are_averaged_and_applied() -> None:
-    job = job_of({}, nodes=4)
+WAYS: list[dict[str, Any]] = [{}, {"use_hierarchical_allreduce": True}, {"compression": "bf16"}, {"nccl_comm_num": 2}]
+
+
+@pytest.mark.parametrize("knobs", WAYS)
+def test_gradients_are_averaged_and_applied_and_exact_values_stay_exact(knobs: dict[str, Any]) -> None:
+    job = job_of(knobs, nodes=2, ranks_per_node=2)
     done = job.step(ones_times_rank)
     assert (done.updated, done.synchronised, done.averaged) == (True, True, False)
     assert every_value(job) == [{-0.75}] * 4  # the mean of 0, 1, 2, 3, times the rate
-
-
-@pytest.mark.parametrize("knobs", [{"use_hierarchical_allreduce": True}, {"compression": "bf16"}, {"nccl_comm_num": 2}])
-def test_exact_values_stay_exact_in_every_way_of_sending(knobs: dict[str, Any]) -> None:
-    job = job_of(knobs, nodes=2, ranks_per_node=2)
-    job.step(ones_times_rank)
-    assert every_value(job) == [{-0.75}] * 4
 
 
 def test_micro_batches_update_once() -> None:
@@ -123,10 +120,14 @@ def test_synchronising_takes_in_what_is_under_way() -> None:
     assert every_value(job) == [{-1.75}, {-2.25}]  # nothing is taken in twice
 
 
-def test_synchronising_in_the_warm_up_averages_statistics_alone() -> None:
+def with_statistic(knobs: dict[str, Any], rate: float = 0.1) -> SimulatedJob:
     gradient, statistic = TensorSpec("w", (2,), "float32"), TensorSpec("mean", (2,), "float32")
-    plan = build_plan([gradient], Cluster.imagined(2, 1), Profile(), [gradient, statistic])
-    job = SimulatedJob(plan, Profile(), {"w": np.zeros(2, np.float32), "mean": np.zeros(2, np.float32)}, rate=1.0)
+    plan = build_plan([gradient], Cluster.imagined(2, 1), Profile(**knobs), [gradient, statistic])
+    return SimulatedJob(plan, Profile(**knobs), {name: np.zeros(2, np.float32) for name in ("w", "mean")}, rate=rate)
+
+
+def test_synchronising_in_the_warm_up_averages_statistics_alone() -> None:
+    job = with_statistic({}, rate=1.0)
     job.step(lambda rank, values: Local({"w": values["w"] + 1}, statistics={"mean": values["mean"] + rank}))
     job.synchronise()
     assert [(values["w"].tolist(), values["mean"].tolist()) for values in job.ranks] == [([-1, -1], [0.5, 0.5])] * 2
@@ -146,18 +147,11 @@ def test_an_adaptive_period_grows_as_the_ranks_mean_loss_does() -> None:
 
 
 def test_statistics_are_averaged_with_the_parameters() -> None:
-    gradient, statistic = TensorSpec("w", (2,), "float32"), TensorSpec("mean", (2,), "float32")
-    profile = Profile(**LOCAL)
-    plan = build_plan([gradient], Cluster.imagined(2, 1), profile, [gradient, statistic])
-    job = SimulatedJob(plan, profile, {"w": np.zeros(2, np.float32), "mean": np.zeros(2, np.float32)})
-
-    def backward(rank: int, values: Values) -> Local:
-        return Local({"w": values["w"] * 0}, statistics={"mean": values["mean"] + 1 + rank})
-
-    job.step(backward)
-    assert [values["mean"].tolist() for values in job.ranks] == [[1, 1], [2, 2]]
-    job.step(backward)
-    assert [values["mean"].tolist() for values in job.ranks] == [[3, 3]] * 2
+    job, seen = with_statistic(LOCAL), []
+    for _ in range(2):
+        job.step(lambda rank, values: Local({"w": values["w"] * 0}, statistics={"mean": values["mean"] + 1 + rank}))
+        seen.append([values["mean"].tolist() for values in job.ranks])
+    assert seen == [[[1, 1], [2, 2]], [[3, 3], [3, 3]]]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +184,7 @@ def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [Sgd, Momentum, lambda: Momentum(use_nesterov=True), Adam])
 def test_optimizers_descend(make: Any) -> None:
-    optimizer: NumpyOptimizer = make()
-    value = np.array([1.0, -2.0], np.float32)
+    optimizer, value = make(), np.array([1.0, -2.0], np.float32)
     for _ in range(300):
         value = optimizer.step("x", value, value, 0.05)
     assert np.abs(value).max() < 0.01
@@ -215,7 +208,7 @@ def test_adams_first_step_is_that_of_the_paper() -> None:
     np.testing.assert_allclose(value, 2.0 * (1 - 0.25 * 0.1) - 0.25 * 3.0 / 3.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool) -> None:
     settings = QuantisedSettings(8, 32, stochastic=stochastic)
@@ -232,8 +225,7 @@ def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool)
 
 def test_without_error_feedback_a_quantised_sum_owes_nothing() -> None:
     simulated = QuantisedSum("w", 64, 3, 1, QuantisedSettings(8, 32, error_feedback=False))
-    buffers = [np.full(64, rank + 0.123, np.float32) for rank in range(3)]
-    np.testing.assert_allclose(simulated.sum(buffers), 3.369, rtol=0.01)
+    np.testing.assert_allclose(simulated.sum([np.full(64, r + 0.123, np.float32) for r in range(3)]), 3.369, rtol=0.01)
     assert not np.any(simulated.residuals)
 
 
@@ -254,11 +246,6 @@ def test_a_trial_of_exact_averages_finds_rounding_only() -> None:
         assert trial.sent_bytes_per_step == pytest.approx(traffic(plan, Cluster.imagined(2, 2)).sent)
     # 20,100 float32 values, of which each of 4 ranks sends 2 * 3 / 4, in MB of 2**20 bytes.
     assert "the busiest rank sent 0.115 MB per update, at most 0.115 MB in one" in describe(trial_of()[0])
-
-
-def test_a_trial_draws_other_gradients_in_every_update() -> None:
-    short, long = (trial_of(updates, compression="bf16")[0].movement_deviation for updates in (1, 30))
-    assert long < 0.5 * short
 
 
 def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
@@ -288,10 +275,14 @@ def test_a_trial_shows_what_compression_loses(knobs: dict[str, Any], low: float,
     assert low < trial_of(**knobs)[0].movement_deviation < high
 
 
+def test_a_trial_draws_other_gradients_in_every_update() -> None:
+    short, long = (trial_of(updates, compression="bf16")[0].movement_deviation for updates in (1, 30))
+    assert long < 0.5 * short
+
+
 def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait() -> None:
     trial, _ = trial_of(use_local_sgd=True, local_sgd_steps=4, local_sgd_overlap_steps=1)
-    assert trial.synchronised == trial.equal == (1, 2)
-    assert trial.averaged == (6, 10)
+    assert (trial.synchronised, trial.equal, trial.averaged) == ((1, 2), (1, 2), (6, 10))
     assert trial.movement_deviation < 1e-6
     assert "averaged beside the next steps after 6, 10" in describe(trial)
 

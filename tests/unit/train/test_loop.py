@@ -7,8 +7,8 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,17 @@ from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Evaluation, Trainer, TrainerSettings, reference
 from fleet_train.train.checkpoint import storage
+from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import other_choice
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome
+from fleet_train.train.metrics import NullSink
 from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
 from tests.support.agreeing import ThreadRanks
 from tests.support.processes import clean_environ, python
 
 pytestmark = pytest.mark.usefixtures("one_process")
 SAMPLES, BATCH = 40, 8
-STEPS_PER_EPOCH = 5
 
 
 class Watched(BatchLoader):
@@ -54,8 +55,8 @@ class Watched(BatchLoader):
             yield feed
 
 
-class Recorder:
-    """A sink that keeps what is written."""
+class Recorder(NullSink):
+    """Keeps what is written."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
@@ -68,14 +69,6 @@ class Recorder:
 
     def values_of(self, tag: str) -> list[float]:
         return [scalars[tag] for _, scalars in self.records if tag in scalars]
-
-    def text(self, *_: Any) -> None: ...
-
-    def hparams(self, *_: Any) -> None: ...
-
-    def image(self, *_: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +91,16 @@ def trainer(loader: Any, settings: TrainerSettings, strategy: Any = None, **part
     return Trainer(exe, loss, loader, settings, scheduler=scheduler, sinks=sinks, **parts), sinks
 
 
+def newest(output: Path) -> StoredCheckpoint:
+    found = Checkpoints(output).newest()
+    assert found is not None
+    return found
+
+
+def kept(output: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("*step-*"))
+
+
 def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_epoch(tmp_path: Path) -> None:
     evaluated: list[int] = []
 
@@ -110,8 +113,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_e
     outcome = made.fit()
     assert (outcome.epochs, outcome.steps, outcome.samples) == (5, 25, 200)
     assert sinks.steps_of("test/accuracy") == [15, 25]
-    kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("*step-*"))
-    assert kept == [7, 10, 14, 20, 21, 25]
+    assert kept(tmp_path) == [7, 10, 14, 20, 21, 25]
     assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000025"
     assert sinks.steps_of("train/loss") == [2, 4, 7, 9, 12, 14, 17, 19, 22, 24]
 
@@ -123,9 +125,8 @@ def test_gradient_merge_changes_the_rate_with_each_update_only_also_after_a_resu
         with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
             settings = TrainerSettings(epochs=2, stop_after_epochs=1, log_every=1)
             made, sinks = trainer(Watched(), settings, strategy, checkpoints=Checkpoints(tmp_path))
-            found = Checkpoints(tmp_path).newest()
-            if found is not None:
-                made.resume(found)
+            if epochs == 2:
+                made.resume(newest(tmp_path))
             assert made.fit().epochs == epochs
         assert sinks.values_of("train/learning_rate") == pytest.approx(rates)
     # Two updates were done; this epoch's first batch completes the third.
@@ -133,39 +134,27 @@ def test_gradient_merge_changes_the_rate_with_each_update_only_also_after_a_resu
 
 
 def test_the_rate_follows_the_steps_that_are_left_where_an_epoch_has_another_number_of_them(tmp_path: Path) -> None:
-    def train(batch_size: int, resumed: bool) -> Recorder:
+    for batch_size in (8, 16):
         with paddle.static.scope_guard(paddle.static.Scope()), paddle.utils.unique_name.guard():
             settings = TrainerSettings(epochs=2, stop_after_epochs=1, checkpoint_every_steps=3, log_every=1)
             loader = BatchLoader(synthetic(SAMPLES, (6,), 3).train, ShardedBatchSampler(SAMPLES, batch_size, seed=1))
             made, sinks = trainer(loader, settings, checkpoints=Checkpoints(tmp_path, keep=9))
-            if resumed:
-                found = Checkpoints(tmp_path).newest()
-                assert found is not None
-                made.resume(found)
+            if batch_size == 16:
+                # The one of step 3 is left: 3 of 5 steps, 24 of 40 samples.
+                shutil.rmtree(tmp_path / "checkpoints" / "step-00000005")
+                made.resume(newest(tmp_path))
             made.fit()
-        return sinks
-
-    train(8, resumed=False)
-    shutil.rmtree(
-        tmp_path / "checkpoints" / "step-00000005"
-    )  # the one of step 3 is left: 3 of 5 steps, 24 of 40 samples
-    again = train(16, resumed=True)
     # The last 16 samples are step 3 of 3; 3 of 5 steps would be 1 of 3.
-    assert again.steps_of("train/learning_rate") == [4]  # after the three updates of the checkpoint
-    assert again.values_of("train/learning_rate") == pytest.approx([1 / 4])
+    assert sinks.steps_of("train/learning_rate") == [4]  # after the three updates of the checkpoint
+    assert sinks.values_of("train/learning_rate") == pytest.approx([1 / 4])
 
 
 def test_a_stop_is_obeyed_after_the_step_and_the_next_call_trains_what_is_left(tmp_path: Path) -> None:
-    def stop(feed: Any, step: int) -> None:
-        del feed
-        if step == 7:
-            fleet.request_stop("the power goes")
-
+    stop = lambda _, step: fleet.request_stop("the power goes") if step == 7 else None  # noqa: E731
     made, _ = trainer(Watched(stop), TrainerSettings(epochs=3), checkpoints=Checkpoints(tmp_path))
     with pytest.raises(Preempted, match=r"stopped after step [678]: rank 0 .*: the power goes; resume from"):
         made.fit()
-    found = Checkpoints(tmp_path).newest()
-    assert found is not None
+    found = newest(tmp_path)
     assert (found.state.epoch, found.state.consumed_samples) == (1, (found.state.step - 5) * BATCH)
 
 
@@ -176,14 +165,10 @@ def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
 
     settings = TrainerSettings(epochs=3, checkpoint_every_steps=4)
     made, _ = trainer(Watched(spoil), settings, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(
-        NotFinite, match=r"rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
-    ):
+    said = "rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
+    with pytest.raises(NotFinite, match=said):
         made.fit()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*step-*")) == [
-        "step-00000004",
-        "step-00000008",
-    ]
+    assert kept(tmp_path) == [4, 8]
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
@@ -219,14 +204,9 @@ def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
     # The scales of few bits are those of blocks, which lie elsewhere in other buckets.
     few_bits = build_plan(gradients, Cluster.imagined(2, 1), Profile(compression="int8"))
     assert other_choice(saved, few_bits, 2)
-    silent = [
-        other_choice(three.chosen, three, 3),  # the same
-        other_choice(saved, two, 2),  # the sum of two is one sum
-        other_choice(saved, three, 4),  # other ranks have other sums anyway
-        other_choice("", three, 3),  # saved with numbers that were given
-        other_choice(saved, None, 1),
-    ]
-    assert silent == [""] * 5
+    # The same; the sum of two is one sum; other ranks have other sums anyway; saved with numbers that were given.
+    silent = [(three.chosen, three, 3), (saved, two, 2), (saved, three, 4), ("", three, 3), (saved, None, 1)]
+    assert [other_choice(*each) for each in silent] == [""] * 5
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -234,8 +214,7 @@ def test_another_choice_of_buckets_is_said_where_it_changes_bits() -> None:
 def test_a_last_state_that_is_not_saved_is_a_failure_and_an_earlier_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, stopped: bool
 ) -> None:
-    begin, first_lost = storage.begin, 10 if stopped else 15
-    said: list[str] = []
+    begin, first_lost, said = storage.begin, 10 if stopped else 15, list[str]()
 
     def begin_or_fail(checkpoints: Path, step: int) -> Path:
         if stopped and step == first_lost:
@@ -298,17 +277,12 @@ def test_a_later_signal_ends_the_process_at_once() -> None:
 
 
 def test_another_thread_than_the_main_one_listens_to_nothing() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    found: list[object] = []
-
-    def look() -> None:
+    def look() -> Any:
         with listening([].append):
-            found.append(signal.getsignal(signal.SIGTERM))
+            return signal.getsignal(signal.SIGTERM)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [before]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(look).result() == signal.getsignal(signal.SIGTERM)
 
 
 CONFIG = TrainConfig(data_dir="/data", workers=2, batch_size=8)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import paddle
@@ -55,11 +56,8 @@ def test_everything_is_in_both_and_no_restart_adds_a_file(tmp_path: Path) -> Non
     assert [(r["step"], r["file"]) for r in found if r.get("kind") == "image"] == [(30, "images/test_confusion.png")]
 
     visualdl = tmp_path / "visualdl"
-    assert [(v.id, round(v.value, 6)) for v in visualdl_values(visualdl, "scalar", "train/loss")] == [
-        (10, 0.1),
-        (20, 0.1),
-        (30, 0.05),
-    ]
+    shown = [(v.id, round(v.value, 6)) for v in visualdl_values(visualdl, "scalar", "train/loss")]
+    assert shown == [(10, 0.1), (20, 0.1), (30, 0.05)]
     assert [v.id for v in visualdl_values(visualdl, "text", "profile/yaml")] == [0, 10]
     (first, _) = visualdl_values(visualdl, "text", "profile/yaml")
     assert first.text.encoded_text_string == "nccl_comm_num:\u20072\u2007#\u20070".ljust(120, "\u2007")
@@ -80,16 +78,15 @@ def test_each_line_of_a_text_starts_a_line_of_the_page_and_none_is_longer(tmp_pa
 
 
 def test_record_that_a_kill_has_cut_off_does_not_spoil_the_ones_behind_it(tmp_path: Path) -> None:
-    sink = VisualDLSink(tmp_path)
-    sink.write(1, {"train/loss": 1.0})
-    sink.write(2, {"train/loss": 2.0})
-    sink.close()
     log = tmp_path / VisualDLSink.FILE_NAME
-    log.write_bytes(log.read_bytes()[:-5])
-    resumed = VisualDLSink(tmp_path, resume_step=9)
-    resumed.write(10, {"train/loss": 3.0})
-    resumed.close()
-    assert [(v.id, v.value) for v in visualdl_values(tmp_path, "scalar", "train/loss")] == [(1, 1.0), (10, 3.0)]
+    for resume_step, steps in ((0, (1, 2)), (9, (10,))):
+        sink = VisualDLSink(tmp_path, resume_step=resume_step)
+        for step in steps:
+            sink.write(step, {"train/loss": float(step)})
+        sink.close()
+        if resume_step == 0:
+            log.write_bytes(log.read_bytes()[:-5])
+    assert [(v.id, v.value) for v in visualdl_values(tmp_path, "scalar", "train/loss")] == [(1, 1.0), (10, 10.0)]
 
 
 def test_a_full_disk_leaves_records_out_whole_and_is_said_once(
@@ -99,15 +96,8 @@ def test_a_full_disk_leaves_records_out_whole_and_is_said_once(
     sink.write(1, {"train/loss": 1.0})
     real = sink._file._file
 
-    class FullDisk:
-        """Takes the first five bytes of each record and no more."""
-
-        truncate, close = real.truncate, real.close
-
-        def write(self, data: bytes) -> int:
-            return real.write(data[:5])
-
-    monkeypatch.setattr(sink._file, "_file", FullDisk())
+    full = SimpleNamespace(truncate=real.truncate, close=real.close, write=lambda data: real.write(data[:5]))
+    monkeypatch.setattr(sink._file, "_file", full)
     sink.write(2, {"train/loss": 2.0})
     sink.write(3, {"train/loss": 3.0})
     monkeypatch.setattr(sink._file, "_file", real)
@@ -147,9 +137,7 @@ def test_a_record_is_one_line_with_step_and_time_and_a_resumed_run_drops_later_o
 def test_missing_or_breaking_visualdl_is_said_once_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_there: bool
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("incompatible protobuf")
-
+    fail = Mock(side_effect=RuntimeError("incompatible protobuf"))
     fake: Any = ModuleType("visualdl.component")
     head = SimpleNamespace(SerializeToString=lambda: b"")
     fake.base_component = SimpleNamespace(meta_data=lambda **_: head, scalar=fail, hparam=fail, image=fail)
@@ -218,11 +206,8 @@ def test_an_exception_is_said_once_and_stops_neither_training_nor_the_other_sink
     train([broken, kept])
     assert (len(broken.records), broken.closed) == (1, 1)
     assert len(kept.records) == 10
-    said = [line for line in capsys.readouterr().err.splitlines() if "Broken" in line]
-    assert said == [
-        "fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is no longer called, "
-        "training goes on"
-    ]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "Broken" in line]
+    assert said.startswith("fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is no longer")
 
 
 @pytest.mark.parametrize("wrong", [[3], [Kept], ["metrics.jsonl"], [object()], 3])
@@ -232,14 +217,12 @@ def test_what_is_no_sink_is_refused_before_training(wrong: Any) -> None:
 
 
 def test_sinks_are_closed_when_training_ends_or_fails_and_one_object_is_a_list_of_one(train: Any) -> None:
-    one, two, alone = Kept(), Kept(), Kept()
-    train([one, two])
+    one, alone = Kept(), Kept()
     train(alone)
-    assert [sink.closed for sink in (one, two, alone)] == [1, 1, 1]
-    assert [step for step, _ in one.records] == [step for step, _ in alone.records] != []
+    assert ([step for step, _ in alone.records], alone.closed) == (list(range(1, 11)), 1)
     with pytest.raises(NotFinite):
-        train([two], feature=float("nan"))
-    assert two.closed == 2
+        train([one], feature=float("nan"))
+    assert one.closed == 1
 
 
 def test_ranks_that_do_not_report_call_and_write_nothing(tmp_path: Path) -> None:
@@ -287,11 +270,9 @@ def test_lines_that_are_no_record_are_left_out_and_names_do_nothing_to_the_termi
 def test_table_has_scalars_only_and_bears_a_half_line_or_no_record(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert table(tmp_path) == f"{tmp_path}: no record yet"
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "time": 1, "kind": "text", "tag": "plan/table", "text": "x"}\n'
-        '{"step": 10, "time": 2, "train/loss": 2.0}\n{"step": 20, "time": 3, "train/loss": 0.5, "test/loss": null}\n'
-        '{"step": 30, "train/lo'
-    )
+    lines = ['{"step": 0, "time": 1, "kind": "text", "tag": "plan/table", "text": "x"}']
+    lines += ['{"step": 10, "train/loss": 2.0}', '{"step": 20, "train/loss": 0.5, "test/loss": null}', '{"step": 30,']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert read_curves(tmp_path / "metrics.jsonl") == (20, {"train/loss": [2.0, 0.5]})
     head, columns, row = table(tmp_path).splitlines()
     assert head == f"{tmp_path}, step 20"

@@ -27,21 +27,16 @@ CASES = ["mlp", "cnn", "ResNet18", "MobileNetV1", "MobileNetV2", "MobileNetV3Sma
 
 
 def shape_of_logits(name: str, shape: tuple[int, ...], classes: int) -> list[int]:
-    with (
-        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
-        paddle.utils.unique_name.guard(),
-    ):
+    program = paddle.static.Program()
+    with paddle.static.program_guard(program, paddle.static.Program()), paddle.utils.unique_name.guard():
         logits = build_model(name, shape, classes)(paddle.static.data("features", [-1, *shape], "float32"))
         return list(logits.shape)  # read before the program is gone
 
 
 def test_every_name_is_a_network_and_every_network_has_a_name() -> None:
     assert set(MODELS) == {*models._SMALL, *VISION_MODELS}
+    assert set(models._SMALL) <= set(CASES)
     assert [name for name in VISION_MODELS.values() if not callable(getattr(paddle.vision.models, name, None))] == []
-
-
-def test_each_own_network_has_a_case() -> None:
-    assert set(models._SMALL) - set(CASES) == set()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,6 +76,17 @@ def built(profile: Profile | None = None, **settings: Any) -> tuple[Programs, An
     return programs, exe
 
 
+def loss_and_log_probabilities(
+    feed: dict[str, np.ndarray], profile: Profile | None = None, **settings: Any
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """The training program's loss; the evaluation program's log probabilities, and those of the labels."""
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        programs, exe = built(profile, **settings)
+        logits = logits_of(programs, exe, feed)
+        (loss,) = exe.run(programs.loss.block.program, feed=feed, fetch_list=[programs.loss])
+    return loss.item(), logits, logits[np.arange(SAMPLES), feed["labels"]]
+
+
 def test_sums_and_confusion_are_those_of_the_predictions(feed: dict[str, np.ndarray]) -> None:
     with paddle.static.scope_guard(paddle.static.Scope()):
         programs, exe = built()
@@ -99,25 +105,17 @@ def test_sums_and_confusion_are_those_of_the_predictions(feed: dict[str, np.ndar
     assert fetched[-1].astype(np.int64).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("smoothing", [0.0, 0.4])
 def test_training_loss_spreads_the_targets(feed: dict[str, np.ndarray], smoothing: float) -> None:
-    with paddle.static.scope_guard(paddle.static.Scope()):
-        programs, exe = built(label_smoothing=smoothing)
-        logits, labels = logits_of(programs, exe, feed), feed["labels"]
-        (loss,) = exe.run(programs.loss.block.program, feed=feed, fetch_list=[programs.loss])
-    hit = logits[np.arange(SAMPLES), labels]
-    expected = -((1 - smoothing) * hit + smoothing * logits.mean(axis=1)).mean()
-    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    loss, logits, hit = loss_and_log_probabilities(feed, label_smoothing=smoothing)
+    assert loss == pytest.approx(-((1 - smoothing) * hit + smoothing * logits.mean(axis=1)).mean(), rel=1e-4)
 
 
 def test_mixed_precision_of_the_profile_is_in_the_training_program_only(feed: dict[str, np.ndarray]) -> None:
-    with paddle.static.scope_guard(paddle.static.Scope()):
-        programs, exe = built(Profile(amp_level="O1", amp_dtype="bfloat16"), ema_decay=0.9, on_nan="skip")
-        logits, labels = logits_of(programs, exe, feed), feed["labels"]
-        (loss,) = exe.run(programs.loss.block.program, feed=feed, fetch_list=[programs.loss])
-    expected = -logits[np.arange(SAMPLES), labels].mean()
-    assert loss.item() == pytest.approx(expected, rel=0.02)
-    assert loss.item() != pytest.approx(expected, rel=1e-5), "bfloat16 keeps 8 bits"
+    profile = Profile(amp_level="O1", amp_dtype="bfloat16")
+    loss, _, hit = loss_and_log_probabilities(feed, profile, ema_decay=0.9, on_nan="skip")
+    assert loss == pytest.approx(-hit.mean(), rel=0.02)
+    assert loss != pytest.approx(-hit.mean(), rel=1e-5), "bfloat16 keeps 8 bits"
 
 
 RATE, DECAY, CLIP = 0.1, 0.05, 0.2
@@ -209,11 +207,8 @@ def test_the_rate_is_the_optimizers_and_may_grow_with_the_ranks() -> None:
         ({"optimizer": "lion"}, "use one of sgd, momentum, adam, adamw"),
         ({"lr_schedule": "magic"}, "use one of constant, cosine, linear, polynomial, step"),
         ({"epochs": 0}, "--epochs 0: must be at least 1"),
-        ({"batch_size": -1}, "--batch_size -1: must be at least 1"),
         ({"checkpoint_every": -1}, "--checkpoint_every -1: must be at least 0"),
         ({"learning_rate": 0.0}, "--lr 0.0"),
-        ({"learning_rate": float("nan")}, "--lr nan"),
-        ({"weight_decay": float("nan")}, "--weight_decay nan"),
         ({"clip_norm": -1.0}, "--clip_norm -1.0: must be at least 0"),
         ({"label_smoothing": 1.0}, "--label_smoothing 1.0: must be at least 0 and below 1"),
         ({"ema_decay": float("nan")}, "--ema_decay nan"),
@@ -240,30 +235,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return configs
 
 
-@pytest.mark.parametrize(
-    ("flags", "config"),
-    [
-        ("", {}),
-        (
-            "--model mlp --data synthetic --lr 0.5 --scale_lr",
-            {"model": "mlp", "data": "synthetic", "learning_rate": 0.5},
-        ),
-        ("--epochs 3 --batch_size 8 --resume", {"epochs": 3, "batch_size": 8, "resume": True}),
-    ],
-)
-def test_flags_reach_the_config_and_the_ranks(
-    ran: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, flags: str, config: dict[str, Any]
-) -> None:
+def test_flags_reach_the_config_and_the_ranks(ran: list[TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("fleet_train.cli.train.ask_here", lambda *given: asked.append(given))
-    assert (
-        CliRunner().invoke(command, [*flags.split(), "--strategy=multi_node", "--set=fetch_frequency=2"]).exit_code == 0
-    )
-    assert asked == [("multi_node", ("fetch_frequency=2",))]
-    assert ran == [TrainConfig(**config, strategy="multi_node", scale_lr="--scale_lr" in flags)]
+    flags = "--model mlp --data synthetic --lr 0.5 --scale_lr --epochs 3 --batch_size 8 --resume --strategy multi_node"
+    for given in ([], [*flags.split(), "--set=fetch_frequency=2"]):
+        assert CliRunner().invoke(command, given).exit_code == 0
+    assert asked[-1] == ("multi_node", ("fetch_frequency=2",))
+    settings: dict[str, Any] = {"model": "mlp", "data": "synthetic", "learning_rate": 0.5, "scale_lr": True}
+    settings |= {"epochs": 3, "batch_size": 8, "resume": True, "strategy": "multi_node"}
+    assert ran == [TrainConfig(), TrainConfig(**settings)]
 
 
 def test_a_senseless_value_is_refused_before_paddle_is_imported(ran: list[TrainConfig]) -> None:
-    result = CliRunner().invoke(command, ["--epochs", "0"])
-    assert isinstance(result.exception, FleetTrainError)
+    assert isinstance(CliRunner().invoke(command, ["--epochs", "0"]).exception, FleetTrainError)
     assert ran == []

@@ -46,41 +46,36 @@ def values(page: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in samples}
 
 
-def test_a_page_but_for_its_help() -> None:
-    shown = Snapshot(
-        step=20,
-        recorded_at=1763640000.5,
-        curves={"train/loss": 0.25, "speed/step_ms": 12.5, "communication/sent_bytes": 4e6, "ranks/step_ms/0": 9.0},
-        info={"version": "0.1.0", "profile": 'my "best"\\one\n'},
-        rank_step_ms={1: 250.0, 0: 9.0},
-        rank_age_seconds={0: 1.5, 1: 2.0},
-        rank_up={0: True, 1: False},
+def test_a_page_has_the_newest_values_in_seconds_and_of_each_rank() -> None:
+    page = text(
+        Snapshot(
+            step=20,
+            recorded_at=1763640000.5,
+            curves={"train/loss": 0.25, "speed/step_ms": 12.5, "communication/sent_bytes": 4e6, "ranks/step_ms/0": 9.0},
+            info={"version": "0.1.0", "profile": 'my "best"\\one\n'},
+            rank_step_ms={1: 250.0, 0: 9.0},
+            rank_age_seconds={0: 1.5, 1: 2.0},
+            rank_up={0: True, 1: False},
+        )
     )
-    assert re.sub(r"# HELP .*\n", "", text(shown)) == (
-        "# TYPE fleet_train_info gauge\n"
-        'fleet_train_info{profile="my \\"best\\"\\\\one\\n",version="0.1.0"} 1.0\n'
-        "# TYPE fleet_train_steps_total counter\n"
-        "fleet_train_steps_total 20.0\n"
-        "# TYPE fleet_train_last_record_timestamp_seconds gauge\n"
-        "fleet_train_last_record_timestamp_seconds 1.7636400005e+09\n"
-        "# TYPE fleet_train_loss gauge\n"
-        "fleet_train_loss 0.25\n"
-        "# TYPE fleet_train_step_seconds gauge\n"
-        "fleet_train_step_seconds 0.0125\n"
-        "# TYPE fleet_train_sent_bytes_total counter\n"
-        "fleet_train_sent_bytes_total 4e+06\n"
-        "# TYPE fleet_train_ranks gauge\n"
-        "fleet_train_ranks 2.0\n"
-        "# TYPE fleet_train_rank_up gauge\n"
-        'fleet_train_rank_up{rank="0"} 1.0\n'
-        'fleet_train_rank_up{rank="1"} 0.0\n'
-        "# TYPE fleet_train_rank_last_report_age_seconds gauge\n"
-        'fleet_train_rank_last_report_age_seconds{rank="0"} 1.5\n'
-        'fleet_train_rank_last_report_age_seconds{rank="1"} 2.0\n'
-        "# TYPE fleet_train_rank_step_seconds gauge\n"
-        'fleet_train_rank_step_seconds{rank="0"} 0.009\n'
-        'fleet_train_rank_step_seconds{rank="1"} 0.25\n'
-    )
+    assert list(values(page).items()) == [
+        ('fleet_train_info{profile="my \\"best\\"\\\\one\\n",version="0.1.0"}', 1.0),
+        ("fleet_train_steps_total", 20.0),
+        ("fleet_train_last_record_timestamp_seconds", 1763640000.5),
+        ("fleet_train_loss", 0.25),
+        ("fleet_train_step_seconds", 0.0125),
+        ("fleet_train_sent_bytes_total", 4e6),
+        ("fleet_train_ranks", 2.0),
+        ('fleet_train_rank_up{rank="0"}', 1.0),
+        ('fleet_train_rank_up{rank="1"}', 0.0),
+        ('fleet_train_rank_last_report_age_seconds{rank="0"}', 1.5),
+        ('fleet_train_rank_last_report_age_seconds{rank="1"}', 2.0),
+        ('fleet_train_rank_step_seconds{rank="0"}', 0.009),
+        ('fleet_train_rank_step_seconds{rank="1"}', 0.25),
+    ]
+    kinds = re.findall(r"^# TYPE fleet_train_(\S+) (\S+)$", page, re.MULTILINE)
+    assert [name for name, kind in kinds if kind == "counter"] == ["steps_total", "sent_bytes_total"]
+    assert {kind for _, kind in kinds} == {"counter", "gauge"}
 
 
 def test_users_own_curves_whose_names_become_equal_are_told_apart_and_no_numbers_are_shown() -> None:
@@ -108,6 +103,9 @@ def test_users_own_curves_whose_names_become_equal_are_told_apart_and_no_numbers
 
 
 def test_newest_values_are_served_and_a_scrape_says_how_old_the_reports_are(sink: PrometheusSink) -> None:
+    def of_ranks(name: str, found: dict[str, float]) -> list[float]:
+        return [found[f'fleet_train_rank_{name}{{rank="{rank}"}}'] for rank in range(3)]
+
     assert list(values(get(sink.address))) == ['fleet_train_info{version="0.1.0"}']
     sink.ranks([0.0], [0.0])  # one process reports itself
     found = values(get(sink.address))
@@ -120,16 +118,12 @@ def test_newest_values_are_served_and_a_scrape_says_how_old_the_reports_are(sink
     time.sleep(0.2)
     sink.ranks([10.0, 0.0, 30.0], [1.0, 0.0, 0.5])  # rank 1 has told nothing
     found = values(get(sink.address))
-    assert found["fleet_train_loss"] == 1.0
-    assert found["fleet_train_step_seconds"] == 0.02
-    assert found["fleet_train_steps_total"] == 20
-    assert found["fleet_train_ranks"] == 3
-    assert found['fleet_train_rank_step_seconds{rank="1"}'] == 0.012
-    assert found['fleet_train_rank_step_seconds{rank="2"}'] == 0.03
-    ages = [found[f'fleet_train_rank_last_report_age_seconds{{rank="{rank}"}}'] for rank in range(3)]
+    names = ("loss", "step_seconds", "steps_total", "ranks", 'info{model="mlp",profile="multi_node",version="0.1.0"}')
+    assert [found[f"fleet_train_{name}"] for name in names] == [1.0, 0.02, 20, 3, 1]
+    assert of_ranks("step_seconds", found) == [0.01, 0.012, 0.03]
+    ages = of_ranks("last_report_age_seconds", found)
     assert ages[1] >= ages[0] + 0.2
-    assert found['fleet_train_info{model="mlp",profile="multi_node",version="0.1.0"}'] == 1
-    assert [found[f'fleet_train_rank_up{{rank="{rank}"}}'] for rank in range(3)] == [1, 1, 1]
+    assert of_ranks("up", found) == [1, 1, 1]
 
 
 def test_ranks_that_are_gone_are_down_and_a_store_that_is_silent_tells_nothing() -> None:
@@ -184,7 +178,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
 def test_a_client_that_is_silent_for_too_long_is_sent_away_without_a_word(
     sink: PrometheusSink, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleet_train.train.prometheus_sink._Handler.timeout", 0.2)
+    monkeypatch.setattr(prometheus_sink._Handler, "timeout", 0.2)
     with socket.create_connection(("127.0.0.1", sink.port), timeout=5) as silent:
         assert silent.recv(1) == b""
     assert capfd.readouterr() == ("", "")

@@ -65,32 +65,25 @@ def test_a_step_is_split_into_data_compute_and_exposed_communication() -> None:
     }
 
 
-def test_one_process_has_no_communication() -> None:
+def test_one_process_has_no_communication_and_many_ranks_have_two_curves_together() -> None:
     found = speed_scalars(SPEED, communication(exposed_ms=0.0, rank_step_ms=[0.0], rank_wait_ms=[0.0]))
     assert sorted(tag.split("/")[0] for tag in found) == ["speed"] * 6
     assert (found["speed/data_ms"], found["speed/compute_ms"]) == (20.0, 180.0)
-
-
-def test_many_ranks_have_two_curves_together_and_none_without_a_barrier() -> None:
-    assert rank_scalars([0.0, 0.0], [0.0, 0.0]) == {}
+    assert rank_scalars([0.0, 0.0], [0.0, 0.0]) == {}, "without a barrier"
     found = rank_scalars([100.0] * 16 + [300.0], [0.0] * 17)
     assert found == {"ranks/median_step_ms": 100.0, "ranks/slowest_step_ms": 300.0}
 
 
-def test_profile_text_makes_the_profile_again() -> None:
+def test_profile_text_makes_the_profile_again_and_settings_are_those_that_are_not_defaults() -> None:
     profile = load_profile("multi_node")
     assert Profile(**yaml.safe_load(profile_text(profile, {}))).digest() == profile.digest()
     chosen = chosen_settings("nccl_comm_num: 2, fuse_grad_size_in_MB: 0.5")
     settled = Profile(**yaml.safe_load(profile_text(Profile(), chosen)))
     assert (settled.nccl_comm_num, settled.fuse_grad_size_in_MB) == (2, 0.5)
     assert chosen_settings("") == {}
-
-
-def test_settings_have_the_knobs_that_are_not_at_their_default() -> None:
-    assert profile_settings(Profile()) == {"profile": "default"}
-    settings = profile_settings(Profile(name="mine", nccl_comm_num=3))
-    assert settings == {"profile": "mine", "nccl_comm_num": 3}
-    check_tags(settings)
+    settings = [profile_settings(each) for each in (Profile(), Profile(name="mine", nccl_comm_num=3))]
+    assert settings == [{"profile": "default"}, {"profile": "mine", "nccl_comm_num": 3}]
+    check_tags(settings[1])
 
 
 def test_confusion_is_blue_on_the_diagonal_and_red_beside_it() -> None:
@@ -147,38 +140,29 @@ def watch(factor: float = 1.5, intervals: int = 3) -> StragglerWatch:
 
 def test_it_is_named_with_its_share_of_the_waiting_once_per_change() -> None:
     watching = watch()
-    said = [watching.check(SLOW, WAITS) for _ in range(5)]
-    assert said == [
-        None,
-        None,
-        "rank 3 (10.0.0.2:6171) takes 1.8x the median step of the others; they waited 44 % of their time for it",
-        None,
-        None,
-    ]
-    recovered = [watching.check(EVEN, WAITS) for _ in range(4)]
-    assert recovered == [None, None, "rank 3 (10.0.0.2:6171) keeps up with the others again", None]
+    assert {watching.check(step, WAITS) for step in (SLOW, EVEN, SLOW, SLOW, EVEN)} == {None}, "not often enough"
+    said = [watching.check(step, WAITS) for step in [SLOW] * 5 + [EVEN] * 4]
+    assert [number for number, each in enumerate(said) if each is not None] == [2, 7]
+    assert said[2] == (
+        "rank 3 (10.0.0.2:6171) takes 1.8x the median step of the others; they waited 44 % of their time for it"
+    )
+    assert said[7] == "rank 3 (10.0.0.2:6171) keeps up with the others again"
 
 
 def test_many_short_intervals_are_not_enough() -> None:
-    now = [0.0]
-    watching = StragglerWatch(ENDPOINTS, 1.5, intervals=3, seconds=5.0, clock=lambda: now[0])
-    said = []
+    now, said = 0.0, []
+    watching = StragglerWatch(ENDPOINTS, 1.5, intervals=3, seconds=5.0, clock=lambda: now)
     for _ in range(10):
-        said.append(watching.check(SLOW, WAITS))
-        now[0] += 0.9
-    assert [message is not None for message in said].index(True) == 6  # 5.4 s after it was slow for the first time
+        said.append(watching.check(SLOW, WAITS) is not None)
+        now += 0.9
+    assert said.index(True) == 6  # 5.4 s after it was slow for the first time
 
 
-def test_one_slow_interval_is_nobodys_fault() -> None:
-    watching = watch()
-    assert {watching.check(step, WAITS) for step in (SLOW, EVEN, SLOW, SLOW, EVEN)} == {None}
-
-
-def test_another_straggler_is_named_in_turn() -> None:
+def test_another_straggler_is_named_in_turn_and_of_two_the_slower() -> None:
     watching = watch(intervals=1)
     assert "rank 3" in str(watching.check(SLOW, WAITS))
     assert "rank 0 (10.0.0.1:6170) takes 3.0x" in str(watching.check([300.0, 100.0, 100.0, 100.0], [0.0, 9, 9, 9]))
-    assert "takes 2.0x" in str(watch(intervals=1).check([50.0, 100.0], [50.0, 0.0])), "two are compared with each other"
+    assert "takes 2.0x" in str(watch(intervals=1).check([50.0, 100.0], [50.0, 0.0]))
 
 
 @pytest.mark.parametrize(
@@ -223,13 +207,14 @@ def test_picture_has_a_tile_for_each_mistake() -> None:
     assert (picture[200, 300] == 255).all(), "no tile there"
 
 
-def test_short_epoch_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = LineProgress(interval_seconds=10.0, clock=lambda: 0.0)
-    progress.begin(0, 12, steps=3, done=0)
-    for _ in range(3):
-        progress.step(0.5, 8)
-    progress.end("train loss 0.5")
-    assert capsys.readouterr().out == "epoch  1/12  train loss 0.5\n"
+def test_a_short_epoch_is_one_line_and_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    for progress in (make_progress(reporting=False), LineProgress(interval_seconds=10.0, clock=lambda: 0.0)):
+        progress.begin(0, 12, steps=3, done=0)
+        for _ in range(3):
+            progress.step(0.5, 8)
+        progress.end("train loss 0.5")
+    make_progress(reporting=False).say("y")
+    assert capsys.readouterr() == ("epoch  1/12  train loss 0.5\n", "")
 
 
 def test_long_epoch_has_a_line_per_interval_with_the_last_fetched_loss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,15 +227,6 @@ def test_long_epoch_has_a_line_per_interval_with_the_last_fetched_loss(capsys: p
     # 27 of this epoch's steps and 80 of the next two are left, 4 s each; 64 samples in 4 s.
     expected = "epoch 2/4  step 13/40  loss 0.7500  16 samples/s, 0:07:08 left\n"
     assert capsys.readouterr().out == expected
-
-
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = make_progress(reporting=False)
-    progress.begin(0, 1, 1, 0)
-    progress.step(1.0, 8)
-    progress.end("x")
-    progress.say("y")
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_bar_leaves_the_epochs_line_and_what_is_said_cannot_control_the_terminal(
