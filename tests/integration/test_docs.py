@@ -1,10 +1,11 @@
-"""What users type: the commands of the README and of the pages work word for word.
+"""What users type: the commands and the diff of the README and of the pages work word for word.
 
 Commands that name two machines are run by test_launch_forms.py and others; here they are read up to their flags.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from functools import cache
@@ -29,25 +30,40 @@ MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfu
 # What ends within seconds and needs neither root nor another machine: words of its output. A group shares a folder.
 RUN = [
     {
+        "python train.py": "step99 cost=",
+        "python -m fleet_train launch --nproc_per_node=2 train.py": "step99 cost=",
         "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
         "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",
+        "python -m fleet_train version": "fleet_train",
+        "python -m fleet_train profiles": "multi_node",
+        "python -m fleet_train profiles multi_node": "nccl_comm_num",
         "python -m fleet_train profiles ./mine.yaml": "fuse_grad_size_in_MB",
+        "python -m fleet_train profiles --compatibility": "LocalSGD",
     },
     {
+        "python -m fleet_train plan --script train.py": "bucket",
+        "python -m fleet_train plan --model ResNet50 --nodes 5": "97.492 MB of gradients",
         "python -m fleet_train plan --nodes 4 --ranks_per_node 2 --strategy multi_node --script train.py --lr 0.1": (
             "bucket"
         ),
         "python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 --compute_ms 30 "
         "--batch_size 64 --nodes_on_paper 8,64,512": "512",
+        "python -m fleet_train plan --model mlp --nodes 2 --strategy local_sgd --simulate": "equal",
         "python -m fleet_train plan --model mlp --nodes 2 --ranks_per_node 2 --strategy local_sgd --simulate": (
             "bit-equal after updates 1, 2, 6, 10"
         ),
     },
     {
+        "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/mlp": "test accuracy",
         "python -m fleet_train train --model mlp --data digits --epochs 2 --checkpoint_every 1 --keep_checkpoints 1 "
         "--keep_best --background_checkpoints --output_dir runs/saved": "1 rank(s) on 1 node(s)",
         "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/saved --resume": (
             "(epoch 2, step 90)"
+        ),
+        "python -m fleet_train train --model mlp --data digits --epochs 6 --checkpoint_every 2 --stop_after_epochs 4 "
+        "--output_dir runs/digits": "1 rank(s) on 1 node(s)",
+        "python -m fleet_train train --model mlp --data digits --epochs 6 --output_dir runs/digits --resume": (
+            "(epoch 4, step 180)"
         ),
         "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/two/log -m fleet_train train --model mlp "
         "--epochs 2 --output_dir runs/two": "2 rank(s) on 1 node(s)",
@@ -57,6 +73,10 @@ RUN = [
         "--data_dir ./images --image_size 32 --epochs 1 --batch_size 8 --workers 1 --output_dir runs/two": (
             "ResNet18 on ./images: 2 rank(s)"
         ),
+        "python -m fleet_train train --model cnn --data synthetic:3x32x32x10x640 --epochs 1 --output_dir runs/noise": (
+            "cnn on synthetic:3x32x32x10x640: 1 rank(s)"
+        ),
+        "python -m fleet_train check --data ./images --image_size 32 --seconds 2": "48 samples in 2 classes",
         "python -m fleet_train check --data ./images --image_size 32 --seconds 2 --samples_per_second 20 --workers 1": (
             "feeds    20 samples/s: yes"
         ),
@@ -132,3 +152,13 @@ def test_a_flag_that_does_not_exist_is_found() -> None:
     assert unknown_flags(command) == ["--nods", "--epoch"]
     assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
     assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])
+def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
+    (block,) = fenced_blocks((ROOT / page).read_text(), "diff")
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("single_card.py", "train_with_fleet.py"))
+    real = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    for sign in "-+":
+        shown = [line[1:] for line in block.splitlines() if line.startswith(sign)]
+        assert shown == [line[2:] for line in real if line[0] == sign]

@@ -113,12 +113,15 @@ def test_two_ranks_learn_what_one_process_learns(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_a_gan_with_two_optimizers_trains_as_in_one_process(tmp_path: Path) -> None:
+def test_a_gan_begins_as_in_one_process_and_reaches_the_clouds(tmp_path: Path) -> None:
     steps = ("--steps", "200")
-    one, two = one_process("gan.py", tmp_path, *steps), two_ranks("gan.py", tmp_path, *steps)
+    one, two = one_process("gan.py", tmp_path, *steps), two_ranks("gan.py", tmp_path / "begun", *steps)
     for program in ("judging", "making"):
         assert_same_parameters(one.folder / program, two.folder / program)
-    assert len(two.measures(r"([\d.]+) of the points lie in (\d) of 8 clouds on 2 rank")) == 2
+    whole = two_ranks("gan.py", tmp_path)
+    inside, reached = whole.measures(r"([\d.]+) of the points lie in (\d) of 8 clouds on 2 rank")
+    assert inside > 0.7, whole.printed
+    assert reached >= 7
 
 
 def test_a_table_is_sent_whole_or_in_few_bits() -> None:

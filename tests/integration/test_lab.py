@@ -151,15 +151,15 @@ def holder() -> Iterator[tuple[subprocess.Popen[str], str]]:
             take_down(name)
 
 
-RANKS = "--faults save,freeze --network loopback --nodes 2 --epochs 4 --step_seconds 0.1"
-MACHINES = "--faults machine:0,cut --epochs 6 --step_seconds 0.1 --next_step_within 240"
+RANKS = "--faults save,step,start,freeze --network loopback --nodes 2 --epochs 6 --step_seconds 0.1"
+MACHINES = "--faults machine:0,frozen:leader,cut --epochs 8 --step_seconds 0.2 --next_step_within 240"
 
 
 @pytest.mark.parametrize(
     ("flags", "kinds"),
     [
-        pytest.param(RANKS, ["save", "freeze"], id="ranks"),
-        pytest.param(MACHINES, ["machine", "cut"], id="machines", marks=pytest.mark.root),
+        pytest.param(RANKS, ["save", "step", "start", "freeze"], id="ranks"),
+        pytest.param(MACHINES, ["machine", "frozen", "cut"], id="machines", marks=pytest.mark.root),
     ],
 )
 def test_a_small_soak_loses_nothing(tmp_path: Path, flags: str, kinds: list[str]) -> None:
