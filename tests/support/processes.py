@@ -17,12 +17,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_VARIABLE = "FLEET_TRAIN_TEST_JOB"
 RESULTS_VARIABLE = "FLEET_TRAIN_TEST_RESULTS"
+_Found = TypeVar("_Found")
 
 # What a launcher, a cluster or a developer's shell may have set: a test's processes start without it.
 _NOT_INHERITED = (
@@ -188,6 +190,15 @@ class Job:
 
     def report(self) -> str:
         return "\n".join(f"--- {one.name} (exit {one.process.poll()}) ---\n{one.output}" for one in self.started)
+
+
+def until(condition: Callable[[], _Found], seconds: float = 60.0) -> _Found:
+    """What ``condition`` gives once it holds; looks every 10 ms, and fails when it does not within the bound."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
+    return found
 
 
 def run_alone(

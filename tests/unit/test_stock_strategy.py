@@ -10,11 +10,10 @@ from paddle.distributed import fleet
 
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
-from fleet_train.profile import Profile, applied_mappings
+from fleet_train.profile import Profile
 from fleet_train.profile.fleet_objects import differing
+from tests.unit.test_strategy import ADAPTIVE, AMP, said, settings_of
 
-AMP = {"amp_level": "O1", "amp_dtype": "float16"}
-ADAPTIVE = {"use_local_sgd": True, "local_sgd_schedule": "adaptive"}
 PROTOBUF_STRING = 9
 
 
@@ -24,16 +23,6 @@ def stock(**assigned: Any) -> Any:
     for name, value in assigned.items():
         setattr(strategy, name, value)
     return strategy
-
-
-def settings_of(strategy: DistributedStrategy) -> dict[str, Any]:
-    settings = strategy.to_profile().settings()
-    assert settings.pop("name") == "strategy"
-    return settings
-
-
-def said(strategy: DistributedStrategy) -> list[str]:
-    return sorted(applied_mappings(strategy.to_profile()))
 
 
 NUMBERS = {"incr_every_n_steps": 10, "decr_every_n_nan_or_inf": 1, "incr_ratio": 4.0, "decr_ratio": 0.5}

@@ -27,7 +27,7 @@ from fleet_train.cluster.store.host import BindAddress, StoreHost, endpoint_of, 
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
-from tests.support.processes import clean_environ
+from tests.support.processes import clean_environ, until
 
 # one server
 
@@ -55,8 +55,7 @@ def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> 
         one.all_gather("step 5", None, 2, 5)
     assert left.value.absent == (Absence(1, "left", "left the job while others waited for it at step 5"),)
     connect(server, 1).close()
-    while one.gone().get(1, "left") == "left":
-        time.sleep(0.01)
+    until(lambda: one.gone().get(1, "left") != "left")
     with pytest.raises(WorkerFailed) as lost:
         one.all_gather("step 6", None, 2, 5)
     assert [each.kind for each in lost.value.absent] == ["lost"]
@@ -101,8 +100,7 @@ def test_a_forked_child_neither_sends_for_its_parent_nor_hides_its_death(server:
         try:
             assert parent.stdout is not None
             assert "was forked from rank 1 and has no place in the job" in parent.stdout.readline()
-            while one.get("forked") is None:
-                time.sleep(0.01)
+            until(lambda: one.get("forked") is not None)
             assert one.gone() == {}
             parent.kill()  # its child lives on, with what it has inherited
             with pytest.raises(WorkerFailed, match="rank 1 was lost"):
@@ -187,8 +185,7 @@ class Tree:
         with ThreadPoolExecutor(SIZE) as pool:
             found = pool.map(one, members)
             if meanwhile is not None:
-                while not all(map(self.waits, members)):
-                    time.sleep(0.01)
+                until(lambda: all(map(self.waits, members)))
                 meanwhile()
             return list(found)
 
@@ -281,8 +278,7 @@ def test_a_killed_relay_is_named_with_all_below_it(tree: Tree) -> None:
     for error in below_it:
         assert "the parent of this node's relay" in str(error)
     lost = {member for node in (1, 3, 4) for member in RANKS[node]}
-    while not lost <= set(tree.clients[0].gone()):
-        time.sleep(0.05)
+    until(lambda: lost <= set(tree.clients[0].gone()))
     assert set(tree.clients[0].gone()) == lost
 
 

@@ -23,6 +23,7 @@ from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, G
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.job import make_engine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
+from tests.support.processes import until
 from tests.unit.collectives.played import PLACE, Attributed, Group, stages
 
 SECONDS = 60
@@ -224,13 +225,6 @@ class Scene:
         """Until the watchdog has seen ``task``, and all that the test has set before, and has acted on it."""
         seen = task.looks
         until(lambda: task.looks >= seen + 3)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the watchdog did not do it"
-        time.sleep(0.005)
 
 
 @pytest.fixture

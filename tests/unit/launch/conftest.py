@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,15 +19,6 @@ def messages() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield written
     logger.removeHandler(handler)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """What the condition gives once it holds."""
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 def aside(call: Callable[[], Any]) -> Callable[[], Any]:

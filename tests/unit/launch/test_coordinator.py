@@ -27,7 +27,8 @@ from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
-from tests.unit.launch.conftest import aside, together, until
+from tests.support.processes import until
+from tests.unit.launch.conftest import aside, together
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 POLICY = FaultPolicy(max_restarts=3, min_nodes=2, rejoin_timeout_seconds=1.0, lost_node_timeout_seconds=2.0)

@@ -20,8 +20,7 @@ from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Process, StopRequested, stopping_signals, why_not_started
 from fleet_train.launch.workers import RankProcess, Ranks
-from tests.support.processes import clean_environ, python
-from tests.unit.launch.conftest import until
+from tests.support.processes import clean_environ, python, until
 
 NODE = Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 1, None, None)
 Starter = Callable[..., Ranks[RankProcess]]

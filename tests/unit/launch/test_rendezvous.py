@@ -18,7 +18,8 @@ from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous import Rendezvous, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult
-from tests.unit.launch.conftest import aside, together, until
+from tests.support.processes import until
+from tests.unit.launch.conftest import aside, together
 
 FACTS = {"the number of processes per node": 2, "the Paddle version": "3.3.1"}
 END = WorkerResult(0, "127.0.0.1:6170", 0, 3, None, 1.5, False, "/logs/workerlog.0", ("x",))

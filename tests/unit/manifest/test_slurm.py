@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from fleet_train.errors import ClusterError
 from fleet_train.manifest.slurm import gpus_per_node, time_limit_seconds
 from tests.support.manifests import AWKWARD, request_of, written
+from tests.support.processes import until
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "$@" >> "$CALLS/{name}"
@@ -170,8 +170,7 @@ def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
     """scancel sends SIGTERM to the tasks, which save their state, and to this script (slurmd, _rpc_terminate_job)."""
     go = cluster.calls / "go"
     process = cluster.submit("train.py", SRUN_ENDS="12", SRUN_WAITS=str(go))
-    while not (cluster.calls / "started").exists():
-        time.sleep(0.02)
+    until((cluster.calls / "started").exists)
     process.send_signal(signal.SIGTERM)
     go.touch()
     _, said = process.communicate(timeout=120)

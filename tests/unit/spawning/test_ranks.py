@@ -20,7 +20,7 @@ from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult
 from fleet_train.spawning import shipping
 from fleet_train.spawning.ranks import RankOutcome, SpawnedRank, results, silent_end
-from tests.support.processes import clean_environ
+from tests.support.processes import clean_environ, until
 
 NODE = Node(("127.0.0.1",), 0, 40000, 3, None, "lo")
 
@@ -136,10 +136,8 @@ def started() -> Iterator[Starter]:
 
 
 def end_of(rank: SpawnedRank) -> tuple[int, float]:
-    deadline = time.monotonic() + 60
-    while (end := rank.end()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    end = until(rank.end)
+    assert end is not None
     return end
 
 

@@ -21,6 +21,7 @@ from fleet_train.train import dashboard_server, prometheus_sink
 from fleet_train.train.dashboard import names_of
 from fleet_train.train.dashboard_server import OnlyForNames, name_in
 from fleet_train.train.prometheus_sink import PrometheusSink, Snapshot, families
+from tests.support.processes import until
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
 
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(12)]
     try:
-        wait_until(lambda: len(requests()) == 4)
+        until(lambda: len(requests()) == 4, 5)
         time.sleep(0.2)
         assert len(requests()) == 4
     finally:
@@ -171,7 +172,7 @@ def test_clients_that_say_nothing_take_no_more_than_four_threads_and_are_sent_aw
         for each in silent:
             each.close()
     assert time.monotonic() - began < 60
-    wait_until(lambda: requests() == [])
+    until(lambda: requests() == [], 5)
     assert capfd.readouterr() == ("", "")
 
 
@@ -182,13 +183,6 @@ def test_a_client_that_is_silent_for_too_long_is_sent_away_without_a_word(
     with socket.create_connection(("127.0.0.1", sink.port), timeout=5) as silent:
         assert silent.recv(1) == b""
     assert capfd.readouterr() == ("", "")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_port_in_use_names_its_owner_and_is_free_after_close(
