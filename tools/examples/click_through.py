@@ -45,7 +45,7 @@ def logits(rows: Any) -> Any:
         appeals = nn.Embedding(ROWS, 1, weight_attr=start)(rows).sum(axis=1)
         vectors = nn.Embedding(ROWS, WIDTH, sparse=True, weight_attr=start)(rows)
         pairs = (vectors.sum(axis=1).square() - vectors.square().sum(axis=1)).sum(axis=1, keepdim=True) / 2
-        deep = nn.Sequential(nn.Linear(len(IDS_OF_FIELDS) * WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
+        deep = nn.Sequential(nn.Linear(len(IDS_OF_FIELDS) * WIDTH, 32), nn.GELU(), nn.Linear(32, 1))
         return appeals + pairs + deep(vectors.flatten(1))
 
 
