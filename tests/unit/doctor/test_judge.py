@@ -273,9 +273,3 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
     assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.measure_machine, "space_of", lambda _: (1 << 40, 5000))
-    line = AfterFailure(ALONE, tmp_path / "log").line()
-    assert f"FAIL  disk  node 0 (127.0.0.1): {tmp_path} (logs): 5 kB free" in line

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from fleet_train.launch.node import (
     Machine,
     Node,
     build_environment,
-    check_ports,
     choose_interface,
     choose_node,
     choose_processes,
@@ -115,18 +112,6 @@ def test_the_interface_is_that_of_the_route_to_the_others() -> None:
     assert choose_interface(("10.0.0.1", "10.0.0.2", "172.16.0.1"), 0, CPU, routes.__getitem__) == "eth0"
     assert choose_interface(("10.0.0.1", "192.0.2.9"), 0, CPU, routes.__getitem__) == "eth0"
     assert choose_interface(("127.0.0.1",), 0, CPU, routes.__getitem__) == "lo"
-
-
-def test_a_taken_port_is_reported_with_its_purpose_and_owner(free_ports: Callable[..., int]) -> None:
-    port = free_ports(3)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port + 2))
-        taken.listen()
-        with pytest.raises(
-            ClusterError, match=rf"port {port + 2} on 127.0.0.1, which the job store needs.*process \d+"
-        ):
-            check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
-    check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
 
 
 def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() -> None:

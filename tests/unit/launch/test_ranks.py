@@ -203,19 +203,6 @@ ranks.stop()
 """
 
 
-def test_ranks_and_their_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_STUBBORN)
-    launcher = subprocess.Popen(python("-c", _LAUNCHER, str(tmp_path)), env=clean_environ())
-    try:
-        until((tmp_path / "ready").exists)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    child = int((tmp_path / "ready").read_text())
-    rank = json.loads((tmp_path / "workerend.0.json").read_text())["pid"]
-    until(lambda: is_gone(rank) and is_gone(child))
-
-
 _DAEMON = """
 import os, pathlib, sys, time
 if os.fork() == 0:

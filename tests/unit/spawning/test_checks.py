@@ -13,7 +13,7 @@ import pytest
 from fleet_train.errors import ClusterError
 from fleet_train.launch.node import Machine
 from fleet_train.spawning import shipping
-from fleet_train.spawning.shipping import NotSerializable, name_of, ship, ship_result, unship
+from fleet_train.spawning.shipping import NotSerializable, ship, ship_result, unship
 from fleet_train.spawning.spawn import check_call, check_ranks, check_seconds, profile_of, refuse_within_a_rank
 
 LOCK = threading.Lock()
@@ -112,10 +112,6 @@ def test_what_a_closure_captures_and_cannot_travel_is_named() -> None:
         NotSerializable, match=r"train returned a value of type list, .*: item 1 is a value of type _th"
     ):
         ship_result([1, LOCK], "train")
-
-
-def test_functions_are_called_what_their_author_calls_them() -> None:
-    assert [name_of(one) for one in (two, functools.partial(two, 1), lambda: 1)] == ["two", "two", "the lambda"]
 
 
 def test_a_rank_is_recognised_by_its_environment() -> None:
