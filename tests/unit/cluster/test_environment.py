@@ -96,7 +96,6 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
             ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1{port}"}, (), "is not of the form host:port")
             for port in ("", ":", ":\u00b2", ":" + "9" * 5000)
         ),
-        ({"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2"}, PADDLECLOUD, "the variable POD_IP is not set"),
         (
             {"PADDLE_TRAINERS": "10.0.0.1", "POD_IP": "10.0.0.1", "TRAINER_PORTS_NUM": "1", "PADDLE_TRAINERS_NUM": "2"},
             PADDLECLOUD,

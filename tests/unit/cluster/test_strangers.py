@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fleet_train.cluster.store.access import Access, job_secret
 from fleet_train.cluster.store.client import StepNote, StoreClient
 from fleet_train.cluster.store.server import Session, StoreServer
-from fleet_train.cluster.store.wire import Decoder, ProtocolError, encode, parse
+from fleet_train.cluster.store.wire import encode
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 from tests.unit.fuzz import fixed
 
@@ -183,21 +183,6 @@ def test_whatever_a_connection_sends_the_others_pass_the_barrier(
         for frame in frames:
             member.sendall(frame)
     members_meet(server)
-
-
-@fixed(100)
-@given(said=st.lists(st.binary(max_size=200) | _FRAMES, max_size=5), cut=st.integers(1, 50))
-def test_a_decoder_gives_frames_or_refuses(said: list[bytes], cut: int) -> None:
-
-    decoder = Decoder(4096)
-    data = b"".join(said)
-    try:
-        for at in range(0, len(data), cut):
-            for head, _ in decoder.feed(data[at : at + cut]):
-                parse(head)
-    except ProtocolError:
-        pass
-    assert len(decoder._buffer) < 3 * 4096
 
 
 @fixed(100)

@@ -217,10 +217,6 @@ def test_a_rank_gets_the_variables_of_paddles_own_launcher() -> None:
     assert variables_of_rank(rank_3, on_gpu=True, selected_gpu=0) == common | {"FLAGS_selected_gpus": "0"}
 
 
-def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
-    return LaunchRequest(command=command, is_module=is_module, strategy=strategy)
-
-
 def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
     versions = {"python": "3.11.2", "fleet_train": "0.1.0", "paddle": paddle}
     return Machine({"lo": ("127.0.0.1",)}, 4, False, None, versions)
@@ -242,20 +238,20 @@ def test_what_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_script_or_module_must_exist(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    prepare.check_program(request(str(tmp_path / "train.py")))
+    prepare.check_program(LaunchRequest((str(tmp_path / "train.py"),)))
     with pytest.raises(ClusterError, match=r"trian.py does not exist; did you mean .*/train.py\?"):
-        prepare.check_program(request(str(tmp_path / "trian.py")))
+        prepare.check_program(LaunchRequest((str(tmp_path / "trian.py"),)))
     with pytest.raises(ClusterError, match="is a folder"):
-        prepare.check_program(request(str(tmp_path)))
-    prepare.check_program(request("json.tool", is_module=True))
+        prepare.check_program(LaunchRequest((str(tmp_path),)))
+    prepare.check_program(LaunchRequest(("json.tool",), is_module=True))
     with pytest.raises(ClusterError, match="-m no_such_thing: there is no such module"):
-        prepare.check_program(request("no_such_thing", is_module=True))
+        prepare.check_program(LaunchRequest(("no_such_thing",), is_module=True))
 
 
 def launch_of(node: Node, visible_gpus: tuple[str, ...] | None = None, *, is_module: bool = False) -> prepare.Launch:
     environment = LaunchEnvironment({"X": "y"}, frozenset(), ())
     access = Access("job", None, "10.0.0.2")
-    asked = request("train.py", "--a", "--", "x y", is_module=is_module)
+    asked = LaunchRequest(("train.py", "--a", "--", "x y"), is_module)
     return prepare.Launch(asked, node, Path("/logs"), None, environment, {}, access, visible_gpus=visible_gpus)
 
 
@@ -285,7 +281,7 @@ def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkey
 
 def test_facts_are_what_must_be_equal_everywhere() -> None:
     node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
-    assert prepare.facts_of(node, machine(), None, request("train.py")) == {
+    assert prepare.facts_of(node, machine(), None, asked()) == {
         "the node list": "10.0.0.1,10.0.0.2",
         "the number of processes per node": 2,
         "--started_port": 6170,

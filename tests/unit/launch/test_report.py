@@ -102,17 +102,6 @@ def test_a_process_that_died_before_the_first_report_is_the_root_cause() -> None
     assert root_cause.rank == 2
 
 
-def test_the_report_shows_the_traceback_if_the_log_ends_with_other_lines() -> None:
-    ends = with_reports([SECONDARY, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
-    assert failure_report(ends).splitlines() == [
-        "rank 1 reported (10.0.0.1:/job/workerlog.1):",
-        "  | ValueError: boom",
-        "              rank  host:port      how it ended                          after  log file",
-        "failed first  1     10.0.0.1:6171  ValueError, then stopped by SIGTERM   1.5 s  /job/workerlog.1",
-        "secondary     0     10.0.0.1:6170  exit code 11 (another rank was lost)  2.0 s  /job/workerlog.0",
-    ]
-
-
 def test_an_end_survives_the_journey_as_json() -> None:
     before = end(3, 1.25, signal=9)
     assert WorkerResult.from_json(before.to_json()) == before
