@@ -132,20 +132,6 @@ def test_packets_of_every_size_are_answered_on_loopback() -> None:
     assert (largest, known >= 9000, silent) == (9000, True, 0)
 
 
-def test_a_stream_is_measured_and_leaves_the_connection_usable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        receiver, _ = server.accept()
-        with sender, receiver:
-            thread = threading.Thread(target=channel.send_stream, args=(sender, 0.4))
-            thread.start()
-            mean, best = channel.receive_stream(receiver, 0.4)
-            thread.join()
-            sender.sendall(b"more")
-            assert receiver.recv(10) == b"more"
-    assert best >= mean > 1e6
-
-
 def test_each_pair_once_and_each_node_once_a_round() -> None:
     for number in range(2, 17):
         made = rounds(range(number))

@@ -79,13 +79,6 @@ def test_unknown_flags_end_with_2_and_a_hint(arguments: list[str], said: str) ->
     assert said in result.output
 
 
-def test_paddlecloud_takes_the_place_of_the_node_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2", "POD_IP": "10.0.0.2", "PADDLE_PORT": "6007"}.items():
-        monkeypatch.setenv(name, value)
-    request = read("--use_paddlecloud", "train.py")
-    assert (request.hosts, request.node_host, request.started_port) == (("10.0.0.1", "10.0.0.2"), "10.0.0.2", 6007)
-
-
 SECONDS = ("--join_timeout", "--rejoin_timeout", "--lost_node_timeout", "--grace_seconds")
 
 
