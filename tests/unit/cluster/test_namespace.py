@@ -105,19 +105,6 @@ async def test_a_coincidence_is_no_mistake_and_is_looked_at_again() -> None:
 
 
 @in_virtual_time
-async def test_members_that_come_to_the_same_place_meanwhile_are_left_alone() -> None:
-    root = root_here()
-    one, two = Heard(), Heard()
-    arrive(root, one, 0, 2, name="a")
-    arrive(root, two, 1, 2, name="b", timeout=0.5)
-    await asyncio.sleep(0.6)
-    assert two.headers[0]["error"] == "timeout"
-    await asyncio.sleep(5.0)
-    assert one.frames == []
-    assert len(root.pending) == 1
-
-
-@in_virtual_time
 async def test_a_value_that_does_not_fit_is_refused_and_leaves_the_one_before() -> None:
     root = root_here()
     half = bytes(32 << 20)

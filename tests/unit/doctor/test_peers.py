@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -37,17 +38,8 @@ def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: s
 
 
 def rendezvous(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
-    met: dict[int, tuple[int, ...]] = {}
-
-    def meet(peer_group: PeerGroup) -> None:
-        met[peer_group.participants.index] = peer_group.wait_for_nodes(seconds)
-
-    threads = [threading.Thread(target=meet, args=(peer_group,)) for peer_group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds + 10)
-    return [met[peer_group.participants.index] for peer_group in groups]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(lambda group: group.wait_for_nodes(seconds), groups))
 
 
 def test_all_doctors_gather_all_facts_and_wait_for_an_absent_one_until_their_time_is_over() -> None:
