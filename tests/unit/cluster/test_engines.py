@@ -268,6 +268,10 @@ def test_a_rank_of_an_engine_gets_its_share_and_keeps_what_is_set(monkeypatch: p
     environ = dict(HYDRA)
     at_import.advise_this_process(environ, loaded=())
     assert environ["OMP_NUM_THREADS"] == "3"
+    told, of_four = {"SLURM_CPUS_PER_TASK": "6"}, Started("an engine", 0, 8, local_count=4)
+    assert at_import.threads_of_rank(told, of_four, 12, 12) == 6
+    untold = Started("an engine", 0, 8)  # it does not say how many share the machine
+    assert [at_import.threads_of_rank({}, started, 12, 12) for started in (of_four, untold)] == [3, 12]
 
 
 @pytest.mark.parametrize(
@@ -284,20 +288,6 @@ def test_nothing_is_set_elsewhere(environ: dict[str, str], loaded: tuple[str, ..
     before = dict(environ)
     at_import.advise_this_process(environ, loaded)
     assert environ == before
-
-
-@pytest.mark.parametrize(
-    ("environ", "local_count", "usable", "expected"),
-    [
-        ({"SLURM_CPUS_PER_TASK": "6"}, 4, 12, 6),
-        ({}, 4, 12, 3),  # nobody has bound it: four ranks share the machine
-        ({}, 4, 3, 3),  # bound to three already
-        ({}, None, 12, 12),  # the engine does not say how many share the machine
-    ],
-)
-def test_the_threads_of_a_rank(environ: dict[str, str], local_count: int | None, usable: int, expected: int) -> None:
-    started = Started("an engine", 0, 8, local_count=local_count)
-    assert at_import.threads_of_rank(environ, started, usable, 12) == expected
 
 
 def test_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,8 @@ def test_members_at_different_places_get_the_fix() -> None:
     each = ", ".join(f"rank {member} in fleet.save" for member in range(1, 8))
     assert f"points: rank 0 at 'b', {each}; call" in str(few)
     assert "; call fleet.save on all ranks, without `if rank == 0` around it; if all of them do" in str(mixed)
+    many = said({"error": "crossed"}, [[[[0, 8]], "step 2", ""], [[[9, 9]], "step 3", ""]])
+    assert "points: ranks 0-8 (9 in all) at 'step 2', rank 9 at 'step 3'; every rank" in str(many)
 
 
 @pytest.mark.parametrize(

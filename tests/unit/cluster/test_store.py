@@ -26,7 +26,7 @@ from fleet_train.cluster.store.client import StepNote, StoreClient, close_after_
 from fleet_train.cluster.store.host import BindAddress, StoreHost, endpoint_of, is_host, needs_relays
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import Absence, ClusterError, FleetTrainError, JoinTimeout, WorkerFailed
 from tests.support.processes import clean_environ, until
 
 # one server
@@ -221,23 +221,6 @@ def test_who_is_missing_is_named_through_the_tree(tree: Tree) -> None:
     assert all(not isinstance(answer, Exception) for answer in tree.all(lambda c: c.barrier("step 3", None, SIZE, 10)))
 
 
-def test_a_killed_relay_is_named_with_all_below_it(tree: Tree) -> None:
-    """Node 1 relays for nodes 3 and 4: its members and theirs are lost."""
-    outside = [member for node in (0, 2, 5, 6) for member in RANKS[node]]
-    waiting = [*outside, 6, 7, 8, 9]
-    found = tree.all(lambda client: client.barrier("step 5", None, SIZE, 60), waiting, tree.servers[1].stop)
-    outside, below_it = found[: len(outside)], found[len(outside) :]
-    assert all(isinstance(error, WorkerFailed) for error in found), found
-    for error in outside:
-        text = str(error)
-        assert "was lost (the relay of node 1 was lost" in text or "its connection broke" in text, text
-    for error in below_it:
-        assert "the parent of this node's relay" in str(error)
-    lost = {member for node in (1, 3, 4) for member in RANKS[node]}
-    until(lambda: lost <= set(tree.clients[0].gone()))
-    assert set(tree.clients[0].gone()) == lost
-
-
 @pytest.mark.parametrize(
     ("frozen", "waiting", "words"),
     [
@@ -255,13 +238,6 @@ def test_a_frozen_server_is_named_within_its_silence(tree: Tree, frozen: int, wa
         resume.set()
     assert time.monotonic() - began < 40 * SILENCE_SECONDS
     assert all(words in str(error) for error in found), found
-
-
-def test_members_at_different_points_get_an_error(tree: Tree) -> None:
-    found = tree.all(lambda client: client.barrier("step 12" if client.member < 9 else "all_reduce 0", None, SIZE, 30))
-    assert all(isinstance(error, ScheduleMismatch) for error in found)
-    elsewhere = "rank 9, rank 10, rank 11, rank 12, rank 13 at 'all_reduce 0'"
-    assert f"ranks 0-8 (9 in all) at 'step 12', {elsewhere}" in str(found[0])
 
 
 def test_values_failures_and_the_clock_are_those_of_the_root(tree: Tree) -> None:

@@ -155,7 +155,7 @@ def test_the_exit_of_a_launcher_that_waits_to_join_does_not_end_the_job(seats: P
 def test_a_launcher_that_was_started_differently_or_is_late_does_not_disturb_the_job(seats: Participants) -> None:
     leave(begin(seats)[2], seats)
     other = seats.take(2, {"a": 2, "b": 1})
-    with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here.*b is None there and 1 here"):
+    with pytest.raises(ScheduleMismatch, match=r"a is 1 there and 2 here.*b is None there and 1 here"):
         other.first()
     leave(other, seats)
     with pytest.raises(ClusterError, match="started without this launcher of node 2"):

@@ -12,6 +12,7 @@ from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_n
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult, choose_root_cause, failure_report, last_lines, spans, with_reports
 from fleet_train.launch.request import FaultPolicy
+from tests.unit.launch.conftest import missed, own
 
 
 def end(
@@ -46,14 +47,6 @@ def test_the_root_cause_is_the_first_that_did_not_merely_follow(
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 SECONDARY = end(0, 2.0, code=11)
-
-
-def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
-    return FailureReport(rank, rank, "raised", what, "...", code, ("ValueError: boom",), seconds)
-
-
-def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
-    return FailureReport(rank, 0, kind, what, "...", 11, (), seconds)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,6 @@ class TestEnds:
         (result,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
         assert (result.group, result.status) == ("profiles", FAIL)
         assert result.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
-
-    def test_a_subject_that_did_not_end(self) -> None:
         (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
         assert result.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
 
