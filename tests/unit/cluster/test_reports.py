@@ -121,12 +121,7 @@ def test_members_at_different_places_get_the_fix() -> None:
 @pytest.mark.parametrize(
     ("answer", "body", "kind", "words"),
     [
-        (
-            {"error": "count", "counts": [[3, 8], [5, 9]]},
-            None,
-            ScheduleMismatch,
-            "rank 3 .* has 8 ranks, rank 5 says 9",
-        ),
+        ({"error": "count", "counts": [[3, 8], [5, 9]]}, None, ScheduleMismatch, "rank 3 .* 8 ranks, rank 5 says 9"),
         ({"error": "store", "why": "gone"}, None, WorkerFailed, r"10.0.0.1:6170 no longer answers \(gone\)"),
         ({"error": "large"}, None, ClusterError, "exceed what the rendezvous store can hold"),
         ({"error": "full"}, None, ClusterError, "10.0.0.1:6170 can hold no more values"),
