@@ -211,16 +211,6 @@ def test_a_step_barrier_reduces_and_each_members_payload_can_be_read(tree: Tree)
     assert tree.all(lambda client: client.times(answers[1][0].number)) == [earlier] * SIZE
 
 
-def test_who_is_missing_is_named_through_the_tree(tree: Tree) -> None:
-    present = [member for member in range(SIZE) if member not in (7, 12, 13)]
-    found = tree.all(lambda client: client.barrier("step 3", None, SIZE, 2.0), present)
-    assert all(isinstance(error, JoinTimeout) for error in found)
-    assert {str(error) for error in found} == {"step 3: rank 7, rank 12, rank 13 did not arrive within 2 s"}
-    assert [each.member for each in found[0].absent] == [7, 12, 13]
-    # The next round of the same barrier starts clean.
-    assert all(not isinstance(answer, Exception) for answer in tree.all(lambda c: c.barrier("step 3", None, SIZE, 10)))
-
-
 @pytest.mark.parametrize(
     ("frozen", "waiting", "words"),
     [

@@ -225,20 +225,6 @@ def test_what_a_rank_has_started_in_a_session_of_its_own_ends_when_the_ranks_are
     assert is_gone(int((tmp_path / "ready").read_text()))
 
 
-def test_logs_that_cannot_be_written_are_reported_once_and_the_job_continues(
-    tmp_path: Path, messages: list[str]
-) -> None:
-    for name in ("workerlog.0", "workerend.0.json.tmp"):
-        (tmp_path / name).mkdir()
-    ranks = ranks_of(tmp_path, python("-c", "print('lost'); raise SystemExit(7)"))
-    ranks.start()
-    assert ended(ranks).exit_code == 7
-    ranks.close()
-    assert messages == [
-        f"{tmp_path}/workerlog.0 cannot be written: Is a directory; the job continues, logs are incomplete"
-    ]
-
-
 def test_files_of_an_earlier_job_are_removed_other_files_stay(tmp_path: Path) -> None:
     for name in ("workerlog.0", "workerend.0.json", "workerlog.7", "notes.txt"):
         (tmp_path / name).touch()

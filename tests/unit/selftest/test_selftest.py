@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +58,8 @@ def test_checks_are_chosen_in_their_order() -> None:
     assert chosen([], ["faults"]).groups == tuple(GROUPS)[:-1]
     with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
         chosen(["faults"], ["faults"])
+    asked = record.command_of(chosen(["faults", "devices"], [], quick=True))
+    assert asked == "python -m fleet_train selftest --only devices --only faults --quick"
     quick = chosen([], [], quick=True)
     assert (quick.is_quick, Options().is_quick) == (True, False)
     assert Options.from_json(quick.to_json()) == quick
@@ -243,23 +244,6 @@ NAMED = Cluster(assign(["10.0.0.1", "gpu-a.example.org"], 2, 6170), 0)
 def test_texts_lose_their_names(text: str, clean: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert record.without_names(text, NAMED) == clean
-
-
-def test_record_and_page(tmp_path: Path) -> None:
-    results = [
-        Result("devices", "backend", OK, "gloo", 0.1),
-        Result("faults", "a rank is killed", FAIL, "rank 3 (gpu-a.example.org:6171) | said\nnothing", 2.0, {"x": 1}),
-    ]
-    made = record.make(NAMED, Options(), [record.facts()] * 2, results, 3.0)
-    path = record.write(tmp_path / "new", made)
-    assert path.name == f"{made['circumstances']['date'][:10]}-selftest-gloo-2x2.json"
-    assert json.loads(path.read_text()) == made
-    assert (made["failures"], made["exit_code"]) == (["a rank is killed"], 1)
-    assert "| a rank is killed | FAIL | 2.0 | rank 3 (node 1) \\| said nothing |" in path.with_suffix(".md").read_text()
-    assert "example.org" not in path.read_text()
-    assert record.command_of(Options()) == "python -m fleet_train selftest"
-    asked = chosen(["faults", "devices"], [], quick=True)
-    assert record.command_of(asked) == "python -m fleet_train selftest --only devices --only faults --quick"
 
 
 def test_a_package_that_was_installed_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
