@@ -74,6 +74,15 @@ def test_two_streams_of_one_screen_keep_their_order(pipes: Pipes) -> None:
     assert pipes.read(0) == b"".join(b"%d a\n%d b\n" % (number, number) for number in range(200))
 
 
+def test_an_unread_stream_blocks_neither_the_caller_nor_the_other_stream(pipes: Pipes) -> None:
+    fill(pipes.one)
+    pipes.one.put(b"lost\nlost\n")
+    pipes.two.put(b"the job has failed\n", after=pipes.one)
+    assert not pipes.one.drain()
+    assert pipes.two.drain()
+    assert pipes.read(1) == b"the job has failed\n"
+
+
 def test_a_late_reader_gets_the_number_of_lines_it_missed(pipes: Pipes) -> None:
     fill(pipes.one)
     pipes.one.put(b"lost\nlost\n")
@@ -94,6 +103,14 @@ def test_a_closed_pipe_and_a_missing_stream_take_everything_in_silence(pipes: Pi
             outlet.put(b"x" * 65_535)
         assert outlet.drain()
         assert outlet.has_room()
+
+
+def test_a_full_disk_costs_the_lines_and_nothing_else() -> None:
+    with open("/dev/full", "w") as full:
+        outlet = Outlet(full, threading.Condition())
+        for _ in range(2):
+            outlet.put(b"one\n")
+            assert outlet.drain()
 
 
 # What Paddle 3.3.1 prints in a job of two ranks on CPUs, and what its sources print on GPUs.
