@@ -55,14 +55,11 @@ def test_json_has_what_a_bug_report_needs() -> None:
     assert found["engine"] == "none"
 
 
-def test_text_has_one_line_for_each_fact_and_is_one_line_where_that_is_asked() -> None:
+def test_text_has_a_line_for_each_fact_and_is_one_line_where_that_is_asked() -> None:
     printed = run("version", **VARIABLES)
     assert_names_and_no_values(printed)
-    names = [line.split()[0] for line in printed.splitlines()]
-    facts = (
-        "fleet_train python paddle numpy visualdl numba system processor memory cgroup container gpus engine variables"
-    )
-    assert [name for name in facts.split() if names.count(name) != 1] == []
+    names = {line.split()[0] for line in printed.splitlines()}
+    assert names >= {"fleet_train", "python", "paddle", "memory", "cgroup", "container", "gpus", "engine", "variables"}
     (line,) = run("--version").splitlines()
     assert line.startswith(f"fleet_train {fleet_train.__version__}")
     assert line.endswith(f"paddlepaddle {metadata.version('paddlepaddle')}")
@@ -78,28 +75,17 @@ def test_the_commit_of_a_checkout_and_its_changes_are_reported() -> None:
         assert isinstance(own["uncommitted_changes"], bool)
 
 
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({}, "none"),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-            "mpi: process 1 of 4",
-        ),
-        (
-            {"FLEET_TRAIN_ENGINE": "slurm"},
-            "its variables contradict each other or are incomplete: launch --dry-run says how",
-        ),
-    ],
-)
-def test_engines_are_named_as_launch_names_them(environ: dict[str, str], told: str) -> None:
-    assert facts_of(environ)["engine"] == told
+def test_engines_are_named_as_launch_names_them() -> None:
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert [facts_of(environ)["engine"] for environ in ({}, mpi)] == ["none", "mpi: process 1 of 4"]
+    told = "its variables contradict each other or are incomplete: launch --dry-run says how"
+    assert facts_of({"FLEET_TRAIN_ENGINE": "slurm"})["engine"] == told
 
 
 @pytest.mark.parametrize(
     ("files", "limits"),
     [
-        pytest.param(
+        (
             {
                 "proc/self/cgroup": "0::/pod/container\n",
                 "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
@@ -107,15 +93,11 @@ def test_engines_are_named_as_launch_names_them(environ: dict[str, str], told: s
                 "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
                 "sys/fs/cgroup/pod/container/memory.max": "1073741824\n",
             },
-            {"cores": 1.5, "memory_bytes": 1 << 30},
-            id="the least of a group and those above",
+            {"cores": 1.5, "memory_bytes": 1 << 30},  # the least of a group and those above
         ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
-            {"cores": 0.5},
-            id="a container whose path is the machine's",
-        ),
-        pytest.param(
+        # a container whose path is the machine's
+        ({"proc/self/cgroup": "0::/../other\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, {"cores": 0.5}),
+        (
             {
                 "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n",
                 "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
@@ -123,8 +105,7 @@ def test_engines_are_named_as_launch_names_them(environ: dict[str, str], told: s
                 "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "2147483648\n",
                 "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             },
-            {"memory_bytes": 2 << 30},
-            id="version 1",
+            {"memory_bytes": 2 << 30},  # version 1
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,36 +70,57 @@ TRAIN_JOB = {
     "PET_MASTER_PORT": "29400",
 }
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "FLEET_TRAIN_NNODES": "3", "FLEET_TRAIN_MASTER": "digits-0.digits:7000"}
-RECOGNISED: list[tuple[dict[str, str], tuple[object, ...]]] = [
-    (SLURM, ("Slurm (job 17, step 2)", 3, 4, 1, 2)),
-    (OPEN_MPI, ("Open MPI", 2, 4, 0, 2)),
-    (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2)),
-    ({**HYDRA, "I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2)),
-    (TORCHRUN, ("torchrun", 3, 4, 1, 2)),
-    (VOLCANO, ("whoever set RANK and WORLD_SIZE", 1, 2, 0, None)),
-    (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None)),
-    (PADDLE_OPERATOR, ("paddle-operator", 1, 2, 0, None)),
-    (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None)),
-    (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None)),
-    (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None)),
+WORKERS = ("digits-worker-0", "digits-worker-1", "digits-worker-2")
+NODES = ("digits-node-0-0.digits", "digits-node-0-1.digits")
+PODS = ("digits-0.digits", "digits-1.digits", "digits-2.digits")
+BY_HAND = "whoever set RANK and WORLD_SIZE"
+RECOGNISED: list[tuple[dict[str, str], tuple[Any, ...]]] = [
+    (SLURM, ("Slurm (job 17, step 2)", 3, 4, 1, 2, 1, ("n1", "n2"), "n1", port_of(SLURM), "slurm-17.2")),
+    (OPEN_MPI, ("Open MPI", 2, 4, 0, 2, None, (), "", 12160, "openmpi-2154561537")),
+    (OPEN_MPI | {"PMIX_NAMESPACE": "n1@1/x y"}, ("Open MPI", 2, 4, 0, 2, None, (), "", 29824, "openmpi-n1@1-x-y")),
+    (OPEN_MPI | {"PMIX_NAMESPACE": ""}, ("Open MPI", 2, 4, 0, 2, None, (), "", 24576, "openmpi-unnamed")),
+    (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2, None, (), "", None, "hydra")),
+    (HYDRA | {"I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2, None, (), "", None, "hydra")),
+    (TORCHRUN, ("torchrun", 3, 4, 1, 2, 1, (), "10.0.0.1", 29500, "torchrun-none")),
+    (
+        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},  # its own store keeps its port
+        ("torchrun", 3, 4, 1, 2, 1, (), "10.0.0.1", 29501, "torchrun-none"),
+    ),
+    (VOLCANO, (BY_HAND, 1, 2, 0, None, None, (), "job-master-0.job", 23456, "torchrun-job-master-0.job")),
+    (PADDLE_JOB, ("PaddleJob digits", 1, 2, 0, None, None, WORKERS[:2], WORKERS[0], 37777, "paddlejob-digits")),
+    (
+        PADDLE_JOB | {"PADDLE_MASTER": "10.1.2.3:37777"},
+        ("PaddleJob digits", 1, 2, 0, None, None, WORKERS[:2], WORKERS[0], 37777, "paddlejob-digits"),
+    ),
+    (
+        PADDLE_OPERATOR,
+        ("paddle-operator", 1, 2, 0, None, None, ("10.0.0.1", "10.0.0.2"), "10.0.0.1", 2379, "paddle-operator"),
+    ),
+    (
+        PADDLE_OPERATOR | {"PADDLE_JOB_ID": "digits"},
+        ("paddle-operator", 1, 2, 0, None, None, ("10.0.0.1", "10.0.0.2"), "10.0.0.1", 2379, "digits"),
+    ),
+    (ELASTIC, ("paddle-operator (elastic)", 2, 3, 0, None, None, WORKERS, WORKERS[0], None, "ns-digits")),
+    (TRAIN_JOB, ("TrainJob digits", 1, 2, 0, None, None, NODES, NODES[0], 29400, f"trainjob-{NODES[0]}")),
+    (INDEXED_JOB, ("a Kubernetes Job", 1, 3, 0, None, None, PODS, PODS[0], 7000, f"job-{PODS[0]}")),
+    (
+        INDEXED_JOB | {"FLEET_TRAIN_MASTER": "10.0.0.1"},
+        ("a Kubernetes Job", 1, 3, 0, None, None, (), "10.0.0.1", None, "job-10.0.0.1"),
+    ),
 ]
-"""(variables of one process, engine, index, count, local index, local count)."""
+"""(variables of one process, the beginning of what it is told: `Started`)."""
 
 
-def recognised(environ: dict[str, str], asked: str | None = None) -> Started:
-    found = detect(environ, asked)
+def recognised(environ: dict[str, str]) -> Started:
+    found = detect(environ)
     assert found is not None
     return found
 
 
-def place(environ: dict[str, str], asked: str | None = None) -> tuple[object, ...]:
-    found = recognised(environ, asked)
-    return found.index, found.count, found.local_index, found.local_count, found.node, found.hosts, found.port
-
-
-@pytest.mark.parametrize("exported", [{}, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}])
-def test_a_task_of_slurm_is_placed_by_its_steps_variables(exported: dict[str, str]) -> None:
-    assert place(SLURM | exported) == (3, 4, 1, 2, 1, ("n1", "n2"), port_of(SLURM))
+@pytest.mark.parametrize(("environ", "expected"), RECOGNISED)
+def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
+    run = "slurm-cluster-17" if environ is SLURM else ""
+    assert detect(environ) == Started(*expected, run=run, processes=4 if environ is TRAIN_JOB else None)
 
 
 @pytest.mark.parametrize(
@@ -119,33 +141,17 @@ def test_the_shell_of_srun_is_no_task_and_what_srun_starts_from_there_is(monkeyp
     monkeypatch.setattr("os.isatty", lambda _: True)
     assert detect(inherited) is None
     monkeypatch.setattr("os.isatty", lambda _: False)
-    assert place(inherited) == place(SLURM)
+    assert detect(inherited) == detect(SLURM)
 
 
 def test_one_task_in_a_larger_allocation_is_a_job_of_one_process() -> None:
     one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     one |= {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-    assert place({**SLURM, **one})[:2] == (0, 1)
+    alone = recognised({**SLURM, **one})
+    assert (alone.index, alone.count) == (0, 1)
     assert isinstance(cluster_from_environ({**SLURM, **one}), Cluster)
     shell = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
     assert (detect(shell), allocated_nodes(shell), allocated_nodes(SLURM)) == (None, 2, 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"SLURM_NODEID": "5"}, "SLURM_NODEID=5, but SLURM_STEP_NODELIST names 2 nodes"),
-        ({"SLURM_PROCID": "4"}, r"SLURM_PROCID=4 is not in 0 \.\. 3"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "makes 3 tasks on 2 nodes, but SLURM_STEP_NUM_TASKS=4"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
-        ({"SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
-        ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
-        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4"),
-    ],
-)
-def test_contradictions_of_slurm_are_named(change: dict[str, str], message: str) -> None:
-    with pytest.raises(ClusterError, match=message):
-        detect({**SLURM, **change})
 
 
 @pytest.mark.parametrize(
@@ -181,48 +187,10 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
         port_of({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in range(20) for step in (0, 1)
     }
     assert len(ports) == 40
-    assert all(10_240 <= port < 32_768 - 64 for port in ports)
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
-
-
-@pytest.mark.parametrize(("environ", "expected"), RECOGNISED)
-def test_each_engine_is_recognised(environ: dict[str, str], expected: tuple[object, ...]) -> None:
-    found = recognised(environ)
-    assert (found.engine, found.index, found.count, found.local_index, found.local_count) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "node", "master", "job"),
-    [
-        (SLURM, 1, "n1", "slurm-17.2"),
-        (OPEN_MPI, None, "", "openmpi-2154561537"),
-        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1@1/x y"}, None, "", "openmpi-prterun-n1@1-x-y"),
-        ({name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"}, None, "", "openmpi-unnamed"),
-        (HYDRA, None, "", "hydra"),
-        (TORCHRUN, 1, "10.0.0.1", "torchrun-none"),
-        (VOLCANO, None, "job-master-0.job", "torchrun-job-master-0.job"),
-        (PADDLE_JOB, None, "digits-worker-0", "paddlejob-digits"),
-        (PADDLE_OPERATOR, None, "10.0.0.1", "paddle-operator"),
-        ({**PADDLE_OPERATOR, "PADDLE_JOB_ID": "digits"}, None, "10.0.0.1", "digits"),
-        (ELASTIC, None, "digits-worker-0", "ns-digits"),
-        (TRAIN_JOB, None, "digits-node-0-0.digits", "trainjob-digits-node-0-0.digits"),
-        (INDEXED_JOB, None, "digits-0.digits", "job-digits-0.digits"),
-    ],
-)
-def test_each_engine_says_where_rank_0_is_and_what_tells_its_jobs_apart(
-    environ: dict[str, str], node: int | None, master: str, job: str
-) -> None:
-    found = recognised(environ)
-    assert (found.node, found.master, found.job, found.restarts) == (node, master, job, 0)
-    assert found.run == ("slurm-cluster-17" if environ is SLURM else "")
-    assert found.processes == (4 if environ is TRAIN_JOB else None)
-    assert found.in_words() == f"started by {found.engine}: process {found.index} of {found.count}"
-
-
-def test_open_mpis_jobs_have_ports_of_their_own_too() -> None:
-    ports = {recognised({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}).port or 0 for job in range(40)}
-    assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports)
-    assert len(ports) > 30
+    mpis = {recognised({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}).port or 0 for job in range(40)}
+    assert len(mpis) > 30
+    assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports | mpis)
     assert recognised({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100}).job == "openmpi-" + "x" * 60
 
 
@@ -231,38 +199,18 @@ def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:
     assert (again.restarts, again.run, again.job) == (2, "slurm-blue-17", "slurm-17.5")
 
 
-@pytest.mark.parametrize(
-    ("environ", "hosts", "port"),
-    [
-        (PADDLE_JOB, ("digits-worker-0", "digits-worker-1"), 37777),
-        ({**PADDLE_JOB, "PADDLE_MASTER": "10.1.2.3:37777"}, ("digits-worker-0", "digits-worker-1"), 37777),
-        (PADDLE_OPERATOR, ("10.0.0.1", "10.0.0.2"), 2379),
-        (ELASTIC, ("digits-worker-0", "digits-worker-1", "digits-worker-2"), None),
-        (TRAIN_JOB, ("digits-node-0-0.digits", "digits-node-0-1.digits"), 29400),
-        (INDEXED_JOB, ("digits-0.digits", "digits-1.digits", "digits-2.digits"), 7000),
-        ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "10.0.0.1"}, (), None),
-        (VOLCANO, (), 23456),
-        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, (), 29501),  # its own store keeps its port
-    ],
-)
-def test_pods_are_known_by_names_that_outlive_their_addresses(
-    environ: dict[str, str], hosts: tuple[str, ...], port: int | None
-) -> None:
-    found = recognised(environ)
-    assert (found.hosts, found.port) == (hosts, port)
-
-
 def test_the_nearest_engine_counts() -> None:
+    assert recognised(SLURM).in_words() == "started by Slurm (job 17, step 2): process 3 of 4"
     assert recognised({**SLURM, **OPEN_MPI}).engine == "Open MPI"
     assert recognised({**SLURM, "SLURM_PROCID": "0", **TORCHRUN}).engine == "torchrun"
-    srun_mpi = recognised({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
-    assert srun_mpi.engine.startswith("Slurm")
+    assert detect(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == detect(SLURM)  # srun --mpi=pmi2
+    assert detect(SLURM | {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}) == detect(SLURM)
 
 
 def test_an_engine_can_be_named_or_left_out() -> None:
     assert detect(SLURM, "none") is None
     assert detect({**SLURM, "FLEET_TRAIN_ENGINE": "none"}) is None
-    assert place({**SLURM, **OPEN_MPI}, "slurm")[:2] == (3, 4)
+    assert detect({**SLURM, **OPEN_MPI}, "slurm") == detect(SLURM)
     with pytest.raises(ClusterError, match=r"--engine mpi .* none of its variables is set"):
         detect(SLURM, "mpi")
     with pytest.raises(ClusterError, match="FLEET_TRAIN_ENGINE=lsf is not one of auto, none, mpi, slurm"):
@@ -279,6 +227,15 @@ def test_an_engine_can_be_named_or_left_out() -> None:
         ({**INDEXED_JOB, "FLEET_TRAIN_MASTER": "digits-0.digits:port"}, "FLEET_TRAIN_MASTER=.* is not of the form"),
         ({**VOLCANO, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK=2 is not in 0 \.\. 1"),
+        ({**SLURM, "SLURM_NODEID": "5"}, "SLURM_NODEID=5, but SLURM_STEP_NODELIST names 2 nodes"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1"}, "makes 3 tasks on 2 nodes, but SLURM_STEP_NUM_TASKS=4"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
+        ({**SLURM, "SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
+        ({**SLURM, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
+        (
+            {**SLURM, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},
+            "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4",
+        ),
         *(
             ({**environ, name: " "}, name)  # blank counts as missing
             for environ, name in (
@@ -311,6 +268,10 @@ def test_a_rank_of_an_engine_gets_its_share_and_keeps_what_is_set(monkeypatch: p
     environ = dict(HYDRA)
     at_import.advise_this_process(environ, loaded=())
     assert environ["OMP_NUM_THREADS"] == "3"
+    told, of_four = {"SLURM_CPUS_PER_TASK": "6"}, Started("an engine", 0, 8, local_count=4)
+    assert at_import.threads_of_rank(told, of_four, 12, 12) == 6
+    untold = Started("an engine", 0, 8)  # it does not say how many share the machine
+    assert [at_import.threads_of_rank({}, started, 12, 12) for started in (of_four, untold)] == [3, 12]
 
 
 @pytest.mark.parametrize(
@@ -327,20 +288,6 @@ def test_nothing_is_set_elsewhere(environ: dict[str, str], loaded: tuple[str, ..
     before = dict(environ)
     at_import.advise_this_process(environ, loaded)
     assert environ == before
-
-
-@pytest.mark.parametrize(
-    ("environ", "local_count", "usable", "expected"),
-    [
-        ({"SLURM_CPUS_PER_TASK": "6"}, 4, 12, 6),
-        ({}, 4, 12, 3),  # nobody has bound it: four ranks share the machine
-        ({}, 4, 3, 3),  # bound to three already
-        ({}, None, 12, 12),  # the engine does not say how many share the machine
-    ],
-)
-def test_the_threads_of_a_rank(environ: dict[str, str], local_count: int | None, usable: int, expected: int) -> None:
-    started = Started("an engine", 0, 8, local_count=local_count)
-    assert at_import.threads_of_rank(environ, started, usable, 12) == expected
 
 
 def test_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

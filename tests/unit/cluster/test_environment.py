@@ -71,16 +71,14 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
 @pytest.mark.parametrize(
     ("environ", "command", "message"),
     [
+        (LONELY, [*OLD_COMMAND[:5], "--node_ip=10.0.0.9"], r"--node_ip=10\.0\.0\.9 is not one of --cluster"),
+        (LONELY, [*PADDLECLOUD[:3], "--nproc_per_nodes=2"], "'--nproc_per_nodes'; did you mean '--nproc_per_node'"),
+        ({}, [*OLD_COMMAND[:4], "--cluster_node_ips=10.0.0.1,10.0.0.1"], r"10\.0\.0\.1 twice; list every"),
         (
             LONELY,
-            [*OLD_COMMAND[:5], "--node_ip=10.0.0.9", *OLD_COMMAND[6:]],
-            r"--node_ip=10\.0\.0\.9 is not one of --cluster",
-        ),
-        (LONELY, [*PADDLECLOUD[:3], "--nproc_per_nodes=2"], "'--nproc_per_nodes'; did you mean '--nproc_per_node'"),
-        (
-            {},
-            [*OLD_COMMAND[:4], "--cluster_node_ips=10.0.0.1,10.0.0.1", "--node_ip=10.0.0.1"],
-            r"10\.0\.0\.1 twice; list every",
+            TWO_GPUS,
+            r"(?s)asked for 2 processes on this machine and started 1.*python -m fleet_train launch --cluster_node_ips="
+            r"10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 --started_port=6170 --nproc_per_node=2 train.py --lr 0.1$",
         ),
         (MODERN | {"PADDLE_TRAINERS_NUM": "3"}, (), "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 4"),
         (MODERN | {"PADDLE_TRAINER_ID": "0"}, (), "PADDLE_CURRENT_ENDPOINT=10"),
@@ -90,7 +88,6 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
             ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1{port}"}, (), "is not of the form host:port")
             for port in ("", ":", ":\u00b2", ":" + "9" * 5000)
         ),
-        ({"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2"}, PADDLECLOUD, "the variable POD_IP is not set"),
         (
             {"PADDLE_TRAINERS": "10.0.0.1", "POD_IP": "10.0.0.1", "TRAINER_PORTS_NUM": "1", "PADDLE_TRAINERS_NUM": "2"},
             PADDLECLOUD,
@@ -101,16 +98,6 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
 def test_what_contradicts_itself_is_refused(environ: dict[str, str], command: Sequence[str], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         cluster_from_environ(environ, command)
-
-
-def test_fewer_processes_than_selected_gpus_gives_the_command_that_works() -> None:
-    with pytest.raises(ClusterError) as caught:
-        cluster_from_environ(LONELY, TWO_GPUS)
-    assert "asked for 2 processes on this machine and started 1" in str(caught.value)
-    assert str(caught.value).endswith(
-        "python -m fleet_train launch --cluster_node_ips=10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 "
-        "--started_port=6170 --nproc_per_node=2 train.py --lr 0.1"
-    )
 
 
 def test_paddlecloud_pod() -> None:

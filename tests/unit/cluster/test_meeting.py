@@ -1,14 +1,17 @@
-"""Ranks that an engine started meet before they know each other's addresses: where, over what, and what they tell."""
+"""Ranks that an engine started meet before they know each other's addresses: where, over what, and what they tell.
+
+Below, the addresses, ports and connections of this machine.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,37 +118,26 @@ def test_ranks_from_what_each_reported(told: dict[int, list[object]], expected: 
         ranks_of({0: ["10.0.0.1", 0, ""], 1: ["10.0.0.2", None, ""]}, 7000)
 
 
-def test_a_name_that_gets_another_address_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = {"pod-0.set": frozenset({"10.0.0.5"})}
-    monkeypatch.setattr("fleet_train.cluster.store.access.addresses_of", lambda name: addresses[name])
-    monkeypatch.setattr("fleet_train.timeouts.NAMES_SECONDS", 0.0)
-    callers = Callers(["pod-0.set", "10.0.0.9"])
-    assert (callers.hears("10.0.0.5"), callers.hears("10.0.0.9"), callers.hears("10.0.0.6")) == (True, True, False)
-    addresses["pod-0.set"] = frozenset({"10.0.0.6"})
-    for _ in range(500):
-        if callers.hears("10.0.0.6"):
-            break
-    else:
-        raise AssertionError("the new address was never heard")
-    assert not callers.hears("10.0.0.7")
-    assert callers.may_change
-    assert not Callers(["10.0.0.9"]).may_change
-
-
-def test_strangers_cause_a_lookup_of_names_at_most_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_looked_up_again_for_a_stranger_at_most_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     looks: list[float] = []
+
+    def addresses_of(_: str) -> frozenset[str]:
+        looks.append(now[0])
+        return frozenset({"10.0.0.6"} if now[0] > 103.5 else {"10.0.0.5"})
+
     monkeypatch.setattr(callers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(callers_module, "addresses_of", lambda _: frozenset())
-    monkeypatch.setattr(callers_module.Callers, "_resolve", lambda _: looks.append(now[0]))
-    named, fixed = Callers(["pod-0.set"]), Callers(["10.0.0.9"])
+    monkeypatch.setattr(callers_module, "addresses_of", addresses_of)
+    named, fixed = Callers(["pod-0.set", "10.0.0.9"]), Callers(["10.0.0.9"])
+    assert (named.may_change, fixed.may_change) == (True, False)
     for now[0] in (100.0, 101.9, 102.1, 103.0, 104.0, 104.2):
-        assert not named.hears("10.0.0.6")
+        assert named.hears("10.0.0.6") in (False, now[0] > 104.1)  # known as soon as the lookup has ended
         assert not fixed.hears("10.0.0.6")
         for thread in threading.enumerate():
             if thread.name == "fleet_train names":
                 thread.join()
-    assert looks == [102.1, 104.2]
+    assert looks == [100.0, 102.1, 104.2]
+    assert [named.hears(f"10.0.0.{last}") for last in (5, 6, 7, 9)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(("master", "seen"), [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", "")])
@@ -301,97 +293,138 @@ GOOD = {
 }
 
 
-class Manager:
-    """Answers each command with its line, in pieces; keeps what was asked."""
-
-    def __init__(self, answers: dict[str, str]) -> None:
-        self.ours, self._theirs = socket.socketpair()
-        self.asked: list[str] = []
-        self._answers = answers
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError), self._theirs.makefile("r") as lines:
-            for line in lines:
-                self.asked.append(line.rstrip("\n"))
-                answer = self._answers.get(line.split()[0].removeprefix("cmd="))
-                if answer == "end":
-                    self._theirs.shutdown(socket.SHUT_RDWR)
-                if answer is None or answer == "end":
-                    continue
-                text = f"{answer}\n".encode()
-                self._theirs.sendall(text[:7])
-                self._theirs.sendall(text[7:])
-
-    def close(self) -> None:
-        self.ours.close()
-        with contextlib.suppress(OSError):
-            self._theirs.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._theirs.close()
+def ask(answers: dict[str, str], own: str | None = None, seconds: float = 30.0, *, ends: bool = False) -> list[str]:
+    """What is found, behind the lines that it took, over a process manager's socket with all its answers in it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall("".join(f"{line}\n" for name, line in answers.items() if own or name != "put").encode())
+        if ends:
+            theirs.shutdown(socket.SHUT_WR)
+        found = exchange_pmi(STARTED, own, {"PMI_FD": str(ours.fileno())}, seconds)
+        ours.sendall(b"still the process's own")
+        return [*theirs.recv(4096).decode().splitlines(), found]
 
 
-@pytest.fixture
-def manager() -> Iterator[Callable[..., Manager]]:
-    made: list[Manager] = []
-
-    def make(**changes: str) -> Manager:
-        made.append(Manager({**GOOD, **changes}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def ask(manager: Manager, own: str | None = None, timeout_seconds: float = 30.0) -> str:
-    return exchange_pmi(STARTED, own, {"PMI_FD": str(manager.ours.fileno())}, timeout_seconds)
-
-
-def test_what_rank_0_has_published_is_read_behind_a_barrier(manager: Callable[..., Manager]) -> None:
-    hydra, first = manager(), manager()
-    assert ask(hydra) == "10.0.0.1:6170=x"
-    assert hydra.asked == [
+def test_what_rank_0_has_published_is_read_behind_a_barrier() -> None:
+    assert ask(GOOD) == [
         "cmd=init pmi_version=1 pmi_subversion=1",
         "cmd=get_my_kvsname",
         "cmd=barrier_in",
         "cmd=get kvsname=kvs_7 key=fleet_train_rank_0",
         "cmd=finalize",
+        "still the process's own",
+        "10.0.0.1:6170=x",
     ]
-    hydra.ours.sendall(b"cmd=finalize\n")  # the descriptor is still the process's own
-    ask(first, "10.0.0.1:6170")
-    assert first.asked[2:4] == ["cmd=put kvsname=kvs_7 key=fleet_train_rank_0 value=10.0.0.1:6170", "cmd=barrier_in"]
+    published = "cmd=put kvsname=kvs_7 key=fleet_train_rank_0 value=10.0.0.1:6170"
+    assert ask(GOOD, "10.0.0.1:6170")[2:4] == [published, "cmd=barrier_in"]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "answers",
     [
-        {"init": "cmd=response_to_init rc=-1"},
-        {"barrier_in": "cmd=abort"},
-        {"get": "cmd=get_result rc=-1 msg=key_not_found value=unknown"},
-        {"get": "cmd=get_result rc=0"},
-        {"get_my_kvsname": "end"},
-        {"get_my_kvsname": "x" * 80_000},
+        GOOD | {"init": "cmd=response_to_init rc=-1"},
+        GOOD | {"barrier_in": "cmd=abort"},
+        GOOD | {"get": "cmd=get_result rc=-1 msg=key_not_found value=unknown"},
+        GOOD | {"get": "cmd=get_result rc=0"},
+        {"init": GOOD["init"]},
+        GOOD | {"get_my_kvsname": "x" * 80_000},
     ],
 )
-def test_an_answer_that_does_not_help_names_the_way_out(
-    manager: Callable[..., Manager], changes: dict[str, str]
-) -> None:
+def test_an_answer_that_does_not_help_names_the_way_out(answers: dict[str, str]) -> None:
     with pytest.raises(
         ClusterError, match=r"did not report rank 0's address over PMI_FD .* FLEET_TRAIN_MASTER host:6170"
     ):
-        ask(manager(**changes))
+        ask(answers, ends=True)
 
 
-def test_ranks_that_do_not_come_are_a_timeout(manager: Callable[..., Manager]) -> None:
-    hydra = manager()
-    del hydra._answers["barrier_in"]
+def test_ranks_that_do_not_come_are_a_timeout() -> None:
     with pytest.raises(TimeoutError):
-        ask(hydra, timeout_seconds=0.1)
+        ask({name: GOOD[name] for name in ("init", "get_my_kvsname")}, seconds=0.1)
 
 
 @pytest.mark.parametrize("environ", [{}, {"PMI_FD": "x"}, {"PMI_FD": "-1"}])
 def test_without_a_descriptor_the_way_out_is_named(environ: dict[str, str]) -> None:
     with pytest.raises(ClusterError, match="gave this process no PMI_FD"):
         exchange_pmi(STARTED, None, environ, 1.0)
+
+
+# this machine's addresses, ports and connections
+
+
+INTERFACES = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1", "10.0.0.9")}
+
+
+def test_the_interface_of_an_address() -> None:
+    assert network.interface_of("10.0.0.9", INTERFACES) == "eth0"
+    assert network.interface_of("127.0.0.7", INTERFACES) == "lo"
+    assert network.interface_of("10.0.0.2", INTERFACES) is None
+
+
+def test_the_whole_loopback_block_is_local_and_reached_through_the_loopback_interface() -> None:
+    found = [network.is_local(address, ("10.0.0.1",)) for address in ("127.0.0.3", "10.0.0.1", "10.0.0.2")]
+    assert found == [True, True, False]
+    assert network.interface_towards("127.0.0.3") == network.interface_of("127.0.0.1", network.interface_addresses())
+    assert "127.0.0.1" in network.local_addresses()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("10.0.0.256", "not an IPv4 address"),
+        ("10.0.0", "not an IPv4 address"),
+        ("::1", "IPv6"),
+        ("0.0.0.0", "not the address of a machine"),
+        ("224.0.0.1", "not the address of a machine"),
+        ("no-such-host.invalid", "neither an IPv4 address nor a host name"),
+        ("", "neither an IPv4 address nor a host name"),
+    ],
+)
+def test_what_is_no_host_is_refused(host: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        network.resolve(host)
+    assert [network.resolve(name) for name in ("10.0.0.1", "localhost")] == ["10.0.0.1", "127.0.0.1"]
+
+
+def test_a_port_belongs_to_an_address_and_its_owner_is_named_by_program_only(free_ports: Callable[..., int]) -> None:
+    port = free_ports(1, ["127.0.0.2", "127.0.0.3"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", port))
+        taken.listen()
+        assert not network.port_is_free("127.0.0.2", port)
+        assert network.port_is_free("127.0.0.3", port)
+        kernels = Path("/proc/self/comm").read_text().strip()  # the first 15 characters
+        assert str(network.port_owner(port, "127.0.0.2")).startswith(f"process {os.getpid()} ({kernels}")
+        assert network.port_owner(port, "127.0.0.3").pid is None
+    assert network.port_is_free("127.0.0.2", port)
+    assert network.port_owner(port) == network.PortOwner(None, None)
+    assert str(network.PortOwner(None, None)) == "a process of another user"
+
+
+def test_a_port_of_all_addresses_is_taken_on_each(free_ports: Callable[..., int]) -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        assert not network.port_is_free("127.0.0.3", port)
+        assert network.port_owner(port, "127.0.0.3").pid == os.getpid()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_connections_are_seen_while_they_last_and_after_their_end(
+    free_ports: Callable[..., int], family: socket.AddressFamily
+) -> None:
+    port = free_ports()
+    ours, elsewhere = ("127.0.0.1", port), ("127.0.0.2", port)
+    mapped = "::ffff:127.0.0.1" if family is socket.AF_INET6 else "127.0.0.1"
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.bind((mapped, port))
+        server.listen()
+        assert network.connections_at([ours]) == frozenset(), "listening alone is no connection"
+        client = socket.create_connection(ours)
+        served, _ = server.accept()
+        seen = network.connections_at([ours])
+        assert len(seen) == 2, "both ends are on this machine"
+        assert network.connections_at([elsewhere]) == frozenset()
+        client.close()
+        served.close()
+        assert len(network.connections_at([ours]) & seen) == 1, "in TIME_WAIT"

@@ -114,17 +114,14 @@ def test_members_at_different_places_get_the_fix() -> None:
     each = ", ".join(f"rank {member} in fleet.save" for member in range(1, 8))
     assert f"points: rank 0 at 'b', {each}; call" in str(few)
     assert "; call fleet.save on all ranks, without `if rank == 0` around it; if all of them do" in str(mixed)
+    many = said({"error": "crossed"}, [[[[0, 8]], "step 2", ""], [[[9, 9]], "step 3", ""]])
+    assert "points: ranks 0-8 (9 in all) at 'step 2', rank 9 at 'step 3'; every rank" in str(many)
 
 
 @pytest.mark.parametrize(
     ("answer", "body", "kind", "words"),
     [
-        (
-            {"error": "count", "counts": [[3, 8], [5, 9]]},
-            None,
-            ScheduleMismatch,
-            "rank 3 .* has 8 ranks, rank 5 says 9",
-        ),
+        ({"error": "count", "counts": [[3, 8], [5, 9]]}, None, ScheduleMismatch, "rank 3 .* 8 ranks, rank 5 says 9"),
         ({"error": "store", "why": "gone"}, None, WorkerFailed, r"10.0.0.1:6170 no longer answers \(gone\)"),
         ({"error": "large"}, None, ClusterError, "exceed what the rendezvous store can hold"),
         ({"error": "full"}, None, ClusterError, "10.0.0.1:6170 can hold no more values"),

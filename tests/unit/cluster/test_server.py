@@ -57,11 +57,6 @@ async def test_who_may_begin_a_namespace() -> None:
     closed.root("0")
     assert closed.find("0.selftest", is_relay=False) is closed.namespaces["0.selftest"]
     assert closed.root("0") is closed.namespaces["0"]
-
-
-@in_virtual_time
-async def test_namespaces_are_bounded() -> None:
-    state = hall_here()
     for number in range(4097):
         state.find(str(number), is_relay=False)
     assert len(state.namespaces) == 4096

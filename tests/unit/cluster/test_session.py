@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from fleet_train.cluster.store.access import Access, Callers
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.cluster.store.wire import LENGTHS, encode, pack_times
+from fleet_train.cluster.store.wire import LENGTHS, encode
 from tests.support.connections import WELCOME, Caller, Waiting, gone, hall_here, in_virtual_time, member
 
 
@@ -76,15 +75,6 @@ async def test_who_is_refused_is_told_why_and_closed(
     assert heard.hello() == [WELCOME]
 
 
-@pytest.mark.parametrize("hello", [{"nonce": "\ud800"}, {"proof": "\ud800"}, {"group": "\ud800"}, {"member": [0]}])
-@in_virtual_time
-async def test_what_cannot_be_signed_is_refused_without_a_word(hello: dict[str, Any]) -> None:
-    """Half a surrogate pair is a text in JSON, and in no encoding of bytes."""
-    caller = Caller(hall_here(access=Access("job", b"x" * 20)))
-    caller.hello(**({"job": "job", "proof": "00"} | hello))
-    assert caller.is_ended
-
-
 @in_virtual_time
 async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
     state = hall_here()
@@ -97,13 +87,29 @@ async def test_the_same_member_twice_is_refused_and_the_first_stays() -> None:
     assert not first.is_ended
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        LENGTHS.pack(5000, 0),
+        LENGTHS.pack(10, 60 << 20),
+        LENGTHS.pack(4000, 0) + b"[" * 4000,
+        b"\x00" * 100_000,
+        encode({"do": "set", "key": "a"}, b"1"),
+        encode({"do": "hello"}),
+        encode({"do": "hello"}, bytes(4097)),
+    ],
+)
 @in_virtual_time
-async def test_large_frames_are_for_those_who_are_known_and_values_are_not_parsed() -> None:
-    state = hall_here()
-    stranger = Caller(state)
-    stranger.write(encode({"do": "hello"}, bytes(4097)))
+async def test_a_stranger_that_says_something_else_is_closed(said: bytes) -> None:
+    stranger = Caller(hall_here())
+    stranger.write(said)
     assert stranger.is_ended
-    known = member(state, 0, watched=False)
+
+
+@in_virtual_time
+async def test_frames_of_members_are_large_and_values_are_not_parsed() -> None:
+    known = member(hall_here(), 0, watched=False)
     assert known.say({"do": "set", "key": "large and deep"}, b"[" * 1_000_000) == [{}]
 
 
@@ -167,49 +173,33 @@ async def test_a_silent_member_is_lost_with_its_machine_at_that_address() -> Non
     assert not unwatched.is_ended, "only a member that is watched can be silent"
 
 
+@pytest.mark.parametrize(
+    ("is_silent", "why"),
+    [(True, "the relay of node 1 was not heard of for 3 s"), (False, "the relay of node 1 was lost")],
+)
 @in_virtual_time
-async def test_a_silent_relay_is_lost_with_all_below_it() -> None:
+async def test_a_lost_relay_loses_those_that_joined_by_way_of_it_over_several_levels(is_silent: bool, why: str) -> None:
     state = hall_here()
     caller = relay(state, silence=3.0)
-    for number in (4, 5):
-        join = {"do": "join", "group": "rank", "member": number, "via": ["x", f"connection {number}"]}
-        assert caller.say(join | {"id": number}) == [{"id": number}]
+    other = member(state, 7)
+    for number, *below in ((4,), (5,), (6, "relay below"), (7,)):
+        via = {"group": "rank", "member": number, "via": ["x", f"connection {number}", *below]}
+        told = caller.say({"do": "join", "id": number} | via)
+        assert told == [{"id": number} if number < 7 else {"error": "twice", "id": 7}]
+    for gone_via, how in (("connection 5", "left"), ("relay below", "the relay of node 9 was lost")):
+        assert caller.say({"do": "depart", "id": 8, "via": gone_via, "how": how}) == [{"id": 8}]
     assert state.has_members()
-    leave = {"do": "depart", "via": "connection 5", "how": "left"}
-    assert caller.say(leave | {"id": 6}) == [{"id": 6}]
-    await asyncio.sleep(3.1)
-    assert caller.transport.ends == ["aborted"]
+    if is_silent:
+        await asyncio.sleep(3.1)
+        assert caller.transport.ends == ["aborted"]
     caller.lose()
-    assert gone(state) == [[[[4, 4]], "the relay of node 1 was not heard of for 3 s"], [[[5, 5]], "left"]]
+    assert gone(state) == [[[[4, 4]], why], [[[5, 5]], "left"], [[[6, 6]], "the relay of node 9 was lost"]]
+    assert state.connected_members("rank", "0") == {7}
+    other.lose()
     assert not state.has_members()
 
 
-@in_virtual_time
-async def test_a_relay_whose_connection_breaks_is_named_with_those_that_had_joined() -> None:
-    state = hall_here()
-    caller = relay(state)
-    member(state, 7)
-    for number in (4, 7):
-        caller.say({"do": "join", "id": number, "group": "rank", "member": number, "via": ["x"]})
-    assert caller.transport.sent.headers == [{"error": "twice", "id": 7}]
-    caller.lose()
-    assert gone(state) == [[[[4, 4]], "the relay of node 1 was lost"]]
-    assert state.connected_members("rank", "0") == {7}
-
-
 # what is said
-
-
-@in_virtual_time
-async def test_members_meet_and_their_times_are_kept() -> None:
-    state = hall_here()
-    one, two = member(state, 0), member(state, 1)
-    assert one.say(barrier(2, calls=[["fleet.save", [[0, 0]]]]), pack_times(0, [1, 10, 5])) == []
-    answer = {"slowest": 1.0, "stop": None, "number": 1, "to": ["rank", "barrier", "s"]}
-    assert two.say(barrier(2), pack_times(1, [2, 20, 6])) == [answer]
-    assert one.transport.sent.headers == [answer]
-    one.say({"do": "times", "group": "rank", "number": 1})
-    assert json.loads(one.transport.sent.frames[0][1]) == [[0, [1.0, 10.0, 5.0]], [1, [2.0, 20.0, 6.0]]]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +214,11 @@ async def test_members_meet_and_their_times_are_kept() -> None:
         barrier(3, calls=[["a", [[1, 1]]]]),
         barrier(3, members=[[1, 1]]),
         barrier(3, group="rank"),
+        barrier(True),
+        barrier(2.5),
+        barrier(3, name=7),
         barrier(3, slowest=-1),
+        barrier(3, slowest=True),
         barrier(3, stop="now"),
         barrier(3, stop=[9, "now"]),
         barrier(3, stop=[1, 2]),
@@ -338,17 +332,3 @@ async def test_a_relay_that_breaks_the_rules_is_closed(header: dict[str, Any]) -
     caller = relay(hall_here())
     assert caller.say(header) == []
     assert caller.is_ended
-
-
-@in_virtual_time
-async def test_a_lost_relay_loses_those_that_joined_by_way_of_it_over_several_levels() -> None:
-    state = hall_here()
-    near, far = relay(state, 1), relay(state, 2)
-    for number, caller in ((4, near), (5, far)):
-        caller.say(
-            {"do": "join", "id": 1, "group": "rank", "member": number, "via": ["m", f"c{number}", "relay below"]}
-        )
-    near.say({"do": "depart", "id": 2, "via": "c4", "how": "left"})
-    far.say({"do": "depart", "id": 2, "via": "relay below", "how": "the relay of node 9 was lost"})
-    assert gone(state) == [[[[4, 4]], "left"], [[[5, 5]], "the relay of node 9 was lost"]]
-    assert not state.has_members()

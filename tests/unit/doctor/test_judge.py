@@ -154,17 +154,6 @@ NETWORK = {
 }
 
 
-def test_routes_that_are_missing_or_leave_elsewhere() -> None:
-    none, other = Route("", ""), Route("eth1", "10.9.9.9")
-    assert alarms(with_network(1, routes={0: none, 2: Route("eth0", "10.0.0.2")})) == [
-        (FAIL, "route", (host(1), host(0)))
-    ]
-    assert alarms(with_network(1, routes={0: other, 2: Route("eth0", "10.0.0.2")})) == [
-        (WARN, "route", (host(1), host(0))),
-        (WARN, "route", (host(1),)),
-    ]
-
-
 OPEN = PortTry(2, 6170, "open")
 PAIRS = {
     "closed": ({"tries": (OPEN, PortTry(2, 6171, "timed out"))}, FAIL, "port"),
@@ -190,6 +179,10 @@ FAULTS |= {
     f"between two: {name}": (with_report(1, **changed), level, id, (host(1), host(2)))
     for name, (changed, level, id) in PAIRS.items()
 }
+
+
+ROUTES = {0: Route("", ""), 2: Route("eth0", ADDRESSES[1])}
+FAULTS["no route"] = (with_network(1, routes=ROUTES), FAIL, "route", (host(1), host(0)))
 
 
 @pytest.mark.parametrize(("examined", "level", "id", "hosts"), FAULTS.values(), ids=FAULTS.keys())
@@ -273,9 +266,3 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
     assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.measure_machine, "space_of", lambda _: (1 << 40, 5000))
-    line = AfterFailure(ALONE, tmp_path / "log").line()
-    assert f"FAIL  disk  node 0 (127.0.0.1): {tmp_path} (logs): 5 kB free" in line

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.log import logger
 
 
@@ -44,3 +45,13 @@ def aside(call: Callable[[], Any]) -> Callable[[], Any]:
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run the calls side by side; each one's result, or the error that it raised."""
     return [result() for result in [aside(call) for call in calls]]
+
+
+def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
+    """What a rank reports of itself."""
+    return FailureReport(rank, rank, "raised", what, "rank ...", code, (), seconds)
+
+
+def missed(rank: int, seconds: float, kind: str = "missing", what: str = "did not arrive") -> FailureReport:
+    """What rank 0 reports of another."""
+    return FailureReport(rank, 0, kind, what, "rank ...", 11, (), seconds)

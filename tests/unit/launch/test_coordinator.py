@@ -101,13 +101,6 @@ def let_join(attempt: Attempt, *coordinators: Coordinator) -> Attempt | None:
     return follow(attempt, RunResult(Kind.RESUMES, 12, why), *coordinators)
 
 
-def test_all_nodes_restart_after_a_rank_was_killed(seats: Participants) -> None:
-    assert follow(FIRST, FAILED, *begin(seats)) == Attempt(1, 1, (0, 1, 2))
-    what = "attempt 0: rank 1 (127.0.0.2:6170) failed first: killed by SIGKILL after 4.0 s"
-    decided = f"{what}; waiting for the decision of node 0 (127.0.0.1)"
-    assert sorted(seats.messages) == sorted([f"{what}; restart 1 of 3 in 1 s", decided, decided])
-
-
 def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
@@ -161,8 +154,8 @@ def test_the_exit_of_a_launcher_that_waits_to_join_does_not_end_the_job(seats: P
 
 def test_a_launcher_that_was_started_differently_or_is_late_does_not_disturb_the_job(seats: Participants) -> None:
     leave(begin(seats)[2], seats)
-    other = seats.take(2, {"a": 2})
-    with pytest.raises(ScheduleMismatch, match="a is 1 there and 2 here"):
+    other = seats.take(2, {"a": 2, "b": 1})
+    with pytest.raises(ScheduleMismatch, match=r"a is 1 there and 2 here.*b is None there and 1 here"):
         other.first()
     leave(other, seats)
     with pytest.raises(ClusterError, match="started without this launcher of node 2"):

@@ -14,6 +14,7 @@ from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Verdict
+from tests.unit.launch.conftest import missed, own
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 
@@ -118,14 +119,6 @@ def test_an_echo_waits_for_its_cause_on_this_or_another_node_and_not_for_ever() 
     assert look_at(world, elsewhere, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
     world.ended[1] = end(1, 1.2, killed=9)
     assert look_at(world, here, 1.3) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
-
-
-def own(rank: int, seconds: float) -> FailureReport:
-    return FailureReport(rank, rank, "raised", "ValueError", "rank ...", 1, (), seconds)
-
-
-def missed(rank: int, seconds: float, kind: str = "missing") -> FailureReport:
-    return FailureReport(rank, 0, kind, "did not arrive", "rank ...", 11, (), seconds)
 
 
 def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
-from fleet_train.cluster.cluster import Cluster, assign
+from fleet_train.cli import launch as cli
+from fleet_train.cluster.cluster import Cluster, assign, parse_hosts
 from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
@@ -20,7 +22,6 @@ from fleet_train.launch.node import (
     Machine,
     Node,
     build_environment,
-    check_ports,
     choose_interface,
     choose_node,
     choose_processes,
@@ -28,7 +29,7 @@ from fleet_train.launch.node import (
     variables_of_rank,
     visible_gpus,
 )
-from fleet_train.launch.request import FaultPolicy, LaunchRequest
+from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices
 
 CPU = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1", "10.9.0.1")}, 8, False, None, {})
 
@@ -115,18 +116,6 @@ def test_the_interface_is_that_of_the_route_to_the_others() -> None:
     assert choose_interface(("10.0.0.1", "10.0.0.2", "172.16.0.1"), 0, CPU, routes.__getitem__) == "eth0"
     assert choose_interface(("10.0.0.1", "192.0.2.9"), 0, CPU, routes.__getitem__) == "eth0"
     assert choose_interface(("127.0.0.1",), 0, CPU, routes.__getitem__) == "lo"
-
-
-def test_a_taken_port_is_reported_with_its_purpose_and_owner(free_ports: Callable[..., int]) -> None:
-    port = free_ports(3)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port + 2))
-        taken.listen()
-        with pytest.raises(
-            ClusterError, match=rf"port {port + 2} on 127.0.0.1, which the job store needs.*process \d+"
-        ):
-            check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
-    check_ports(Node(("127.0.0.1",), 0, port, 2, None, "lo"))
 
 
 def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() -> None:
@@ -232,10 +221,6 @@ def test_a_rank_gets_the_variables_of_paddles_own_launcher() -> None:
     assert variables_of_rank(rank_3, on_gpu=True, selected_gpu=0) == common | {"FLAGS_selected_gpus": "0"}
 
 
-def request(*command: str, is_module: bool = False, strategy: str | None = None) -> LaunchRequest:
-    return LaunchRequest(command=command, is_module=is_module, strategy=strategy)
-
-
 def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:
     versions = {"python": "3.11.2", "fleet_train": "0.1.0", "paddle": paddle}
     return Machine({"lo": ("127.0.0.1",)}, 4, False, None, versions)
@@ -257,20 +242,20 @@ def test_what_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_script_or_module_must_exist(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    prepare.check_program(request(str(tmp_path / "train.py")))
+    prepare.check_program(LaunchRequest((str(tmp_path / "train.py"),)))
     with pytest.raises(ClusterError, match=r"trian.py does not exist; did you mean .*/train.py\?"):
-        prepare.check_program(request(str(tmp_path / "trian.py")))
+        prepare.check_program(LaunchRequest((str(tmp_path / "trian.py"),)))
     with pytest.raises(ClusterError, match="is a folder"):
-        prepare.check_program(request(str(tmp_path)))
-    prepare.check_program(request("json.tool", is_module=True))
+        prepare.check_program(LaunchRequest((str(tmp_path),)))
+    prepare.check_program(LaunchRequest(("json.tool",), is_module=True))
     with pytest.raises(ClusterError, match="-m no_such_thing: there is no such module"):
-        prepare.check_program(request("no_such_thing", is_module=True))
+        prepare.check_program(LaunchRequest(("no_such_thing",), is_module=True))
 
 
 def launch_of(node: Node, visible_gpus: tuple[str, ...] | None = None, *, is_module: bool = False) -> prepare.Launch:
     environment = LaunchEnvironment({"X": "y"}, frozenset(), ())
     access = Access("job", None, "10.0.0.2")
-    asked = request("train.py", "--a", "--", "x y", is_module=is_module)
+    asked = LaunchRequest(("train.py", "--a", "--", "x y"), is_module)
     return prepare.Launch(asked, node, Path("/logs"), None, environment, {}, access, visible_gpus=visible_gpus)
 
 
@@ -300,7 +285,7 @@ def test_a_strategy_file_is_passed_on_with_its_whole_path(tmp_path: Path, monkey
 
 def test_facts_are_what_must_be_equal_everywhere() -> None:
     node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
-    assert prepare.facts_of(node, machine(), None, request("train.py")) == {
+    assert prepare.facts_of(node, machine(), None, asked()) == {
         "the node list": "10.0.0.1,10.0.0.2",
         "the number of processes per node": 2,
         "--started_port": 6170,
@@ -337,3 +322,119 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
 def test_flags_about_faults_that_make_no_sense_are_refused(faults: FaultPolicy, said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         prepare.check_faults(faults, Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 1, None, "eth0"))
+
+
+# the flags, as they are typed
+
+
+def read(*arguments: str) -> LaunchRequest:
+    """What the command line makes of these words."""
+    context = cli.command.make_context("launch", list(arguments))
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name != "dry_run"}
+    return cli.read_request(**flags)
+
+
+def test_the_old_recipe_word_for_word() -> None:
+    assert read(
+        "--cluster_node_ips=192.168.1.2,192.168.1.3", "--node_ip=192.168.1.2", "--started_port=6170",
+        "--selected_gpus=0,1,2,3", "--log_dir", "mylog", "train.py", "--model=ResNet50", "--data_dir=./ImageNet",
+    ) == LaunchRequest(
+        command=("train.py", "--model=ResNet50", "--data_dir=./ImageNet"),
+        hosts=("192.168.1.2", "192.168.1.3"),
+        node_host="192.168.1.2",
+        started_port=6170,
+        selected_gpus=("0", "1", "2", "3"),
+        log_dir=Path("mylog"),
+    )  # fmt: skip
+
+
+def test_todays_spelling_means_the_same() -> None:
+    old = read("--cluster_node_ips", "a,b", "--node_ip", "a", "--started_port", "7000", "--selected_gpus", "0", "t.py")
+    assert read("--ips=a,b", "--host=a", "--start_port=7000", "--devices=0", "t.py") == old
+    assert read("--ips", "a,b", "--host", "a", "--start-port", "7000", "--gpus", "0", "t.py") == old
+
+
+def test_flags_behind_the_script_or_module_belong_to_it() -> None:
+    request = read("--nproc_per_node=2", "train.py", "--nproc_per_node=9", "--help", "--", "-m")
+    assert request.processes_per_node == 2
+    assert request.command == ("train.py", "--nproc_per_node=9", "--help", "--", "-m")
+    request = read("-m", "fleet_train", "train", "--epochs", "3")
+    assert (request.is_module, request.command) == (True, ("fleet_train", "train", "--epochs", "3"))
+
+
+def test_what_to_do_about_faults_and_defaults() -> None:
+    flags = "--max_restarts=3 --min_nodes 2 --rejoin-timeout=60 --lost_node_timeout=10 --grace_seconds=45".split()
+    assert read(*flags, "train.py").faults == FaultPolicy(3, 2, 60.0, 10.0, 45.0)
+    assert read("train.py") == LaunchRequest(command=("train.py",))
+    assert (LaunchRequest(("x",)).first_port, LaunchRequest(("x",)).join_timeout_seconds) == (6170, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc_per_nodes=2", "train.py"], "--nproc_per_node"),
+        (["--cluster_node_ip=a", "train.py"], "--cluster_node_ips"),
+        (["--master=a:1", "train.py"], "the nodes are given by --cluster_node_ips"),
+        (["--nnodes", "2", "train.py"], "the number of nodes follows from --cluster_node_ips"),
+        (["--max_restart=3", "train.py"], "it is --max_restarts here"),
+        (["--elastic_timeout=3", "train.py"], "--rejoin_timeout"),
+        (["--max_restarts=-1", "train.py"], "max_restarts"),
+        (["--join_timeout=-1", "train.py"], "join_timeout"),
+        (["--nproc_per_node=two", "train.py"], "nproc_per_node"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_unknown_flags_end_with_2_and_a_hint(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(cli.command, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+SECONDS = ("--join_timeout", "--rejoin_timeout", "--lost_node_timeout", "--grace_seconds")
+
+
+@pytest.mark.parametrize("flag", SECONDS)
+@pytest.mark.parametrize(
+    "value",
+    ["nan", "inf", "-inf", "Infinity", "-1", "1e400", "1e9", "1_000", "\uff11\uff12", "", " 5", "0x10", "5\x1b[31m"],
+)
+def test_seconds_are_finite_decimal_and_bounded(flag: str, value: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        read(f"{flag}={value}", "train.py")
+    assert f"'{flag}'" in caught.value.format_message()
+    assert caught.value.format_message().isprintable()
+
+
+@pytest.mark.parametrize("flag", ["--started_port", "--nproc_per_node", "--max_restarts", "--min_nodes"])
+@pytest.mark.parametrize(
+    "value", ["\uff16\uff11\uff17\uff10", "\u0661", "\u00b2", "6_170", "1e3", "0x10", " 1", "", "9" * 5000]
+)
+def test_whole_numbers_are_of_the_digits_0_to_9(flag: str, value: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        read(f"{flag}={value}", "train.py")
+    assert "is not a whole number of up to 18 digits" in caught.value.format_message()
+    assert len(caught.value.format_message()) < 200
+
+
+def test_numbers_that_are_right_are_read() -> None:
+    request = read("--join_timeout=1.5e2", "--started_port=06170", "--grace_seconds=+.5", "train.py")
+    assert (request.join_timeout_seconds, request.started_port, request.faults.grace_seconds) == (150.0, 6170, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        (parse_hosts, "10.0.0.1,", "a comma with no address on one side"),
+        (parse_hosts, "", "a comma with no address on one side"),
+        (parse_hosts, "10.0.0.1,10.0.0.2,10.0.0.1", "10.0.0.1 is listed more than once"),
+        (parse_hosts, "10.0.0.1:6170,10.0.0.2:6170", "carries a port"),
+        (parse_devices, "0,x", "'x' is not a device number"),
+        (parse_devices, "0,,1", "'' is not"),
+        (parse_devices, "1,1", "more than once"),
+    ],
+)
+def test_lists_that_cannot_be_meant_are_refused(parse: Callable[[str], object], text: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        parse(text)
+    assert parse_hosts("10.0.0.1, node-b,10.0.0.3") == ("10.0.0.1", "node-b", "10.0.0.3")
+    assert parse_devices("3, 01") == ("3", "1")

@@ -14,9 +14,9 @@ from fleet_train import timeouts
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import ScheduleMismatch
 from fleet_train.launch.node import Node
-from fleet_train.launch.rendezvous import Rendezvous, refuse_other_launcher
+from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult
 from tests.support.processes import until
 from tests.unit.launch.conftest import aside, together
@@ -48,13 +48,6 @@ def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
         rendezvous.close()
 
 
-def test_nodes_that_agree_start_together_and_the_highest_proposed_number_counts(pair: list[Rendezvous]) -> None:
-    """A launcher of node 0 that was started again does not know how often the job has begun before."""
-    assert together(lambda: pair[0].join(FACTS, 0, 5.0), lambda: pair[1].join(FACTS, 4, 5.0)) == [4, 4]
-    assert abs(pair[0].start - pair[1].start) < 0.5
-    assert pair[0].failure() is None
-
-
 def test_nodes_that_differ_both_get_the_difference(pair: list[Rendezvous]) -> None:
     other = {**FACTS, "the number of processes per node": 4}
     first, second = together(lambda: pair[0].join(FACTS, 0, 5.0), lambda: pair[1].join(other, 0, 5.0))
@@ -63,17 +56,6 @@ def test_nodes_that_differ_both_get_the_difference(pair: list[Rendezvous]) -> No
     assert "node 1 (127.0.0.2) and node 0 (127.0.0.1) were started differently" in str(first)
     assert "the number of processes per node is 4 there and 2 here" in str(first)
     assert "the Paddle version" not in str(first)
-    with pytest.raises(ScheduleMismatch, match="b is None there and 1 here"):
-        refuse_other_launcher(pair[0].node, {"a": 1, "b": 1}, 1, {"a": 1})
-
-
-@pytest.mark.usefixtures("server")
-def test_a_missing_node_is_named(nodes: list[Node], messages: list[str]) -> None:
-    rendezvous = Rendezvous(nodes[0], 0, 1.0)
-    with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not connect within 1.5 s"):
-        rendezvous.join(FACTS, 0, 1.5)
-    assert messages[0].startswith("waiting for node 1 (127.0.0.2)")
-    rendezvous.close()
 
 
 def test_a_shared_folder_is_noticed_by_the_later_node(pair: list[Rendezvous], tmp_path: Path) -> None:
@@ -147,12 +129,6 @@ def test_the_host_that_left_is_not_missed(pair: list[Rendezvous]) -> None:
     assert pair[1].failure() is None
 
 
-def test_the_host_that_was_killed_is_missed(pair: list[Rendezvous], server: StoreServer) -> None:
-    server.stop()
-    with pytest.raises(WorkerFailed, match=r"the launcher of node 0 \(127.0.0.1\).*was lost"):
-        pair[1].failure()
-
-
 @pytest.fixture
 def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FIRST_WAITING_SECONDS", 0.0)
@@ -204,11 +180,3 @@ def test_no_node_waits_for_a_lost_leader_whichever_node_it_is(nodes: list[Node],
         first.close()
         leader.close()
         server.stop()
-
-
-def test_a_stop_is_announced_to_all(pair: list[Rendezvous]) -> None:
-    assert pair[0].stop_announced() is None
-    pair[1].announce_stop("node 1 was asked to stop by SIGTERM", 30.0)
-    assert pair[0].stop_announced() == {
-        "why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 30.0, "again": False,
-    }  # fmt: skip

@@ -12,6 +12,7 @@ from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_n
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult, choose_root_cause, failure_report, last_lines, spans, with_reports
 from fleet_train.launch.request import FaultPolicy
+from tests.unit.launch.conftest import missed, own
 
 
 def end(
@@ -46,14 +47,6 @@ def test_the_root_cause_is_the_first_that_did_not_merely_follow(
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 SECONDARY = end(0, 2.0, code=11)
-
-
-def own(rank: int, seconds: float, what: str = "ValueError", code: int = 1) -> FailureReport:
-    return FailureReport(rank, rank, "raised", what, "...", code, ("ValueError: boom",), seconds)
-
-
-def missed(rank: int, seconds: float, kind: str, what: str) -> FailureReport:
-    return FailureReport(rank, 0, kind, what, "...", 11, (), seconds)
 
 
 @pytest.mark.parametrize(
@@ -100,17 +93,6 @@ def test_a_process_that_died_before_the_first_report_is_the_root_cause() -> None
     root_cause = choose_root_cause(ends)
     assert root_cause is not None
     assert root_cause.rank == 2
-
-
-def test_the_report_shows_the_traceback_if_the_log_ends_with_other_lines() -> None:
-    ends = with_reports([SECONDARY, end(1, 9.0, signal=15, asked=True)], [own(1, 1.5)], NODE)
-    assert failure_report(ends).splitlines() == [
-        "rank 1 reported (10.0.0.1:/job/workerlog.1):",
-        "  | ValueError: boom",
-        "              rank  host:port      how it ended                          after  log file",
-        "failed first  1     10.0.0.1:6171  ValueError, then stopped by SIGTERM   1.5 s  /job/workerlog.1",
-        "secondary     0     10.0.0.1:6170  exit code 11 (another rank was lost)  2.0 s  /job/workerlog.0",
-    ]
 
 
 def test_an_end_survives_the_journey_as_json() -> None:

@@ -180,16 +180,20 @@ def test_progress_bars_and_prompts_are_shown_before_their_line_ends() -> None:
 
 
 def test_the_terminal_is_spared_and_the_log_has_everything(tmp_path: Path) -> None:
-    log, shown = tmp_path / "workerlog.0", bytearray()
-    log.write_text(PADDLES + "one\n" + PADDLES + "Wait")
-    follower = Follower(log, write=shown.extend, passing=StartupLines())
+    path, shown = tmp_path / "workerlog.0", bytearray()
+    follower = Follower(path, write=shown.extend, passing=StartupLines())
     follower.pump()
-    assert bytes(shown) == b"one\n"
-    follower.pump()  # nothing has come since
-    assert bytes(shown) == b"one\nWait"
+    with path.open("w") as log:
+        log.write(PADDLES + "one\n" + PADDLES + "Wait")
+        log.flush()
+        follower.pump()
+        assert bytes(shown) == b"one\n"
+        follower.pump()  # nothing has come since
+        assert bytes(shown) == b"one\nWait"
+        log.write("50%\r100%")
     follower.close()
-    assert bytes(shown) == b"one\nWait\n"
-    assert end_of(log).count("ccache") == 2
+    assert bytes(shown) == b"one\nWait50%\r100%\n"
+    assert end_of(path).count("ccache") == 2
 
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
@@ -218,10 +222,6 @@ class Screen:
         self.left_out += lines
 
 
-def follower_on(screen: Screen, path: Path) -> Follower:
-    return Follower(path, screen, screen.show)  # type: ignore[arg-type]
-
-
 def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
     listed = {"old"}
@@ -242,26 +242,12 @@ def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPa
     assert connections.seen, "it has ended"
 
 
-def test_the_follower_copies_what_is_there_and_what_comes(tmp_path: Path) -> None:
-    screen = Screen()
-    follower = follower_on(screen, tmp_path / "workerlog.0")
-    follower.pump()
-    with (tmp_path / "workerlog.0").open("wb") as log:
-        log.write(b"one\n")
-        log.flush()
-        follower.pump()
-        log.write(b"50%\r100%")
-    follower.close()
-    assert b"".join(screen.shown) == b"one\n50%\r100%\n"
-    assert screen.left_out == 0
-
-
 def test_a_slow_reader_gets_everything_and_a_blocked_one_the_number_of_missed_lines(tmp_path: Path) -> None:
     path = tmp_path / "workerlog.0"
     path.write_bytes(b"x" * 65_535 + b"\n" + b"y" * 65_535 + b"\n" + b"z\nz\nz\n")
     slow, stuck = Screen(room=1, reads=9), Screen(room=1)
     for screen in (slow, stuck):
-        follower = follower_on(screen, path)
+        follower = Follower(path, screen, screen.show)  # type: ignore[arg-type]
         for _ in range(3):
             follower.pump()
         assert len(screen.shown) == 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -155,37 +153,12 @@ def test_a_trial_is_short_has_two_periods_and_counts_an_averaging_once_per_perio
     assert (cut.local_sgd_steps, cut.local_sgd_fragments, cut.local_sgd_overlap_steps) == (12, 3, 3)
 
 
-def test_reports_of_local_steps_become_what_is_priced() -> None:
-    candidates, _ = consider(MEASURED, PAIR)
-    plan = next(candidate.plan for candidate in candidates if candidate.profile.use_local_sgd)
-    assert plan.averaging is not None
-    averaging = replace(plan.averaging, state_values_per_parameter=2)
-    link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
-    told = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
-    told |= {"costs": asdict(TYPICAL)}
-    reports = {rank: told | {"steps": [9.0, 9.0, 9.0, step, step]} for rank, step in enumerate((0.02, 0.03))}
-    measured, spread, error = read_computing(reports)
-    assert [gradient.name for gradient in measured.gradients] == [gradient.name for gradient in GRADIENTS]
-    assert (measured.compute_seconds, measured.state_values, error) == (0.03, 2, 0.03)
-    assert spread == pytest.approx(1.5)
-    assert (measured.network.between, measured.costs) == (Link(1e-4, 1e8), TYPICAL)
-
-
 def test_a_calibration_takes_the_slowest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
     with one_of_two(monkeypatch) as job:
         monkeypatch.setattr(job, "all_gather", lambda _, value: times | {0: value})
         assert calibrate._slowest(job, 0.002) == 0.009
         assert calibrate._slowest(job, 0.011) == 0.011
-
-
-def report(timed: Sequence[float]) -> dict[str, Any]:
-    """Of a rank whose first steps, which compile, took long."""
-    gradient = {"name": "w", "shape": [3, 2], "dtype": "float32"}
-    statistic = {"name": "mean", "shape": [2], "dtype": "float32"}
-    averaging = {"values": [gradient], "statistics": [statistic], "state_values_per_parameter": 2}
-    plan = {"buckets": [{"gradients": [gradient]}], "averaging": averaging, "statistics": []}
-    return {"plan": plan, "steps": [*[9.0] * 50, *timed], "links": {}, "costs": {}, "is_gloo": True}
 
 
 @pytest.mark.parametrize(
@@ -196,11 +169,19 @@ def report(timed: Sequence[float]) -> dict[str, Any]:
         ([[3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 5.0]], 3.0, 3.0),
     ],
 )
-def test_computing_takes_the_slowest_rank_of_each_step(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[list[float]], seconds: float, spread: float
+def test_reports_of_local_steps_become_what_is_priced_by_the_slowest_rank_of_each_step(
+    ranks: list[list[float]], seconds: float, spread: float
 ) -> None:
-    monkeypatch.setattr("fleet_train.recommend.supervisor._UNTIMED_STEPS", 50)
-    measured, apart, error = read_computing({rank: report(steps) for rank, steps in enumerate(ranks)})
-    assert (measured.compute_seconds, apart, error) == (seconds, spread, 0.0)
-    assert measured.gradients == (TensorSpec("w", (3, 2), "float32"),)
-    assert measured.averaged == (TensorSpec("w", (3, 2), "float32"), TensorSpec("mean", (2,), "float32"))
+    plan = next(each.plan for each in consider(MEASURED, PAIR)[0] if each.profile.use_local_sgd)
+    assert plan.averaging is not None
+    mean = TensorSpec("mean", (2,), "float32")
+    averaging = replace(plan.averaging, state_values_per_parameter=2, statistics=(mean,))
+    link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
+    told = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
+    told |= {"costs": asdict(TYPICAL)}
+    # The first steps compile.
+    reports = {rank: told | {"steps": [9.0, 9.0, 9.0, *timed]} for rank, timed in enumerate(ranks)}
+    measured, apart, error = read_computing(reports)
+    assert (measured.compute_seconds, apart, measured.state_values, error) == (seconds, spread, 2, 0.03)
+    assert (measured.gradients, measured.averaged) == (GRADIENTS, (*GRADIENTS, mean))
+    assert (measured.network.between, measured.costs) == (Link(1e-4, 1e8), TYPICAL)

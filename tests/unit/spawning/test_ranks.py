@@ -78,15 +78,6 @@ def test_who_followed_is_not_named_although_it_ended_first() -> None:
     assert error.signal_number == signal.SIGKILL
 
 
-def test_a_rank_that_others_have_missed_or_that_returned_while_they_needed_it_is_named() -> None:
-    missed = FailureReport(2, 0, "missing", "did not arrive at step 4 within 2 s", "rank 2 ...", 11, (), 7.0)
-    error = failure([secondary(0, 7.1), stopped(1, 9.0), stopped(2, 9.0)], (missed,))
-    assert "rank 2 of 3 failed first: did not arrive at step 4 within 2 s, then stopped by SIGTERM" in str(error)
-    left = FailureReport(0, 1, "left", "left while others waited for it", "rank 0 left", 11, (), 2.0)
-    error = failure([well(0), secondary(1, 2.1), stopped(2, 4.0)], (left,))
-    assert "rank 0 of 3 failed first: exit code 0 (left while others waited for it)" in str(error)
-
-
 def test_no_rank_is_named_where_living_ranks_could_not_communicate() -> None:
     link = FailureReport(NO_RANK, 0, "link", "...", "step 4: all ranks are alive", 11, (), 2.0)
     with pytest.raises(LinkFailed, match=r"^step 4: all ranks are alive$"):
@@ -174,10 +165,3 @@ def test_a_call_that_has_returned_is_an_end_once_its_threads_had_time(
     rank.ask_to_stop()
     rank.wait()
     assert (end_of(rank)[0], rank.asked_to_stop, rank.reports(0.0)) == (0, 0, [])
-
-
-def test_an_exit_with_0_and_without_an_answer_is_reported(started: Starter) -> None:
-    rank = started(lambda: os._exit(0))
-    assert end_of(rank)[0] == 0
-    (report,) = rank.reports(0.0)
-    assert (report.kind, report.exit_code) == ("exited", 1)
