@@ -90,16 +90,6 @@ def evaluation(script: Script) -> None:
     _evaluated(script, loss, judging, judged)
 
 
-@program("The evaluation program is built first, the training program after it.")
-def evaluation_first(script: Script) -> None:
-    judging = paddle.static.Program()
-    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
-        judged = _classifier(script)
-    with paddle.utils.unique_name.guard():
-        loss = _minimized(script, SGD(0.1))
-    _evaluated(script, loss, judging, judged)
-
-
 @program("State is saved in the middle, changed by more steps and loaded; training continues.")
 def save_and_load(script: Script) -> None:
     loss = _minimized(script, Adam(0.01, epsilon=1e-3), 8)
@@ -174,33 +164,6 @@ def own_and_default_program(script: Script) -> None:
             script.run(script.batch(step), [second])
 
 
-@program("minimize is called outside program_guard, with the programs of the loss.")
-def minimize_outside(script: Script) -> None:
-    own, startup = paddle.static.Program(), paddle.static.Program()
-    with paddle.static.program_guard(own, startup):
-        loss = _classifier(script)
-    with paddle.static.program_guard(own, startup):
-        script.minimize(SGD(0.1), loss, startup_program=startup)
-    script.start(startup)
-    for step in range(4):
-        script.run(script.batch(step, own), [loss], own)
-
-
-@program("Three updates of a discriminator-like program per update of the other program.")
-def different_paces(script: Script) -> None:
-    mains, losses, startup = [paddle.static.Program() for _ in range(2)], [], paddle.static.Program()
-    for main in mains:
-        with paddle.static.program_guard(main, startup):
-            x, y = script.inputs(x=floats(6), y=floats(1))
-            losses.append(F.mse_loss(nn.Linear(6, 1)(x), y))
-            script.minimize(Momentum(0.05, 0.9), losses[-1])
-    script.start(startup)
-    for step in range(6):
-        script.run(script.batch(step, mains[0]), [losses[0]], mains[0])
-        if step % 3 == 2:
-            script.run(script.batch(step, mains[1]), [losses[1]], mains[1])
-
-
 @program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
 def accumulated_by_hand(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
@@ -219,16 +182,6 @@ def rate_in_the_scope(script: Script) -> None:
     for step, batch in enumerate(script.batches()):
         rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
         rate.set(np.array(0.1 / (1 + step), "float32").reshape(rate.shape()), script.place)
-        script.run(batch, [loss])
-
-
-@program("The optimizer's state and the network have separate startup programs.")
-def two_startup_programs(script: Script) -> None:
-    own, loss = paddle.static.Program(), _classifier(script, 8)
-    script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
-    script.start()
-    script.start(own)
-    for batch in script.batches():
         script.run(batch, [loss])
 
 
