@@ -16,7 +16,7 @@ import paddle
 
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
-from fleet_train.profile import Profile, load_profile
+from fleet_train.profile import Profile
 from fleet_train.selftest.training import FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
 from tests.parallel.strategies import LOCAL, MLP, STREAMING, momentum
 from tests.support.worker import digest, report
@@ -27,11 +27,8 @@ SHORT = LOCAL | {"local_sgd_is_warm_steps": 2}
 # next one that communicates, at a barrier. A comparison of the replicas would give the next step a barrier.
 STOPS: dict[str, tuple[int, dict[str, Any], int]] = {
     "synchronous": (3, {}, 3),
-    "two communicators": (3, {"nccl_comm_num": 2, "fuse_parameter_groups_size": 2}, 3),
     "gradient merge": (4, {"accumulate_steps": 3}, 6),
-    "few barriers": (3, {"barrier_every_steps": 5, "divergence_check_steps": 0}, 5),
     "few barriers, gradient merge": (3, {"barrier_every_steps": 5, "accumulate_steps": 2}, 4),
-    "local sgd, warm-up": (2, SHORT, 2),
     "local sgd, period": (4, SHORT, 6),
 }
 STEPS, EVERY, SLOW = 12, 5, "a slow step"
@@ -40,7 +37,6 @@ ALONE = Profile(divergence_check_steps=0)  # without comparisons, which are sync
 FEW: dict[str, tuple[Profile, list[int]]] = {
     "default": (ALONE, [1, 2, 5, 10]),
     SLOW: (ALONE, [1, 2, 5, 10, 11]),
-    "multi_node": (load_profile("multi_node").with_settings("test", divergence_check_steps=0), [1, 2, 5, 10]),
     "small buckets": (ALONE.with_settings("test", fuse_parameter_groups_size=1, nccl_comm_num=2), [1, 2, 5, 10]),
     "local_sgd": (
         ALONE.with_settings("test", use_local_sgd=True, local_sgd_is_warm_steps=7, local_sgd_steps=2),
@@ -51,11 +47,9 @@ FEW: dict[str, tuple[Profile, list[int]]] = {
 }
 SAMPLES = {
     "default": Profile(),
-    "few barriers": Profile(barrier_every_steps=5, divergence_check_steps=0),
     "small buckets": Profile(fuse_parameter_groups_size=1, nccl_comm_num=2),
     "int8": Profile(compression="int8"),
     "merge": Profile(accumulate_steps=2),
-    "local steps from the start": Profile(use_local_sgd=True, local_sgd_is_warm_steps=0, local_sgd_steps=4),
     "local steps later": Profile(use_local_sgd=True, local_sgd_is_warm_steps=3, local_sgd_steps=4),
     "overlapped": Profile(**STREAMING | {"local_sgd_is_warm_steps": 0}),
 }

@@ -1,8 +1,8 @@
 """Every knob's effect in a run of real ranks: the harness. The cases, and what each must show, are in its test.
 
-Run as ranks with the cases as JSON. Each case is a program (``RUNS``) that every rank trains under two profiles: with
-the knob left at its default, and with the case's value. `Watch` notes what the rank sends, launches and waits for
-meanwhile; the functions in ``LOOKS`` extract plain values from what one rank has seen (`Ran`).
+Run as ranks with the cases as JSON. Each case is a program (``RUNS``) that every rank trains. `Watch` notes what the
+rank sends, launches and waits for meanwhile; the functions in ``LOOKS`` extract plain values from what one rank has
+seen (`Ran`).
 """
 
 from __future__ import annotations
@@ -408,32 +408,22 @@ RUNS: dict[str, Callable[..., Ran]] = {
 }
 
 
-def run(case: dict[str, Any], which: str, watch: Watch) -> dict[str, Any]:
-    """What is seen; the runs of several cases without their knob are one."""
-    variables = case["variables"] if which == "with" else {}
-    times = 1 + ("said" in case["sees"])  # a sentence is due once, however often the optimizer is wrapped
-    key = json.dumps([case["run"], case["options"], case["holds"], case[which], variables, times])
-    if key not in ENDED:
-        watch.events, watch.holds, before = [], case["holds"], dict(os.environ)
-        os.environ.update(variables)
-        with contextlib.redirect_stderr(io.StringIO()) as text:
-            for _ in range(times):
-                watch.step = 0
-                ran = RUNS[case["run"]](Profile(**case[which]), **case["options"])
-                watch.events = []
-        told = re.findall("^fleet_train: (.*)$", text.getvalue(), re.MULTILINE)
-        ran.facts |= {"told": told, "environ": dict(os.environ)}
-        os.environ.clear()
-        os.environ.update(before)
-        ENDED[key] = ran
-    ran = ENDED[key]
+def run(case: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    """What is seen."""
+    watch.events, watch.holds, before = [], case["holds"], dict(os.environ)
+    os.environ.update(case["variables"])
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        for _ in range(1 + ("said" in case["sees"])):  # a sentence is due once, however often the optimizer is wrapped
+            watch.step = 0
+            ran = RUNS[case["run"]](Profile(**case["with"]), **case["options"])
+            watch.events = []
+    told = re.findall("^fleet_train: (.*)$", text.getvalue(), re.MULTILINE)
     # Those of the case's knob, up to the reason of a mapping.
-    said = [re.sub(" is mapped.*", " is mapped", line) for line in ran.facts["told"] if case["knob"] in line]
-    ran = Ran(ran.events, ran.steps, ran.facts | {"said": said})
+    said = [re.sub(" is mapped.*", " is mapped", line) for line in told if case["knob"] in line]
+    ran.facts |= {"told": told, "said": said, "environ": dict(os.environ)}
+    os.environ.clear()
+    os.environ.update(before)
     return {name: _seen(name, ran) for name in case["sees"]}
-
-
-ENDED: dict[str, Ran] = {}
 
 
 def _seen(name: str, ran: Ran) -> Any:
@@ -447,13 +437,9 @@ def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     Trained.watch = Watch()
-    # What this backend refuses is tried all the same: float16 is summed in float32 by the watch. Each case first
-    # without its knob: flags of Paddle stay as the last case has left them.
+    # What this backend refuses is tried all the same: float16 is summed in float32 by the watch.
     with mock.patch.object(convert_optimizer, "refuse_on_this_device"):
-        seen = {
-            case["name"]: {which: run(case, which, Trained.watch) for which in ("without", "with") if which in case}
-            for case in json.loads(sys.argv[1])
-        }
+        seen = {case["name"]: run(case, Trained.watch) for case in json.loads(sys.argv[1])}
     report(fleet.worker_index(), seen=seen)
 
 

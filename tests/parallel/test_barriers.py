@@ -16,12 +16,7 @@ Ranks = list[dict[str, Any]]
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((2, False), id="2"),
-        pytest.param((3, False), id="3", marks=pytest.mark.long),
-        pytest.param((2, True), id="2, streams", marks=pytest.mark.long),
-        pytest.param((3, True), id="3, streams", marks=pytest.mark.long),
-    ],
+    params=[pytest.param((2, False), id="2"), pytest.param((3, True), id="3, streams", marks=pytest.mark.long)],
 )
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     size, late = request.param
@@ -92,6 +87,7 @@ def test_the_same_samples_are_noticed_once_in_a_program_by_every_rank(ranks: Ran
         assert rank["innocent"] == [[], []], "gradients that are equal by nature accuse nobody"
 
 
+@pytest.mark.long
 def test_one_process_stops_at_once_and_has_nothing_to_count(tmp_path: Path) -> None:
     script = (
         "from dataclasses import asdict\nfrom fleet_train import fleet\nfrom tests.support.worker import report\n"

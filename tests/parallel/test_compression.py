@@ -1,4 +1,4 @@
-"""Compression on 2 to 16 real ranks: as the numpy reference, bit-equal on all ranks, exact after a resume, and in
+"""Compression on 2 to 5 real ranks: as the numpy reference, bit-equal on all ranks, exact after a resume, and in
 bytes as planned. The ranks run this file, too.
 """
 
@@ -58,9 +58,6 @@ BUCKETS = {
 POWERSGD = {
     "rank 1": PowerSgdSettings(),
     "rank 2": PowerSgdSettings(rank=2, min_compression=1.0, seed=5),
-    "rank 4 after 3 steps": PowerSgdSettings(rank=4, start_step=3, min_compression=1.0),
-    "cold": PowerSgdSettings(rank=2, warm_start=False, min_compression=0.0),
-    "forgetful": PowerSgdSettings(error_feedback=False),
     "full rank": PowerSgdSettings(rank=40, min_compression=0.0),
     "nothing pays": PowerSgdSettings(min_compression=1000.0),
 }
@@ -69,7 +66,6 @@ DGC = {
     "constant": DgcSettings(sparsity=(0.9,), min_elements=100),
     "ramp": DgcSettings(rampup_begin_step=2, rampup_step=4, sparsity=RAMP, min_elements=0),
     "nesterov, clipped": DgcSettings(use_nesterov=True, sparsity=(0.8,), local_grad_clip_norm=3.0, min_elements=10),
-    "whole": DgcSettings(sparsity=(0.0,), momentum_factor_masking=False, min_elements=0),
     "large": DgcSettings(rampup_step=5, sparsity=(0.9, 0.999)),
     "all small": DgcSettings(min_elements=10**6),
 }
@@ -238,45 +234,33 @@ def sockets(bits: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    cases, more = json.loads(sys.argv[1]), sys.argv[2]
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     job = _current().job
     with dynamic_mode():
-        results = {f"{kind}, {name}, seed {seed}": drive(kind, name, seed, job) for kind, name, seed in cases}
-        sums = {elements: bfloat16(job, elements) for elements in (1, 7, 1003, 3_500_003) if job.world_size < 5}
+        results = {
+            f"{kind}, {name}, seed {seed}": drive(kind, name, seed, job) for kind, name, seed in json.loads(sys.argv[1])
+        }
+        sums = {elements: bfloat16(job, elements) for elements in (1, 7, 1003, 3_500_003)}
         half = paddle.ones([3], "float16")
         paddle.distributed.all_reduce(half, group=job.communicators(1)[0])
-        sent = {f"int{bits}": sockets(bits) for bits in (8, 4)} if more == "sockets" else {}
+        sent = {f"int{bits}": sockets(bits) for bits in (8, 4)}
     report(fleet.worker_index(), cases=results, sums=sums, sockets=sent, float16=half.numpy())
 
 
 KINDS: dict[str, Any] = {"powersgd": POWERSGD, "dgc": DGC, "quantised": QUANTISED}
-CASES = [[kind, name, seed] for kind, names in KINDS.items() for name in names for seed in (0, 1)]
+CASES = [[kind, name, seed] for kind, names in KINDS.items() for seed, name in enumerate(names)]
 RELATIVE_TOLERANCE = 1e-5
-
-
-def run(world_size: int, folder: Path, cases: list[list[Any]], more: str, **options: Any) -> RanksResult:
-    options = {"nodes": world_size, "timeout_seconds": 280} | options
-    return run_ranks(Path(__file__), world_size, folder=folder, args=[json.dumps(cases), more], **options)
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((2, False), id="2"),
-        pytest.param((3, False), id="3", marks=pytest.mark.long),
-        pytest.param((2, True), id="2, streams", marks=pytest.mark.long),
-        pytest.param((5, False), id="5", marks=pytest.mark.long),
-        pytest.param((16, False), id="16", marks=pytest.mark.long),
-    ],
+    params=[2, pytest.param(3, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)],
 )
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
-    world_size, late = request.param
-    # A device draws other random numbers than the reference.
-    chosen = [case for case in CASES if world_size < 4 and not (late and "stochastic" in case[1])]
-    folder = tmp_path_factory.mktemp("compression")
-    return run(world_size, folder, chosen, "" if late else "sockets", late_streams=late)
+    size, folder = request.param, tmp_path_factory.mktemp("compression")
+    args = [json.dumps(CASES if size < 4 else [])]
+    return run_ranks(Path(__file__), size, folder=folder, args=args, nodes=size, timeout_seconds=280)
 
 
 def each(result: RanksResult) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -297,7 +281,7 @@ def test_full_rank_and_no_compression_are_the_mean_and_the_rest_is_not(result: R
         if "full rank" in case or "nothing pays" in case:
             assert ranks[0]["is mean"] < RELATIVE_TOLERANCE, case
         else:
-            is_small = case.startswith(("powersgd, rank", "powersgd, cold", "dgc"))
+            is_small = case.startswith(("powersgd, rank", "dgc"))
             assert ranks[0]["is mean"] > (0.1 if is_small else RELATIVE_TOLERANCE), case
 
 
@@ -318,19 +302,13 @@ def test_gloo_cannot_sum_float16(result: RanksResult) -> None:
 def test_sockets_send_what_was_planned_and_little_is_owed_in_the_end(
     result: RanksResult, case: str, levels: int
 ) -> None:
-    ranks = [rank[case] for rank in result.of_all("sockets") if rank]
+    ranks = [rank[case] for rank in result.of_all("sockets")]
     for rank in ranks:
         assert rank["sent"] == pytest.approx(rank["planned"], rel=0.01)
         assert rank["sent"] < SOCKET_STEPS * 2 * 4 * ELEMENTS / 3
         # Of each member's values and of the owners' sums half a level may be owed; a block's largest value is below 6.
         assert rank["worst"] < 2 * 6 / levels
-    assert len({rank["bits"] for rank in ranks}) <= 1
-
-
-@pytest.mark.long
-def test_four_ranks_on_two_nodes_sum_bfloat16_in_the_same_way(tmp_path: Path) -> None:
-    result = run(4, tmp_path, [], "", nodes=2)
-    assert all(found["as gloo"] for rank in result.of_all("sums") for found in rank.values())
+    assert len({rank["bits"] for rank in ranks}) == 1
 
 
 if __name__ == "__main__":

@@ -151,10 +151,9 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("facade")
-    args = [str(folder / "saved")]
-    result = run_ranks(Path(__file__), 2, folder=folder, nodes=2, args=args, late_streams=late_streams)
+    result = run_ranks(Path(__file__), 2, folder=folder, nodes=2, args=[str(folder / "saved")])
     return [result.values[0], result.values[1]]
 
 

@@ -225,8 +225,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> RanksResult:
-    return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"), late_streams=late_streams)
+def two(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"))
 
 
 def test_names_programs_mode_device_and_flags_are_those_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
