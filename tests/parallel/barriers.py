@@ -1,13 +1,12 @@
 """Run as several ranks: what they tell one another at step barriers, and which steps have one.
 
-The time of a step is that of a clock that the script turns, except where a rank really sleeps.
+The time of a step is that of a clock that the script turns.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,11 @@ import paddle
 from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
 from fleet_train.profile import Profile
-from fleet_train.selftest.training import FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, batches, share
 from tests.parallel.strategies import LOCAL, MLP, STREAMING, momentum
 from tests.support.worker import digest, report
 
-TIMED_STEPS, SLEEP_SECONDS = 8, 0.1
+STOP_STEPS = 8
 SHORT = LOCAL | {"local_sgd_is_warm_steps": 2}
 # Which step the last rank asks to stop before (from 1), what the profile says, and behind which step all know it: the
 # next one that communicates, at a barrier. A comparison of the replicas would give the next step a barrier.
@@ -89,24 +88,12 @@ def stop(step_of_request: int, settings: dict[str, Any], _: int) -> list[str | N
     notes = _current().job.notes
     notes.stop = notes._stop_reason = None  # a job has one stop in its life, this one has one per case
     known: list[str | None] = []
-    for step, _program in enumerate(trained(Profile(**settings), TIMED_STEPS), 1):
+    for step, _program in enumerate(trained(Profile(**settings), STOP_STEPS), 1):
         known.append(fleet.stop_requested())
         if step == step_of_request and fleet.worker_index() == fleet.worker_num() - 1:
             fleet.request_stop("the machine is needed")
             fleet.request_stop("not heard")
     return known[1:]
-
-
-def times(settings: dict[str, Any], first: int) -> dict[str, Any]:
-    """What is counted from behind step ``first``, while rank 1 sleeps before each step."""
-    for step, _ in enumerate(trained(Profile(**settings), TIMED_STEPS), 1):
-        if step == first + 1:
-            fleet.communication()
-        if fleet.worker_index() == 1:
-            time.sleep(SLEEP_SECONDS)
-    read, plan = asdict(fleet.communication()), fleet.plan()
-    assert plan is not None
-    return read | {"planned_bytes": plan.sent_bytes_per_step, "again": asdict(fleet.communication())}
 
 
 def barriers(case: str, profile: Profile, start: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -147,17 +134,6 @@ def train_on(profile: Profile, same: bool) -> None:
         pass
 
 
-def equal_by_nature(features: Any) -> Any:
-    """Every gradient is zero, whatever the samples."""
-    return paddle.nn.Linear(FEATURES, 5)(features) * 0.0 + paddle.nn.Linear(FEATURES, 5)(features * 0.0) * 0.0
-
-
-def train_zeros() -> None:
-    program = Trained(Network("zero", equal_by_nature), fleet.distributed_optimizer, lambda: paddle.optimizer.SGD(0.1))
-    for features, labels in batches(5, SAMPLES_PER_RANK, 1):
-        program.step(features, labels)
-
-
 def train_constant_gradient_of_a_bias() -> None:
     """A loss that is the output itself: the gradient of its last bias is 1 on every rank."""
     main, startup = paddle.static.Program(), paddle.static.Program()
@@ -179,20 +155,17 @@ def train_constant_gradient_of_a_bias() -> None:
 def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    times({}, first=1)  # the clock's first step begins with the run, behind what the script did before it
-    timed = {"synchronous": times({}, first=1), "local": times(SHORT | {"local_sgd_steps": 3}, first=2)}
     Turned.now = time.perf_counter()
     _current().job.clock._moment = Turned  # type: ignore[assignment]
     report(
         fleet.worker_index(),
-        timed=timed,
         known={name: stop(*case) for name, case in STOPS.items()},
         few={name: few_and_all(name) for name in FEW},
         advised={
             name: [advised(partial(train_on, profile, same)) for same in (True, False)]
             for name, profile in SAMPLES.items()
         },
-        innocent=[advised(train_zeros), advised(train_constant_gradient_of_a_bias)],
+        innocent=advised(train_constant_gradient_of_a_bias),
     )
 
 

@@ -95,17 +95,18 @@ def states(start: dict[str, Any], seen: dict[str, Any]) -> None:
 
 
 STEPS, SAMPLES = 20, 8
-ORDERS = {
-    "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
-    "backward, backward, apply, apply": lambda one, two: apply_in_order(one, two, (0, 1)),
-    "applied the other way round": lambda one, two: apply_in_order(one, two, (1, 0)),
-}
 
 
-def apply_in_order(one: Any, two: Any, order: tuple[int, int]) -> None:
+def apply_the_second_first(one: Any, two: Any) -> None:
     pairs = [optimizer.backward(loss) for optimizer, loss in (one, two)]
-    for index in order:
-        (one, two)[index][0].apply_gradients(pairs[index])
+    two[0].apply_gradients(pairs[1])
+    one[0].apply_gradients(pairs[0])
+
+
+ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
+    "applied the other way round": apply_the_second_first,
+}
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -150,7 +151,6 @@ def train_two(order: Any, profile: Profile) -> dict[str, Any]:
 
 
 PROFILES = {
-    "fused": Profile(),
     "unfused, two communicators": Profile(fuse_all_reduce_ops=False, nccl_comm_num=2),
     "waiting": Profile(sync_nccl_allreduce=True, fuse_parameter_groups_size=1),
 }
@@ -177,8 +177,6 @@ LEFT: dict[str, tuple[dict[str, Any], bool]] = {
     "accumulate_steps": ({"accumulate_steps": 2}, False),
     "amp_level": ({"amp_level": "O1"}, False),
     "recompute_segments": ({"recompute_segments": 2}, False),
-    "recompute_every_blocks": ({"recompute_every_blocks": 1}, False),
-    "recompute_checkpoints": ({"recompute_checkpoints": ["linear_1.w_0"]}, False),
     "use_local_sgd": ({"use_local_sgd": True}, True),
     "compression": ({"compression": "dgc"}, True),
     "sync_batch_norm": ({"sync_batch_norm": True}, True),
@@ -195,6 +193,7 @@ def one_process() -> None:
         left={name: is_left(OPTIMIZERS[1], Profile(**settings)) for name, (settings, _) in LEFT.items()},
         same=[is_left(make, DistributedStrategy()) for make in OPTIMIZERS],
         alone=[fleet.worker_num(), fleet.all_reduce(np.array([2.5])).tolist(), fleet.plan()],
+        stop=[fleet.stop_requested(), fleet.request_stop("enough"), fleet.stop_requested()],
     )
     fleet.barrier_worker()
     paddle.disable_static()
@@ -255,6 +254,8 @@ def test_state_under_a_name_guard_has_the_names_of_one_process(alone: dict[str, 
 def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(alone: dict[str, Any]) -> None:
     assert alone["same"] == [True] * 3
     assert alone["alone"] == [1, [2.5], None]
+    assert alone["stop"][0] is None
+    assert alone["stop"][2].endswith(": enough"), "a request is known at once"
     assert alone["left"] == {name: is_left for name, (_, is_left) in LEFT.items()}
 
 
