@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.strategies import CASES, PROFILES, SELFTEST_STEPS
+from tests.parallel.strategies import CASES
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksResult, run_ranks
 
@@ -133,11 +133,3 @@ def test_more_ranks_than_gather_sum_the_statistics_alike(tmp_path_factory: pytes
     """Sums of batch norms travel by allgather among few ranks, by allreduce among more."""
     for rank in run(tmp_path_factory, 5, 5, ["sync batch norm, shortcut"]).of_all("cases"):
         assert rank["sync batch norm, shortcut"]["from one process"] < EXACT
-
-
-@pytest.mark.long
-def test_the_selftest_can_end_after_any_number_of_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Also where an averaging is under way."""
-    lines = run(tmp_path_factory, 2, 2, PROFILES).values[0]["selftests"]
-    expected = [f"ok    profile {name}: {steps} steps" for name in PROFILES for steps in SELFTEST_STEPS]
-    assert [line for line, words in zip(lines, expected, strict=True) if not line.startswith(words)] == []

@@ -1,4 +1,4 @@
-"""The trainer on several ranks: gradient merge, and resuming on another number of ranks in the middle of an epoch.
+"""The trainer on several ranks: gradient merge, also over the end of an epoch that ends a process.
 
 The ranks run this file, too; the first argument says which of the runs.
 """
@@ -6,7 +6,6 @@ The ranks run this file, too; the first argument says which of the runs.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 
 from fleet_train import fleet, role_maker
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
-from fleet_train.data.datasets import ArrayDataset
 from fleet_train.profile import Profile
 from fleet_train.train import Checkpoints, Trainer, TrainerSettings
 from fleet_train.train.settings import Schedule
@@ -91,64 +89,7 @@ def parted_runs(merged: str, samples: str, batch: str, folder: str) -> None:
     report(fleet.worker_index(), runs=[straight, *parts])
 
 
-SAMPLES, EPOCHS, MERGED = 50, 2, 4
-
-
-class Recording(BatchLoader):
-    """Remembers the samples of every batch that the trainer has taken, by epoch. Sample i has the value i."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.taken: dict[int, list[int]] = {}
-        self.ends_after_a_step = False
-
-    def consumed_after(self, steps: int) -> int:
-        # The trainer asks this once after each batch, `steps` of which the epoch has had then.
-        if self.ends_after_a_step and steps > MERGED:
-            report(fleet.worker_index(), taken=self.taken)
-            sys.exit()  # without a goodbye: the checkpoint may still be being written
-        self.taken.setdefault(self.sampler.epoch, []).extend(int(i) for i in self.indices(steps - 1))
-        return super().consumed_after(steps)
-
-
-def build_moved() -> tuple[Any, Any]:
-    features = paddle.static.data("features", [None, 1], "float32")
-    labels = paddle.static.data("labels", [None], "int64")
-    hidden = paddle.tanh(paddle.nn.Linear(1, 40)(features / SAMPLES))
-    loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(40, 2)(hidden), labels)
-    # The 13 batches that each of two ranks has in an epoch end in the middle of an update.
-    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), Profile(accumulate_steps=MERGED)).minimize(loss)
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(fleet.startup_program)
-    return exe, loss
-
-
-def moved_runs(output: str, ends: str) -> None:
-    """Where the run is, and where it ends: ``step``, in the step that follows the first, of which it has a checkpoint;
-    ``epoch``, with the first epoch, in the middle of a step; ``never``.
-    """
-    exe, loss = build_moved()
-    values = np.arange(SAMPLES)
-    data = ArrayDataset("numbers", values.astype("float32")[:, None], (values % 2).astype("int64"), 2)
-    sampler = ShardedBatchSampler(SAMPLES, 2, fleet.worker_index(), fleet.worker_num(), seed=3)
-    loader = Recording(data, sampler)
-    loader.ends_after_a_step = ends == "step"
-    checkpoints = Checkpoints(Path(output), background=True)
-    settings = TrainerSettings(
-        epochs=EPOCHS,
-        checkpoint_every_steps=1 if ends == "step" else 0,
-        stop_after_epochs=1 if ends == "epoch" else None,
-    )
-    trainer = Trainer(exe, loss, loader, settings, checkpoints=checkpoints)
-    found = checkpoints.newest()
-    if found is not None:
-        trainer.resume(found)
-    trainer.fit()
-    report(fleet.worker_index(), taken=loader.taken)
-    fleet.shutdown()
-
-
-RUNS = {"joint": joint_runs, "parted": parted_runs, "moved": moved_runs}
+RUNS = {"joint": joint_runs, "parted": parted_runs}
 
 
 def main() -> None:
@@ -195,34 +136,6 @@ def test_a_resume_gives_the_same_bits_also_where_an_update_goes_over_the_end_of_
         assert [one for part in parts for one in part["losses"]] == straight["losses"]
         assert [one for part in parts for one in part["norms"]] == straight["norms"]
         assert [one for part in parts for one in part["rates"]] == straight["rates"]
-
-
-def moved(output: Path, world_size: int, ends: str = "never") -> RanksResult:
-    return run(output.parent / f"job{world_size}", world_size, "moved", output, ends)
-
-
-def samples(result: RanksResult, epoch: int) -> list[int]:
-    return [index for taken in result.of_all("taken") for index in taken.get(str(epoch), [])]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ends", "count", "name", "world_size"), [("step", 16, "step-00000001", 3), ("epoch", SAMPLES, "step-00000003", 1)]
-)
-def test_no_sample_of_the_epoch_is_lost_and_none_comes_twice(
-    tmp_path: Path, ends: str, count: int, name: str, world_size: int
-) -> None:
-    """Two ranks have a checkpoint after 1 step (4 batches of 4 samples) or 13 batches; others go on from there."""
-    output = tmp_path / "run"
-    seen = samples(moved(output, 2, ends), 0)
-    assert len(set(seen)) == len(seen) == count
-    assert [path.name for path in (output / "checkpoints").glob("*step-*")] == [name]
-    result = moved(output, world_size)
-    # What does not divide by 3 ranks is filled with samples that come once more.
-    left = SAMPLES - len(seen)
-    first, second = Counter([*seen, *samples(result, 0)]), Counter(samples(result, 1))
-    assert (set(first), sum(first.values())) == (set(range(SAMPLES)), SAMPLES + -left % world_size)
-    assert (set(second), sum(second.values())) == (set(range(SAMPLES)), SAMPLES + -SAMPLES % world_size)
 
 
 if __name__ == "__main__":

@@ -160,10 +160,8 @@ def test_statistics_are_averaged_with_the_parameters() -> None:
         {},
         {"use_hierarchical_allreduce": True},
         {"use_hierarchical_allreduce": True, "compression": "bf16"},
-        {"compression": "bf16"},
         {"compression": "powersgd", "powersgd_min_compression": 0.0},
         {"compression": "dgc"},
-        LOCAL | {"local_sgd_steps": 4},
         LOCAL | {"local_sgd_dtype": "bfloat16", "use_hierarchical_allreduce": True},
     ],
 )
@@ -182,34 +180,13 @@ def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
     assert sent == pytest.approx(traffic(plan, cluster).sent)
 
 
-@pytest.mark.parametrize("make", [Sgd, Momentum, lambda: Momentum(use_nesterov=True), Adam])
-def test_optimizers_descend(make: Any) -> None:
-    optimizer, value = make(), np.array([1.0, -2.0], np.float32)
-    for _ in range(300):
-        value = optimizer.step("x", value, value, 0.05)
-    assert np.abs(value).max() < 0.01
-
-
-@pytest.mark.parametrize("use_nesterov", [False, True])
-def test_dgc_before_its_ramp_up_is_plain_momentum(use_nesterov: bool) -> None:
-    early = {"compression": "dgc", "dgc_rampup_begin_step": 100}
-    jobs = [job_of(knobs, optimizer=lambda: Momentum(0.5, use_nesterov)) for knobs in ({}, early)]
-    for _ in range(3):
-        for job in jobs:
-            job.step(ones_times_rank)
-    for plain, other in zip(*(job.ranks for job in jobs), strict=True):
-        for name in SHAPES:
-            np.testing.assert_allclose(other[name], plain[name], rtol=1e-6)
-
-
 def test_adams_first_step_is_that_of_the_paper() -> None:
     value = Adam(epsilon=0.5, decoupled_decay=0.1).step("w", np.float32([2.0]), np.float32([3.0]), 0.25)
     # Without bias, the first moments are the gradient and its square: decay, then 3 / (3 + 0.5).
     np.testing.assert_allclose(value, 2.0 * (1 - 0.25 * 0.1) - 0.25 * 3.0 / 3.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("ranks", "stochastic"), [(2, False), (5, True)])
 def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool) -> None:
     settings = QuantisedSettings(8, 32, stochastic=stochastic)
     simulated, random = QuantisedSum("w", 500, ranks, 1, settings), np.random.default_rng(ranks)
@@ -221,12 +198,6 @@ def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool)
     owed = np.sum(simulated.residuals, axis=0)[:500]
     assert 0 < np.abs(owed).max() < ranks * 0.2
     np.testing.assert_allclose(outputs + owed, inputs, atol=1e-4)
-
-
-def test_without_error_feedback_a_quantised_sum_owes_nothing() -> None:
-    simulated = QuantisedSum("w", 64, 3, 1, QuantisedSettings(8, 32, error_feedback=False))
-    np.testing.assert_allclose(simulated.sum([np.full(64, r + 0.123, np.float32) for r in range(3)]), 3.369, rtol=0.01)
-    assert not np.any(simulated.residuals)
 
 
 def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
@@ -244,8 +215,6 @@ def test_a_trial_of_exact_averages_finds_rounding_only() -> None:
         assert trial.gradient_deviation < 1e-6
         assert trial.movement_deviation < 1e-6
         assert trial.sent_bytes_per_step == pytest.approx(traffic(plan, Cluster.imagined(2, 2)).sent)
-    # 20,100 float32 values, of which each of 4 ranks sends 2 * 3 / 4, in MB of 2**20 bytes.
-    assert "the busiest rank sent 0.115 MB per update, at most 0.115 MB in one" in describe(trial_of()[0])
 
 
 def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
@@ -275,23 +244,11 @@ def test_a_trial_shows_what_compression_loses(knobs: dict[str, Any], low: float,
     assert low < trial_of(**knobs)[0].movement_deviation < high
 
 
-def test_a_trial_draws_other_gradients_in_every_update() -> None:
-    short, long = (trial_of(updates, compression="bf16")[0].movement_deviation for updates in (1, 30))
-    assert long < 0.5 * short
-
-
 def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait() -> None:
     trial, _ = trial_of(use_local_sgd=True, local_sgd_steps=4, local_sgd_overlap_steps=1)
     assert (trial.synchronised, trial.equal, trial.averaged) == ((1, 2), (1, 2), (6, 10))
     assert trial.movement_deviation < 1e-6
     assert "averaged beside the next steps after 6, 10" in describe(trial)
-
-
-def test_a_trial_counts_an_averaging_under_way_as_movement() -> None:
-    outer = {"outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
-    knobs = {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_dtype": "int8"} | outer
-    beside, at_once = (trial_of(local_sgd_overlap_steps=steps, **knobs)[0].movement_deviation for steps in (1, 0))
-    assert beside == pytest.approx(at_once, rel=0.2)
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

@@ -82,13 +82,6 @@ def test_a_stale_export_is_reported_with_the_command_that_makes_it(tmp_path: Pat
     assert export.stale_files(tmp_path) == [f"strategies/schema.json: {fix}", f"docs/knobs.md: {fix}"]
 
 
-def test_the_command_lists_the_catalogue() -> None:
-    result = CliRunner().invoke(command, [])
-    assert result.exit_code == 0
-    assert "\nmulti_node          Several machines on a network; buckets and" in result.output
-    assert [row["name"] for row in json.loads(CliRunner().invoke(command, ["--json"]).output)] == CATALOGUE
-
-
 def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_knob: str) -> None:
     output = CliRunner().invoke(command, ["tcp_only"]).output
     carried, _, rest = output.partition("\nMAPPED (")
