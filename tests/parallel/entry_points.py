@@ -176,9 +176,7 @@ def saving(folder: Path) -> None:
 def saving_by_profile(folder: Path) -> None:
     """What Paddle's own save says of the program of each profile."""
     profiles = {
-        "merge": DistributedStrategy(accumulate_steps=2),
         "local": DistributedStrategy(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4),
-        "recompute": DistributedStrategy(recompute_segments=2),
         "powersgd": DistributedStrategy(compression="powersgd"),
     }
     told = {}

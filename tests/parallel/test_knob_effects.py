@@ -96,7 +96,6 @@ _DGC = {"compression": "dgc", "dgc_min_elements": 1000, "dgc_sparsity": 0.99}
 _DGC_TWO = _DGC | {"dgc_sparsity": 0.999}
 _INT4 = {"compression": "int4"}
 _FORGETFUL = _INT4 | {"quantised_error_feedback": False}
-_LEADS, _FOLLOWS = ["reduce 9376", "all_reduce 4688 bfloat16", "broadcast 9376"], ["reduce 9376", "broadcast 9376"]
 _LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 _FIRST = 32768.0
 
@@ -278,7 +277,6 @@ _ALL = [
     case("outer_momentum", 0.5, _SLOWMO, steps=3, moved=[1.5, 2.25, 2.625]),
     # Compression.
     case("compression", "bf16", sent=[["all_reduce 4688 bfloat16"]] * 2, moved=[1.5, 1.5], counted=9376),
-    case("compression", "bf16", _GROUPED, ranks=4, sent=ByRank([[_LEADS] * 2, [_FOLLOWS] * 2] * 2)),
     case("compression", "fp16", sent=[["all_reduce 4688 float16"]] * 2, moved=[1.5, 1.5]),
     # Five blocks of 512 bytes, or 256, and their scales.
     case("compression", "int8", sent=[["all_gather 2580 uint8"]] * 2, moved=[1.5, 1.5], counted=2 * 2580),

@@ -1,14 +1,12 @@
 """Programs of one process and of two ranks: what stays Paddle's own, and two optimizers in one program.
 
-Converting and training leave Paddle's process-wide state as Paddle alone would leave it; the program of one process is
-the one of Paddle's own optimizer, unless the profile asks for a pass; two optimizers talk in one order on every rank,
-in each order in which a script can call them. The ranks run this file, too.
+The program of one process is the one of Paddle's own optimizer, unless the profile asks for a pass; two optimizers talk
+in one order on every rank, in each order in which a script can call them. The ranks run this file, too.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from paddle.base import core, framework, unique_name
 
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.collectives.host_ops import is_link
@@ -24,75 +21,6 @@ from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from tests.support.ranks import RanksResult, run_ranks
 from tests.support.worker import digest, report
-
-# Paddle sets it whenever an operator in Python runs, and reads it in its own C++ operators only, which set it, too.
-OF_PADDLES_OWN = ("FLAGS_tensor_operants_mode",)
-
-
-def state(start: dict[str, Any]) -> dict[str, Any]:
-    """Comparable between processes: objects count by whether they are still the ones of the start."""
-    in_new_thread: list[bool] = []
-    thread = threading.Thread(target=lambda: in_new_thread.append(paddle.in_dynamic_mode()))
-    thread.start()
-    thread.join()
-    now = objects()
-    return {
-        "names": dict(unique_name.generator.ids),
-        "dynamic": paddle.in_dynamic_mode(),
-        "dynamic in a new thread": in_new_thread[0],
-        "device": paddle.get_device(),
-        "default dtype": paddle.get_default_dtype(),
-        "flags": {
-            name: str(core.globals()[name])
-            for name in core.globals().keys()  # noqa: SIM118 (it is no dict)
-            if name not in OF_PADDLES_OWN
-        },
-        **{name: now[name] is start[name] for name in start},
-    }
-
-
-def objects() -> dict[str, Any]:
-    return {
-        "name generator": unique_name.generator,
-        "main program": paddle.static.default_main_program(),
-        "startup program": paddle.static.default_startup_program(),
-        "main program of the old IR": framework._main_program_,
-        "startup program of the old IR": framework._startup_program_,
-        "scope": paddle.static.global_scope(),
-    }
-
-
-def states(start: dict[str, Any], seen: dict[str, Any]) -> None:
-    """After each call of a script."""
-    x = paddle.static.data("x", [None, 8], "float32")
-    loss = paddle.static.nn.fc(paddle.static.nn.fc(x, 8, activation="tanh"), 1).mean()
-    profile = Profile(nccl_comm_num=2, fuse_parameter_groups_size=1)
-    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), profile).minimize(loss)
-    seen["minimize"] = state(start)
-
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(paddle.static.default_startup_program())
-    seen["startup program"] = state(start)
-    for _ in range(20):
-        exe.run(feed={"x": np.ones([4, 8], "float32")})
-    seen["steps"] = state(start)
-    fleet.all_reduce(np.ones(3, "float32"))
-    fleet.synchronize_parameters()
-    fleet.barrier_worker()
-    seen["facade"] = state(start)
-
-    paddle.static.nn.fc(paddle.static.nn.fc(x, 8), 1).mean()
-    names = [value.name for value in paddle.static.default_main_program().global_block().all_parameters()]
-    with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
-        with paddle.utils.unique_name.guard("gen_"):
-            other = paddle.static.nn.fc(paddle.static.data("x", [None, 8], "float32"), 1).mean()
-            fleet.distributed_optimizer(paddle.optimizer.Adam(0.001), profile).minimize(other)
-        exe.run(paddle.static.default_startup_program())
-        exe.run(feed={"x": np.ones([4, 8], "float32")})
-        guarded = sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
-    seen["a second program"] = state(start)
-    report(fleet.worker_index(), seen=seen, names=names, guarded=guarded)
-
 
 STEPS, SAMPLES = 20, 8
 
@@ -205,13 +133,30 @@ def one_process() -> None:
         report(refused=str(error))
 
 
+def unique_names() -> dict[str, int]:
+    return dict(paddle.base.unique_name.generator.ids)
+
+
+def under_a_name_guard() -> list[str]:
+    """The names of what a program holds that is built and trained under a guard."""
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.utils.unique_name.guard("gen_"),
+    ):
+        loss = paddle.nn.Linear(8, 1)(paddle.static.data("x", [None, 8], "float32")).mean()
+        fleet.distributed_optimizer(paddle.optimizer.Adam(0.001)).minimize(loss)
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(paddle.static.default_startup_program())
+        exe.run(feed={"x": np.ones([4, 8], "float32")})
+        return sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
+
+
 def main() -> None:
     paddle.enable_static()
-    start = objects()
-    seen = {"start": state(start)}
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    seen["init"] = state(start)
-    states(start, seen)
+    before = unique_names()
+    guarded = under_a_name_guard()
+    report(fleet.worker_index(), guarded=guarded, names=[before, unique_names()])
     cases = {f"{o}; {p}": train_two(order, profile) for o, order in ORDERS.items() for p, profile in PROFILES.items()}
     report(fleet.worker_index(), cases=cases)
     if fleet.worker_num() == 1:
@@ -228,27 +173,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
     return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"))
 
 
-def test_names_programs_mode_device_and_flags_are_those_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
-    for moment, expected in alone["seen"].items():
-        for rank, seen in enumerate(two.of_all("seen")):
-            assert seen[moment] == expected, f"rank {rank} after {moment}"
-
-
-def test_one_process_itself_keeps_its_objects_and_modes(alone: dict[str, Any]) -> None:
-    end = alone["seen"]["facade"]
-    kept = ("name generator", "main program", "startup program", "main program of the old IR", "scope")
-    assert {name: end[name] for name in kept} == dict.fromkeys(kept, True)
-    assert (end["dynamic"], end["dynamic in a new thread"]) == (False, False)
-
-
-def test_a_network_built_after_minimize_gets_parameters_of_its_own(two: RanksResult) -> None:
-    for names in two.of_all("names"):
-        assert sorted(names) == [f"fc_{layer}.{kind}_0" for layer in range(4) for kind in "bw"]
-
-
 def test_state_under_a_name_guard_has_the_names_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
     assert "gen_learning_rate_0" in alone["guarded"]
     assert two.of_all("guarded") == [alone["guarded"]] * 2
+    for before, after in [alone["names"], *two.of_all("names")]:
+        assert before == after
 
 
 def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(alone: dict[str, Any]) -> None:

@@ -96,14 +96,6 @@ class Script:
         self._note(means)
         return means
 
-    def run_share(self, share: Any, fetch: Sequence[Any]) -> list[Array]:
-        """Train on what is this rank's already."""
-        self._begin()
-        self.runs += 1
-        found: list[Array] = self.exe.run(feed=share, fetch_list=list(fetch))
-        self._note(found)
-        return found
-
     def _begin(self) -> None:
         if self.runs == 0:
             self.start_state = self.state()
@@ -160,16 +152,7 @@ class Script:
     def state(self, mode: str = "all") -> dict[str, Array]:
         """Copies of what the programs hold: ``all``, or ``param``, without the optimizer's state."""
         scope = paddle.static.global_scope()
-        return {
-            name: _sample(np.array(value))
-            for one in self.programs
-            for name, value in one.state_dict(mode, scope).items()
-        }
-
-
-def _sample(values: Array) -> Array:
-    """All of it; of a very large array, every 997th element."""
-    return values if values.size <= 1_000_000 else values.reshape(-1)[::997].copy()
+        return {name: np.array(value) for one in self.programs for name, value in one.state_dict(mode, scope).items()}
 
 
 class _Summing:

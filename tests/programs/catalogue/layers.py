@@ -74,12 +74,6 @@ def batch_norm_and_evaluation(script: Script) -> None:
         script.evaluate(script.batch(100 + step, judging), [judged], judging)
 
 
-@network("Batch norm with fixed statistics; scale and shift are trained.")
-def frozen_batch_norm(x, y):
-    hidden = F.relu(nn.BatchNorm1D(12, use_global_stats=True)(nn.Linear(8, 12)(x)))
-    return F.cross_entropy(nn.Linear(12, 5)(hidden), y), Momentum(0.1, 0.9)
-
-
 @network(
     "An embedding with sparse=True: its gradients are dense in today's programs.", words=tokens(30, 6), label=classes(5)
 )
@@ -94,25 +88,10 @@ def dropout(x, y):
     return F.cross_entropy(nn.Linear(16, 5)(hidden), y), Momentum(0.1, 0.9)
 
 
-@network("A variational autoencoder: the program draws the noise.", random=True, simulated=True, x=floats(8))
-def variational_autoencoder(x):
-    mean, log_variance = paddle.split(nn.Linear(8, 6)(x), 2, axis=1)
-    code = mean + paddle.exp(0.5 * log_variance) * paddle.randn(paddle.shape(mean))
-    apart = -0.5 * (1 + log_variance - mean**2 - paddle.exp(log_variance)).sum(axis=1).mean()
-    return F.mse_loss(nn.Linear(3, 8)(code), x) + 0.1 * apart, Adam(0.01, epsilon=1e-3)
-
-
 @network("A two-layer LSTM over embedded words.", simulated=True, words=tokens(20, 5), label=classes(4))
 def lstm(words, label):
     states, _ = nn.LSTM(6, 8, num_layers=2)(nn.Embedding(20, 6)(words))
     return F.cross_entropy(nn.Linear(8, 4)(states[:, -1]), label), Momentum(0.1, 0.9)
-
-
-@network("A GRU in both directions, with a clip.", series=floats(6, 3), value=floats(1))
-def bidirectional_gru(series, value):
-    states, _ = nn.GRU(3, 5, direction="bidirect")(series)
-    loss = F.mse_loss(nn.Linear(10, 1)(states.mean(axis=1)), value)
-    return loss, Adam(0.01, epsilon=1e-3, grad_clip=nn.ClipGradByGlobalNorm(0.5))
 
 
 @network(
@@ -142,20 +121,3 @@ def transformer_with_dropout(words, label):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)
     hidden = nn.TransformerEncoder(layer, 1)(nn.Embedding(20, 8)(words))
     return F.cross_entropy(nn.Linear(8, 4)(hidden.mean(axis=1)), label), Momentum(0.05, 0.9)
-
-
-@network(
-    "Encoder and decoder with cross attention and a causal mask.",
-    noise=r"linear_(1|7|11)\.b_0",
-    only=("multi_node", "merge"),
-    reason="it is large",
-    source=tokens(20, 5),
-    target=tokens(20, 4),
-    label=tokens(20, 4),
-)
-def translation(source, target, label):
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
-    vectors = nn.Embedding(20, 8)
-    mask = paddle.tensor.triu(paddle.full([4, 4], -1e9), 1)
-    hidden = model(vectors(source), vectors(target), tgt_mask=mask)
-    return F.cross_entropy(nn.Linear(8, 20)(hidden), label.unsqueeze(2)), Adam(0.01, epsilon=1e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,8 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 
-from tests.programs.catalogue import BATCH, STEPS, classes, floats, program
+from tests.programs.catalogue import classes, floats, program
 from tests.programs.script import Script
-
-
-class _Samples(paddle.io.Dataset):
-    """The joint batches of all steps, sample by sample."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        joint = list(script.batches())
-        self._columns = [np.concatenate([batch[name] for batch in joint]) for name in ("x", "y")]
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return tuple(column[index] for column in self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
 
 
 def _classifier(script: Script, *hidden: int) -> Any:
@@ -101,42 +85,6 @@ def save_and_load(script: Script) -> None:
             then()
 
 
-@program(
-    "A DataLoader with two worker processes feeds the program.",
-    without={"merge": "the loader does not split a rank's batches into micro-batches"},
-)
-def data_loader(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
-    script.minimize(Momentum(0.1, 0.9), loss)
-    script.start()
-    size = BATCH // script.ranks
-    starts = range(script.rank * size, STEPS * BATCH, BATCH)
-    loader = paddle.io.DataLoader(
-        _Samples(script),
-        feed_list=[x, y],
-        batch_sampler=_Shares([list(range(start, start + size)) for start in starts]),
-        num_workers=2,
-        return_list=False,
-        use_shared_memory=False,  # with it a worker hangs now and then: docs/paddle.md
-    )
-    for batch in loader:
-        script.run_share(batch[0], [loss])
-
-
-class _Shares(paddle.io.BatchSampler):
-    """The places of this rank's share in each joint batch."""
-
-    def __init__(self, batches: list[list[int]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
 @program("The schedule is stepped with the loss: ReduceOnPlateau on the mean over ranks.")
 def reduce_on_plateau(script: Script) -> None:
     schedule = paddle.optimizer.lr.ReduceOnPlateau(0.1, factor=0.5, patience=0)
@@ -162,17 +110,6 @@ def own_and_default_program(script: Script) -> None:
         script.run(script.batch(step, own), [first], own)
         if step % 2:
             script.run(script.batch(step), [second])
-
-
-@program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
-def accumulated_by_hand(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
-    layer = nn.Linear(8, 1)
-    losses = [F.mse_loss(layer(part), goal) for part, goal in zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)]
-    wrapped = script.wrap(SGD(0.1))
-    pairs = [wrapped.backward(loss) for loss in losses]
-    wrapped.apply_gradients([(one[0], (one[1] + two[1]) / 2) for one, two in zip(*pairs, strict=True)])
-    script.train((losses[0] + losses[1]) / 2)
 
 
 @program("The learning rate's variable is a float that is set in the scope between steps.")

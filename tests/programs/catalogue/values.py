@@ -25,27 +25,6 @@ def scalars(x, y):
     return F.mse_loss(hidden, y), Momentum(0.1, 0.9)
 
 
-@network(
-    "A parameter of 100 MB next to tiny ones.",
-    only=("multi_node", "unfused"),
-    reason="it is slow",
-    x=floats(5),
-    y=floats(1),
-    steps=2,
-)
-def hundred_megabytes(x, y):
-    large = _parameter([26_214_400], "large", 0.1)
-    return F.mse_loss(nn.Linear(5, 1)(x) * (large[:4].sum() + large[-4:].mean()), y), SGD(0.1)
-
-
-@network("A hundred small parameters.", x=floats(4), y=floats(4), steps=2)
-def many_parameters(x, y):
-    hidden = x
-    for number in range(50):
-        hidden = hidden * _parameter([4], f"scale_{number}", 1.0) + _parameter([4], f"shift_{number}", 0.01)
-    return F.mse_loss(F.tanh(hidden), y), SGD(0.01)
-
-
 @network("A network in float64.", x=floats(6, dtype="float64"), y=floats(1, dtype="float64"))
 def float64(x, y):
     weight, bias = _parameter([6, 1], "weight", 0.1, "float64"), _parameter([1], "bias", 0.0, "float64")
@@ -77,11 +56,6 @@ def complex_numbers(x, y):
     weight = _parameter([2, 6], "parts", 0.3)
     turned = paddle.fft.ifft(paddle.fft.fft(x.cast("complex64")) * paddle.complex(weight[0], weight[1])).real()
     return F.mse_loss(turned, y), SGD(0.1)
-
-
-@network("The loss has the shape [1], as in old scripts.")
-def loss_of_one_element(x, y):
-    return F.cross_entropy(nn.Linear(8, 5)(x), y).reshape([1]), SGD(0.1)
 
 
 @network("The loss is a sum over the batch, divided by the batch that was fed.", simulated=True)

@@ -97,17 +97,6 @@ def test_a_number_that_is_given_is_obeyed(given: dict[str, Any]) -> None:
         assert found.edge_megabytes <= found.megabytes
 
 
-def test_the_choice_is_logged_with_its_reason_and_explained_by_the_plan() -> None:
-    choice = choose(Profile(), layers(), PAIR, over(1.0, source="measured"))
-    (sentence,) = choice.sentences
-    settled = buckets_of(choice.profile)
-    assert sentence.startswith(f"nccl_comm_num: {settled.communicators}, fuse_grad_size_in_MB: {settled.megabytes:g}")
-    assert "chosen for 1 Gb/s, 0.2 ms (measured) and 12 MB of gradients" in sentence
-    notes = {note.knob: note.effect for note in build_chosen(layers(), PAIR, choice.profile).notes}
-    assert notes["fuse_grad_size_in_MB"].endswith("(chosen for 1 Gb/s, 0.2 ms (measured))")
-    assert notes["nccl_comm_num"].endswith("(chosen for 1 Gb/s, 0.2 ms (measured))")
-
-
 def test_few_bytes_are_not_cut_and_need_no_link() -> None:
     small = [TensorSpec("w", (WORTH_CUTTING_BYTES // 4,), "float32")]
     assert chosen(Profile(), over(0.01), small).communicators == 1

@@ -13,7 +13,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.pricing import traffic
-from fleet_train.plan.simulate import Adam, Local, Momentum, Sgd, SimulatedJob
+from fleet_train.plan.simulate import Adam, Local, Sgd, SimulatedJob
 from fleet_train.plan.simulate_methods import QuantisedSum
 from fleet_train.plan.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
@@ -55,24 +55,6 @@ def test_gradients_are_averaged_and_applied_and_exact_values_stay_exact(knobs: d
     assert every_value(job) == [{-0.75}] * 4  # the mean of 0, 1, 2, 3, times the rate
 
 
-def test_micro_batches_update_once() -> None:
-    job = job_of({"accumulate_steps": 3})
-    first, second, third = (job.step(ones_times_rank) for _ in range(3))
-    assert [step.updated for step in (first, second, third)] == [False, False, True]
-    assert [sum(step.sent) > 0 for step in (first, second, third)] == [False, False, True]
-    assert every_value(job) == [{-0.25}] * 2
-
-
-def test_local_steps_send_nothing_and_the_period_ends_with_the_mean() -> None:
-    job = job_of(LOCAL)
-    local = job.step(ones_times_rank)
-    assert (local.synchronised, local.sent) == (False, (0.0, 0.0))
-    assert every_value(job) == [{0.0}, {-0.5}]
-    last = job.step(ones_times_rank)
-    assert (last.averaged, last.sent) == (True, (36.0, 36.0))  # 9 float32 values, 2 (N - 1) / N of them
-    assert every_value(job) == [{-0.5}] * 2
-
-
 def test_diloco_looks_ahead_and_slowmo_carries_on() -> None:
     outer = {"outer_lr": 1.0, "outer_momentum": 0.5}
     diloco = job_of(LOCAL | outer | {"outer_optimizer": "diloco"})
@@ -85,26 +67,6 @@ def test_diloco_looks_ahead_and_slowmo_carries_on() -> None:
         seen.append((every_value(diloco)[0], every_value(slowmo)[0]))
     # The difference of each period is 0.5. DiLoCo: 0.5 + 0.5 * u with u = 0.5, then 0.75; SlowMo: u alone.
     assert seen == [({-0.75}, {-0.5}), ({-1.625}, {-1.25})]
-
-
-@pytest.mark.parametrize(("policy", "velocities"), [("keep", [0.0, 1.9]), ("average", [0.95, 0.95]), ("reset", [0, 0])])
-def test_momentum_is_kept_averaged_or_reset(policy: str, velocities: list[float]) -> None:
-    job = job_of(LOCAL | {"local_sgd_momentum": policy}, optimizer=lambda: Momentum(0.9))
-    for _ in range(2):
-        job.step(ones_times_rank)
-    found = [float(optimizer.state["velocity"]["b"][0]) for optimizer in job.optimizers]
-    assert found == pytest.approx(velocities)
-
-
-def test_an_overlapped_average_arrives_after_its_overlap() -> None:
-    job = job_of(LOCAL | {"local_sgd_steps": 4, "local_sgd_overlap_steps": 2})
-    seen = []
-    for _ in range(6):
-        job.step(ones_times_rank)
-        seen.append(float(job.ranks[1]["b"][0]))
-    # After 4 steps rank 1 is at -2 and the mean is -1; the difference of 1 is added after 2 more steps.
-    assert seen == [-0.5, -1.0, -1.5, -2.0, -2.5, -2.0]
-    assert every_value(job) == [{-1.0}, {-2.0}]
 
 
 def test_synchronising_takes_in_what_is_under_way() -> None:

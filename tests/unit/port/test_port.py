@@ -318,18 +318,6 @@ def test_the_old_ir_is_not_switched_on(old: str, now: str) -> None:
     assert result.marks == ()
 
 
-def test_fleet_of_2_x_is_ours_by_the_same_names() -> None:
-    rest = """\
-        fleet.init(is_collective=True, strategy=strategy)
-        fleet.util.barrier()
-        opt = fleet.distributed_optimizer(opt)
-        fleet.stop_worker()
-    """
-    old = "from paddle.distributed import fleet\nstrategy = fleet.DistributedStrategy()\n"
-    now = "from fleet_train import DistributedStrategy, fleet\nstrategy = DistributedStrategy()\n"
-    assert new(old + dedent(rest)) == now + dedent(rest)
-
-
 def test_a_second_run_changes_nothing() -> None:
     text = f"""{FLEET}
 place = fluid.CUDAPlace(0)

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from fleet_train.port import Ported, port
-from fleet_train.port.calls import PREFIX
 from fleet_train.port.index import rows
-from fleet_train.port.rules import To, Todo
+from fleet_train.port.rules import To
 from tests.support.processes import output_of, python
 
 OLD_IMPORTS = """\
@@ -67,15 +66,6 @@ def test_every_row_has_a_golden_line() -> None:
 @pytest.mark.parametrize("row", sorted(GOLDEN))
 def test_old_line_becomes_the_golden_one(row: str, ported: dict[str, str]) -> None:
     assert ported[row] == GOLDEN[row]["new"]
-
-
-@pytest.mark.parametrize("row", sorted(name for name, rule in ROWS.items() if isinstance(rule, Todo)))
-def test_what_a_machine_cannot_decide_stays_below_a_todo_line(row: str, ported: dict[str, str]) -> None:
-    if row.endswith("CompiledProgram"):
-        return  # is always taken away; the row speaks where it cannot be
-    todo, line = ported[row].split("\n")
-    assert todo.startswith(PREFIX)
-    assert line == GOLDEN[row]["old"]
 
 
 def run_python(*arguments: str) -> Any:
