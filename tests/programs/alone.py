@@ -22,7 +22,6 @@ import paddle
 
 from tests.programs.catalogue import Program, programs
 from tests.programs.script import Array, Script, is_linear
-from tests.support.worker import digest
 
 # What gradient merge and recompute add to a program's state.
 _OF_PASSES = ("@gradient_merge", "gradient_merge_count")
@@ -115,8 +114,6 @@ def run_alone(program: Program, folder: Path) -> dict[str, Any]:
     np.savez(folder / f"{program.name}.npz", allow_pickle=False, **arrays)
     parameters = {name: value for name, value in script.start_state.items() if name in script.end_parameters}
     return {
-        "start": digest(script.start_state),
-        "end": digest(script.end_state),
         "fetched": script.fetched,
         "moved": compared(script.end_parameters, parameters)["difference"],
         "linear": bool(script.optimizers) and all(map(is_linear, script.optimizers)),

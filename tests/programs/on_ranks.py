@@ -97,7 +97,6 @@ def run_on_ranks(program: Program, name: str, folder: Path) -> dict[str, Any]:
     return {
         "start": compared(script.start_state, {name: start[name] for name in common}),
         "replica": digest(replicated),
-        "end": digest(script.end_state),
         "fetched": script.fetched,
         "accused": [place for place in accused if place],
         "parameters": compared(script.end_parameters, parameters, program.noise),

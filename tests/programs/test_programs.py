@@ -28,9 +28,6 @@ IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_se
 PROGRAMS = programs()
 COMPARED = [name for name, one in PROGRAMS.items() if not one.random]
 SIMULATED = [name for name, one in PROGRAMS.items() if one.simulated]
-# What a job of one process is tried with: a profile that leaves the program alone; in turn two that rewrite it.
-ONE_PROCESS = ("multi_node",)
-REWRITING = ("merge", "recompute")
 # Beside those that every program meets: so many, in turn.
 DEALT_OUT = 2
 
@@ -80,12 +77,12 @@ class Found:
         return ""
 
 
-def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int, late_streams: bool = False) -> Found:
-    """Cases on ranks, a node each (or in one process without a launcher), up to the first that fails."""
+def run_cases(cases: Sequence[Case], folder: Path, alone: Path, late_streams: bool = False) -> Found:
+    """Cases on two ranks, a node each, up to the first that fails."""
     result = run_ranks(
         FOLDER / "on_ranks.py",
-        world_size,
-        nodes=world_size if world_size > 1 else 0,
+        2,
+        nodes=2,
         folder=folder,
         args=[json.dumps(cases), str(alone)],
         env={"FLEET_TRAIN_JOIN_TIMEOUT": "60"},
@@ -93,7 +90,7 @@ def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int,
         check=False,
         late_streams=late_streams,
     )
-    records = [read_records(folder / f"rank{rank}.jsonl") for rank in range(world_size)]
+    records = [read_records(folder / f"rank{rank}.jsonl") for rank in (0, 1)]
     return Found(records, result.report() if any(result.exit_codes) else "")
 
 
@@ -133,21 +130,15 @@ def on_two_ranks(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(subject: str) -> Found:
         chosen = [one for one in PROGRAMS.values() if one.subject == subject]
         cases = [case for one in chosen for case in cases_of(one, alone[one.name])]
-        return run_cases(cases, tmp_path_factory.mktemp(subject), alone.folder, 2)
+        return run_cases(cases, tmp_path_factory.mktemp(subject), alone.folder)
 
     return lambda name: run(PROGRAMS[name].subject)
 
 
 @pytest.fixture(scope="module")
-def in_one_process(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    cases = [case for name in COMPARED if alone[name] for case in one_process_cases(PROGRAMS[name])]
-    return run_cases(cases, tmp_path_factory.mktemp("one"), alone.folder, 1)
-
-
-@pytest.fixture(scope="module")
 def on_late_streams(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
     cases = [(name, strategy) for name, chosen in UNDER_LATE_STREAMS.items() if alone[name] for strategy in chosen]
-    return run_cases(cases, tmp_path_factory.mktemp("streams"), alone.folder, 2, late_streams=True)
+    return run_cases(cases, tmp_path_factory.mktemp("streams"), alone.folder, late_streams=True)
 
 
 def each(names: Iterable[str]) -> pytest.MarkDecorator:
@@ -194,12 +185,6 @@ def _fits(name: str, strategy: Strategy, program: Program, reference: Record) ->
     return fits and (reference["linear"] or not strategy.linear)
 
 
-def one_process_cases(program: Program) -> list[Case]:
-    place = list(PROGRAMS).index(program.name)
-    chosen = program.only or ((*ONE_PROCESS, REWRITING[place // 4 % 2]) if place % 4 == 0 else ONE_PROCESS)
-    return [(program.name, name) for name in chosen if name in EXACT and name not in program.without]
-
-
 @each(PROGRAMS)
 def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
     record = alone[name]
@@ -229,17 +214,6 @@ def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run,
         if len({record["replica"] for record in found.of(case)}) > 1:
             wrong.append(f"{case}: the replicas differ at the end, where all parameters were made equal")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.long
-@each(COMPARED)
-def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
-    program = PROGRAMS[name]
-    cases = one_process_cases(program)
-    expect_equal(in_one_process, name, [strategy for _, strategy in cases], alone)
-    if (name, "multi_node") in cases and not (program.rewritten or program.sums):
-        (record,) = in_one_process.of((name, "multi_node"))
-        assert record["end"] == alone[name]["end"], "other bits than plain Paddle's"
 
 
 @pytest.mark.long

@@ -34,9 +34,7 @@ def shared_by_name(x, y):
     return F.cross_entropy(nn.Linear(8, 5)(F.tanh(second(F.tanh(first(x))))), y), Momentum(0.1, 0.9)
 
 
-@network(
-    "Two layers share a parameter by name, and the optimizer is plain SGD.", rewritten=True, x=floats(6), y=floats(6)
-)
+@network("Two layers share a parameter by name, and the optimizer is plain SGD.", x=floats(6), y=floats(6))
 def shared_by_name_sgd(x, y):
     attr = paddle.ParamAttr(name="w")
     return nn.Linear(6, 1, weight_attr=attr)(x).mean() + 10 * nn.Linear(6, 1, weight_attr=attr)(y).mean(), SGD(0.1)
