@@ -87,9 +87,9 @@ def main() -> None:
     fleet.save_persistables(exe, folder / "good")
     fleet.save_persistables(exe, folder / f"rank{RANK}")
     report(RANK, folders=sorted(path.name for path in folder.glob("rank*")))
-    other_model(folder / "good")
     weight = fleet.main_program.global_block().all_parameters()[0]
     report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["y"], [weight])))
+    other_model(folder / "good")
     report(RANK, replaced_in_job=replaced())
     fleet.shutdown()
     report(RANK, replaced_after=replaced())
