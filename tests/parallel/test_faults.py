@@ -163,14 +163,18 @@ def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "before", "told_at"),
-    [pytest.param("2", "3", 5, id="in a run"), pytest.param("1", "5", 6, id="before a save", marks=LONG)],
+    ("every", "before", "told_at", "late"),
+    [
+        pytest.param("2", "3", 5, False, id="in a run"),
+        pytest.param("2", "3", 5, True, id="in a run on streams", marks=LONG),
+        pytest.param("1", "5", 6, True, id="before a save on streams", marks=LONG),
+    ],
 )
 def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
-    tmp_path: Path, late_streams: bool, every: str, before: str, told_at: int
+    tmp_path: Path, every: str, before: str, told_at: int, late: bool
 ) -> None:
     """Where collectives end late, the ranks compare a step later, and before they save."""
-    result = run("drift", tmp_path, 3, every, before, late_streams=late_streams)
+    result = run("drift", tmp_path, 3, every, before, late_streams=late)
     assert result.exit_codes == [OTHER] * 3, result.report()
     told = rf"ScheduleMismatch.* diverged at step {told_at}: 'fc_1.w_0' of rank 2 \(127.0.0.4:"
     assert_told(result, range(3), told)
