@@ -280,3 +280,17 @@ def test_what_is_asked_for_has_a_note_and_nothing_else_has(knobs: dict[str, obje
     assert {knob for knob in found if found[knob] != usual.get(knob)} == notes.keys()
     for knob, words in notes.items():
         assert words in found[knob]
+
+
+def test_bounds_of_buckets_local_groups_and_a_declined_compression_are_explained() -> None:
+    fused = {"fuse_grad_size_in_MB", "fuse_parameter_groups_size", "last_comm_group_size_MB"}
+    assert fused <= notes_of(Profile(), gradients=3).keys()
+    apart = notes_of(Profile(fuse_all_reduce_ops=False, nccl_comm_num=1))
+    assert not fused & apart.keys()
+    assert apart["fuse_all_reduce_ops"] == "off: one collective for each of 1 gradients"
+    for ranks, words in ((4, "local groups of 4 ranks; 2 leaders"), (1, "every local group would have one rank")):
+        assert words in notes_of(Profile(use_hierarchical_allreduce=True), ranks)["use_hierarchical_allreduce"]
+    asked = Profile(compression="int8")
+    declined = {kind: notes_of(asked.with_choices("declined for it", compression=kind)) for kind in ("none", "bf16")}
+    assert declined["none"]["compression"].startswith("declined for it: the requested compression does not pay there")
+    assert "; bf16 is sent" in declined["bf16"]["compression"]

@@ -17,11 +17,14 @@ from fleet_train.plan.choose import (
     MOST_BUCKETS,
     WORTH_CUTTING_BYTES,
     Conditions,
+    MeasuredLink,
     Sample,
     choose,
     coarse,
+    describe,
     fit,
     needs_link,
+    plan_command,
     with_given_link,
 )
 from fleet_train.plan.price import Compute, Link, Network, predict
@@ -154,6 +157,18 @@ def test_neither_number_is_ever_negative() -> None:
     shrinking = fit([Sample(4096, 2e-3), Sample(65536, 1e-3), Sample(1048576, 1e-3)], 2).link
     steep = fit([Sample(4096, 1e-6), Sample(1048576, 1e-2), Sample(4194304, 1e-1)], 2).link
     assert all(link.latency_seconds >= 0 and link.bytes_per_second > 0 for link in (shrinking, steep))
+
+
+def test_what_was_measured_is_described_and_leads_to_a_command() -> None:
+    lines = describe("between nodes", fit(samples(1e-4, 125e6, 2), 2)).splitlines()
+    assert lines[0] == "between nodes: allreduce over 2 ranks"
+    assert lines[-2].split() == ["4096", "33.754", "33.754"]
+    assert lines[-1] == "latency 100.0 us per message, bandwidth 1000.0 Mb/s; median error of the fit 0%"
+    between, inside = MeasuredLink(2, (), Link(85e-6, 117.5e6), 0.02), MeasuredLink(2, (), Link(20e-6, 1e9), 0.02)
+    assert plan_command(2, 2, between, inside, ["--strategy=multi_node", "--model=mlp"]) == (
+        "python -m fleet_train plan --nodes=2 --ranks_per_node=2 --latency_us=85.0 --bandwidth_mbps=940.0 "
+        "--inside_latency_us=20.0 --inside_bandwidth_mbps=8000.0 --strategy=multi_node --model=mlp"
+    )
 
 
 def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_quarter_apart() -> None:

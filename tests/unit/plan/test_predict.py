@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -193,6 +194,15 @@ def test_every_size_on_paper_has_one_winner() -> None:
     assert [row.strategy for row in priced.paper if row.wins] == ["local_sgd (8 steps)"] * 3
     marked = [line for line in describe(priced).splitlines() if line.endswith(" *")]
     assert [line.split()[:2] for line in marked] == [["8", "16"], ["64", "128"], ["512", "1024"]]
+
+
+def test_json_has_everything_and_is_plain() -> None:
+    content = json.loads(json.dumps(pricing_of((8,), use_local_sgd=True).to_json()))
+    names = "steps_between_synchronisations conditions traffic_per_step prediction warm_up_traffic_per_step "
+    assert set(content) == set(f"{names} warm_up_prediction on_paper".split())
+    assert content["traffic_per_step"]["leaving"] == [content["traffic_per_step"]["sent"][0]] * 2
+    prediction = content["on_paper"][0]["prediction"]
+    assert set(prediction) == {"compute", "communication", "exposed", "step", "samples_per_second"}
 
 
 @pytest.mark.parametrize(

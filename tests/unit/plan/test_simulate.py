@@ -213,6 +213,13 @@ def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait(
     assert "averaged beside the next steps after 6, 10" in describe(trial)
 
 
+def test_a_trial_counts_an_averaging_under_way_as_movement() -> None:
+    outer = {"outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
+    knobs = {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_dtype": "int8"} | outer
+    beside, at_once = (trial_of(local_sgd_overlap_steps=steps, **knobs)[0].movement_deviation for steps in (1, 0))
+    assert beside == pytest.approx(at_once, rel=0.2)
+
+
 def test_what_cannot_be_simulated_is_refused() -> None:
     plan = build_plan([TensorSpec("w", (2,), "float32")], Cluster.imagined(2, 1), Profile())
     with pytest.raises(ConversionError, match="no start value for 'w'"):
