@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.incubate.optimizer import GradientMergeOptimizer, RecomputeOptimizer
+from paddle.incubate.optimizer import GradientMergeOptimizer
 
 import fleet_train.fleet as fleet
 from fleet_train import DistributedStrategy
@@ -36,16 +36,6 @@ def adam() -> Any:
 
 def amp() -> Any:
     return paddle.static.amp.decorate(adam(), level="O1", dtype="bfloat16")
-
-
-def merged() -> Any:
-    return GradientMergeOptimizer(adam(), k_steps=2)
-
-
-def recomputed() -> Any:
-    optimizer = RecomputeOptimizer(adam())
-    optimizer._set_checkpoints(["linear_1.w_0"])
-    return optimizer
 
 
 def looking_ahead() -> Any:
@@ -139,12 +129,7 @@ def of_the_sum(times: Callable[[], int]) -> Callable[[Any, Any], None]:
 
 def trainings() -> None:
     cases = {
-        "amp": (amp(), None),
-        "amp by profile": (adam(), DistributedStrategy(amp_level="O1", amp_dtype="bfloat16")),
-        "merged": (merged(), None),
-        "merged by profile": (adam(), DistributedStrategy(accumulate_steps=2)),
-        "recomputed": (recomputed(), None),
-        "recomputed by profile": (adam(), DistributedStrategy(recompute_checkpoints=["linear_1.w_0"])),
+        "adam": (adam(), None),
         "several": (several(), None),
         "several by profile": (adam(), DistributedStrategy(amp_level="O1", amp_dtype="bfloat16", accumulate_steps=2)),
         "plain": (sgd(), None),
@@ -158,14 +143,12 @@ def trainings() -> None:
     ways |= {"by fleet.minimize": keyword_minimize, "outside": outside_of_its_guard}
     ways |= {"clip set afterwards": clip_set_afterwards, "sum": of_the_sum(lambda: 1)}
     ways |= {"sum times ranks": of_the_sum(fleet.nranks)}
-    digests, recomputing = {}, {}
+    digests = {}
     for name, minimize in ways.items():
         program = Program(minimize).train()
         report(fleet.rank(), **{f"weights {name}": program.flat()})
         digests[name] = digest(program.parameters())
-        operators = program.main.global_block().ops
-        recomputing[name] = sum("fleet_train_hold" in operator.name() for operator in operators)
-    report(fleet.rank(), digests=digests, recomputing=recomputing)
+    report(fleet.rank(), digests=digests)
 
 
 def saving(folder: Path) -> None:
@@ -193,15 +176,12 @@ def saving(folder: Path) -> None:
 def saving_by_profile(folder: Path) -> None:
     """What Paddle's own save says of the program of each profile."""
     profiles = {
-        "merge": DistributedStrategy(accumulate_steps=2),
         "local": DistributedStrategy(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4),
-        "recompute": DistributedStrategy(recompute_segments=2),
         "powersgd": DistributedStrategy(compression="powersgd"),
-        "norm": DistributedStrategy(sync_batch_norm=True),
     }
     told = {}
     for name, strategy in profiles.items():
-        program = Program(by(sgd(), strategy), with_norm=name == "norm").train(3)
+        program = Program(by(sgd(), strategy)).train(3)
         with paddle.static.scope_guard(program.scope):
             told[name] = message_of(partial(paddle.static.save, program.main, str(folder / name)))
             paddle.static.load(program.main, str(folder / name))
@@ -357,25 +337,6 @@ def helpers() -> None:
     fleet.stop_worker()
 
 
-def facade_saves(folder: Path) -> None:
-    """Fleet's argument names."""
-    program = Program(by(adam())).train(2)
-    before = program.flat()
-    with paddle.static.scope_guard(program.scope):
-        fleet.save_persistables(executor=program.exe, dirname=str(folder / "all"), main_program=program.main)
-        program.train(1)
-        fleet.load_persistables(executor=program.exe, dirname=str(folder / "all"), main_program=program.main)
-        report(fleet.rank(), reloaded=bool((program.flat() == before).all()))
-        fleet.save_inference_model(
-            executor=program.exe,
-            dirname=str(folder / "export"),
-            feeded_var_names=["x"],
-            target_vars=[program.out],
-            main_program=program.main,
-            export_for_deployment=True,
-        )
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     paddle.enable_static()
@@ -391,7 +352,6 @@ def main() -> None:
     two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
     refusals()
     helpers()
-    facade_saves(folder / f"of{fleet.nranks()}")
     if fleet.nranks() == 1:  # behind the two ranks
         report(0, operators=[operators_of(folder / f"{name}.json") for name in WRITTEN])
 

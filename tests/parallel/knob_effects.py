@@ -1,8 +1,8 @@
 """Every knob's effect in a run of real ranks: the harness. The cases, and what each must show, are in its test.
 
-Run as ranks with the cases as JSON. Each case is a program (``RUNS``) that every rank trains under two profiles: with
-the knob left at its default, and with the case's value. `Watch` notes what the rank sends, launches and waits for
-meanwhile; the functions in ``LOOKS`` extract plain values from what one rank has seen (`Ran`).
+Run as ranks with the cases as JSON. Each case is a program (``RUNS``) that every rank trains. `Watch` notes what the
+rank sends, launches and waits for meanwhile; the functions in ``LOOKS`` extract plain values from what one rank has
+seen (`Ran`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,26 @@ import json
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import click
 import numpy as np
 import paddle
-import yaml
 from paddle import nn
 
 from fleet_train import fleet, role_maker
-from fleet_train.cli.profiles import command as profiles_command
 from fleet_train.cluster import StoreClient
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.convert import optimizer as convert_optimizer
 from fleet_train.convert.passes import pipeline, precision
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
-from fleet_train.plan.explain import explain
 from fleet_train.profile import Profile
 from fleet_train.train import Trainer, TrainerSettings
 from tests.support.worker import report
@@ -191,9 +185,6 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "serial_flags": lambda ran: [ran.facts["flags"][name] for name in FLAGS[:2]],
     "memory_fraction_flag": lambda ran: round(float(ran.facts["flags"][FLAGS[2]]), 4),
     "variable": lambda ran: ran.facts["environ"].get("NCCL_DEBUG"),
-    "plan_is_of": lambda ran: ran.facts["explained"].partition(":")[0].removeprefix("profile "),
-    # Rank 0's sentences; the other ranks say nothing.
-    "called": lambda ran: re.findall(r"profile '(\w+)'", "\n".join(ran.facts["told"])),
 }
 
 
@@ -215,7 +206,7 @@ class Trained:
         self.ran.steps.append(self.values())
         fleet.communication()  # what follows is counted from here
         plan: Any = fleet.plan()
-        self.ran.facts = {"explained": explain(plan), "plan": plan.to_json(), "flags": paddle.get_flags(FLAGS)}
+        self.ran.facts = {"plan": plan.to_json(), "flags": paddle.get_flags(FLAGS)}
         self.ran.facts |= operators_of(self.main)
 
     def step(self, feeds: dict[str, Array], fetches: Any = ()) -> list[Any]:
@@ -393,47 +384,27 @@ def _allocated(kind: str) -> int:
     return int(getattr(paddle.base.core, f"host_memory_stat_{kind}_value")("Allocated", 0))
 
 
-def catalogue(profile: Profile) -> Ran:
-    """What `fleet_train profiles FILE` prints of the profile."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as text:
-        path = Path(folder) / "shown.yaml"
-        path.write_text(yaml.safe_dump(profile.settings()))
-        profiles_command.main([str(path)], standalone_mode=False)
-    lines = click.unstyle(text.getvalue()).splitlines()
-    return Ran(facts={"printed": [line.strip() for line in lines if "EFFECT" in line]})
-
-
 RUNS: dict[str, Callable[..., Ran]] = {
-    run.__name__: run for run in (linear, layers, batch_norm, lowered, scaled, trainer, memory, catalogue)
+    run.__name__: run for run in (linear, layers, batch_norm, lowered, scaled, trainer, memory)
 }
 
 
-def run(case: dict[str, Any], which: str, watch: Watch) -> dict[str, Any]:
-    """What is seen; the runs of several cases without their knob are one."""
-    variables = case["variables"] if which == "with" else {}
-    times = 1 + ("said" in case["sees"])  # a sentence is due once, however often the optimizer is wrapped
-    key = json.dumps([case["run"], case["options"], case["holds"], case[which], variables, times])
-    if key not in ENDED:
-        watch.events, watch.holds, before = [], case["holds"], dict(os.environ)
-        os.environ.update(variables)
-        with contextlib.redirect_stderr(io.StringIO()) as text:
-            for _ in range(times):
-                watch.step = 0
-                ran = RUNS[case["run"]](Profile(**case[which]), **case["options"])
-                watch.events = []
-        told = re.findall("^fleet_train: (.*)$", text.getvalue(), re.MULTILINE)
-        ran.facts |= {"told": told, "environ": dict(os.environ)}
-        os.environ.clear()
-        os.environ.update(before)
-        ENDED[key] = ran
-    ran = ENDED[key]
+def run(case: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    """What is seen."""
+    watch.events, watch.holds, before = [], case["holds"], dict(os.environ)
+    os.environ.update(case["variables"])
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        for _ in range(1 + ("said" in case["sees"])):  # a sentence is due once, however often the optimizer is wrapped
+            watch.step = 0
+            ran = RUNS[case["run"]](Profile(**case["with"]), **case["options"])
+            watch.events = []
+    told = re.findall("^fleet_train: (.*)$", text.getvalue(), re.MULTILINE)
     # Those of the case's knob, up to the reason of a mapping.
-    said = [re.sub(" is mapped.*", " is mapped", line) for line in ran.facts["told"] if case["knob"] in line]
-    ran = Ran(ran.events, ran.steps, ran.facts | {"said": said})
+    said = [re.sub(" is mapped.*", " is mapped", line) for line in told if case["knob"] in line]
+    ran.facts |= {"said": said, "environ": dict(os.environ)}
+    os.environ.clear()
+    os.environ.update(before)
     return {name: _seen(name, ran) for name in case["sees"]}
-
-
-ENDED: dict[str, Ran] = {}
 
 
 def _seen(name: str, ran: Ran) -> Any:
@@ -447,13 +418,9 @@ def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     Trained.watch = Watch()
-    # What this backend refuses is tried all the same: float16 is summed in float32 by the watch. Each case first
-    # without its knob: flags of Paddle stay as the last case has left them.
+    # What this backend refuses is tried all the same: float16 is summed in float32 by the watch.
     with mock.patch.object(convert_optimizer, "refuse_on_this_device"):
-        seen = {
-            case["name"]: {which: run(case, which, Trained.watch) for which in ("without", "with") if which in case}
-            for case in json.loads(sys.argv[1])
-        }
+        seen = {case["name"]: run(case, Trained.watch) for case in json.loads(sys.argv[1])}
     report(fleet.worker_index(), seen=seen)
 
 

@@ -12,9 +12,7 @@ import pytest
 
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.errors import FleetTrainError
-from fleet_train.profile import Profile
-from tests.parallel.faults import RANK, build, state, train
-from tests.support.images import infer
+from tests.parallel.faults import RANK, state, train
 from tests.support.ranks import run_ranks
 from tests.support.worker import digest, report
 
@@ -72,47 +70,6 @@ def other_model(folder: Path) -> None:
         report(RANK, other=message_of(lambda: fleet.load_persistables(exe, folder, main)))
 
 
-def backward_and_apply_apart() -> None:
-    main, startup = paddle.static.Program(), paddle.static.Program()
-    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("apart_"):
-        _, loss = build()
-        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
-        optimizer.apply_gradients(optimizer.backward(loss))
-        exe = paddle.static.Executor(fleet.place())
-        exe.run(startup)
-        exe.run(main, feed={"x": np.full((2, 4), RANK, "float32")}, fetch_list=[loss])
-        report(RANK, apart=digest({n: np.array(v) for n, v in main.state_dict("all").items()}))
-        report(RANK, main_is_last=fleet.main_program is main)
-
-
-def export(folder: Path) -> None:
-    """From a training program, whose batch norm communicates, and from one for evaluation."""
-    programs = []
-    for training in (True, False):
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard("export_"):
-            features = paddle.static.data("features", [None, 4], "float32")
-            norm = paddle.nn.BatchNorm1D(6)
-            if not training:
-                norm.eval()
-            output = paddle.nn.Linear(6, 2)(norm(paddle.nn.Linear(4, 6)(features)))
-            if training:
-                fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(sync_batch_norm=True)).minimize(
-                    paddle.mean(output**2), startup
-                )
-        programs.append((main, startup, features, output))
-    (main, startup, features, output), (evaluation, _, _, outputs) = programs
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(startup)
-    exe.run(main, feed={"features": np.random.default_rng(RANK).standard_normal((5, 4)).astype("float32")})
-    fleet.save_inference_model(exe, folder / "trained", [features], [output])
-    report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["x"], [outputs])))
-    fleet.save_inference_model(exe, folder, ["features"], [outputs])
-    report(RANK, exported_to=str(folder))
-    feed = {"features": np.ones((3, 4), "float32")}
-    report(RANK, evaluated=exe.run(evaluation, feed=feed, fetch_list=[outputs])[0])
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     paddle.enable_static()
@@ -122,25 +79,17 @@ def main() -> None:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     report(RANK, twice=message_of(fleet.init))
     report(RANK, who=[fleet.worker_index(), fleet.worker_num(), fleet.node_num(), fleet.local_rank()])
-    report(RANK, sums=fleet.all_reduce(np.array([[1.5, RANK]], "float32")))
-    report(RANK, largest=fleet.all_reduce(np.array([RANK * 7], "int64"), op="max"))
-    report(RANK, smallest=fleet.all_reduce(np.float64(RANK - 3), op="min"))
+    report(RANK, largest=fleet.all_reduce(np.array([[RANK * 7]], "int64"), op="max"))
     report(RANK, gathered=fleet.gather({"rank": RANK}))
     report(RANK, unequal=message_of(lambda: fleet.all_reduce(np.zeros(1 + RANK, "float32"))))
-    report(RANK, bad_op=message_of(lambda: fleet.all_reduce(np.zeros(1), op="product")))
-    report(RANK, bad_dtype=message_of(lambda: fleet.all_reduce(np.zeros(1, "float16"))))
-    stock = paddle.distributed.fleet.DistributedStrategy()
-    stock.fuse_grad_size_in_MB = 8
-    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), stock)
-    report(RANK, stock=fleet.profile().fuse_grad_size_in_MB)
     exe = train(DistributedStrategy.from_profile("multi_node").to_profile())
     save_and_load(exe, folder)
     fleet.save_persistables(exe, folder / "good")
     fleet.save_persistables(exe, folder / f"rank{RANK}")
     report(RANK, folders=sorted(path.name for path in folder.glob("rank*")))
+    weight = fleet.main_program.global_block().all_parameters()[0]
+    report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["y"], [weight])))
     other_model(folder / "good")
-    backward_and_apply_apart()
-    export(folder / "exported")
     report(RANK, replaced_in_job=replaced())
     fleet.shutdown()
     report(RANK, replaced_after=replaced())
@@ -151,10 +100,9 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("facade")
-    args = [str(folder / "saved")]
-    result = run_ranks(Path(__file__), 2, folder=folder, nodes=2, args=args, late_streams=late_streams)
+    result = run_ranks(Path(__file__), 2, folder=folder, nodes=2, args=[str(folder / "saved")])
     return [result.values[0], result.values[1]]
 
 
@@ -174,23 +122,11 @@ def test_shutdown_puts_back_everything_that_was_replaced(ranks: Ranks) -> None:
         assert rank["replaced_after"] == []
 
 
-def test_all_reduce_keeps_shape_and_dtype(ranks: Ranks) -> None:
+def test_all_values_are_gathered_and_reduced_and_different_arrays_are_refused_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks:
-        np.testing.assert_array_equal(rank["sums"], np.array([[3.0, 1.0]], "float32"), strict=True)
-        np.testing.assert_array_equal(rank["largest"], np.array([7], "int64"), strict=True)
-        np.testing.assert_array_equal(rank["smallest"], np.array(-3.0), strict=True)
-
-
-def test_all_reduce_names_what_it_takes_and_refuses_different_arrays_on_every_rank(ranks: Ranks) -> None:
-    for rank in ranks:
+        np.testing.assert_array_equal(rank["largest"], np.array([[7]], "int64"), strict=True)
+        assert rank["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert "the ranks passed different arrays" in rank["unequal"]
-    assert ranks[0]["bad_op"] == "ConversionError: all_reduce: op='product' is unknown; it takes sum, max, min, mean"
-    assert ranks[0]["bad_dtype"].startswith("ConversionError: all_reduce: dtype float16 cannot be reduced")
-
-
-def test_gather_gives_all_values_by_rank_and_a_stock_strategy_is_taken(ranks: Ranks) -> None:
-    assert ranks[1]["gathered"] == [{"rank": 0}, {"rank": 1}]
-    assert ranks[0]["stock"] == 8.0
 
 
 def test_rank_0_writes_its_own_folder_and_every_rank_loads_what_was_saved(ranks: Ranks) -> None:
@@ -213,19 +149,7 @@ def test_every_rank_gets_the_error_if_a_file_cannot_be_saved_or_loaded(ranks: Ra
     for rank in ranks:
         assert rank[case].startswith("CheckpointError: ")
         assert told in rank[case]
-
-
-def test_exported_program_gives_the_same_without_fleet_train(ranks: Ranks, tmp_path: Path) -> None:
-    for program in ("", "trained"):
-        outputs = infer(Path(ranks[0]["exported_to"]) / program, np.ones((3, 4), "float32"), tmp_path)
-        np.testing.assert_allclose(outputs, ranks[0]["evaluated"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(ranks[0]["evaluated"], ranks[1]["evaluated"])
-    assert ranks[1]["unknown_input"].endswith("the program has no input 'x'; it has features")
-
-
-def test_backward_and_apply_gradients_apart_communicate_too(ranks: Ranks) -> None:
-    assert ranks[0]["apart"] == ranks[1]["apart"]
-    assert ranks[0]["main_is_last"]
+    assert "the program has no input 'y'; it has " in ranks[1]["unknown_input"]
 
 
 if __name__ == "__main__":

@@ -67,11 +67,6 @@ LONG = pytest.mark.long
         ),
         pytest.param("save on rank 0, few barriers", [None] * 3, ["rank 0 .127.0.0.2:", GUARDED], marks=LONG),
         pytest.param("barrier after unequal steps", [OTHER, OTHER], [UNEQUAL], marks=LONG),
-        pytest.param("barrier after unequal steps, few barriers", [None] * 2, [RANK_1, UNEQUAL], marks=LONG),
-        ("other shapes", [OTHER, OTHER], [r"'fc_2.w_0' \[8, 1\] float32 .* here, 'fc_2.w_0' \[9, 1\]", RANK_1]),
-        pytest.param("more layers", [OTHER, OTHER], ["float32 in bucket 0", RANK_1], marks=LONG),
-        pytest.param("other version", [OTHER, OTHER], ["fleet_train version: rank 0 .127.0.0.2:", RANK_1], marks=LONG),
-        pytest.param("other Paddle", [OTHER, OTHER], ["Paddle version: rank 0 .127.0.0.2:", RANK_1], marks=LONG),
     ],
 )
 def test_the_others_end_and_name_the_rank_and_what_it_did(
@@ -97,9 +92,8 @@ def test_stalled_rank_is_named_after_the_profiles_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["busy for longer than gloo waits", "busy after a barrier, few barriers"])
-def test_a_busy_rank_is_waited_for_behind_a_barrier(tmp_path: Path, case: str) -> None:
-    result = run(case, tmp_path)
+def test_a_busy_rank_is_waited_for_behind_a_barrier(tmp_path: Path) -> None:
+    result = run("busy for longer than gloo waits", tmp_path)
     assert result.exit_codes == [0, 0], result.report()
     assert len(set(result.of_all("state"))) == 1
 
@@ -107,10 +101,7 @@ def test_a_busy_rank_is_waited_for_behind_a_barrier(tmp_path: Path, case: str) -
 # barrier_every_steps: without a barrier before it, a collective itself fails, and the attribution of the failure finds
 # out why.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [("die", "was lost"), ("throw", "stopped with ValueError: boom"), ("leave early", "finished and left the job")],
-)
+@pytest.mark.parametrize(("case", "told"), [("die", "was lost"), ("leave early", "finished and left the job")])
 def test_a_rank_that_dies_between_two_barriers_is_named_at_once(tmp_path: Path, case: str, told: str) -> None:
     for attempt in range(2):
         result = run(f"{case}, few barriers", tmp_path / str(attempt), 3)
@@ -149,6 +140,8 @@ def test_rank_that_never_comes_is_named_at_the_join_timeout(tmp_path: Path) -> N
 def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
     expected = {
         "dtype": "'fc_1.b_0' [8] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_1.b_0' [8] float64",
+        "shape": "'fc_2.b_0' [8] float32 in bucket 0 (allreduce, communicator 0) here, 'fc_2.b_0' [9] float32",
+        "more layers": "float32 in bucket 0",
         "knob outside the plan": "divergence_check_steps is 100 here, 50 there",
         "knob of the plan": "nccl_comm_num is 1 here, 2 there",
         "variable": "environment.NCCL_DEBUG has another value there (values are not shown)",
@@ -170,14 +163,18 @@ def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "before", "told_at"),
-    [pytest.param("2", "3", 5, id="in a run"), pytest.param("1", "5", 6, id="before a save", marks=LONG)],
+    ("every", "before", "told_at", "late"),
+    [
+        pytest.param("2", "3", 5, False, id="in a run"),
+        pytest.param("2", "3", 5, True, id="in a run on streams", marks=LONG),
+        pytest.param("1", "5", 6, True, id="before a save on streams", marks=LONG),
+    ],
 )
 def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
-    tmp_path: Path, late_streams: bool, every: str, before: str, told_at: int
+    tmp_path: Path, every: str, before: str, told_at: int, late: bool
 ) -> None:
     """Where collectives end late, the ranks compare a step later, and before they save."""
-    result = run("drift", tmp_path, 3, every, before, late_streams=late_streams)
+    result = run("drift", tmp_path, 3, every, before, late_streams=late)
     assert result.exit_codes == [OTHER] * 3, result.report()
     told = rf"ScheduleMismatch.* diverged at step {told_at}: 'fc_1.w_0' of rank 2 \(127.0.0.4:"
     assert_told(result, range(3), told)
@@ -185,34 +182,17 @@ def test_parameter_changed_on_one_rank_stops_the_job_and_is_named(
 
 
 @pytest.mark.long
-def test_sentinel_can_be_switched_off(tmp_path: Path) -> None:
-    assert run("drift", tmp_path, 3, "0", "3").of_all("ended") == [True] * 3
-
-
-@pytest.mark.long
-def test_local_sgd_does_not_begin_from_unequal_parameters(tmp_path: Path, late_streams: bool) -> None:
-    result = run("unequal start", tmp_path, late_streams=late_streams)
+def test_local_sgd_does_not_begin_from_unequal_parameters(tmp_path: Path) -> None:
+    result = run("unequal start", tmp_path)
     assert result.exit_codes == [OTHER] * 2, result.report()
     assert not result.values
     assert "replicas have diverged at the start: 'linear_0.w_0' differs between rank 0" in result.report()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"nodes": 1, "env": {"PADDLE_TRAINER_ID": "1", "FLEET_TRAIN_JOIN_TIMEOUT": "3"}}, ""),
-        (
-            {"env_of_rank": {1: {"PADDLE_TRAINERS_NUM": "3"}}, "patience_after_failure_seconds": 1.0},
-            "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 2 processes",
-        ),
-    ],
-    ids=["two with one number", "two world sizes"],
-)
-def test_processes_that_do_not_form_one_job_are_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
-    result = run("train", tmp_path, **options)
-    assert all(code != 0 for code in result.exit_codes[0 if not told else 1 :]), result.report()
-    assert told in last_line(result, 1)
+def test_two_processes_with_one_number_are_refused(tmp_path: Path) -> None:
+    result = run("train", tmp_path, nodes=1, env={"PADDLE_TRAINER_ID": "1", "FLEET_TRAIN_JOIN_TIMEOUT": "3"})
+    assert 0 not in result.exit_codes, result.report()
 
 
 @pytest.mark.parametrize(
@@ -223,10 +203,8 @@ def test_processes_that_do_not_form_one_job_are_refused(tmp_path: Path, options:
             pytest.param(case, [LOST, None, LOST], told, marks=LONG)
             for case, told in {
                 "freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
-                "freeze": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
                 "freeze, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* did not arrive within.*",
                 "die, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* was lost.*",
-                "leave early, few barriers": f"WorkerFailed: step 4, bucket 0 .*: rank 1 .* {GONE}.*",
             }.items()
         ),
         pytest.param("skip", [LOST, OTHER, LOST], r"step 4, bucket 0 \(fc_.*rank 1 \(\S+\) at 'step 5'", marks=LONG),

@@ -1,14 +1,12 @@
 """Programs of one process and of two ranks: what stays Paddle's own, and two optimizers in one program.
 
-Converting and training leave Paddle's process-wide state as Paddle alone would leave it; the program of one process is
-the one of Paddle's own optimizer, unless the profile asks for a pass; two optimizers talk in one order on every rank,
-in each order in which a script can call them. The ranks run this file, too.
+The program of one process is the one of Paddle's own optimizer, unless the profile asks for a pass; two optimizers talk
+in one order on every rank, in each order in which a script can call them. The ranks run this file, too.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from paddle.base import core, framework, unique_name
 
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.collectives.host_ops import is_link
@@ -25,87 +22,19 @@ from fleet_train.profile import Profile
 from tests.support.ranks import RanksResult, run_ranks
 from tests.support.worker import digest, report
 
-# Paddle sets it whenever an operator in Python runs, and reads it in its own C++ operators only, which set it, too.
-OF_PADDLES_OWN = ("FLAGS_tensor_operants_mode",)
-
-
-def state(start: dict[str, Any]) -> dict[str, Any]:
-    """Comparable between processes: objects count by whether they are still the ones of the start."""
-    in_new_thread: list[bool] = []
-    thread = threading.Thread(target=lambda: in_new_thread.append(paddle.in_dynamic_mode()))
-    thread.start()
-    thread.join()
-    now = objects()
-    return {
-        "names": dict(unique_name.generator.ids),
-        "dynamic": paddle.in_dynamic_mode(),
-        "dynamic in a new thread": in_new_thread[0],
-        "device": paddle.get_device(),
-        "default dtype": paddle.get_default_dtype(),
-        "flags": {
-            name: str(core.globals()[name])
-            for name in core.globals().keys()  # noqa: SIM118 (it is no dict)
-            if name not in OF_PADDLES_OWN
-        },
-        **{name: now[name] is start[name] for name in start},
-    }
-
-
-def objects() -> dict[str, Any]:
-    return {
-        "name generator": unique_name.generator,
-        "main program": paddle.static.default_main_program(),
-        "startup program": paddle.static.default_startup_program(),
-        "main program of the old IR": framework._main_program_,
-        "startup program of the old IR": framework._startup_program_,
-        "scope": paddle.static.global_scope(),
-    }
-
-
-def states(start: dict[str, Any], seen: dict[str, Any]) -> None:
-    """After each call of a script."""
-    x = paddle.static.data("x", [None, 8], "float32")
-    loss = paddle.static.nn.fc(paddle.static.nn.fc(x, 8, activation="tanh"), 1).mean()
-    profile = Profile(nccl_comm_num=2, fuse_parameter_groups_size=1)
-    fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1), profile).minimize(loss)
-    seen["minimize"] = state(start)
-
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(paddle.static.default_startup_program())
-    seen["startup program"] = state(start)
-    for _ in range(20):
-        exe.run(feed={"x": np.ones([4, 8], "float32")})
-    seen["steps"] = state(start)
-    fleet.all_reduce(np.ones(3, "float32"))
-    fleet.synchronize_parameters()
-    fleet.barrier_worker()
-    seen["facade"] = state(start)
-
-    paddle.static.nn.fc(paddle.static.nn.fc(x, 8), 1).mean()
-    names = [value.name for value in paddle.static.default_main_program().global_block().all_parameters()]
-    with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
-        with paddle.utils.unique_name.guard("gen_"):
-            other = paddle.static.nn.fc(paddle.static.data("x", [None, 8], "float32"), 1).mean()
-            fleet.distributed_optimizer(paddle.optimizer.Adam(0.001), profile).minimize(other)
-        exe.run(paddle.static.default_startup_program())
-        exe.run(feed={"x": np.ones([4, 8], "float32")})
-        guarded = sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
-    seen["a second program"] = state(start)
-    report(fleet.worker_index(), seen=seen, names=names, guarded=guarded)
-
-
 STEPS, SAMPLES = 20, 8
-ORDERS = {
-    "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
-    "backward, backward, apply, apply": lambda one, two: apply_in_order(one, two, (0, 1)),
-    "applied the other way round": lambda one, two: apply_in_order(one, two, (1, 0)),
-}
 
 
-def apply_in_order(one: Any, two: Any, order: tuple[int, int]) -> None:
+def apply_the_second_first(one: Any, two: Any) -> None:
     pairs = [optimizer.backward(loss) for optimizer, loss in (one, two)]
-    for index in order:
-        (one, two)[index][0].apply_gradients(pairs[index])
+    two[0].apply_gradients(pairs[1])
+    one[0].apply_gradients(pairs[0])
+
+
+ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "minimize, minimize": lambda one, two: [optimizer.minimize(loss) for optimizer, loss in (one, two)],
+    "applied the other way round": apply_the_second_first,
+}
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -150,7 +79,6 @@ def train_two(order: Any, profile: Profile) -> dict[str, Any]:
 
 
 PROFILES = {
-    "fused": Profile(),
     "unfused, two communicators": Profile(fuse_all_reduce_ops=False, nccl_comm_num=2),
     "waiting": Profile(sync_nccl_allreduce=True, fuse_parameter_groups_size=1),
 }
@@ -177,8 +105,6 @@ LEFT: dict[str, tuple[dict[str, Any], bool]] = {
     "accumulate_steps": ({"accumulate_steps": 2}, False),
     "amp_level": ({"amp_level": "O1"}, False),
     "recompute_segments": ({"recompute_segments": 2}, False),
-    "recompute_every_blocks": ({"recompute_every_blocks": 1}, False),
-    "recompute_checkpoints": ({"recompute_checkpoints": ["linear_1.w_0"]}, False),
     "use_local_sgd": ({"use_local_sgd": True}, True),
     "compression": ({"compression": "dgc"}, True),
     "sync_batch_norm": ({"sync_batch_norm": True}, True),
@@ -195,6 +121,7 @@ def one_process() -> None:
         left={name: is_left(OPTIMIZERS[1], Profile(**settings)) for name, (settings, _) in LEFT.items()},
         same=[is_left(make, DistributedStrategy()) for make in OPTIMIZERS],
         alone=[fleet.worker_num(), fleet.all_reduce(np.array([2.5])).tolist(), fleet.plan()],
+        stop=[fleet.stop_requested(), fleet.request_stop("enough"), fleet.stop_requested()],
     )
     fleet.barrier_worker()
     paddle.disable_static()
@@ -206,13 +133,30 @@ def one_process() -> None:
         report(refused=str(error))
 
 
+def unique_names() -> dict[str, int]:
+    return dict(paddle.base.unique_name.generator.ids)
+
+
+def under_a_name_guard() -> list[str]:
+    """The names of what a program holds that is built and trained under a guard."""
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.utils.unique_name.guard("gen_"),
+    ):
+        loss = paddle.nn.Linear(8, 1)(paddle.static.data("x", [None, 8], "float32")).mean()
+        fleet.distributed_optimizer(paddle.optimizer.Adam(0.001)).minimize(loss)
+        exe = paddle.static.Executor(fleet.place())
+        exe.run(paddle.static.default_startup_program())
+        exe.run(feed={"x": np.ones([4, 8], "float32")})
+        return sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
+
+
 def main() -> None:
     paddle.enable_static()
-    start = objects()
-    seen = {"start": state(start)}
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    seen["init"] = state(start)
-    states(start, seen)
+    before = unique_names()
+    guarded = under_a_name_guard()
+    report(fleet.worker_index(), guarded=guarded, names=[before, unique_names()])
     cases = {f"{o}; {p}": train_two(order, profile) for o, order in ORDERS.items() for p, profile in PROFILES.items()}
     report(fleet.worker_index(), cases=cases)
     if fleet.worker_num() == 1:
@@ -225,36 +169,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, late_streams: bool) -> RanksResult:
-    return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"), late_streams=late_streams)
-
-
-def test_names_programs_mode_device_and_flags_are_those_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
-    for moment, expected in alone["seen"].items():
-        for rank, seen in enumerate(two.of_all("seen")):
-            assert seen[moment] == expected, f"rank {rank} after {moment}"
-
-
-def test_one_process_itself_keeps_its_objects_and_modes(alone: dict[str, Any]) -> None:
-    end = alone["seen"]["facade"]
-    kept = ("name generator", "main program", "startup program", "main program of the old IR", "scope")
-    assert {name: end[name] for name in kept} == dict.fromkeys(kept, True)
-    assert (end["dynamic"], end["dynamic in a new thread"]) == (False, False)
-
-
-def test_a_network_built_after_minimize_gets_parameters_of_its_own(two: RanksResult) -> None:
-    for names in two.of_all("names"):
-        assert sorted(names) == [f"fc_{layer}.{kind}_0" for layer in range(4) for kind in "bw"]
+def two(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    return run_ranks(Path(__file__), 2, folder=tmp_path_factory.mktemp("two"))
 
 
 def test_state_under_a_name_guard_has_the_names_of_one_process(alone: dict[str, Any], two: RanksResult) -> None:
     assert "gen_learning_rate_0" in alone["guarded"]
     assert two.of_all("guarded") == [alone["guarded"]] * 2
+    for before, after in [alone["names"], *two.of_all("names")]:
+        assert before == after
 
 
 def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(alone: dict[str, Any]) -> None:
     assert alone["same"] == [True] * 3
     assert alone["alone"] == [1, [2.5], None]
+    assert alone["stop"][0] is None
+    assert alone["stop"][2].endswith(": enough"), "a request is known at once"
     assert alone["left"] == {name: is_left for name, (_, is_left) in LEFT.items()}
 
 

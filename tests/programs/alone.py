@@ -1,7 +1,7 @@
-"""One process, without fleet_train: every program with the joint batch. Its results are what ranks must reach.
+"""One process, without fleet_train: programs with the joint batch. Its results are what ranks must reach.
 
-Arguments: programs and seeds as JSON, and the folder for all files: one .npz and one line of JSON per program and seed,
-and what the programs save. What one case is, and its record, is the same on ranks (``on_ranks.py``).
+Arguments: programs as JSON, and the folder for all files: one .npz and one line of JSON per program, and what the
+programs save. What one case is, and its record, is the same on ranks (``on_ranks.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import paddle
 
 from tests.programs.catalogue import Program, programs
 from tests.programs.script import Array, Script, is_linear
-from tests.support.worker import digest
 
 # What gradient merge and recompute add to a program's state.
 _OF_PASSES = ("@gradient_merge", "gradient_merge_count")
@@ -44,7 +43,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def clean_state(seed: int) -> Iterator[None]:
+def clean_state(rank: int) -> Iterator[None]:
     """Default programs, scope and unique names as a fresh process has them."""
     with (
         paddle.static.scope_guard(paddle.static.Scope()),
@@ -53,25 +52,24 @@ def clean_state(seed: int) -> Iterator[None]:
     ):
         # The names of static.nn's layers are counted per process; unique_name.guard does not reach them.
         paddle.base.framework.default_main_program()._name_generator.ids.clear()
-        paddle.seed(seed)
+        paddle.seed(17 * rank)
         yield
 
 
 def attempt(records: Path, case: str, run: Callable[[], Mapping[str, Any]]) -> bool:
     """Run a case and record what it found, or how it failed; returns whether it came to its end."""
     record(records, case, began=True)
-    began = time.perf_counter()
     try:
         found = run()
     except Exception as error:
         record(records, case, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
         return False
-    record(records, case, ended=True, seconds=round(time.perf_counter() - began, 3), **found)
+    record(records, case, ended=True, **found)
     return True
 
 
 def run_program(program: Program, script: Script) -> None:
-    with clean_state(100 * script.seed + 17 * script.rank):
+    with clean_state(script.rank):
         program.run(script)
         script.finish()
 
@@ -108,16 +106,14 @@ def _numbers(values: Array) -> Array:
     return values if values.dtype != np.uint16 else (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def run_alone(program: Program, seed: int, folder: Path) -> dict[str, Any]:
-    script = Script(program, seed)
+def run_alone(program: Program, folder: Path) -> dict[str, Any]:
+    script = Script(program)
     run_program(program, script)
     sections = {"start": script.start_state, "state": script.end_state, "parameters": script.end_parameters}
     arrays = {f"{section}/{name}": value for section, values in sections.items() for name, value in values.items()}
-    np.savez(folder / f"{program.name}-{seed}.npz", allow_pickle=False, **arrays)
+    np.savez(folder / f"{program.name}.npz", allow_pickle=False, **arrays)
     parameters = {name: value for name, value in script.start_state.items() if name in script.end_parameters}
     return {
-        "start": digest(script.start_state),
-        "end": digest(script.end_state),
         "fetched": script.fetched,
         "moved": compared(script.end_parameters, parameters)["difference"],
         "linear": bool(script.optimizers) and all(map(is_linear, script.optimizers)),
@@ -130,8 +126,8 @@ def main() -> None:
     os.chdir(folder)  # programs save where they run
     records = folder / "alone.jsonl"
     known = programs()
-    for name, seed in chosen:
-        attempt(records, f"{name}-{seed}", lambda name=name, seed=seed: run_alone(known[name], seed, folder))
+    for name in chosen:
+        attempt(records, name, partial(run_alone, known[name], folder))
     assert not any(module.partition(".")[0] == "fleet_train" for module in sys.modules), "not plain Paddle"
 
 

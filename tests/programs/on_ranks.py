@@ -1,6 +1,6 @@
 """Run as ranks: programs with strategies, one case after another, each compared with the result of one process.
 
-Arguments: the cases as JSON (program, seed, strategy), and the folder with what ``alone.py`` wrote. Lossy strategies,
+Arguments: the cases as JSON (program, strategy), and the folder with what ``alone.py`` wrote. Lossy strategies,
 and programs that draw random numbers, are compared with the simulation of all ranks: the gradients are Paddle's,
 everything else is numpy's.
 """
@@ -37,8 +37,8 @@ _IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": True, "FLAGS_new_executor_
 class OnRanks(Script):
     """One rank with its share of the joint batch, and the strategy's micro-batches."""
 
-    def __init__(self, program: Program, seed: int, profile: Profile) -> None:
-        super().__init__(program, seed)
+    def __init__(self, program: Program, profile: Profile) -> None:
+        super().__init__(program)
         self.rank, self.ranks = fleet.worker_index(), fleet.worker_num()
         self.profile, self.micro_batches = profile, profile.accumulate_steps
         self.place = fleet.place()
@@ -76,17 +76,17 @@ def profile_of(strategy: Strategy) -> Profile:
     return load_profile(strategy.profile).with_settings("the test", **bound)
 
 
-def run_on_ranks(program: Program, seed: int, name: str, folder: Path) -> dict[str, Any]:
+def run_on_ranks(program: Program, name: str, folder: Path) -> dict[str, Any]:
     strategy, accused = EXACT[name], []
     batch_sums.sum_over_batch = lambda *given: accused.append(sum_over_batch(*given)) or accused[-1]
-    script = OnRanks(program, seed, profile_of(strategy))
+    script = OnRanks(program, profile_of(strategy))
     try:
         run_program(program, script)
     except FleetTrainError as error:
         if script.runs or not program.refusal(name):
             raise
         return {"refused": str(error)}
-    with np.load(folder / f"{program.name}-{seed}.npz") as saved:
+    with np.load(folder / f"{program.name}.npz") as saved:
         expected = {name: saved[name] for name in saved}
     parameters = section(expected, "parameters")
     state = {name: value for name, value in section(expected, "state").items() if name not in parameters}
@@ -97,7 +97,6 @@ def run_on_ranks(program: Program, seed: int, name: str, folder: Path) -> dict[s
     return {
         "start": compared(script.start_state, {name: start[name] for name in common}),
         "replica": digest(replicated),
-        "end": digest(script.end_state),
         "fetched": script.fetched,
         "accused": [place for place in accused if place],
         "parameters": compared(script.end_parameters, parameters, program.noise),
@@ -110,9 +109,9 @@ def section(expected: dict[str, Array], name: str) -> dict[str, Array]:
     return {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
 
 
-def run_simulated(program: Program, seed: int, strategy: Strategy) -> dict[str, Any]:
+def run_simulated(program: Program, strategy: Strategy) -> dict[str, Any]:
     profile = profile_of(strategy)
-    script = Synchronised(program, seed, profile)
+    script = Synchronised(program, profile)
     run_program(program, script)
     plan = fleet.plan()
     assert plan is not None
@@ -140,7 +139,7 @@ class Simulation(Script):
     """All ranks of the plan in this process, for programs of one optimizer and one training program."""
 
     def __init__(self, program: Program, profile: Profile, plan: CommPlan, real: Script) -> None:
-        super().__init__(program, real.seed)
+        super().__init__(program)
         self.real_rank, self.ranks = real.rank, plan.world_size
         self._plan, self._profile, self._real_start = plan, profile, real.start_state
         self._pairs: list[tuple[str, Any]] = []
@@ -225,14 +224,14 @@ def main() -> None:
     chosen, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     records = Path(f"rank{fleet.worker_index()}.jsonl")
     known = programs()
-    for name, seed, strategy in chosen:
-        case, program = f"{name}-{seed}, {strategy}", known[name]
+    for name, strategy in chosen:
+        program = known[name]
         if strategy in EXACT and not program.random:
-            run = partial(run_on_ranks, program, seed, strategy, folder)
+            run = partial(run_on_ranks, program, strategy, folder)
         else:
-            run = partial(run_simulated, program, seed, (EXACT | LOSSY)[strategy])
-        if not attempt(records, case, run):
-            sys.exit(f"{case} failed")  # the ranks may stand at different places; another launch goes on
+            run = partial(run_simulated, program, (EXACT | LOSSY)[strategy])
+        if not attempt(records, f"{name}, {strategy}", run):
+            sys.exit(f"{name}, {strategy} failed")  # the ranks may stand at different places
 
 
 if __name__ == "__main__":

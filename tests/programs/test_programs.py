@@ -7,8 +7,6 @@ draw random numbers, are compared with the simulation of all ranks.
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,48 +17,31 @@ import paddle
 import pytest
 
 from tests.programs.alone import read_records
-from tests.programs.catalogue import ALWAYS, EXACT, LOSSY, Program, Strategy, optimizers, programs, values
+from tests.programs.catalogue import ALWAYS, EXACT, LOSSY, Program, Strategy, programs
 from tests.support.processes import ROOT
 from tests.support.ranks import run_ranks
 
 FOLDER = ROOT / "tests/programs"
 # One process draws start values in the order of the program, as a profile with one executor thread has it.
 IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
-# Cases that die, or stop their launch, before the rest is given up.
-MOST_LAUNCHES = 6
-
 
 PROGRAMS = programs()
-SEED = 0
 COMPARED = [name for name, one in PROGRAMS.items() if not one.random]
 SIMULATED = [name for name, one in PROGRAMS.items() if one.simulated]
-# What a job of one process is tried with: a profile that leaves the program alone; in turn two that rewrite it.
-ONE_PROCESS = ("multi_node",)
-REWRITING = ("merge", "recompute")
-# Beside those that every program meets: so many, in turn. All of them for FLEET_TRAIN_TEST_ALL_STRATEGIES=1.
+# Beside those that every program meets: so many, in turn.
 DEALT_OUT = 2
-EVERYTHING = bool(os.environ.get("FLEET_TRAIN_TEST_ALL_STRATEGIES"))
 
-# A few more launches of what is odd in its communication, where collectives are enqueued and end late as on GPUs.
+# What is odd in its communication, where collectives are enqueued and end late as on GPUs.
 UNDER_LATE_STREAMS: dict[str, tuple[str, ...]] = {
     "gan_in_one_program": ("multi_node", "unfused"),
-    "two_tasks": ("three communicators", "executor's threads"),
-    "tied_embedding": ("multi_node", "merge"),
-    "clip_by_global_norm": ("unfused", "merge"),
-    "adamw": ("powersgd, late",),
-    "momentum": ("local_sgd, every step",),
-    "batch_norm_and_evaluation": ("sync batch norm",),
+    "tied_embedding": ("merge",),
     "cond_sharing_a_layer": ("unfused",),
-    "while_loop_between_layers": ("multi_node",),
-    "save_and_load": ("merge", "executor's threads"),
     "minimize_after_start": ("multi_node",),
     "two_programs_same_parameters": ("unfused",),
-    "two_dtypes": ("waiting",),
     "bfloat16": ("checked every step",),
 }
 
-# The first test of a subject waits for the launch of all its cases.
-# Subjects whose programs `make test` trains on two ranks; `make test-long` trains those of the others.
+# Subjects that `make test` trains, each in a launch that its first test waits for; `make test-long` trains the others.
 SHORT = ("settings",)
 # What oneDNN computes in bfloat16 by the program's own will: on processors without AVX-512 plain Paddle raises.
 IN_BFLOAT16 = ("bfloat16", "own_auto_cast")
@@ -72,128 +53,106 @@ IN_LOW_PRECISION = 2e-2
 # Where 16 bits are rounded, the last bit of a float32 decides now and then to which side.
 ROUNDED = 1e-3
 
-Case = tuple[str, int, str]
+Case = tuple[str, str]
 Record = dict[str, Any]
-
-
-def label(case: Case) -> str:
-    program, seed, strategy = case
-    return f"{program}-{seed}, {strategy}"
 
 
 @dataclass
 class Found:
-    """What the ranks have recorded of each case, by label; the output of launches that failed."""
+    """What the ranks have recorded of each case, by label; the output of a launch that failed."""
 
     ranks: list[dict[str, Record]]
-    outputs: list[str]
+    output: str
 
     def of(self, case: Case) -> list[Record]:
-        return [rank.get(label(case), {}) for rank in self.ranks]
+        return [rank.get(", ".join(case), {}) for rank in self.ranks]
 
     def complaint(self, case: Case) -> str:
         """Why there is no result, or nothing."""
         for rank, record in enumerate(self.of(case)):
             if "error" in record:
-                return f"{label(case)}: rank {rank}: {record['error']}\n{record['traceback']}"
+                return f"{case}: rank {rank}: {record['error']}\n{record['traceback']}"
         if not all(record.get("ended") for record in self.of(case)):
-            began = any(self.of(case))
-            return f"{label(case)}: {'did not end' if began else 'was not reached'}\n" + "\n".join(self.outputs)
+            return f"{case}: {'did not end' if any(self.of(case)) else 'was not reached'}\n{self.output}"
         return ""
 
 
-def run_cases(cases: Sequence[Case], folder: Path, alone: Path, world_size: int, late_streams: bool = False) -> Found:
-    """Cases on ranks, a node each (or in one process without a launcher): each launch goes on behind the last case
-    that the one before has begun."""
-    found, left = Found([{} for _ in range(world_size)], []), list(cases)
-    for number in range(MOST_LAUNCHES):
-        own = folder / f"launch{number}"
-        own.mkdir()
-        result = run_ranks(
-            FOLDER / "on_ranks.py",
-            world_size,
-            nodes=world_size if world_size > 1 else 0,
-            folder=own,
-            args=[json.dumps(left), str(alone)],
-            env={"FLEET_TRAIN_JOIN_TIMEOUT": "60"},
-            timeout_seconds=800,
-            check=False,
-            late_streams=late_streams,
-        )
-        records = [read_records(own / f"rank{rank}.jsonl") for rank in range(world_size)]
-        for kept, new in zip(found.ranks, records, strict=True):
-            kept.update(new)
-        if any(result.exit_codes):
-            found.outputs.append(result.report())
-        left = [case for case in left if not any(label(case) in rank for rank in records)]
-        if not left or not any(records):
-            break
-    return found
+def run_cases(cases: Sequence[Case], folder: Path, alone: Path, late_streams: bool = False) -> Found:
+    """Cases on two ranks, a node each, up to the first that fails."""
+    result = run_ranks(
+        FOLDER / "on_ranks.py",
+        2,
+        nodes=2,
+        folder=folder,
+        args=[json.dumps(cases), str(alone)],
+        env={"FLEET_TRAIN_JOIN_TIMEOUT": "60"},
+        timeout_seconds=800,
+        check=False,
+        late_streams=late_streams,
+    )
+    records = [read_records(folder / f"rank{rank}.jsonl") for rank in (0, 1)]
+    return Found(records, result.report() if any(result.exit_codes) else "")
 
 
-Alone = tuple[Path, dict[str, Record]]
+@dataclass
+class Alone:
+    """Programs in one process: the folder with its numbers, and what each has recorded."""
+
+    folder: Path
+    run: Callable[[str], dict[str, Record]]
+
+    def __getitem__(self, name: str) -> Record:
+        return self.run(PROGRAMS[name].subject).get(name, {})
+
+
 Run = Callable[[str], Found]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Every program in one process: the folder with its numbers, and a record by program."""
     folder = tmp_path_factory.mktemp("alone")
-    cases = json.dumps([(name, SEED) for name in PROGRAMS])
-    run_ranks(
-        FOLDER / "alone.py",
-        1,
-        nodes=0,
-        folder=folder,
-        args=[cases, str(folder)],
-        env=IN_PROGRAM_ORDER,
-        timeout_seconds=500,
-    )
-    records = read_records(folder / "alone.jsonl")
-    return folder, {name: records.get(f"{name}-{SEED}", {}) for name in PROGRAMS}
+
+    @cache
+    def run(subject: str) -> dict[str, Record]:
+        names = [name for name, one in PROGRAMS.items() if one.subject == subject]
+        args, own = [json.dumps(names), str(folder)], folder / subject
+        run_ranks(FOLDER / "alone.py", 1, nodes=0, folder=own, args=args, env=IN_PROGRAM_ORDER, timeout_seconds=500)
+        return read_records(folder / "alone.jsonl")
+
+    return Alone(folder, run)
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """What two ranks found for a program, whose subject is run in one launch."""
-    folder, records = alone
 
     @cache
     def run(subject: str) -> Found:
         chosen = [one for one in PROGRAMS.values() if one.subject == subject]
-        cases = [case for one in chosen for case in cases_of(one, records[one.name])]
-        return run_cases(cases, tmp_path_factory.mktemp(subject), folder, 2)
+        cases = [case for one in chosen for case in cases_of(one, alone[one.name])]
+        return run_cases(cases, tmp_path_factory.mktemp(subject), alone.folder)
 
     return lambda name: run(PROGRAMS[name].subject)
 
 
 @pytest.fixture(scope="module")
-def in_one_process(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    cases = [case for name in COMPARED for case in one_process_cases(PROGRAMS[name])]
-    return run_cases(cases, tmp_path_factory.mktemp("one"), alone[0], 1)
-
-
-@pytest.fixture(scope="module")
 def on_late_streams(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    cases = [(name, SEED, strategy) for name, chosen in UNDER_LATE_STREAMS.items() for strategy in chosen]
-    return run_cases(cases, tmp_path_factory.mktemp("streams"), alone[0], 2, late_streams=True)
+    cases = [(name, strategy) for name, chosen in UNDER_LATE_STREAMS.items() if alone[name] for strategy in chosen]
+    return run_cases(cases, tmp_path_factory.mktemp("streams"), alone.folder, late_streams=True)
 
 
-def each(names: Iterable[str], launched: bool = False) -> pytest.MarkDecorator:
-    """``launched``: with the other programs of its subject, on two ranks."""
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
     rows = []
     for name in names:
         marks = [NO_BFLOAT16] if name in IN_BFLOAT16 else []
-        if launched and PROGRAMS[name].subject not in SHORT:
-            marks.append(pytest.mark.long)
+        marks += [] if PROGRAMS[name].subject in SHORT else [pytest.mark.long]
         rows.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("name", rows)
 
 
 def cases_of(program: Program, reference: Record) -> list[Case]:
     """The strategies that a program is run with on two ranks."""
-    names = [*exact_cases(program, reference), *lossy_cases(program, reference)]
-    return [(program.name, SEED, name) for name in names]
+    return [(program.name, name) for name in [*exact_cases(program, reference), *lossy_cases(program, reference)]]
 
 
 def exact_cases(program: Program, reference: Record) -> list[str]:
@@ -201,7 +160,7 @@ def exact_cases(program: Program, reference: Record) -> list[str]:
         return []
     if program.only:
         return list(program.only)
-    chosen = EXACT if EVERYTHING else (*ALWAYS, *dealt_out(program.name))
+    chosen = (*ALWAYS, *dealt_out(program.name))
     fitting = [name for name in chosen if _fits(name, EXACT[name], program, reference)]
     return [*fitting, *(name for name in program.refused if name not in fitting)]
 
@@ -226,52 +185,35 @@ def _fits(name: str, strategy: Strategy, program: Program, reference: Record) ->
     return fits and (reference["linear"] or not strategy.linear)
 
 
-def one_process_cases(program: Program) -> list[Case]:
-    place = list(PROGRAMS).index(program.name)
-    chosen = program.only or ((*ONE_PROCESS, REWRITING[place // 4 % 2]) if place % 4 == 0 else ONE_PROCESS)
-    return [(program.name, SEED, name) for name in chosen if name in EXACT and name not in program.without]
-
-
 @each(PROGRAMS)
 def test_one_process_of_plain_paddle_trains_it(alone: Alone, name: str) -> None:
-    record = alone[1][name]
+    record = alone[name]
     assert record.get("ended"), f"{record.get('error', 'the process ended before it')}\n{record.get('traceback')}"
     assert record["moved"] > 1e-3, "nothing was trained"
 
 
-@each(COMPARED, launched=True)
+@each(COMPARED)
 def test_two_ranks_reach_the_result_of_one_process(alone: Alone, on_two_ranks: Run, name: str) -> None:
-    strategies = exact_cases(PROGRAMS[name], alone[1][name])
+    strategies = exact_cases(PROGRAMS[name], alone[name])
     assert strategies
     expect_equal(on_two_ranks(name), name, strategies, alone)
 
 
-@each(SIMULATED, launched=True)
+@each(SIMULATED)
 def test_lossy_strategies_follow_the_simulation(alone: Alone, on_two_ranks: Run, name: str) -> None:
-    program, reference, found = PROGRAMS[name], alone[1][name], on_two_ranks(name)
+    program, found = PROGRAMS[name], on_two_ranks(name)
     wrong = []
-    for strategy in lossy_cases(program, reference):
-        case = (name, SEED, strategy)
+    for strategy in lossy_cases(program, alone[name]):
+        case = (name, strategy)
         if complaint := found.complaint(case):
             wrong.append(complaint)
             continue
         tolerance = ROUNDED if any(rounded in strategy for rounded in ("bf16", "int8")) else program.tolerance
         for rank, record in enumerate(found.of(case)):
-            wrong += unequal(f"{label(case)}: rank {rank}", record["simulated"], tolerance)
+            wrong += unequal(f"{case}: rank {rank}", record["simulated"], tolerance)
         if len({record["replica"] for record in found.of(case)}) > 1:
-            wrong.append(f"{label(case)}: the replicas differ at the end, where all parameters were made equal")
+            wrong.append(f"{case}: the replicas differ at the end, where all parameters were made equal")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.long
-@each(COMPARED)
-def test_job_of_one_process_is_plain_paddle(alone: Alone, in_one_process: Found, name: str) -> None:
-    program = PROGRAMS[name]
-    cases = one_process_cases(program)
-    expect_equal(in_one_process, name, [strategy for _, _, strategy in cases], alone)
-    if (name, SEED, "multi_node") in cases and not (program.rewritten or program.sums):
-        (record,) = in_one_process.of((name, SEED, "multi_node"))
-        assert record["end"] == alone[1][name]["end"], "other bits than plain Paddle's"
 
 
 @pytest.mark.long
@@ -284,8 +226,8 @@ def test_programs_reach_the_same_result_if_collectives_end_late(
 
 def expect_equal(found: Found, name: str, strategies: Iterable[str], alone: Alone) -> None:
     """The result of one process under these strategies; a refusal where the program says so."""
-    cases = [(name, SEED, strategy) for strategy in strategies]
-    wrong = [one for case in cases for one in differences(found, case, alone[1][name], PROGRAMS[name])]
+    cases = [(name, strategy) for strategy in strategies]
+    wrong = [one for case in cases for one in differences(found, case, alone[name], PROGRAMS[name])]
     assert not wrong, f"{PROGRAMS[name].sentence}\n" + "\n".join(wrong)
 
 
@@ -293,8 +235,8 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
     """Everything in which the ranks' results differ from one process's, or from each other's."""
     if complaint := found.complaint(case):
         return [complaint]
-    records, strategy, where = found.of(case), EXACT[case[2]], label(case)
-    if refusal := program.refusal(case[2]):
+    records, strategy, where = found.of(case), EXACT[case[1]], ", ".join(case)
+    if refusal := program.refusal(case[1]):
         texts = [record.get("refused", "it was not refused") for record in records]
         return [f"{where}: rank {rank}: {text}" for rank, text in enumerate(texts) if refusal not in text]
     wrong = []
@@ -327,24 +269,3 @@ def unequal_losses(where: str, records: list[Record], expected: list[float], tol
         return [f"{where}: {len(means)} values were fetched, by one process {len(expected)}"]
     off = [abs(mean - one) / max(abs(one), 1e-3) for mean, one in zip(means, expected, strict=True)]
     return [f"{where}: a fetched value is off by {max(off):.1e}"] if off and max(off) > tolerance else []
-
-
-def test_every_strategy_meets_many_programs() -> None:
-    free = [one for one in PROGRAMS.values() if not (one.only or one.random)]
-    met = Counter(name for one in free for name in exact_cases(one, {"ended": True, "linear": True}))
-    asked = Counter(name for one in PROGRAMS.values() for name in one.only)
-    assert all(asked[name] if one.asked_for else met[name] >= 18 for name, one in EXACT.items())
-
-
-def test_every_optimizer_clip_decay_and_schedule_of_paddle_is_in_a_program() -> None:
-    paddle.enable_static()
-    try:
-        made = [make() for make in optimizers.OPTIMIZERS.values()]
-    finally:
-        paddle.disable_static()
-    assert {type(one).__name__ for one in made} | optimizers.NOT_STATIC == set(paddle.optimizer.__all__)
-    clips = {type(one._grad_clip).__name__ for one in made if one._grad_clip is not None}
-    # Not in today's programs: ClipGradByValue raises NotImplementedError in plain Paddle.
-    assert clips | {"ClipGradByValue"} == {name for name in paddle.nn.__all__ if name.startswith("ClipGrad")}
-    assert {type(one.regularization).__name__ for one in made} >= set(paddle.regularizer.__all__)
-    assert values.SCHEDULES.keys() | values.NOT_HERE == set(paddle.optimizer.lr.__all__)

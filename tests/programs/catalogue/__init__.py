@@ -136,8 +136,6 @@ class Program:
     random: bool = False
     """Draws random numbers in each step, other ones on each rank: compared with the simulation alone."""
     tolerance: float = 1e-5
-    rewritten: bool = False
-    """A job of one process rewrites it, too, and comes to other bits than plain Paddle."""
     sums: bool = False
     """Parameters are used by name in several places, by an optimizer that remembers. Paddle alone then makes an update
     per use; it is given the sum of their gradients by hand."""

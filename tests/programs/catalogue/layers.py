@@ -7,17 +7,11 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, AdamW, Momentum
 
-from tests.programs.catalogue import DGC_AND_DECAY, classes, floats, network, program, tokens
+from tests.programs.catalogue import classes, floats, network, program, tokens
 from tests.programs.script import Script
 
 _BATCH_NORM = ("sync batch norm", "sync batch norm, recompute", "sync batch norm, amp")
 _OWN_STATISTICS = "without sync_batch_norm, each rank normalises by its own share of the batch, as Fleet does"
-
-
-@network("Layers of static.nn: fc with its activation.", x=floats(2, 4), y=classes(5))
-def static_fc(x, y):
-    hidden = paddle.static.nn.fc(x, 12, num_flatten_dims=1, activation="relu")
-    return F.cross_entropy(paddle.static.nn.fc(hidden, 5), y), SGD(0.1)
 
 
 @network(
@@ -40,34 +34,6 @@ def onednn(script: Script) -> None:
         script.train(loss)
     finally:
         paddle.set_flags({"FLAGS_use_mkldnn": False})
-
-
-@network("Residual blocks with group norm.", without=DGC_AND_DECAY, image=floats(3, 6, 6), label=classes(5))
-def residual_group_norm(image, label):
-    hidden = nn.Conv2D(3, 4, 1)(image)
-    for _ in range(2):
-        branch = F.relu(nn.GroupNorm(2, 4)(nn.Conv2D(4, 4, 3, padding=1, bias_attr=False)(hidden)))
-        hidden = hidden + nn.Conv2D(4, 4, 3, padding=1)(branch)
-    return F.cross_entropy(nn.Linear(4, 5)(hidden.mean(axis=[2, 3])), label), Momentum(0.05, 0.9, weight_decay=1e-4)
-
-
-@network("Layer norm and GELU.")
-def layer_norm(x, y):
-    hidden = F.gelu(nn.LayerNorm(12)(nn.Linear(8, 12)(x)))
-    return F.cross_entropy(nn.Linear(12, 5)(hidden), y), Adam(0.01, epsilon=1e-3)
-
-
-@network("Instance norm, PReLU and a transposed convolution: an autoencoder.", image=floats(2, 6, 6))
-def autoencoder(image):
-    code = nn.PReLU(4)(nn.InstanceNorm2D(4)(nn.Conv2D(2, 4, 3, stride=2, padding=1, bias_attr=False)(image)))
-    return F.mse_loss(nn.Conv2DTranspose(4, 2, 4, stride=2, padding=1)(code), image), Adam(0.01, epsilon=1e-3)
-
-
-@network("Depthwise and pointwise convolutions.", image=floats(4, 6, 6), label=classes(5))
-def separable_convolutions(image, label):
-    hidden = F.relu6(nn.Conv2D(4, 4, 3, groups=4, padding=1)(image))
-    hidden = F.hardswish(nn.Conv2D(4, 8, 1)(hidden)).mean(axis=[2, 3])
-    return F.cross_entropy(nn.Linear(8, 5)(hidden), label), SGD(0.1)
 
 
 @network(
@@ -108,18 +74,6 @@ def batch_norm_and_evaluation(script: Script) -> None:
         script.evaluate(script.batch(100 + step, judging), [judged], judging)
 
 
-@network("Batch norm with fixed statistics; scale and shift are trained.")
-def frozen_batch_norm(x, y):
-    hidden = F.relu(nn.BatchNorm1D(12, use_global_stats=True)(nn.Linear(8, 12)(x)))
-    return F.cross_entropy(nn.Linear(12, 5)(hidden), y), Momentum(0.1, 0.9)
-
-
-@network("A dense embedding with a padding word, and Adam.", words=tokens(30, 6), label=classes(5))
-def embedding(words, label):
-    vectors = nn.Embedding(30, 8, padding_idx=0)(words)
-    return F.cross_entropy(nn.Linear(8, 5)(vectors.mean(axis=1)), label), Adam(0.01, epsilon=1e-3)
-
-
 @network(
     "An embedding with sparse=True: its gradients are dense in today's programs.", words=tokens(30, 6), label=classes(5)
 )
@@ -128,77 +82,16 @@ def sparse_embedding(words, label):
     return F.cross_entropy(nn.Linear(8, 5)(vectors.mean(axis=1)), label), SGD(0.1)
 
 
-@network("Weight normalisation and spectral normalisation of a layer's weight.")
-def normalised_weights(x, y):
-    first = nn.utils.weight_norm(nn.Linear(8, 8), dim=1)
-    return F.cross_entropy(nn.Linear(8, 5)(F.tanh(first(x))), y), SGD(0.1)
-
-
-@network("A bilinear layer and a cosine embedding loss.", left=floats(5), right=floats(6), same=classes(2))
-def bilinear(left, right, same):
-    hidden = nn.Bilinear(5, 6, 4)(left, right)
-    return F.cosine_embedding_loss(hidden, nn.Linear(6, 4)(right), same.flatten() * 2 - 1, margin=0.2), Momentum(
-        0.1, 0.9
-    )
-
-
-@program("Label smoothing, class weights and a fetched accuracy.")
-def smoothed_labels(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    logits = nn.Linear(8, 5)(x)
-    soft = F.label_smooth(F.one_hot(y.flatten(), 5), epsilon=0.1)
-    loss = F.cross_entropy(logits, soft, soft_label=True)
-    accuracy = paddle.metric.accuracy(F.softmax(logits), y)
-    script.minimize(SGD(0.1), loss)
-    script.start()
-    for batch in script.batches():
-        script.run(batch, [loss, accuracy])
-
-
 @network("Dropout between layers, with different random numbers on each rank.", random=True, simulated=True)
 def dropout(x, y):
     hidden = F.dropout(F.tanh(nn.Linear(8, 16)(x)), 0.3)
     return F.cross_entropy(nn.Linear(16, 5)(hidden), y), Momentum(0.1, 0.9)
 
 
-@network("A variational autoencoder: the program draws the noise.", random=True, simulated=True, x=floats(8))
-def variational_autoencoder(x):
-    mean, log_variance = paddle.split(nn.Linear(8, 6)(x), 2, axis=1)
-    code = mean + paddle.exp(0.5 * log_variance) * paddle.randn(paddle.shape(mean))
-    apart = -0.5 * (1 + log_variance - mean**2 - paddle.exp(log_variance)).sum(axis=1).mean()
-    return F.mse_loss(nn.Linear(3, 8)(code), x) + 0.1 * apart, Adam(0.01, epsilon=1e-3)
-
-
-@network("A mixture of experts: a softmax gate weighs four small networks.")
-def mixture_of_experts(x, y):
-    gate = F.softmax(nn.Linear(8, 4)(x))
-    experts = paddle.stack([nn.Linear(8, 5)(x) for _ in range(4)], axis=1)
-    return F.cross_entropy((gate.unsqueeze(2) * experts).sum(axis=1), y), Adam(0.01, epsilon=1e-3)
-
-
 @network("A two-layer LSTM over embedded words.", simulated=True, words=tokens(20, 5), label=classes(4))
 def lstm(words, label):
     states, _ = nn.LSTM(6, 8, num_layers=2)(nn.Embedding(20, 6)(words))
     return F.cross_entropy(nn.Linear(8, 4)(states[:, -1]), label), Momentum(0.1, 0.9)
-
-
-@network("A GRU in both directions, with a clip.", series=floats(6, 3), value=floats(1))
-def bidirectional_gru(series, value):
-    states, _ = nn.GRU(3, 5, direction="bidirect")(series)
-    loss = F.mse_loss(nn.Linear(10, 1)(states.mean(axis=1)), value)
-    return loss, Adam(0.01, epsilon=1e-3, grad_clip=nn.ClipGradByGlobalNorm(0.5))
-
-
-@network("A plain recurrent network.", series=floats(6, 3), value=floats(1))
-def simple_rnn(series, value):
-    states, _ = nn.SimpleRNN(3, 5)(series)
-    return F.smooth_l1_loss(nn.Linear(5, 1)(states[:, -1]), value), Momentum(0.1, 0.9)
-
-
-@network("nn.RNN drives an LSTM cell.", series=floats(4, 3), value=floats(1))
-def rnn_of_a_cell(series, value):
-    states, _ = nn.RNN(nn.LSTMCell(3, 5))(series)
-    return F.mse_loss(nn.Linear(5, 1)(states[:, -1]), value), Adam(0.01, epsilon=1e-3)
 
 
 @network(
@@ -228,28 +121,3 @@ def transformer_with_dropout(words, label):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)
     hidden = nn.TransformerEncoder(layer, 1)(nn.Embedding(20, 8)(words))
     return F.cross_entropy(nn.Linear(8, 4)(hidden.mean(axis=1)), label), Momentum(0.05, 0.9)
-
-
-@network(
-    "Encoder and decoder with cross attention and a causal mask.",
-    noise=r"linear_(1|7|11)\.b_0",
-    only=("multi_node", "merge"),
-    reason="it is large",
-    source=tokens(20, 5),
-    target=tokens(20, 4),
-    label=tokens(20, 4),
-)
-def translation(source, target, label):
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
-    vectors = nn.Embedding(20, 8)
-    mask = paddle.tensor.triu(paddle.full([4, 4], -1e9), 1)
-    hidden = model(vectors(source), vectors(target), tgt_mask=mask)
-    return F.cross_entropy(nn.Linear(8, 20)(hidden), label.unsqueeze(2)), Adam(0.01, epsilon=1e-3)
-
-
-@network("A linear-chain tagger trained with CTC.", series=floats(6, 4), labels=tokens(4, 2))
-def ctc(series, labels):
-    scores = nn.Linear(4, 5)(F.tanh(nn.Linear(4, 4)(series))).transpose([1, 0, 2])
-    lengths = paddle.full_like(labels[:, 0], 6)
-    losses = F.ctc_loss(scores, (labels + 1).cast("int32"), lengths, paddle.full_like(lengths, 2), reduction="none")
-    return losses.mean(), Momentum(0.01, 0.9)

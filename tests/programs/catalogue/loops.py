@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,8 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 
-from tests.programs.catalogue import BATCH, STEPS, classes, floats, program
+from tests.programs.catalogue import classes, floats, program
 from tests.programs.script import Script
-
-
-class _Samples(paddle.io.Dataset):
-    """The joint batches of all steps, sample by sample."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        joint = list(script.batches())
-        self._columns = [np.concatenate([batch[name] for batch in joint]) for name in ("x", "y")]
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return tuple(column[index] for column in self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
 
 
 def _classifier(script: Script, *hidden: int) -> Any:
@@ -90,16 +74,6 @@ def evaluation(script: Script) -> None:
     _evaluated(script, loss, judging, judged)
 
 
-@program("The evaluation program is built first, the training program after it.")
-def evaluation_first(script: Script) -> None:
-    judging = paddle.static.Program()
-    with paddle.static.program_guard(judging, paddle.static.Program()), paddle.utils.unique_name.guard():
-        judged = _classifier(script)
-    with paddle.utils.unique_name.guard():
-        loss = _minimized(script, SGD(0.1))
-    _evaluated(script, loss, judging, judged)
-
-
 @program("State is saved in the middle, changed by more steps and loaded; training continues.")
 def save_and_load(script: Script) -> None:
     loss = _minimized(script, Adam(0.01, epsilon=1e-3), 8)
@@ -109,42 +83,6 @@ def save_and_load(script: Script) -> None:
             script.run(script.batch(step), [loss])
         if then:
             then()
-
-
-@program(
-    "A DataLoader with two worker processes feeds the program.",
-    without={"merge": "the loader does not split a rank's batches into micro-batches"},
-)
-def data_loader(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    loss = F.cross_entropy(nn.Linear(8, 5)(x), y)
-    script.minimize(Momentum(0.1, 0.9), loss)
-    script.start()
-    size = BATCH // script.ranks
-    starts = range(script.rank * size, STEPS * BATCH, BATCH)
-    loader = paddle.io.DataLoader(
-        _Samples(script),
-        feed_list=[x, y],
-        batch_sampler=_Shares([list(range(start, start + size)) for start in starts]),
-        num_workers=2,
-        return_list=False,
-        use_shared_memory=False,  # with it a worker hangs now and then: docs/paddle.md
-    )
-    for batch in loader:
-        script.run_share(batch[0], [loss])
-
-
-class _Shares(paddle.io.BatchSampler):
-    """The places of this rank's share in each joint batch."""
-
-    def __init__(self, batches: list[list[int]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
 
 
 @program("The schedule is stepped with the loss: ReduceOnPlateau on the mean over ranks.")
@@ -174,44 +112,6 @@ def own_and_default_program(script: Script) -> None:
             script.run(script.batch(step), [second])
 
 
-@program("minimize is called outside program_guard, with the programs of the loss.")
-def minimize_outside(script: Script) -> None:
-    own, startup = paddle.static.Program(), paddle.static.Program()
-    with paddle.static.program_guard(own, startup):
-        loss = _classifier(script)
-    with paddle.static.program_guard(own, startup):
-        script.minimize(SGD(0.1), loss, startup_program=startup)
-    script.start(startup)
-    for step in range(4):
-        script.run(script.batch(step, own), [loss], own)
-
-
-@program("Three updates of a discriminator-like program per update of the other program.")
-def different_paces(script: Script) -> None:
-    mains, losses, startup = [paddle.static.Program() for _ in range(2)], [], paddle.static.Program()
-    for main in mains:
-        with paddle.static.program_guard(main, startup):
-            x, y = script.inputs(x=floats(6), y=floats(1))
-            losses.append(F.mse_loss(nn.Linear(6, 1)(x), y))
-            script.minimize(Momentum(0.05, 0.9), losses[-1])
-    script.start(startup)
-    for step in range(6):
-        script.run(script.batch(step, mains[0]), [losses[0]], mains[0])
-        if step % 3 == 2:
-            script.run(script.batch(step, mains[1]), [losses[1]], mains[1])
-
-
-@program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
-def accumulated_by_hand(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(1))
-    layer = nn.Linear(8, 1)
-    losses = [F.mse_loss(layer(part), goal) for part, goal in zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)]
-    wrapped = script.wrap(SGD(0.1))
-    pairs = [wrapped.backward(loss) for loss in losses]
-    wrapped.apply_gradients([(one[0], (one[1] + two[1]) / 2) for one, two in zip(*pairs, strict=True)])
-    script.train((losses[0] + losses[1]) / 2)
-
-
 @program("The learning rate's variable is a float that is set in the scope between steps.")
 def rate_in_the_scope(script: Script) -> None:
     loss = _minimized(script, SGD(0.1))
@@ -219,16 +119,6 @@ def rate_in_the_scope(script: Script) -> None:
     for step, batch in enumerate(script.batches()):
         rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
         rate.set(np.array(0.1 / (1 + step), "float32").reshape(rate.shape()), script.place)
-        script.run(batch, [loss])
-
-
-@program("The optimizer's state and the network have separate startup programs.")
-def two_startup_programs(script: Script) -> None:
-    own, loss = paddle.static.Program(), _classifier(script, 8)
-    script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
-    script.start()
-    script.start(own)
-    for batch in script.batches():
         script.run(batch, [loss])
 
 

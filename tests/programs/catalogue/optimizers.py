@@ -48,8 +48,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     # Decay is added after clipping.
     "l2_decay": lambda: Momentum(0.1, 0.9, weight_decay=L2Decay(0.05), grad_clip=nn.ClipGradByGlobalNorm(0.1)),
 }
-# The base class, and what takes a closure and works in dynamic mode only.
-NOT_STATIC = {"Optimizer", "LBFGS"}
 
 _REFUSED = {
     "adam": {"dgc, late": "works with SGD and Momentum, not with Adam"},

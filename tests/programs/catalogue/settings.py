@@ -19,14 +19,6 @@ def rates_of_parameters(x, y):
     return F.cross_entropy(nn.Linear(8, 5, weight_attr=fast)(hidden), y), Momentum(0.1, 0.9)
 
 
-@network("ParamAttr(learning_rate=) with Adam and a schedule.")
-def rates_and_schedule(x, y):
-    hidden = F.tanh(nn.Linear(8, 8, weight_attr=paddle.ParamAttr(learning_rate=0.2))(x))
-    loss = F.cross_entropy(nn.Linear(8, 5)(hidden), y)
-    schedule = paddle.optimizer.lr.ExponentialDecay(0.02, 0.8)
-    return loss, Adam(schedule, epsilon=1e-3)
-
-
 @network("ParamAttr(regularizer=) of single parameters in addition to the optimizer's decay.")
 def decay_of_parameters(x, y):
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(regularizer=L2Decay(0.1)))
@@ -51,13 +43,6 @@ def not_trainable(x, y):
 def stopped_gradient(x, y):
     hidden = F.tanh(nn.Linear(8, 8)(x)).detach()
     return F.cross_entropy(nn.Linear(8, 5)(hidden), y), SGD(0.1)
-
-
-@network("Layers that the loss does not depend on keep their initial values.")
-def unused_parameters(x, y):
-    nn.Linear(8, 3)(x)
-    nn.Linear(4, 3)
-    return F.cross_entropy(nn.Linear(8, 5)(x), y), Adam(0.01, epsilon=1e-3, weight_decay=0.1)
 
 
 @program("Only the head is trained, by minimize(parameters=) and Optimizer(parameters=).")
@@ -116,13 +101,6 @@ def cond(x, y, switch):
     return F.mse_loss(chosen, y), SGD(0.1)
 
 
-@network("static.nn.cond with a layer in each branch; all ranks take the same branch.", x=floats(8), y=floats(4))
-def cond_with_parameters(x, y):
-    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-    chosen = paddle.static.nn.cond((x * 0).sum() < 1, lambda: first(x), lambda: second(x))
-    return F.mse_loss(chosen, y), SGD(0.1)
-
-
 @network("static.nn.cond whose branches share a layer that is also used after it.", x=floats(4), y=floats(4))
 def cond_sharing_a_layer(x, y):
     layer = nn.Linear(4, 4)
@@ -161,14 +139,6 @@ def switch_case(x, y):
     return F.mse_loss(chosen, y), SGD(0.1)
 
 
-@network("static.nn.case with a layer in its branches.", x=floats(4), y=floats(4))
-def case(x, y):
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    zero = (x * 0).sum()
-    chosen = paddle.static.nn.case([(zero > 1, lambda: layers[0](x))], default=lambda: layers[1](x))
-    return F.mse_loss(chosen, y), SGD(0.1)
-
-
 @network("A gradient penalty by paddle.static.gradients.", x=floats(6), y=floats(1))
 def static_gradient_penalty(x, y):
     x.stop_gradient = False
@@ -176,19 +146,6 @@ def static_gradient_penalty(x, y):
     made = network(x)
     (slope,) = paddle.static.gradients([made], [x])
     return F.mse_loss(made, y) + 0.1 * (slope**2).sum(axis=1).mean(), SGD(0.1)
-
-
-@network(
-    "Adversarial examples: inside the program the input is moved along the sign of its gradient.",
-    x=floats(6),
-    y=classes(4),
-)
-def adversarial(x, y):
-    x.stop_gradient = False
-    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    (slope,) = paddle.static.gradients([F.cross_entropy(network(x), y)], [x])
-    moved = (x + 0.1 * paddle.sign(slope)).detach()
-    return F.cross_entropy(network(moved), y), SGD(0.1)
 
 
 @network("static_pylayer: a function with a custom backward.", x=floats(6), y=floats(4))

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
-from paddle.optimizer import SGD, Adam, Momentum
+from paddle.optimizer import SGD, Momentum
 
 from tests.programs.catalogue import classes, floats, network, program, tokens
 from tests.programs.script import Script
@@ -27,12 +27,6 @@ def siamese(left, right, same):
     return F.mse_loss(distance, same), SGD(0.1)
 
 
-@network("One layer is applied to two inputs, one of them with ten times the weight.", x=floats(4), y=floats(4))
-def two_uses(x, y):
-    net = nn.Linear(4, 1)
-    return net(x).mean() + 10 * net(y).mean(), SGD(1.0)
-
-
 @network("Two layers share a parameter by name: ParamAttr(name='shared.w') in both.", sums=True, simulated=True)
 def shared_by_name(x, y):
     first = nn.Linear(8, 8, weight_attr=paddle.ParamAttr(name="shared.w"))
@@ -40,30 +34,10 @@ def shared_by_name(x, y):
     return F.cross_entropy(nn.Linear(8, 5)(F.tanh(second(F.tanh(first(x))))), y), Momentum(0.1, 0.9)
 
 
-@network(
-    "Two layers share a parameter by name, and the optimizer is plain SGD.", rewritten=True, x=floats(6), y=floats(6)
-)
+@network("Two layers share a parameter by name, and the optimizer is plain SGD.", x=floats(6), y=floats(6))
 def shared_by_name_sgd(x, y):
     attr = paddle.ParamAttr(name="w")
     return nn.Linear(6, 1, weight_attr=attr)(x).mean() + 10 * nn.Linear(6, 1, weight_attr=attr)(y).mean(), SGD(0.1)
-
-
-@network(
-    "static.nn.fc twice with one ParamAttr name for weight and bias.", sums=True, x=floats(8), y=floats(8), z=floats(1)
-)
-def shared_fc(x, y, z):
-    weight, bias = (paddle.ParamAttr(name=name) for name in ("fc_w", "fc_b"))
-    both = [paddle.static.nn.fc(one, 4, weight_attr=weight, bias_attr=bias, activation="tanh") for one in (x, y)]
-    return F.mse_loss(paddle.static.nn.fc(paddle.concat(both, axis=1), 1), z), Adam(0.01, epsilon=1e-3)
-
-
-@network("A layer is unrolled over five time steps by hand.", x=floats(5, 6), y=floats(4))
-def unrolled(x, y):
-    cell, read = nn.Linear(10, 4), nn.Linear(4, 4)
-    hidden = paddle.zeros([x.shape[0] if x.shape[0] > 0 else 1, 4]) + paddle.zeros_like(x[:, 0, :4])
-    for time in range(5):
-        hidden = F.tanh(cell(paddle.concat([x[:, time], hidden], axis=1)))
-    return F.mse_loss(read(hidden), y), Adam(0.01, epsilon=1e-3)
 
 
 @network("The embedding and the output layer share a matrix.", simulated=True, words=tokens(20, 4), target=classes(20))
@@ -72,35 +46,6 @@ def tied_embedding(words, target):
     hidden = F.tanh(nn.Linear(8, 8)(embedding(words).mean(axis=1)))
     logits = paddle.matmul(hidden, embedding.weight, transpose_y=True)
     return F.cross_entropy(logits, target), Momentum(0.1, 0.9)
-
-
-@network("One network is used three times.", anchor=floats(6), positive=floats(6), negative=floats(6))
-def triplet(anchor, positive, negative):
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias_attr=False))
-    return F.triplet_margin_loss(net(anchor), net(positive), net(negative), margin=5.0), SGD(0.05)
-
-
-@program("A GAN of two programs: the discriminator sees real and generated samples; each optimizer has a list.")
-def gan(script: Script) -> None:
-    def networks() -> tuple[Any, Any]:
-        generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
-        return generator, nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-
-    generator, discriminator = networks()
-    startup = paddle.static.default_startup_program()
-    judging, making = paddle.static.default_main_program(), paddle.static.Program()
-    real, noise = script.inputs(real=floats(6), noise=floats(3))
-    judged = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(generator(noise))).mean()
-    script.minimize(Adam(0.01, epsilon=1e-3, parameters=discriminator.parameters()), judged)
-    with paddle.static.program_guard(making, startup), paddle.utils.unique_name.guard():
-        generator, discriminator = networks()
-        (noise,) = script.inputs(noise=floats(3))
-        made = F.softplus(-discriminator(generator(noise))).mean()
-        script.minimize(Adam(0.02, epsilon=1e-3, parameters=generator.parameters()), made)
-    script.start(startup)
-    for step in range(4):
-        script.run(script.batch(step, judging), [judged], judging)
-        script.run(script.batch(step, making), [made], making)
 
 
 @program("A GAN in one program: two losses, two optimizers, both updates in each step.", several_optimizers=True)
@@ -114,28 +59,6 @@ def gan_in_one_program(script: Script) -> None:
     script.minimize(SGD(0.1, parameters=discriminator.parameters()), judged)
     script.minimize(SGD(0.2, parameters=generator.parameters()), made)
     script.train(judged)
-
-
-@program("Two optimizers share one loss: SGD for the trunk, Adam for the head.", several_optimizers=True)
-def two_optimizers(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    trunk, head = nn.Linear(8, 8), nn.Linear(8, 5)
-    loss = F.cross_entropy(head(F.tanh(trunk(x))), y)
-    script.minimize(SGD(0.1, parameters=trunk.parameters()), loss)
-    script.minimize(Adam(0.01, epsilon=1e-3, parameters=head.parameters()), loss)
-    script.train(loss, steps=12)
-
-
-@program("Two optimizers, two losses, twelve steps: their messages must not be mixed up.", several_optimizers=True)
-def two_losses(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=floats(2))
-    networks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2)]
-    losses = [F.mse_loss(network(x), y) for network in networks]
-    for loss, rate in zip(losses, (0.1, 0.01), strict=True):
-        script.minimize(SGD(rate), loss)
-    script.start()
-    for batch in script.batches(12):
-        script.run(batch, losses)
 
 
 @program("A second network is built after the first one's minimize.", several_optimizers=True)
@@ -179,33 +102,6 @@ def one_optimizer_two_programs(script: Script) -> None:
 @program("Two programs train the same parameters in turn, with an optimizer each.")
 def two_programs_same_parameters(script: Script) -> None:
     _in_turn(script, *(script.wrap(SGD(rate)) for rate in (0.1, 0.05)), shared=True)
-
-
-@program("Names under unique_name.guard('gen_'): a checkpoint has the same names as with one process.")
-def prefixed_names(script: Script) -> None:
-    x, y = script.inputs(x=floats(8), y=classes(5))
-    with paddle.utils.unique_name.guard("gen_"):
-        hidden = F.tanh(nn.Linear(8, 8)(x))
-        loss = F.cross_entropy(nn.Linear(8, 5)(hidden), y)
-        script.minimize(Adam(0.01, epsilon=1e-3), loss)
-    script.train(loss)
-
-
-@network("Two tasks on one trunk; their losses are added with weights.", x=floats(8), label=classes(5), value=floats(1))
-def two_tasks(x, label, value):
-    trunk = F.relu(nn.Linear(8, 12)(x))
-    loss = F.cross_entropy(nn.Linear(12, 5)(trunk), label) + 0.3 * F.mse_loss(nn.Linear(12, 1)(trunk), value)
-    return loss, Adam(0.01, epsilon=1e-3)
-
-
-@network("A student learns from a frozen teacher in the same program.", x=floats(8))
-def distillation(x):
-    teacher = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
-    for parameter in teacher.parameters():
-        parameter.stop_gradient = True
-    student = nn.Linear(8, 5)
-    # Not reduction="batchmean": on Paddle 3.3.1 it divides by -1, the unknown batch size.
-    return F.kl_div(F.log_softmax(student(x)), F.softmax(teacher(x)), reduction="none").sum(axis=1).mean(), SGD(0.1)
 
 
 @program("Two losses on one trunk, with an optimizer each; both update the trunk.", several_optimizers=True)

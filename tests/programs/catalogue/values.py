@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum, lr
 
-from tests.programs.catalogue import classes, floats, network, program
+from tests.programs.catalogue import floats, network, program
 from tests.programs.script import Script
 
 
@@ -24,27 +23,6 @@ def _parameter(shape: list[int], name: str, value: float = 0.5, dtype: str = "fl
 def scalars(x, y):
     hidden = nn.Linear(8, 1)(x) * _parameter([], "scale") + _parameter([1], "shift") + _parameter([1, 1], "more")
     return F.mse_loss(hidden, y), Momentum(0.1, 0.9)
-
-
-@network(
-    "A parameter of 100 MB next to tiny ones.",
-    only=("multi_node", "unfused"),
-    reason="it is slow",
-    x=floats(5),
-    y=floats(1),
-    steps=2,
-)
-def hundred_megabytes(x, y):
-    large = _parameter([26_214_400], "large", 0.1)
-    return F.mse_loss(nn.Linear(5, 1)(x) * (large[:4].sum() + large[-4:].mean()), y), SGD(0.1)
-
-
-@network("A hundred small parameters.", x=floats(4), y=floats(4), steps=2)
-def many_parameters(x, y):
-    hidden = x
-    for number in range(50):
-        hidden = hidden * _parameter([4], f"scale_{number}", 1.0) + _parameter([4], f"shift_{number}", 0.01)
-    return F.mse_loss(F.tanh(hidden), y), SGD(0.01)
 
 
 @network("A network in float64.", x=floats(6, dtype="float64"), y=floats(1, dtype="float64"))
@@ -80,26 +58,10 @@ def complex_numbers(x, y):
     return F.mse_loss(turned, y), SGD(0.1)
 
 
-@network("The loss has the shape [1], as in old scripts.")
-def loss_of_one_element(x, y):
-    return F.cross_entropy(nn.Linear(8, 5)(x), y).reshape([1]), SGD(0.1)
-
-
 @network("The loss is a sum over the batch, divided by the batch that was fed.", simulated=True)
 def summed_loss(x, y):
     loss = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="sum") / paddle.shape(x)[0].cast("float32")
     return loss, Adam(0.01, epsilon=1e-3)
-
-
-@network(
-    "The loss is scaled by a fed number, the same on every rank, and by a constant.",
-    x=floats(8),
-    y=classes(5),
-    weight=floats(1),
-)
-def scaled_loss(x, y, weight):
-    losses = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="none")
-    return 3.0 * (losses * paddle.abs(weight)).mean(), SGD(0.1)
 
 
 @program(
@@ -118,32 +80,12 @@ def assigned_average(script: Script) -> None:
     script.train(loss)
 
 
-@network(
-    "The program counts in a buffer: register_buffer and assign.",
-    without={"merge": "it counts runs of the program, which are micro-batches"},
-    x=floats(8),
-    y=floats(1),
-)
-def counting_buffer(x, y):
-    steps = paddle.pir.core.create_persistable_value(
-        paddle.float32, [1], "steps_so_far", initializer=nn.initializer.Constant(0.0)
-    )
-    paddle.assign(steps + 1, steps)
-    return F.mse_loss(nn.Linear(8, 1)(x), y) / (1 + steps.mean().detach()), SGD(0.1)
-
-
 @program("A batch of one sample per rank and micro-batch.")
 def smallest_batch(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     loss = F.mse_loss(nn.Linear(8, 1)(F.tanh(nn.Linear(8, 8)(x))), y)
     script.minimize(Momentum(0.1, 0.9), loss)
     script.train(loss, samples=4)
-
-
-@network("The loss includes a constant array, which gets no gradient.", x=floats(8), y=floats(4))
-def constant_array(x, y):
-    table = paddle.assign(np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4))
-    return F.mse_loss(paddle.matmul(nn.Linear(8, 4)(x), table), y), SGD(0.1)
 
 
 @network(
@@ -160,28 +102,11 @@ def own_auto_cast(x, y):
     return F.mse_loss(hidden.cast("float32"), y), SGD(0.1)
 
 
-SCHEDULES: dict[str, Callable[[], Any]] = {
+for _name, _make in {
     "NoamDecay": lambda: lr.NoamDecay(8, 3, 0.5),
-    "PiecewiseDecay": lambda: lr.PiecewiseDecay([2, 4], [0.1, 0.05, 0.01]),
-    "NaturalExpDecay": lambda: lr.NaturalExpDecay(0.1, 0.3),
-    "InverseTimeDecay": lambda: lr.InverseTimeDecay(0.1, 0.5),
-    "PolynomialDecay": lambda: lr.PolynomialDecay(0.1, 4, 0.01, cycle=True),
     "LinearWarmup": lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 5), 3, 0.0, 0.1),
-    "ExponentialDecay": lambda: lr.ExponentialDecay(0.1, 0.7),
-    "MultiStepDecay": lambda: lr.MultiStepDecay(0.1, [2, 3]),
-    "StepDecay": lambda: lr.StepDecay(0.1, 2),
-    "LambdaDecay": lambda: lr.LambdaDecay(0.1, lambda step: 0.9**step),
-    "CosineAnnealingDecay": lambda: lr.CosineAnnealingDecay(0.1, 5),
-    "MultiplicativeDecay": lambda: lr.MultiplicativeDecay(0.1, lambda step: 1 - 0.1 * step),
-    "OneCycleLR": lambda: lr.OneCycleLR(0.1, 6),
     "CyclicLR": lambda: lr.CyclicLR(0.01, 0.1, 2),
-    "LinearLR": lambda: lr.LinearLR(0.1, 4),
-    "CosineAnnealingWarmRestarts": lambda: lr.CosineAnnealingWarmRestarts(0.1, 2),
-}
-# The base class, and what steps by the loss: the program reduce_on_plateau.
-NOT_HERE = {"LRScheduler", "ReduceOnPlateau"}
-
-for _name, _make in SCHEDULES.items():
+}.items():
 
     @network(
         f"The rate follows {_name}.",

@@ -23,11 +23,10 @@ from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.build import fragments_of
 from fleet_train.plan.choose import Choice, Conditions, decline
-from fleet_train.plan.price import TYPICAL, Compute, Costs, Link, Network
+from fleet_train.plan.price import Compute, Costs, Link, Network
 from fleet_train.profile import KNOBS, Profile, methods
-from fleet_train.profile.methods import COMPRESSIONS, base
+from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Compression, QuantisedSettings
-from fleet_train.profile.methods.quantised import QuantisedLayout
 
 CHOICES = KNOBS["compression"].choices
 BUCKET = Bucket(0, (TensorSpec("w", (8, 8), "float32"),), 0, compression="new")
@@ -39,25 +38,6 @@ def test_every_description_is_in_the_list_and_the_choices_of_the_knob_are_those(
     described = [one for name in names for one in vars(import_module(name)).values() if isinstance(one, Compression)]
     assert {one.name for one in described} == set(COMPRESSIONS)
     assert [one.name for one in COMPRESSIONS.values()] == list(COMPRESSIONS) == list(CHOICES)
-
-
-@pytest.mark.parametrize("name", COMPRESSIONS)
-def test_every_description_is_complete(name: str) -> None:
-    described, profile = COMPRESSIONS[name], Profile(compression=name)
-    assert described.words
-    assert (described.family is None) == (name == "none")
-    (bucket,) = build_plan(BUCKET.gradients, Cluster.imagined(2, 1), profile).buckets
-    assert bucket.sent == described.sent(bucket, profile, False)
-    for knob in described.knobs.model_fields if described.knobs else ():
-        only_with = KNOBS[knob].only_with
-        assert only_with is not None
-        assert name in only_with.choices["compression"]
-    assert TYPICAL.of(name).codec == described.costs.codec
-    for where in (described.ranks_in, described.numpy_in):
-        assert not where or callable(base._named(where))
-    overridden = type(described)
-    assert described.ranks_in or overridden.on_ranks is not Compression.on_ranks
-    assert described.numpy_in or overridden.in_numpy is not Compression.in_numpy
 
 
 def test_a_value_without_a_description_is_refused_and_no_other_compression() -> None:
@@ -217,7 +197,7 @@ def test_random_numbers_follow_from_seed_name_rank_phase_and_step() -> None:
 
 
 @BITS
-@pytest.mark.parametrize("members", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("members", [2, 3, 16])
 def test_each_rank_sends_the_few_bits_of_a_ring_allreduce(bits: int, members: int) -> None:
     profile = Profile(compression=f"int{bits}", fuse_grad_size_in_MB=64.0)
     plan = build_plan([TensorSpec("w", (ELEMENTS,), "float32")], Cluster.imagined(members, 1), profile)
@@ -226,14 +206,7 @@ def test_each_rank_sends_the_few_bits_of_a_ring_allreduce(bits: int, members: in
         assert ideal <= sent < 1.03 * ideal
 
 
-def test_a_layout_has_whole_blocks_for_each_part() -> None:
-    settings = QuantisedSettings(8, block=64)
-    two, three = (QuantisedLayout(1000, members, settings) for members in (2, 3))
-    assert (two.parts, two.padded_elements, two.part_bytes) == (1, 1024, 16 * 68)
-    assert (three.parts, three.part_elements, three.padded_elements) == (3, 384, 1152)
-
-
-@pytest.mark.parametrize("members", range(2, 17))
+@pytest.mark.parametrize("members", [2, 3, 4, 7, 16])
 def test_each_member_exchanges_with_each_other_once(members: int) -> None:
     table = rounds(members)
     met = [pair for one in table for pair in one.items()]

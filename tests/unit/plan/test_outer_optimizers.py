@@ -100,11 +100,6 @@ def steps(full: Full, kind: str, rate: float, number: int = 3, lr: float = 1.0, 
     return found
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.25, 1.0])
-def test_plain_averaging_takes_the_difference(full: Full, rate: float) -> None:
-    assert steps(full, "none", rate) == [7.0, 5.0, 1.0]
-
-
 def test_slowmo_gives_momentum_to_the_difference_over_the_rate(full: Full) -> None:
     # u = 1, 2.5, 5.25 at a rate of 1; half of it is taken.
     for rate in (1.0, 0.25, 0.0):  # at one rate it does not matter which

@@ -13,7 +13,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.pricing import traffic
-from fleet_train.plan.simulate import Adam, Local, Momentum, Sgd, SimulatedJob
+from fleet_train.plan.simulate import Adam, Local, Sgd, SimulatedJob
 from fleet_train.plan.simulate_methods import QuantisedSum
 from fleet_train.plan.trial import Trial, describe, try_out
 from fleet_train.profile import Profile
@@ -55,24 +55,6 @@ def test_gradients_are_averaged_and_applied_and_exact_values_stay_exact(knobs: d
     assert every_value(job) == [{-0.75}] * 4  # the mean of 0, 1, 2, 3, times the rate
 
 
-def test_micro_batches_update_once() -> None:
-    job = job_of({"accumulate_steps": 3})
-    first, second, third = (job.step(ones_times_rank) for _ in range(3))
-    assert [step.updated for step in (first, second, third)] == [False, False, True]
-    assert [sum(step.sent) > 0 for step in (first, second, third)] == [False, False, True]
-    assert every_value(job) == [{-0.25}] * 2
-
-
-def test_local_steps_send_nothing_and_the_period_ends_with_the_mean() -> None:
-    job = job_of(LOCAL)
-    local = job.step(ones_times_rank)
-    assert (local.synchronised, local.sent) == (False, (0.0, 0.0))
-    assert every_value(job) == [{0.0}, {-0.5}]
-    last = job.step(ones_times_rank)
-    assert (last.averaged, last.sent) == (True, (36.0, 36.0))  # 9 float32 values, 2 (N - 1) / N of them
-    assert every_value(job) == [{-0.5}] * 2
-
-
 def test_diloco_looks_ahead_and_slowmo_carries_on() -> None:
     outer = {"outer_lr": 1.0, "outer_momentum": 0.5}
     diloco = job_of(LOCAL | outer | {"outer_optimizer": "diloco"})
@@ -85,26 +67,6 @@ def test_diloco_looks_ahead_and_slowmo_carries_on() -> None:
         seen.append((every_value(diloco)[0], every_value(slowmo)[0]))
     # The difference of each period is 0.5. DiLoCo: 0.5 + 0.5 * u with u = 0.5, then 0.75; SlowMo: u alone.
     assert seen == [({-0.75}, {-0.5}), ({-1.625}, {-1.25})]
-
-
-@pytest.mark.parametrize(("policy", "velocities"), [("keep", [0.0, 1.9]), ("average", [0.95, 0.95]), ("reset", [0, 0])])
-def test_momentum_is_kept_averaged_or_reset(policy: str, velocities: list[float]) -> None:
-    job = job_of(LOCAL | {"local_sgd_momentum": policy}, optimizer=lambda: Momentum(0.9))
-    for _ in range(2):
-        job.step(ones_times_rank)
-    found = [float(optimizer.state["velocity"]["b"][0]) for optimizer in job.optimizers]
-    assert found == pytest.approx(velocities)
-
-
-def test_an_overlapped_average_arrives_after_its_overlap() -> None:
-    job = job_of(LOCAL | {"local_sgd_steps": 4, "local_sgd_overlap_steps": 2})
-    seen = []
-    for _ in range(6):
-        job.step(ones_times_rank)
-        seen.append(float(job.ranks[1]["b"][0]))
-    # After 4 steps rank 1 is at -2 and the mean is -1; the difference of 1 is added after 2 more steps.
-    assert seen == [-0.5, -1.0, -1.5, -2.0, -2.5, -2.0]
-    assert every_value(job) == [{-1.0}, {-2.0}]
 
 
 def test_synchronising_takes_in_what_is_under_way() -> None:
@@ -160,10 +122,8 @@ def test_statistics_are_averaged_with_the_parameters() -> None:
         {},
         {"use_hierarchical_allreduce": True},
         {"use_hierarchical_allreduce": True, "compression": "bf16"},
-        {"compression": "bf16"},
         {"compression": "powersgd", "powersgd_min_compression": 0.0},
         {"compression": "dgc"},
-        LOCAL | {"local_sgd_steps": 4},
         LOCAL | {"local_sgd_dtype": "bfloat16", "use_hierarchical_allreduce": True},
     ],
 )
@@ -182,34 +142,13 @@ def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
     assert sent == pytest.approx(traffic(plan, cluster).sent)
 
 
-@pytest.mark.parametrize("make", [Sgd, Momentum, lambda: Momentum(use_nesterov=True), Adam])
-def test_optimizers_descend(make: Any) -> None:
-    optimizer, value = make(), np.array([1.0, -2.0], np.float32)
-    for _ in range(300):
-        value = optimizer.step("x", value, value, 0.05)
-    assert np.abs(value).max() < 0.01
-
-
-@pytest.mark.parametrize("use_nesterov", [False, True])
-def test_dgc_before_its_ramp_up_is_plain_momentum(use_nesterov: bool) -> None:
-    early = {"compression": "dgc", "dgc_rampup_begin_step": 100}
-    jobs = [job_of(knobs, optimizer=lambda: Momentum(0.5, use_nesterov)) for knobs in ({}, early)]
-    for _ in range(3):
-        for job in jobs:
-            job.step(ones_times_rank)
-    for plain, other in zip(*(job.ranks for job in jobs), strict=True):
-        for name in SHAPES:
-            np.testing.assert_allclose(other[name], plain[name], rtol=1e-6)
-
-
 def test_adams_first_step_is_that_of_the_paper() -> None:
     value = Adam(epsilon=0.5, decoupled_decay=0.1).step("w", np.float32([2.0]), np.float32([3.0]), 0.25)
     # Without bias, the first moments are the gradient and its square: decay, then 3 / (3 + 0.5).
     np.testing.assert_allclose(value, 2.0 * (1 - 0.25 * 0.1) - 0.25 * 3.0 / 3.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("ranks", "stochastic"), [(2, False), (5, True)])
 def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool) -> None:
     settings = QuantisedSettings(8, 32, stochastic=stochastic)
     simulated, random = QuantisedSum("w", 500, ranks, 1, settings), np.random.default_rng(ranks)
@@ -221,12 +160,6 @@ def test_a_quantised_sum_sends_or_keeps_everything(ranks: int, stochastic: bool)
     owed = np.sum(simulated.residuals, axis=0)[:500]
     assert 0 < np.abs(owed).max() < ranks * 0.2
     np.testing.assert_allclose(outputs + owed, inputs, atol=1e-4)
-
-
-def test_without_error_feedback_a_quantised_sum_owes_nothing() -> None:
-    simulated = QuantisedSum("w", 64, 3, 1, QuantisedSettings(8, 32, error_feedback=False))
-    np.testing.assert_allclose(simulated.sum([np.full(64, r + 0.123, np.float32) for r in range(3)]), 3.369, rtol=0.01)
-    assert not np.any(simulated.residuals)
 
 
 def trial_of(updates: int = 0, **knobs: Any) -> tuple[Trial, CommPlan]:
@@ -244,8 +177,6 @@ def test_a_trial_of_exact_averages_finds_rounding_only() -> None:
         assert trial.gradient_deviation < 1e-6
         assert trial.movement_deviation < 1e-6
         assert trial.sent_bytes_per_step == pytest.approx(traffic(plan, Cluster.imagined(2, 2)).sent)
-    # 20,100 float32 values, of which each of 4 ranks sends 2 * 3 / 4, in MB of 2**20 bytes.
-    assert "the busiest rank sent 0.115 MB per update, at most 0.115 MB in one" in describe(trial_of()[0])
 
 
 def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
@@ -273,11 +204,6 @@ def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
 )
 def test_a_trial_shows_what_compression_loses(knobs: dict[str, Any], low: float, high: float) -> None:
     assert low < trial_of(**knobs)[0].movement_deviation < high
-
-
-def test_a_trial_draws_other_gradients_in_every_update() -> None:
-    short, long = (trial_of(updates, compression="bf16")[0].movement_deviation for updates in (1, 30))
-    assert long < 0.5 * short
 
 
 def test_a_trial_with_an_overlap_keeps_the_mean_and_says_that_ranks_do_not_wait() -> None:

@@ -122,19 +122,6 @@ def test_a_flag_at_the_top_level_is_the_knob_too(tmp_path: Path) -> None:
     assert profile.origin("fuse_grad_size_in_MB") == f"{path}:1"
 
 
-def test_the_process_environment_fills_knobs_that_the_profile_leaves_open() -> None:
-    given = {"FLAGS_fuse_parameter_memory_size": "32", "FLAGS_fuse_parameter_groups_size": "10", "HOME": "/root"}
-    profile, notices = Profile().overridden_by({**given, "FLAGS_sync_nccl_allreduce": "1"})
-    assert profile == Profile(fuse_grad_size_in_MB=32, fuse_parameter_groups_size=10, sync_nccl_allreduce=True)
-    assert profile.origin("fuse_grad_size_in_MB") == "the environment"
-    check_flags(Profile(environment={"FLAGS_x": "1", "NCCL_DEBUG": "INFO"}), ["FLAGS_x"])
-    assert notices == [
-        "FLAGS_fuse_parameter_memory_size=32 is used as fuse_grad_size_in_MB: 32",
-        "FLAGS_fuse_parameter_groups_size=10 is used as fuse_parameter_groups_size: 10",
-        "FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true",
-    ]
-
-
 def test_a_flag_of_a_refused_knob_is_refused_from_the_process_environment_too(refused_knob: str) -> None:
     assert Profile().overridden_by({f"FLAGS_{refused_knob}": "0"})[0] == Profile()
     with pytest.raises(ProfileError) as caught:
@@ -207,7 +194,6 @@ NOTHING_SAVED = "local_sgd_steps: 1 (set by the caller) averages the parameters 
     ("settings", "nodes", "message"),
     [
         ({"nccl_comm_num": 2}, None, None),
-        ({"nccl_comm_num": 2}, 2, None),
         (
             {"nccl_comm_num": 2},
             1,
@@ -220,15 +206,8 @@ NOTHING_SAVED = "local_sgd_steps: 1 (set by the caller) averages the parameters 
         ),
         (LOCAL, None, NOTHING_SAVED),
         (LOCAL | {"local_sgd_schedule": "doubling"}, None, NOTHING_SAVED),
-        (LOCAL | {"local_sgd_steps": 2}, None, None),
         (LOCAL | {"local_sgd_schedule": "adaptive"}, None, None),
         (LOCAL | {"outer_optimizer": "slowmo"}, None, None),
-        ({"barrier_every_steps": 1}, None, None),
-        (
-            {"barrier_every_steps": 50},
-            None,
-            "barrier_every_steps: 50 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which",
-        ),
     ],
 )
 def test_what_is_done_otherwise_than_a_setting_says_is_told(

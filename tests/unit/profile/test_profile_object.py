@@ -10,17 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile import KNOBS, Profile, load_profile
+from fleet_train.profile import Profile, load_profile
 from fleet_train.profile.catalogue import check_assignments, laid_over, shown_assignments, with_assignments
-from fleet_train.profile.schema import FLAG_KNOBS, Settings
 from tests.support.processes import ROOT
-
-
-def test_a_copy_with_settings_keeps_the_others_and_is_checked_as_a_whole() -> None:
-    profile = Profile(fuse_grad_size_in_MB=4).with_settings(nccl_comm_num=2)
-    assert profile.explicit == {"fuse_grad_size_in_MB", "nccl_comm_num"}
-    with pytest.raises(ProfileError, match="has no effect while fuse_all_reduce_ops is false"):
-        profile.with_settings(fuse_all_reduce_ops=False)
 
 
 def test_importing_profiles_imports_none_of_the_large_libraries() -> None:
@@ -80,22 +72,7 @@ SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
                 (None, f"no value; {CHOICES}"),
             )
         ),
-        *(
-            (settings, f"{[*settings][-1]}: has no effect while ")
-            for settings in (
-                {"powersgd_rank": 2},
-                {"quantised_block_size": 64},
-                {"compression": "int8", "dgc_sparsity": 0.9},
-                {"use_local_sgd": True, "outer_momentum": 0.5},
-                {"amp_level": "O1", "amp_init_loss_scaling": 8.0},
-                {"amp_level": "O1", "amp_keep_batch_norm_fp32": False},
-            )
-        ),
         ({"amp_level": "O3"}, "amp_level: given 'O3': Apex's pure half precision also keeps parameters"),
-        (
-            {"recompute_segments": 2, "recompute_every_blocks": 1},
-            "recompute_every_blocks: sets where recompute splits, as recompute_segments",
-        ),
         (
             {"recompute_every_blocks": 1, "recompute_checkpoints": ["w"]},
             "recompute_checkpoints: sets where recompute splits, as recompute_every_blocks",
@@ -111,10 +88,6 @@ SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
         (
             {"accumulate_steps": 2, "amp_dtype": "float16"},
             "amp_dtype: has no effect while amp_level is O0; set amp_level: O1 or O2, or remove amp_dtype",
-        ),
-        (
-            {"use_local_sgd": True, "compression": "powersgd"},
-            "compression: does not go with LocalSGD (use_local_sgd: true): LocalSGD sends gradients in its warm-up",
         ),
         (
             {"fuse_grad_size_in_MB": 4, "environment": {"FLAGS_fuse_parameter_memory_size": "8"}},
@@ -136,28 +109,6 @@ def test_one_wrong_setting_is_refused_once_with_the_rule_and_the_way_out(setting
     message = refusal(**settings)
     assert message.startswith(said)
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"accumulate_steps": 1, "amp_level": "O1", "amp_dtype": "float16"},
-        {"accumulate_steps": 2, "amp_level": "O1", "amp_dtype": "bfloat16"},
-        {"use_local_sgd": True, "amp_level": "O2"},
-    ],
-)
-def test_merged_gradients_go_with_bfloat16_and_a_loss_scale_with_one_micro_batch(settings: dict[str, Any]) -> None:
-    assert Profile(**settings).settings() == settings
-
-
-def test_every_knob_has_a_valid_default_and_some_are_mapped() -> None:
-    for name, knob in KNOBS.items():
-        assert knob.name == name
-        assert not knob.needs or KNOBS[knob.needs].kind is bool, name
-        if not knob.becomes:
-            Settings(**{name: knob.default})
-    mapped = {"num_threads", "num_iteration_per_drop_scope", *FLAG_KNOBS}
-    assert {name for name, knob in KNOBS.items() if knob.fate != "carried out"} == mapped
 
 
 def test_values_are_those_of_yaml() -> None:
@@ -205,12 +156,6 @@ def test_a_switch_takes_what_tunes_it_with_it_and_the_rest_stays() -> None:
     assert (changed.origin("compression"), changed.origin("environment.A")) == ("--set", "--set")
     assert "multi_node.yaml:" in changed.origin("fetch_frequency")
     assert with_assignments(before, []) is before
-
-
-def test_contradictions_are_those_of_the_whole_profile() -> None:
-    with pytest.raises(ProfileError, match=r"^--set: local_sgd_steps: has no effect while use_local_sgd is false"):
-        with_assignments(load_profile("multi_node"), ["local_sgd_steps=4"])
-    assert with_assignments(load_profile("local_sgd"), ["local_sgd_steps=6"]).local_sgd_steps == 6
 
 
 def test_a_profile_over_another() -> None:
