@@ -112,6 +112,17 @@ def own_and_default_program(script: Script) -> None:
             script.run(script.batch(step), [second])
 
 
+@program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
+def accumulated_by_hand(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=floats(1))
+    layer = nn.Linear(8, 1)
+    losses = [F.mse_loss(layer(part), goal) for part, goal in zip(paddle.split(x, 2), paddle.split(y, 2), strict=True)]
+    wrapped = script.wrap(SGD(0.1))
+    pairs = [wrapped.backward(loss) for loss in losses]
+    wrapped.apply_gradients([(one[0], (one[1] + two[1]) / 2) for one, two in zip(*pairs, strict=True)])
+    script.train((losses[0] + losses[1]) / 2)
+
+
 @program("The learning rate's variable is a float that is set in the scope between steps.")
 def rate_in_the_scope(script: Script) -> None:
     loss = _minimized(script, SGD(0.1))
@@ -119,6 +130,16 @@ def rate_in_the_scope(script: Script) -> None:
     for step, batch in enumerate(script.batches()):
         rate = paddle.static.global_scope().find_var("learning_rate_0").get_tensor()
         rate.set(np.array(0.1 / (1 + step), "float32").reshape(rate.shape()), script.place)
+        script.run(batch, [loss])
+
+
+@program("The optimizer's state and the network have separate startup programs.")
+def two_startup_programs(script: Script) -> None:
+    own, loss = paddle.static.Program(), _classifier(script, 8)
+    script.minimize(Momentum(0.1, 0.9), loss, startup_program=own)
+    script.start()
+    script.start(own)
+    for batch in script.batches():
         script.run(batch, [loss])
 
 

@@ -45,6 +45,13 @@ def stopped_gradient(x, y):
     return F.cross_entropy(nn.Linear(8, 5)(hidden), y), SGD(0.1)
 
 
+@network("Layers that the loss does not depend on keep their initial values.")
+def unused_parameters(x, y):
+    nn.Linear(8, 3)(x)
+    nn.Linear(4, 3)
+    return F.cross_entropy(nn.Linear(8, 5)(x), y), Adam(0.01, epsilon=1e-3, weight_decay=0.1)
+
+
 @program("Only the head is trained, by minimize(parameters=) and Optimizer(parameters=).")
 def list_of_parameters(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=classes(5))
