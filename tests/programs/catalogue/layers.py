@@ -109,6 +109,12 @@ def transformer(words, label):
     return loss, AdamW(schedule, epsilon=1e-3, weight_decay=0.01)
 
 
+@network("Batch norm with fixed statistics; scale and shift are trained.")
+def frozen_batch_norm(x, y):
+    hidden = F.relu(nn.BatchNorm1D(12, use_global_stats=True)(nn.Linear(8, 12)(x)))
+    return F.cross_entropy(nn.Linear(12, 5)(hidden), y), Momentum(0.1, 0.9)
+
+
 @network(
     "A transformer encoder with dropout in every layer.",
     random=True,

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 from paddle import nn
 from paddle.nn import functional as F
-from paddle.optimizer import SGD, Momentum
+from paddle.optimizer import SGD, Adam, Momentum
 
 from tests.programs.catalogue import classes, floats, network, program, tokens
 from tests.programs.script import Script
@@ -59,6 +59,16 @@ def gan_in_one_program(script: Script) -> None:
     script.minimize(SGD(0.1, parameters=discriminator.parameters()), judged)
     script.minimize(SGD(0.2, parameters=generator.parameters()), made)
     script.train(judged)
+
+
+@program("Two optimizers share one loss: SGD for the trunk, Adam for the head.", several_optimizers=True)
+def two_optimizers(script: Script) -> None:
+    x, y = script.inputs(x=floats(8), y=classes(5))
+    trunk, head = nn.Linear(8, 8), nn.Linear(8, 5)
+    loss = F.cross_entropy(head(F.tanh(trunk(x))), y)
+    script.minimize(SGD(0.1, parameters=trunk.parameters()), loss)
+    script.minimize(Adam(0.01, epsilon=1e-3, parameters=head.parameters()), loss)
+    script.train(loss, steps=12)
 
 
 @program("A second network is built after the first one's minimize.", several_optimizers=True)

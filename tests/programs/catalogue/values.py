@@ -10,7 +10,7 @@ from paddle import nn
 from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum, lr
 
-from tests.programs.catalogue import floats, network, program
+from tests.programs.catalogue import classes, floats, network, program
 from tests.programs.script import Script
 
 
@@ -78,6 +78,17 @@ def assigned_average(script: Script) -> None:
     script.minimize(SGD(0.1), loss)
     paddle.assign(0.9 * average + 0.1 * layer.weight, average)
     script.train(loss)
+
+
+@network(
+    "The loss is scaled by a fed number, the same on every rank, and by a constant.",
+    x=floats(8),
+    y=classes(5),
+    weight=floats(1),
+)
+def scaled_loss(x, y, weight):
+    losses = F.cross_entropy(nn.Linear(8, 5)(x), y, reduction="none")
+    return 3.0 * (losses * paddle.abs(weight)).mean(), SGD(0.1)
 
 
 @program("A batch of one sample per rank and micro-batch.")
