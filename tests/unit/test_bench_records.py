@@ -18,7 +18,7 @@ from fleet_train.profile import load_profile, profile_names
 from tests.support.processes import ROOT
 from tools.benchmarks import checkouts, costs, labs, quote, report, strategies
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
-from tools.benchmarks.report import Window, family_of, predicted, summarise, window_of
+from tools.benchmarks.report import Window, family_of, predicted, summarise, window_of, wire_ms
 from tools.benchmarks.strategies import SCENARIOS, Benchmark, chosen_contestants
 from tools.benchmarks.tasks import TASKS, Batches, PaddleKit, Task, build, judged, parse, start_feed, start_weights
 
@@ -132,6 +132,7 @@ def test_what_no_record_has_a_case_of_is_summarised_by_its_rule() -> None:
     assert window_of({"settles_after": 90, "period_steps": 32}, 8, 100) == Window(8, 100, False)
     assert predicted({"predicted_bytes_per_step": 100.0}, 2) is None, "ranks share the link"
     assert predicted({"predicted_bytes_per_step": 100.0, "predicted_link_bytes_per_step": 50}, 2) == 50.0
+    assert [wire_ms(12_500_000, rate) for rate in ("100mbit", "2.5gbit", "none")] == [1000.0, 40.0, None]
     planned = {"gradients": [["w", [4, 4], "float32"]], "period_steps": 8}
     for profile in ({"compression": "dgc"}, {"use_local_sgd": True, "outer_optimizer": "x"}, {"accumulate_steps": 4}):
         assert family_of(planned | {"profile": profile}) is None, profile

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli.check import command
 from fleet_train.data import ImageFolder, ImageSettings, LoaderSettings, image_splits, load_splits, make_loader
-from fleet_train.data.measure import Situation, advice, describe, disk_speed, loader_speed
+from fleet_train.data.measure import Situation, advice, describe, loader_speed
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
 
@@ -85,17 +85,6 @@ def test_folder_is_described_by_counts_and_medians(tmp_path: Path) -> None:
     there = describe(train)
     assert (there.num_images, there.num_classes, there.width, there.height) == (4, 2, 120, 50)
     assert (there.smallest_class, there.largest_class) == (("b", 1), ("a", 3))
-
-
-def test_disk_speed_counts_files_and_bytes(tmp_path: Path) -> None:
-    train, _ = image_splits(write_image_folder(tmp_path), ImageSettings(image_size=8))
-    assert isinstance(train, ImageFolder)
-    seconds: list[float] = []
-    speed = disk_speed(train, 2, 5.0, seconds.append)
-    assert speed.num_samples == 12
-    size = sum((tmp_path / path).stat().st_size for path in train.paths)
-    assert speed.bytes_per_second / speed.samples_per_second == pytest.approx(size / 12)
-    assert len(seconds) == 1
 
 
 def test_loader_is_measured_for_the_given_time_or_exactly_one_epoch() -> None:

@@ -248,20 +248,6 @@ def test_limit_of_unreadable_images_is_a_share_below_one_and_a_number_from_one_o
             CorruptImages(10, limit, "x")
 
 
-def test_fingerprint_tells_other_files(tmp_path: Path) -> None:
-    def read() -> ImageFolder:
-        train, _ = image_splits(tmp_path, SMALL)
-        assert isinstance(train, ImageFolder)
-        return train
-
-    write_image_folder(tmp_path)
-    before = read()
-    assert read().fingerprint() == before.fingerprint()
-    (tmp_path / "train/class0/0.jpg").unlink()
-    assert read().fingerprint() != before.fingerprint()
-    assert read().classes_digest() == before.classes_digest()
-
-
 def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     corrupt = CorruptImages(9, 1, "x")
     corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")

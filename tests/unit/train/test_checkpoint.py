@@ -20,7 +20,7 @@ import pytest
 from fleet_train import timeouts
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train import reference
-from fleet_train.train.checkpoint import claim, storage
+from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from fleet_train.train.config import TrainConfig
@@ -154,17 +154,6 @@ def test_a_folder_is_free_for_others_after_close_and_in_a_forked_process_that_go
     assert subprocess.run(command, env=clean_environ(), check=False).returncode == 0
     os.close(writes)
     os.waitpid(child, 0)
-
-
-def test_nothing_can_be_written_is_said_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "hold", Mock(side_effect=OSError(30, "Read-only file system")))
-    said = (
-        r"checkpoints cannot be written: Read-only file system; make it writable, or give another folder \(--output_d"
-    )
-    with pytest.raises(CheckpointError, match=said):
-        Checkpoints(tmp_path).claim()
 
 
 def test_copies_that_are_missing_at_the_end_are_an_error_and_at_a_stop_a_note(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,24 +187,3 @@ def test_full_disk_at_any_operation_is_said_and_leaves_the_one_before(tmp_path: 
         if path is None:
             assert not list((output / "checkpoints").glob(".writing-*")), "the draft is removed: its space is needed"
         assert_goes_on(output, ["step-00000040"])
-
-
-@pytest.mark.root
-def test_small_disk_takes_what_fits_and_training_goes_on(tmp_path: Path) -> None:
-    disk, said = tmp_path / "disk", []
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
-    try:
-        assert save(disk, 10, 1.0, said) is not None
-        filler = disk / "filler"
-        filler.write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 1)))
-        for step in (20, 21):  # waited for, and in the background
-            assert save(disk, step, 2.0, said) is None
-            assert "No space left on device" in said.pop()
-            assert [path.name for path in (disk / "checkpoints").glob("*step-*")] == ["step-00000010"]
-        assert found(disk) == (10, 1.0)
-        filler.unlink()
-        assert save(disk, 30, 3.0, said) is not None
-        assert (found(disk), said) == ((30, 3.0), [])
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
