@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
 from fleet_train.profile import load_profile, profile_names
-from tests.support.processes import ROOT
-from tools.benchmarks import checkouts, costs, labs, quote, report, strategies
+from tools.benchmarks import checkouts, costs, labs, quote, report
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
 from tools.benchmarks.report import Window, family_of, predicted, summarise, window_of, wire_ms
-from tools.benchmarks.strategies import SCENARIOS, Benchmark, chosen_contestants
-from tools.benchmarks.tasks import TASKS, Batches, PaddleKit, Task, build, judged, parse, start_feed, start_weights
+from tools.benchmarks.tasks import Batches, Task, judged
 
 AT: dict[str, Any] = {
     "date": "2026-11-23T10:00:00+00:00", "commit": "0123456789abcdef", "uncommitted_changes": False, "command": "x",
@@ -199,25 +194,6 @@ def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
     assert next(checkouts.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
 
 
-@pytest.mark.parametrize(
-    ("runs", "result"), [("aaa", "equal"), ("aab", "different"), ("aba", "not repeatable"), ("a-a", "failed")]
-)
-def test_a_row_tells_a_difference_from_noise_and_from_a_failure(
-    runs: str, result: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_all(*given: Any) -> dict[str, str]:
-        folder = given[3]
-        kind = runs[["before", "again", "after"].index(folder.name)]
-        if kind == "-":
-            return {"dgc": "exit code 1: rank 1 said why"}
-        save(folder, VALUES if kind == "a" else OTHER_VALUES)
-        return {}
-
-    monkeypatch.setattr(checkouts, "run_all", run_all)
-    (row,) = checkouts.compare({"before": Path(), "after": Path()}, [2], ["dgc"])
-    assert (row["result"], bool(row["first"])) == (result, result != "equal")
-
-
 def test_ranks_share_a_global_batch_without_overlap_and_the_loss_is_that_of_what_is_said() -> None:
     task = Task(global_batch_size=8, hidden_layers=0)
     whole, labels = Batches(task, 0, 1).at(5)
@@ -229,78 +205,3 @@ def test_ranks_share_a_global_batch_without_overlap_and_the_loss_is_that_of_what
     nothing = np.zeros((64, 10), np.float32)
     assert judged(task, [nothing, np.zeros(10, np.float32)])[1] == pytest.approx(np.log(10), rel=1e-5)
     assert judged(task, [nothing, np.eye(10, dtype=np.float32)[0]])[0] == pytest.approx(36 / 359)
-
-
-@pytest.mark.parametrize("name", ["mlp", "resnet18"])
-def test_start_weights_reach_paddle_in_their_order_and_both_modes(name: str) -> None:
-    task = dataclasses.replace(TASKS[name], seed=2)
-    paddle.disable_static()
-    eager = [each.numpy() for each in build(task, PaddleKit(task)).parameters()]
-    paddle.enable_static()
-    main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
-    with paddle.static.program_guard(main, startup), paddle.static.scope_guard(scope):
-        network = build(task, PaddleKit(task))
-        paddle.static.Executor().run(startup, feed=start_feed(task, startup))
-        static = [np.array(scope.find_var(each.name).get_tensor()) for each in network.parameters()]
-    paddle.disable_static()
-    for start, one, other in zip(start_weights(task), eager, static, strict=True):
-        np.testing.assert_array_equal(one, start)
-        np.testing.assert_array_equal(other, start)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_scenario_is_made_of_flags_and_contestants_that_exist(name: str) -> None:
-    scenario = SCENARIOS[name]
-    assert scenario.keys() <= {option.name for option in strategies.main.params}
-    ours = [str(ROOT / word) if word.endswith(".yaml") else word for word in scenario["ours"]]
-    assert len(chosen_contestants(ours, scenario.get("rivals", "default"))) > len(ours)
-
-
-def benchmark(**changed: Any) -> Benchmark:
-    settings = {
-        "task": Task(steps=20, warmup_steps=8), "chosen": [parse("alone:ours"), parse("torch:ddp")], "nodes": 2,
-        "ranks_per_node": 1, "rate": "1gbit", "repeats": 3, "timeout_seconds": 1.0,
-    }  # fmt: skip
-    return Benchmark(**(settings | changed))
-
-
-@pytest.mark.parametrize(
-    ("changed", "at", "named"),
-    [
-        ({"rate": "100mbit"}, {}, "lab"),
-        ({"task": Task(steps=30)}, {}, "task"),
-        ({"chosen": [parse("torch:ddp")]}, {}, "contestants"),
-        ({"before": ROOT.parent}, {}, "before_commit"),
-        ({}, {"processor": "another"}, "processor: a CPU there, another now"),
-        ({}, {"commit": "fedcba9876543210"}, "have changed since its commit 0123456789"),
-    ],
-)
-def test_an_interrupted_record_is_continued_unless_it_is_not_comparable(
-    changed: dict[str, Any], at: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextlib.contextmanager
-    def no_lab(*given: Any) -> Iterator[Any]:
-        yield given
-
-    def interrupt() -> None:
-        if len(made.rounds) == 3:
-            raise KeyboardInterrupt
-
-    times = {"step_seconds": [0.1] * 20, "paused_seconds": 0.0, "facts": {}, "sent": {"interface": 20, "wire": 30}}
-    times |= {"interface_after": [[8, 8], [20, 20]], "accuracies": [[20, 0.9]], "test_losses": [[20, 0.5]]}
-    turns: list[tuple[str, int]] = []
-    monkeypatch.setattr(strategies, "Lab", no_lab)
-    monkeypatch.setattr(
-        strategies, "run_contestant", lambda who, what, _: turns.append((who.name, what.task.seed)) or [times] * 2
-    )
-    made, again = benchmark(), benchmark()
-    with pytest.raises(KeyboardInterrupt):
-        made.run(AT, interrupt)
-    content = json.loads(json.dumps(made.record()))
-    assert content["whole_rounds"] == 1
-    with pytest.raises(ValueError, match=named):
-        benchmark(**changed).go_on_from(content, AT | at)
-    again.go_on_from(content, AT)
-    again.run(AT, lambda: None)
-    assert turns == [(name, seed) for seed in range(3) for name in ("alone:ours", "torch:ddp")]
-    assert ([each["rounds"] for each in again.sittings], again.whole_rounds()) == ([[1, 2], [2, 3]], 3)

@@ -27,7 +27,6 @@ from fleet_train.plan.plan import Note
 from fleet_train.plan.price import Compute, predict
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
-from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.outer import outer_optimizer_of
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 from tests.support.processes import ROOT
@@ -200,17 +199,6 @@ def test_a_knob_is_refused_where_the_schema_says_that_it_has_no_effect(name: str
     off = {knob.needs: False} if knob.needs else {}
     with pytest.raises(ProfileError, match=rf"{name}: has no effect while (\w+) is"):
         Profile(**off | {name: other_values(knob)[0]})
-
-
-@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].maximum is not None])
-def test_a_value_outside_the_range_is_refused_with_the_range(name: str) -> None:
-    knob = KNOBS[name]
-    lowest = knob.minimum if knob.minimum is not None else knob.above
-    assert knob.maximum is not None
-    assert lowest is not None
-    for value in (knob.kind(lowest - 1), knob.kind(knob.maximum * 2 + 1)):
-        with pytest.raises(ProfileError, match=rf"{name}: given {shown(value)}; allowed: {knob.allowed}"):
-            Profile(**what_it_stands_beside(knob) | {name: value})
 
 
 @pytest.mark.parametrize("name", FLAG_KNOBS)

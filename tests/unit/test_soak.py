@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,10 @@ from safetensors.numpy import save_file
 
 from tools.soak import compare_steps, compare_tensors, failures_of
 from tools.soaking.faults import (
-    LEADER,
-    LOST_NODE_SECONDS,
-    OF_MACHINES,
-    REJOIN_SECONDS,
-    plan_faults,
     recovery_of,
 )
 from tools.soaking.job import Job, SoakFailed
-from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
+from tools.soaking.ledger import Stretch, merged, samples_wrong, steps_of, surviving
 
 FAULT: dict[str, Any] = {
     "kind": "machine", "victim": 0, "role": " (leads)", "until_gone_on": False, "away_seconds": 3.0, "given_up": 0,
@@ -35,19 +29,6 @@ SOUND: dict[str, Any] = {
     "samples": {"epochs": 3, "in_each": 10, "wrong": {}},
     "faults": [FAULT], "recovery_seconds": recovery_of([FAULT]), "next_step_within": 60.0,
 }  # fmt: skip
-
-
-def test_faults_come_alike_for_one_seed_and_silence_lasts_longer_than_the_launchers_wait_for_it() -> None:
-    kinds = list(OF_MACHINES)
-    plans = plan_faults(kinds, 30, 3, 6, seed=1)
-    assert sorted([plan.kind for plan in plans].count(kind) for kind in kinds) == [7, 7, 8, 8]
-    assert {plan.victim for plan in plans} == {LEADER, 0, 1, 2}
-    assert plans == plan_faults(kinds, 30, 3, 6, seed=1)
-    assert plans != plan_faults(kinds, 30, 3, 6, seed=2)
-    plans = plan_faults(["frozen", "cut"], 100, 3, 3, seed=1)
-    assert all(plan.away_seconds > LOST_NODE_SECONDS for plan in plans)
-    assert any(plan.away_seconds > REJOIN_SECONDS for plan in plans)
-    assert any(plan.until_gone_on for plan in plans)
 
 
 def begin(attempt: int, world: int, place: list[int], came_from: str | None) -> dict[str, Any]:
@@ -115,18 +96,6 @@ def test_steps_behind_the_checkpoint_that_counted_are_no_part_of_history() -> No
 def test_every_sample_is_counted(batches: list[list[int]], wrong: object) -> None:
     steps = {((0, place), 0): step(0, 2, [0, place], [0, 0], indices) for place, indices in enumerate(batches)}
     assert samples_wrong(steps, 5, 1, {0: [3, 1, 0, 2, 4]}) == wrong
-
-
-def test_a_line_that_is_being_written_is_read_the_next_time(tmp_path: Path) -> None:
-    ledger, path = Ledger(tmp_path), tmp_path / "attempt0000-rank0-1.jsonl"
-    one, two = json.dumps(step(0, 3, [0, 0], [0, 1], [])), json.dumps(step(1, 2, [0, 0], [0, 1], []))
-    path.write_text(one + "\n" + two[:20])
-    assert (len(ledger.lines()), ledger.newest_attempt()) == (1, 0)
-    path.write_text(one + "\n" + two + "\n" + json.dumps(save(0, 3, [0, 1], "a")) + "\n")
-    assert (len(ledger.lines()), ledger.newest_attempt()) == (3, 1)
-    assert not ledger.newest_attempt_has_saved()
-    assert ledger.first_step_after(0.5, 0) == 1.0
-    assert ledger.first_step_after(0.5, 0, world_size=3) is None
 
 
 def test_one_bit_of_a_tensor_or_a_loss_is_a_difference(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inte
             {"amp_level": "O2", "amp_dtype": "float16"},
         ),
         ({"cudnn_exhaustive_search": True}, {"environment": {"FLAGS_cudnn_exhaustive_search": "1"}}),
+        ({"conv_workspace_size_limit": 1024}, {"environment": {"FLAGS_conv_workspace_size_limit": "1024"}}),
+        ({"last_comm_group_size_MB": 2}, {"last_comm_group_size_MB": 2.0}),
+        ({"fuse_grad_size_in_num": 10}, {"fuse_parameter_groups_size": 10}),
     ],
 )
 def test_fields_become_the_same_knobs_in_any_order_and_from_a_stock_strategy(
@@ -162,24 +165,6 @@ def change(message: Any, path: str) -> None:
         setattr(message, name, not value)
     else:
         setattr(message, name, f"{value}x" if isinstance(value, str) else value + 1)
-
-
-def test_what_is_mapped_of_a_stock_strategy_is_said_by_name() -> None:
-    given = stock(nccl_comm_num=2, fuse_grad_size_in_num=10, last_comm_group_size_MB=2, conv_workspace_size_limit=1024)
-    given.find_unused_parameters, given.a_sync = True, False
-    strategy = DistributedStrategy.from_stock(given)
-    assert settings_of(strategy) == {
-        "nccl_comm_num": 2,
-        "fuse_parameter_groups_size": 10,
-        "last_comm_group_size_MB": 2.0,
-        "environment": {"FLAGS_conv_workspace_size_limit": "1024"},
-    }
-    assert [sentence.removeprefix("DistributedStrategy.") for sentence in said(strategy)] == [
-        "a_sync: false is mapped: training is always synchronous here",
-        "conv_workspace_size_limit: 1024 is mapped: read as environment.FLAGS_conv_workspace_size_limit",
-        "find_unused_parameters: true is mapped: parameters without a gradient are found when the program is converted",
-        "fuse_grad_size_in_num: 10 is mapped: read as fuse_parameter_groups_size",
-    ]
 
 
 @pytest.mark.parametrize(

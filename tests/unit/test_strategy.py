@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import paddle
 import pytest
 
 from fleet_train.convert.strategy import DistributedStrategy
@@ -287,25 +286,3 @@ def test_a_field_of_the_old_executor_is_mapped_in_one_sentence(path: str) -> Non
     (sentence,) = said(strategy)
     assert sentence.startswith(f"DistributedStrategy.{path}: true is mapped: ")
     assert strategy.to_profile() == Profile(name="strategy")
-
-
-def test_other_fields_of_the_build_strategy_are_mapped_where_they_differ_from_fleets() -> None:
-    strategy = DistributedStrategy()
-    strategy.build_strategy.fuse_bn_add_act_ops = True
-    strategy.build_strategy.enable_addto = False
-    assert said(strategy) == []
-    strategy.build_strategy.fuse_bn_add_act_ops = False
-    assert len(said(strategy)) == 1
-    reducing = DistributedStrategy()
-    reducing.build_strategy.reduce_strategy = paddle.static.BuildStrategy.ReduceStrategy.Reduce
-    (sentence,) = said(reducing)
-    assert "by allreduce, with the same results" in sentence
-
-
-def test_an_own_build_strategy_gives_what_both_classes_know() -> None:
-    passes = paddle.static.BuildStrategy()
-    passes.fuse_all_reduce_ops = False
-    passes.nccl_comm_num = 2
-    strategy = DistributedStrategy()
-    strategy.build_strategy = passes
-    assert (strategy.fuse_all_reduce_ops, strategy.nccl_comm_num) == (False, 2)

@@ -37,7 +37,7 @@ from fleet_train.data import (
     make_loader,
 )
 from fleet_train.data.dali import DaliLoader
-from fleet_train.data.workers import SlotPool, batches_ahead
+from fleet_train.data.workers import batches_ahead
 from fleet_train.errors import DataError, DataWorkersLost
 from fleet_train.launch.coordinator import FAILS_AGAIN
 from tests.support.images import write_image_folder
@@ -263,18 +263,6 @@ def test_unreadable_images_are_replaced_like_without_workers_and_too_many_are_an
     assert loaders[0].corrupt.names == [f"train/class0/{number}.jpg" for number in (1, 2, 5)]
     with pytest.raises(DataError, match=r"1 image\(s\) .* allows 0 of 12: train/class0/1.jpg \(UnidentifiedImageError"):
         epochs(loaders[1], 0)
-
-
-def test_memory_is_freed_with_the_last_array() -> None:
-    slots = SlotPool()
-    slot = slots.take(64)
-    view = slots.lend(slot, (4, 4))[1:2]
-    other = slots.take(64)
-    assert other is not slot
-    del view
-    assert slots.take(64) is slot
-    assert slots.take(128).num_bytes == 128
-    slots.close()
 
 
 HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
