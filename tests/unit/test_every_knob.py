@@ -1,11 +1,9 @@
 """No setting is lost: every knob is changed mechanically (of a stock strategy: test_stock_strategy.py).
 
-That a knob then does what it says is for tests/parallel/test_knob_effects.py, which looks at real ranks; this here
-looks at many values of each, without starting any. They come from the schema: the other choices, the neighbours of the
-default, the ends of the range. A flip counts when other bytes are sent, other values are computed by a simulated job
-or by the outer step, another time is predicted, or the settings of the passes or the workers' environment become
-different; when the code that runs beside training reads the knob itself and the plan's notes say so; when it is said
-on rank 0; or when it is refused with a reason. That a setting is kept somewhere is no effect.
+That a knob then does what it says is for tests/parallel/test_knob_effects.py; this here looks at many values of each:
+the other choices, the neighbours of the default, the lowest. A flip counts when it shows in `evidence`; when the code
+that runs beside training reads the knob itself and the plan's notes say so; when it is said on rank 0; or when it is
+refused with a reason. That a setting is kept somewhere is no effect.
 """
 
 from __future__ import annotations
@@ -77,22 +75,17 @@ READ_BY_PASSES = [name for name in KNOBS if name.startswith(("amp_", "recompute_
 ]
 
 
-def precision(profile: Profile) -> list[Any]:
-    refuse_unusable(profile, on_gpu=True)
-    return [profile.amp_level, profile.amp_dtype, profile.amp_keep_batch_norm_fp32]
-
-
 def evidence(profile: Profile) -> dict[str, Any]:
     """What the rest of the package does for a profile; nothing that is merely kept is in it."""
     plan = build_plan(GRADIENTS, CLUSTER, profile)
     computing = Compute(0.5, 1.0)
+    refuse_unusable(profile, on_gpu=True)
     return {
         "buckets": [([one.name for one in bucket.gradients], bucket.communicator) for bucket in plan.buckets],
         "collectives": [plan.phases(warm_up) for warm_up in (True, False)],
         "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
         "trained": trained(profile),
         "outer step": outer_steps(profile),
-        "precision": precision(profile),
         "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
         "environment": profile.worker_environment(),
     }

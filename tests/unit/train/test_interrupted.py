@@ -26,55 +26,50 @@ class Crash(BaseException):
 
 
 class Disk:
-    """Counts what is done to the disk, and lets the operation with number ``fails_at`` end with ``failure``."""
+    """Counts what is done to the disk, and lets the operation with number ``fails_at`` end with ``failure``.
 
-    _CALLS = ("replace", "mkdir", "fsync", "unlink", "rmdir")
+    What is synced is only counted: a disk would make hundreds of saves slow.
+    """
 
     def __init__(self, folder: Path, fails_at: int, failure: BaseException) -> None:
         self.operations = 0
         self._folder, self._fails_at, self._failure = folder, fails_at, failure
         self._synced = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*")}
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in self._CALLS:
-            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
-        monkeypatch.setattr(io, "open", self._opened(io.open))
-        torn = self._torn(files.write_all)
-        for module in (files, persistables):
-            monkeypatch.setattr(module, "write_all", torn)
-
     def _count(self) -> None:
         self.operations += 1
         if self.operations == self._fails_at:
             raise self._failure
 
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        really_open, write_all = io.open, files.write_all
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._count() or real(*args, **kwargs)
+
+        def synced(descriptor: int) -> None:
             self._count()
-            if real is not_really_synced:
-                self._synced[os.fstat(args[0]).st_ino] = os.fstat(args[0]).st_size
-            return real(*args, **kwargs)
+            self._synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-        return call
-
-    def _opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if "w" in mode:
                 self._count()
-            return real(file, mode, *args, **kwargs)
+            return really_open(file, mode, *args, **kwargs)
 
-        return call
-
-    def _torn(self, real: Callable[..., None]) -> Callable[..., None]:
-        def call(file: Any, content: Any) -> None:
+        def torn(file: Any, content: Any) -> None:
             try:
                 self._count()
             except BaseException:
-                real(file, memoryview(content)[: len(content) // 2])
+                write_all(file, memoryview(content)[: len(content) // 2])
                 raise
-            real(file, content)
+            write_all(file, content)
 
-        return call
+        for name in ("replace", "mkdir", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, counted(getattr(os, name)))
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(io, "open", opened)
+        for module in (files, persistables):
+            monkeypatch.setattr(module, "write_all", torn)
 
     def lose_what_was_not_synced(self) -> None:
         for path in self._folder.rglob("*"):
@@ -82,15 +77,11 @@ class Disk:
                 os.truncate(path, path.stat().st_size // 2)
 
 
-def not_really_synced(descriptor: int) -> None:
-    """What is synced is counted here; a disk would only make hundreds of saves slow."""
-
-
 @pytest.fixture(autouse=True)
 def saving(monkeypatch: pytest.MonkeyPatch, program: None) -> None:
     """There is something to save."""
     del program
-    monkeypatch.setattr(os, "fsync", not_really_synced)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def variable() -> Any:
