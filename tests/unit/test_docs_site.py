@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.profile import profile_names
 from tests.support.processes import ROOT
 from tools.docs_site import layout
 from tools.docs_site.links import Page, Rewriter, separated_lists
-from tools.docs_site.pages import catalogue_page, command_line_page, keys_page
 
 DEEP, FIRST = Page("docs/benchmarks/a.md", "benchmarks/a.md"), Page("README.md", "index.md")
 
@@ -46,12 +44,6 @@ def test_links_lead_to_pages_of_the_site(page: Page, text: str, expected: str) -
 )
 def test_lists_and_tables_are_separated_as_python_markdown_wants_them(text: str, expected: str) -> None:
     assert separated_lists(text) == expected + "\n"
-
-
-def test_pages_that_are_made_are_whole() -> None:
-    assert "--cluster_node_ips" in command_line_page().split("## launch\n")[1].split("\n## ")[0]
-    assert "- Allowed: a number, more than 0, up to 4096 or `auto`" in keys_page(ROOT)
-    assert all(f"## {name} {{" in catalogue_page(ROOT) for name in profile_names())
 
 
 def test_a_silent_folder_and_files_beyond_what_is_allowed_are_found(tmp_path: Path) -> None:

@@ -186,14 +186,6 @@ def test_no_two_choices_do_the_same(name: str) -> None:
     assert same == []
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if KNOBS[name].needs or KNOBS[name].only_with])
-def test_a_knob_is_refused_where_the_schema_says_that_it_has_no_effect(name: str) -> None:
-    knob = KNOBS[name]
-    off = {knob.needs: False} if knob.needs else {}
-    with pytest.raises(ProfileError, match=rf"{name}: has no effect while (\w+) is"):
-        Profile(**off | {name: other_values(knob)[0]})
-
-
 @pytest.mark.parametrize("name", FLAG_KNOBS)
 def test_an_old_flag_is_its_knob(name: str) -> None:
     knob = KNOBS[FLAG_KNOBS[name].becomes]

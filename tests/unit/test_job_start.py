@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from paddle.distributed import fleet as theirs
 
-from fleet_train.collectives.engines import StreamEngine, ThreadEngine
+from fleet_train.collectives.engines import StreamEngine
 from fleet_train.collectives.paddle_compat import keep_freed_memory
 from fleet_train.convert.planning import fitted_to
 from fleet_train.convert.role_maker import (
@@ -21,7 +21,7 @@ from fleet_train.convert.role_maker import (
     cluster_of,
 )
 from fleet_train.errors import ClusterError
-from fleet_train.profile import Profile, load_profile
+from fleet_train.profile import load_profile
 
 ENDPOINTS = ["10.0.0.1:6170", "10.0.0.2:6170"]
 LAUNCHED = {
@@ -104,15 +104,7 @@ def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> 
         PaddleCloudRoleMaker(is_collective=True, init_gloo=True)
 
 
-THREADS: Any = SimpleNamespace(side_by_side=ThreadEngine.side_by_side)
 STREAMS: Any = SimpleNamespace(side_by_side=StreamEngine.side_by_side)
-
-
-def test_what_an_engine_carries_out_needs_no_message() -> None:
-    for engine, profile in ((THREADS, Profile(nccl_comm_num=4)), (STREAMS, Profile())):
-        fitted, said = fitted_to(engine, profile)
-        assert fitted is profile
-        assert said == []
 
 
 def test_streams_have_one_communicator_and_say_why() -> None:

@@ -66,24 +66,14 @@ def layer_of(path: Path) -> str:
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that a module imports, wherever in it."""
-    package = ("fleet_train", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            source = ".".join(part for part in (base, node.module) if part)
-            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and (name := _literal_module(node)):
-            yield node.lineno, name
-
-
-def _literal_module(call: ast.Call) -> str | None:
-    function = call.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name not in {"import_module", "__import__"} or not call.args or not isinstance(call.args[0], ast.Constant):
-        return None
-    return str(call.args[0].value)
+            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def layers_imported(path: Path) -> Iterator[tuple[int, str]]:

@@ -28,7 +28,10 @@ def stock(**assigned: Any) -> Any:
 
 NUMBERS = {"incr_every_n_steps": 10, "decr_every_n_nan_or_inf": 1, "incr_ratio": 4.0, "decr_ratio": 0.5}
 DGC = {"rampup_begin_step": 10, "rampup_step": 5, "sparsity": [0.9, 0.99]}
+SYNCHRONISED = {"sync_batch_norm": True, "fuse_all_reduce_ops": False, "sync_nccl_allreduce": False}
 HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 4}
+LOCAL = {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_is_warm_steps": 30}
+O2 = {"amp_level": "O2", "amp_dtype": "float16"}
 
 
 @pytest.mark.parametrize(
@@ -37,19 +40,12 @@ HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inte
         ({"nccl_comm_num": 2, "fuse_grad_size_in_MB": 4}, {"nccl_comm_num": 2, "fuse_grad_size_in_MB": 4.0}),
         ({"fuse_grad_size_in_MB": 32}, {"fuse_grad_size_in_MB": 32.0}),  # Fleet's own default, but assigned
         ({"_fuse_grad_size_in_TFLOPS": 20.0}, {"fuse_parameter_groups_size": 20}),
-        (
-            {"sync_batch_norm": True, "fuse_all_reduce_ops": False},
-            {"sync_batch_norm": True, "fuse_all_reduce_ops": False},
-        ),
-        (HIERARCHICAL | {"sync_nccl_allreduce": False}, HIERARCHICAL | {"sync_nccl_allreduce": False}),
+        *((same, same) for same in (SYNCHRONISED, HIERARCHICAL)),
         ({"recompute": True, "recompute_configs": {"checkpoints": ["w"]}}, {"recompute_checkpoints": ["w"]}),
-        (
-            {"localsgd": True, "localsgd_configs": {"k_steps": 4, "begin_step": 30}},
-            {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_is_warm_steps": 30},
-        ),
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 4, "begin_step": 30}}, LOCAL),
         (
             {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 30}},
-            ADAPTIVE | {"local_sgd_steps": 4, "local_sgd_is_warm_steps": 30},
+            ADAPTIVE | LOCAL,
         ),
         ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4, "avg": True}}, {"accumulate_steps": 4}),
         ({"fp16_allreduce": True}, {"compression": "fp16"}),
@@ -62,11 +58,8 @@ HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inte
             {"amp": True, "amp_configs": {"init_loss_scaling": 128.0, "use_dynamic_loss_scaling": False}},
             AMP | {"amp_init_loss_scaling": 128.0, "amp_dynamic_loss_scaling": False},
         ),
-        ({"amp": True, "amp_configs": {"use_pure_bf16": True}}, {"amp_level": "O2", "amp_dtype": "bfloat16"}),
-        (
-            {"amp": True, "amp_configs": {"use_pure_fp16": True, "use_fp16_guard": False}},
-            {"amp_level": "O2", "amp_dtype": "float16"},
-        ),
+        ({"amp": True, "amp_configs": {"use_pure_bf16": True}}, O2 | {"amp_dtype": "bfloat16"}),
+        ({"amp": True, "amp_configs": {"use_pure_fp16": True, "use_fp16_guard": False}}, O2),
         ({"cudnn_exhaustive_search": True}, {"environment": {"FLAGS_cudnn_exhaustive_search": "1"}}),
         ({"conv_workspace_size_limit": 1024}, {"environment": {"FLAGS_conv_workspace_size_limit": "1024"}}),
         ({"last_comm_group_size_MB": 2}, {"last_comm_group_size_MB": 2.0}),

@@ -99,15 +99,6 @@ def test_other_data_is_refused_by_name_on_every_rank(monkeypatch: pytest.MonkeyP
         assert "--accept_changed_data" in str(error)
 
 
-@pytest.mark.parametrize("saved_by", [1, 2])
-def test_the_rank_whose_folder_alone_has_changed_is_named_on_every_rank(
-    monkeypatch: pytest.MonkeyPatch, saved_by: int
-) -> None:
-    said = "the training data on rank 1 (127.0.0.3:6170) is not that of the checkpoint: 4 samples then, 5"
-    errors = resume(monkeypatch, [FOUR, MORE], found(OF_FOUR, world_size=saved_by))
-    assert [isinstance(error, DataError) and said in str(error) for error in errors] == [True, True]
-
-
 def test_accepted_data_is_said_with_what_happens_in_the_middle_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = images("cat/1", "dog/1")
     for result in resume(monkeypatch, [fewer] * 2, found(OF_FOUR, consumed=3), accepts=True):
