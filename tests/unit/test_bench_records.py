@@ -155,20 +155,6 @@ def test_shares_of_a_checkpoint_are_of_the_block_without_one_in_the_same_round()
     assert (found["background"]["stood_ms"], found["waiting"]["stood_ms"]) == (7.0, 100.0)
 
 
-def test_phases_of_a_start_follow_one_another_and_its_ratios_are_taken_within_a_round() -> None:
-    ends = {"interpreter": 101.75, "first step": 104.0}
-    rank = {"processes": [[14, 101.5, 2.0], [11, 100.0, 1.0], [1, 3.0, 50.0]], "ends": ends}
-    expected = {"launcher, until it starts the rank": 1.5, "interpreter": 0.25, "first step": 2.25, "total": 4.0}
-    assert checkouts.phases(checkouts.CHAIN, 100.0, rank) == expected
-    other = {"processes": [[15, 101.5, 3.0], [11, 100.0, 1.25], [1, 3.0, 50.0]]}
-    assert checkouts.processor_seconds(checkouts.CHAIN, [rank, other]) == 2.0 + 3.0 + 1.25  # one launcher
-    rounds = [
-        {who: dict.fromkeys(("total", "end", "processor"), seconds) for who, seconds in turn.items()}
-        for turn in ({"ours": 2.0, "torch": 4.0}, {"ours": 6.0, "torch": 8.0}, {"ours": 3.0, "torch": 4.0})
-    ]
-    assert checkouts.summary(rounds)["ratios"]["ours"]["total"] == [0.5, 0.75, 0.75]
-
-
 VALUES = np.array([1.0, 2.0, np.nan], np.float32)
 OTHER_VALUES = (VALUES.view(np.uint32) ^ np.array([0, 1, 0], np.uint32)).view(np.float32)
 

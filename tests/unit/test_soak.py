@@ -68,15 +68,6 @@ def test_stretches_are_followed_backwards_from_the_last_checkpoint() -> None:
         surviving([each for each in HISTORY if each.get("digest") != "b"], "d")
 
 
-@pytest.mark.parametrize(("digest", "attempt", "after"), [("b", 1, [1, 4]), ("c", 3, [1, 9])])
-def test_a_rank_that_was_killed_before_its_line_for_a_checkpoint_is_known_by_its_steps(
-    digest: str, attempt: int, after: list[int]
-) -> None:
-    lines = [each for each in HISTORY if each.get("digest") != digest]
-    told = [step(attempt, 3 - (attempt == 1), [1, 2], after, []), step(0, 3, [1, 2], [1, 3], [])]
-    assert surviving([*lines, *told], "d") == STRETCHES
-
-
 def test_steps_behind_the_checkpoint_that_counted_are_no_part_of_history() -> None:
     lines = [step(0, 3, [0, 3], [0, 6], [1]), step(0, 3, [0, 6], [0, 9], [2]), step(1, 2, [0, 6], [0, 8], [3])]
     found = steps_of([*HISTORY, *lines], STRETCHES)

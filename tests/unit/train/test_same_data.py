@@ -110,24 +110,6 @@ def test_accepted_data_is_said_with_what_happens_in_the_middle_of_an_epoch(monke
     assert all("accepted: training goes on with the new data" in result[0][0] for result in told)  # type: ignore[index]
 
 
-def test_parts_of_arrays_on_another_number_of_ranks_are_only_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(number: int, of: int) -> ArrayDataset:
-        values = np.arange(24)[number::of]
-        return ArrayDataset("part", values.astype(np.float32)[:, None], values.astype(np.int64), 24)
-
-    saved: dict[str, Any] = {
-        "classes": [],
-        "lists": {part(i, 4).fingerprint(): {"samples": 6, "ranks": 1, "done": None} for i in range(4)},
-    }
-    assert resume(monkeypatch, [part(i, 4) for i in range(4)], found(saved, 4)) == [([], Position())] * 4
-    for result in resume(monkeypatch, [part(0, 2), part(1, 2)], found(saved, 4)):
-        assert not isinstance(result, FleetTrainError)
-        assert result[0] == [
-            "note: lists of 6, 6, 6, ... samples, of the checkpoint's data, are not read now; "
-            "lists of 12, 12 samples are read that the checkpoint's data did not have"
-        ]
-
-
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ((notes, _),) = resume(monkeypatch, [FOUR], found(None))  # type: ignore[misc]
     assert "version that did not record its data" in notes[0]
@@ -176,6 +158,7 @@ class Machines:
             features = np.random.default_rng(ord(name)).random((size, 1), np.float32)
             self._data[name] = ArrayDataset(name, features, np.zeros(size, np.int64), 2)
         self.taken: dict[str, list[int]] = {name: [] for name in sizes}
+        self.notes: list[str] = []
         self.saved: StoredCheckpoint | None = None
         self._next: StoredCheckpoint | None = None
 
@@ -192,7 +175,7 @@ class Machines:
             run_data, at = RunData(BatchLoader(data, sampler)), Position()
             if self.saved is not None:
                 at.consumed_samples = self.saved.state.consumed_samples
-                run_data.resume(self.saved, at, False)
+                self.notes = run_data.resume(self.saved, at, False)
             sampler.set_epoch(0, at.consumed_samples)
             left = len(sampler)
             for step in range(min(steps, left)):
@@ -245,6 +228,7 @@ def test_other_lists_on_as_many_ranks_are_refused_and_other_machines_are_said(mo
     assert all(said in str(error) for error in errors)
     machines.saved = first
     assert machines.job("abc", 99) == [17] * 3  # a machine that joins begins its list
+    assert machines.notes == ["note: lists of 48 samples are read that the checkpoint's data did not have"]
     assert Counter(machines.taken["a"]) == Counter(range(40))
 
 
