@@ -260,10 +260,12 @@ def draws(count: int) -> list[list[float]]:
     return np.random.default_rng(0).random((count, DRAWS_PER_IMAGE)).tolist()
 
 
-def test_evaluation_takes_the_middle_of_the_shorter_side() -> None:
+def test_evaluation_takes_the_middle_of_the_shorter_side_and_so_does_an_image_too_narrow_for_any_crop() -> None:
     assert ImageSettings().shorter_side == 256
     assert center_box(512, 256, ImageSettings()) == (144.0, 16.0, 368.0, 240.0)
     assert center_box(100, 200, ImageSettings(image_size=64, resize_size=64)) == (0.0, 50.0, 100.0, 150.0)
+    assert random_box(1000, 10, ImageSettings(min_area=1.0), draws(1)[0]) == (493, 0, 506, 10)
+    assert random_box(10, 1000, ImageSettings(min_area=1.0), draws(1)[0]) == (0, 493, 10, 506)
 
 
 def test_training_crops_lie_inside_half_are_mirrored_and_all_is_in_its_range() -> None:
@@ -281,11 +283,6 @@ def test_training_crops_lie_inside_half_are_mirrored_and_all_is_in_its_range() -
     factors = np.array([change[1:] for change in changed])
     assert 0.8 <= factors.min() < 0.81
     assert 1.19 < factors.max() <= 1.2
-
-
-def test_an_image_too_narrow_for_any_crop_gives_its_middle() -> None:
-    assert random_box(1000, 10, ImageSettings(min_area=1.0), draws(1)[0]) == (493, 0, 506, 10)
-    assert random_box(10, 1000, ImageSettings(min_area=1.0), draws(1)[0]) == (0, 493, 10, 506)
 
 
 def test_colour_factors_of_one_change_nothing_and_saturation_zero_is_grey() -> None:
