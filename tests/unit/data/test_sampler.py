@@ -209,8 +209,7 @@ def test_with_one_more_rank_per_machine_each_machine_continues_its_shard() -> No
     assert one_each.consumed_after(2) == 8
     two_each = [OwnDataSampler(12, 2, rank, 2, total_ranks=4, shuffle=False) for rank in range(2)]
     for rank in two_each:
-        assert rank.proposed_steps == 3
-        rank.agree([rank.proposed_steps] * 4)
+        assert rank.agree([rank.proposed_steps] * 4) == rank.proposed_steps == 3
         rank.set_epoch(0, consumed_samples=8)
     assert [listed(rank) for rank in two_each] == [[[4, 6], [8, 10]], [[5, 7], [9, 11]]]
 

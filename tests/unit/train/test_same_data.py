@@ -171,7 +171,7 @@ class Machines:
             sampler = OwnDataSampler(
                 data.num_samples, self.BATCH, here.index(rank), len(here), total_ranks=world, policy=self._policy
             )
-            sampler.agree(position.fleet.gather(sampler.proposed_steps))
+            agreed = sampler.agree(position.fleet.gather(sampler.proposed_steps))
             run_data, at = RunData(BatchLoader(data, sampler)), Position()
             if self.saved is not None:
                 at.consumed_samples = self.saved.state.consumed_samples
@@ -182,6 +182,8 @@ class Machines:
                 self.taken[name] += sampler.batch(step).tolist()
             at.consumed_samples = sampler.consumed_after(min(steps, left))
             record = run_data.record(at, position.fleet.gather(run_data.done(at)))
+            sampler.set_epoch(1)
+            assert len(sampler) == agreed, "the next epoch is a whole one"
             if rank == 0:
                 self._next = found(record, world, at.consumed_samples)
             return left
