@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fleet_train.profile import Profile, load_profile
-from fleet_train.train.evaluation import MOST, worst
+from fleet_train.train.evaluation import MOST, Mistake, worst
 from fleet_train.train.metrics import check_tags
 from fleet_train.train.progress import BarProgress, LineProgress
 from fleet_train.train.reporter import (
@@ -20,6 +20,7 @@ from fleet_train.train.reporter import (
     StragglerWatch,
     chosen_settings,
     confusion_picture,
+    mistakes_picture,
     profile_settings,
     profile_text,
     rank_scalars,
@@ -173,6 +174,16 @@ def test_only_wrong_images_are_kept_the_most_confident_first_and_24_at_most() ->
     assert len(worst([], batch([1] * 100), wrong)) == MOST == 24
     no_image = {"features": np.zeros((1, 8), np.float32), "labels": np.array([1])}
     assert worst([], no_image, wrong[:1]) == []
+
+
+def test_picture_has_a_tile_for_each_mistake() -> None:
+    gray = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 8, 8)
+    colour = np.stack([np.ones((8, 8)), np.zeros((8, 8)), np.zeros((8, 8))]).astype(np.float32)
+    picture = mistakes_picture([Mistake(gray, 3, 8, 0.9)] * 6 + [Mistake(colour, 1, 2, 0.5)])
+    assert picture.shape == (2 * 150, 6 * 128, 3)
+    # Opposite corners of the first tile, the second row, no tile.
+    pixels = [picture[place].tolist() for place in ((10, 10), (118, 118), (160, 20), (200, 300))]
+    assert pixels == [[0] * 3, [255] * 3, [255, 0, 0], [255] * 3]
 
 
 def test_long_epoch_has_a_line_per_interval_with_the_last_fetched_loss(capsys: pytest.CaptureFixture[str]) -> None:
