@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from click import Context
 from paddle.distributed import fleet as theirs
 
 import fleet_train
-from fleet_train.cli import cli
 from fleet_train.convert import fleet
 from fleet_train.convert.calls import ABSENT, UtilBase
 from fleet_train.errors import ConversionError
@@ -200,14 +198,3 @@ def test_arguments_that_contradict_are_type_errors_with_both_names(call: Callabl
 def test_values_that_mean_something_else_are_refused_with_what_to_write(call: Callable[[], None], message: str) -> None:
     with pytest.raises(Exception, match=message):
         call()
-
-
-def test_servers_listen_on_this_machine_alone_by_default() -> None:
-    defaults = {
-        (name, parameter.name): parameter.default
-        for name, flag in (("monitor", "host"), ("train", "prometheus_host"))
-        if (command := cli.get_command(Context(cli), name)) is not None
-        for parameter in command.params
-        if parameter.name == flag
-    }
-    assert defaults == {("monitor", "host"): "127.0.0.1", ("train", "prometheus_host"): "127.0.0.1"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train import fleet
-from fleet_train.convert import saving
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.convert.program_state import (
     ProgramState,
@@ -180,38 +178,6 @@ def test_the_optimizer_keeps_momentum_without_other_ranks_and_statistics_are_wha
     for network, expected in ((Network(with_profile()), moved), (Network(None), [])):
         with paddle.static.scope_guard(network.scope):
             assert ProgramState(network.main).statistics == expected
-
-
-@in_a_job
-def test_ranks_communicate_alike_for_a_save_and_only_rank_0_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, asked = Network(with_profile()), []
-
-    def gathered(rank: int, own: Any) -> list[Any]:
-        asked.append((rank, "gather", sorted(own)))
-        return [own, own] if rank == 0 else []
-
-    def compared(_: Any, exchange: Any, *, with_optimizer: bool, copies: Any) -> None:
-        assert with_optimizer
-        assert (copies.keys() == network.state().keys()) is (exchange.rank == 0)
-        asked.append((exchange.rank, "compare"))
-
-    monkeypatch.setattr(saving, "make_equal", lambda job, *_, **__: asked.append((job.cluster.rank, "average")))
-    monkeypatch.setattr(saving, "compare_replicas", compared)
-    monkeypatch.setattr(saving, "position_of", lambda _: {"fleet_train/step": np.array([7])})
-    own, alike = {"int8/w.error": np.ones(2)}, {"powersgd/w.q": np.zeros(2)}
-    monkeypatch.setattr(saving.method_state, "read_state", lambda _: (alike, own))
-    monkeypatch.setattr(saving, "gather_arrays", lambda job, arrays: gathered(job.cluster.rank, arrays))
-    captured = []
-    for rank in (0, 1):
-        job: Any = SimpleNamespace(cluster=SimpleNamespace(rank=rank))
-        exchange: Any = SimpleNamespace(rank=rank, memories=[])
-        with paddle.static.scope_guard(network.scope):
-            captured.append(saving.capture(job, network.main, exchange).state)
-    steps = [("average",), ("compare",), ("gather", ["fleet_train/int8/w.error"])]
-    assert asked == [(rank, *step) for rank in (0, 1) for step in steps]
-    expected = {*network.state(), "fleet_train/step", "fleet_train/powersgd/w.q"}
-    assert (captured[0].arrays.keys(), captured[1].arrays) == (expected, {})
-    assert [[*own] for own in captured[0].ranks] == [["fleet_train/int8/w.error"]] * 2
 
 
 W = {"w": ("parameter", [3, 4], "float32")}

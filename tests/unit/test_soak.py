@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tools.soak import compare_steps, compare_tensors, failures_of, page
+from tools.soak import compare_steps, compare_tensors, failures_of
 from tools.soaking.faults import (
-    LEADER,
-    LOST_NODE_SECONDS,
-    OF_MACHINES,
-    OF_RANKS,
-    REJOIN_SECONDS,
-    plan_faults,
     recovery_of,
 )
 from tools.soaking.job import Job, SoakFailed
-from tools.soaking.ledger import Ledger, Stretch, merged, samples_wrong, steps_of, surviving
+from tools.soaking.ledger import Stretch, merged, samples_wrong, steps_of, surviving
 
 FAULT: dict[str, Any] = {
     "kind": "machine", "victim": 0, "role": " (leads)", "until_gone_on": False, "away_seconds": 3.0, "given_up": 0,
@@ -37,38 +29,6 @@ SOUND: dict[str, Any] = {
     "samples": {"epochs": 3, "in_each": 10, "wrong": {}},
     "faults": [FAULT], "recovery_seconds": recovery_of([FAULT]), "next_step_within": 60.0,
 }  # fmt: skip
-
-
-def test_every_kind_comes_as_often_and_each_machine_and_rank_is_a_victim() -> None:
-    for kinds, victims in ((list(OF_MACHINES), {LEADER, 0, 1, 2}), (list(OF_RANKS), {0, 1, 2, 3, 4, 5})):
-        plans = plan_faults(kinds, 30, 3, 6, seed=1)
-        found = [plan.kind for plan in plans]
-        assert sorted(found.count(kind) for kind in kinds) == [7, 7, 8, 8]
-        assert {plan.victim for plan in plans} == victims
-        assert plans == plan_faults(kinds, 30, 3, 6, seed=1)
-        assert plans != plan_faults(kinds, 30, 3, 6, seed=2)
-
-
-def test_silence_lasts_longer_than_the_launchers_wait_for_it_and_a_rank_is_frozen_for_seconds() -> None:
-    plans = plan_faults(["frozen", "cut"], 100, 3, 3, seed=1)
-    assert all(plan.away_seconds > LOST_NODE_SECONDS for plan in plans)
-    assert any(plan.away_seconds > REJOIN_SECONDS for plan in plans)
-    assert any(plan.until_gone_on for plan in plans)
-    frozen = [plan.away_seconds for plan in plan_faults(["freeze"], 50, 3, 3, seed=1)]
-    assert 0 < min(frozen) < 3 < max(frozen) <= 5
-
-
-def test_listed_faults_come_in_their_order() -> None:
-    plans = plan_faults(["machine:0", "frozen:leader", "cut:2:late", "relay", "step:5"], None, 3, 6, seed=1)
-    assert [plan.kind for plan in plans] == ["machine", "frozen", "cut", "relay", "step"]
-    assert [plans[number].victim for number in (0, 1, 2, 4)] == [0, LEADER, 2, 5]
-    assert [plan.until_gone_on for plan in plans] == [False, False, True, False, False]
-
-
-@pytest.mark.parametrize("word", ["fire", "cut:3", "cut:first", "", "machine:late:0", "step:6"])
-def test_what_is_no_fault_is_refused_with_the_spelling(word: str) -> None:
-    with pytest.raises(SoakFailed, match="write step, save, start, freeze, machine, frozen, cut, relay, each with"):
-        plan_faults([word], None, 3, 6, seed=1)
 
 
 def begin(attempt: int, world: int, place: list[int], came_from: str | None) -> dict[str, Any]:
@@ -108,15 +68,6 @@ def test_stretches_are_followed_backwards_from_the_last_checkpoint() -> None:
         surviving([each for each in HISTORY if each.get("digest") != "b"], "d")
 
 
-@pytest.mark.parametrize(("digest", "attempt", "after"), [("b", 1, [1, 4]), ("c", 3, [1, 9])])
-def test_a_rank_that_was_killed_before_its_line_for_a_checkpoint_is_known_by_its_steps(
-    digest: str, attempt: int, after: list[int]
-) -> None:
-    lines = [each for each in HISTORY if each.get("digest") != digest]
-    told = [step(attempt, 3 - (attempt == 1), [1, 2], after, []), step(0, 3, [1, 2], [1, 3], [])]
-    assert surviving([*lines, *told], "d") == STRETCHES
-
-
 def test_steps_behind_the_checkpoint_that_counted_are_no_part_of_history() -> None:
     lines = [step(0, 3, [0, 3], [0, 6], [1]), step(0, 3, [0, 6], [0, 9], [2]), step(1, 2, [0, 6], [0, 8], [3])]
     found = steps_of([*HISTORY, *lines], STRETCHES)
@@ -136,18 +87,6 @@ def test_steps_behind_the_checkpoint_that_counted_are_no_part_of_history() -> No
 def test_every_sample_is_counted(batches: list[list[int]], wrong: object) -> None:
     steps = {((0, place), 0): step(0, 2, [0, place], [0, 0], indices) for place, indices in enumerate(batches)}
     assert samples_wrong(steps, 5, 1, {0: [3, 1, 0, 2, 4]}) == wrong
-
-
-def test_a_line_that_is_being_written_is_read_the_next_time(tmp_path: Path) -> None:
-    ledger, path = Ledger(tmp_path), tmp_path / "attempt0000-rank0-1.jsonl"
-    one, two = json.dumps(step(0, 3, [0, 0], [0, 1], [])), json.dumps(step(1, 2, [0, 0], [0, 1], []))
-    path.write_text(one + "\n" + two[:20])
-    assert (len(ledger.lines()), ledger.newest_attempt()) == (1, 0)
-    path.write_text(one + "\n" + two + "\n" + json.dumps(save(0, 3, [0, 1], "a")) + "\n")
-    assert (len(ledger.lines()), ledger.newest_attempt()) == (3, 1)
-    assert not ledger.newest_attempt_has_saved()
-    assert ledger.first_step_after(0.5, 0) == 1.0
-    assert ledger.first_step_after(0.5, 0, world_size=3) is None
 
 
 def test_one_bit_of_a_tensor_or_a_loss_is_a_difference(tmp_path: Path) -> None:
@@ -191,22 +130,3 @@ def test_each_loss_is_a_failure(part: str, changed: Any, said: str) -> None:
     value = {**SOUND[part], **changed} if isinstance(changed, dict) else changed
     (failure,) = failures_of({**SOUND, part: value})
     assert said in failure
-
-
-def test_the_page_shows_what_went_wrong() -> None:
-    at = {
-        "date": "2026-11-22T10:00:00", "processor": "x", "processors": 2, "kernel": "6", "load_average_before": [0.1],
-        "versions": {"python": "3"}, "commit": "abc", "uncommitted_changes": False, "command": "python tools/soak.py",
-    }  # fmt: skip
-    record = {
-        **SOUND, "circumstances": at, "network": "namespaces, 1gbit", "nodes": 3, "ranks_per_node": 1,
-        "launch_flags": [], "train_flags": [], "full_strength_seconds": {"measured": 0}, "seconds": 50.0,
-        "rolled_back": 4, "step_seconds": 0.2, "test_accuracy": 0.9, "reference_runs": 1,
-        "failures": ["2 losses differ"], "stretches": [asdict(each) for each in STRETCHES],
-        "attempts": [{"attempt": number, "world_size": 2 if number == 1 else 3} for number in range(5)],
-    }  # fmt: skip
-    lines = page(record)
-    assert "- Result: **failed**: 2 losses differ." in lines
-    assert "| attempts that trained, by ranks | 1 on 2, 4 on 3 |" in lines
-    assert "| stretches that were not rolled back; changes of size in them | 4; 2 |" in lines
-    assert "| machine | 0 (leads) | 3.0 | 20.0 | 25.0 |" in lines

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli.check import command
 from fleet_train.data import ImageFolder, ImageSettings, LoaderSettings, image_splits, load_splits, make_loader
-from fleet_train.data.measure import Situation, advice, describe, disk_speed, loader_speed
+from fleet_train.data.measure import Situation, advice, describe, loader_speed
 from fleet_train.errors import DataError
 from tests.support.images import write_image, write_image_folder
 
@@ -25,16 +25,19 @@ def check(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_pipes_and_hostile_names_are_counted_and_named(tmp_path: Path) -> None:
+def test_pipes_and_hostile_names_are_counted_and_named_and_too_many_are_an_error(tmp_path: Path) -> None:
     root = write_image_folder(tmp_path)
     os.mkfifo(root / "train" / "class0" / "\x1b[2J.jpg")
     (root / "train" / "class1").rename(root / "train" / "\x9b31m")
     (root / "val" / "class1").rename(root / "val" / "\x9b31m")
-    code, shown = check("--data", str(root), "--image_size", "16", "--workers", "0", "--max_corrupt", "1", "--all")
+    flags = ("--data", str(root), "--image_size", "16", "--workers", "0", "--all")
+    code, shown = check(*flags, "--max_corrupt", "1")
     assert code == 0, shown
     assert "corrupt  1 of 13 images looked at: train/class0/\\x1b[2J.jpg\n" in shown
     assert "\\x9b31m" in shown
     assert not {"\x1b", "\x9b"} & set(shown)
+    with pytest.raises(DataError, match=r"1 image\(s\) cannot be read, --max_corrupt 0.001 allows 0 of 13: .* Repair"):
+        check(*flags)
 
 
 def small(folder: Path) -> Sequence[str]:
@@ -57,17 +60,6 @@ def test_fast_enough_data_exits_with_zero_and_too_slow_data_with_one_and_what_to
     assert "  - --loader dali decodes on the GPU" in output
 
 
-def test_corrupt_images_are_named_and_too_many_are_an_error(tmp_path: Path) -> None:
-    write_image_folder(tmp_path)
-    (tmp_path / "train/class1/3.jpg").write_bytes(b"broken")
-    code, output = check(*small(tmp_path), "--all", "--max_corrupt", "1")
-    assert code == 0
-    assert "corrupt  1 of 12 images looked at: train/class1/3.jpg\n" in output
-    message = r"1 image\(s\) cannot be read, --max_corrupt 0.001 allows 0 of 12: train/class1/3.jpg. Repair"
-    with pytest.raises(DataError, match=message):
-        check(*small(tmp_path), "--all")
-
-
 def test_data_in_memory_is_measured_too() -> None:
     code, output = check("--data", "synthetic:3x8x8x10x64", "--samples_per_second", "1")
     assert code == 0
@@ -85,17 +77,6 @@ def test_folder_is_described_by_counts_and_medians(tmp_path: Path) -> None:
     there = describe(train)
     assert (there.num_images, there.num_classes, there.width, there.height) == (4, 2, 120, 50)
     assert (there.smallest_class, there.largest_class) == (("b", 1), ("a", 3))
-
-
-def test_disk_speed_counts_files_and_bytes(tmp_path: Path) -> None:
-    train, _ = image_splits(write_image_folder(tmp_path), ImageSettings(image_size=8))
-    assert isinstance(train, ImageFolder)
-    seconds: list[float] = []
-    speed = disk_speed(train, 2, 5.0, seconds.append)
-    assert speed.num_samples == 12
-    size = sum((tmp_path / path).stat().st_size for path in train.paths)
-    assert speed.bytes_per_second / speed.samples_per_second == pytest.approx(size / 12)
-    assert len(seconds) == 1
 
 
 def test_loader_is_measured_for_the_given_time_or_exactly_one_epoch() -> None:

@@ -248,20 +248,6 @@ def test_limit_of_unreadable_images_is_a_share_below_one_and_a_number_from_one_o
             CorruptImages(10, limit, "x")
 
 
-def test_fingerprint_tells_other_files(tmp_path: Path) -> None:
-    def read() -> ImageFolder:
-        train, _ = image_splits(tmp_path, SMALL)
-        assert isinstance(train, ImageFolder)
-        return train
-
-    write_image_folder(tmp_path)
-    before = read()
-    assert read().fingerprint() == before.fingerprint()
-    (tmp_path / "train/class0/0.jpg").unlink()
-    assert read().fingerprint() != before.fingerprint()
-    assert read().classes_digest() == before.classes_digest()
-
-
 def test_a_name_cannot_control_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     corrupt = CorruptImages(9, 1, "x")
     corrupt.replacement(0, "\x1b[2J.jpg", "\x9b31m")
@@ -274,10 +260,12 @@ def draws(count: int) -> list[list[float]]:
     return np.random.default_rng(0).random((count, DRAWS_PER_IMAGE)).tolist()
 
 
-def test_evaluation_takes_the_middle_of_the_shorter_side() -> None:
+def test_evaluation_takes_the_middle_of_the_shorter_side_and_so_does_an_image_too_narrow_for_any_crop() -> None:
     assert ImageSettings().shorter_side == 256
     assert center_box(512, 256, ImageSettings()) == (144.0, 16.0, 368.0, 240.0)
     assert center_box(100, 200, ImageSettings(image_size=64, resize_size=64)) == (0.0, 50.0, 100.0, 150.0)
+    assert random_box(1000, 10, ImageSettings(min_area=1.0), draws(1)[0]) == (493, 0, 506, 10)
+    assert random_box(10, 1000, ImageSettings(min_area=1.0), draws(1)[0]) == (0, 493, 10, 506)
 
 
 def test_training_crops_lie_inside_half_are_mirrored_and_all_is_in_its_range() -> None:
@@ -295,11 +283,6 @@ def test_training_crops_lie_inside_half_are_mirrored_and_all_is_in_its_range() -
     factors = np.array([change[1:] for change in changed])
     assert 0.8 <= factors.min() < 0.81
     assert 1.19 < factors.max() <= 1.2
-
-
-def test_an_image_too_narrow_for_any_crop_gives_its_middle() -> None:
-    assert random_box(1000, 10, ImageSettings(min_area=1.0), draws(1)[0]) == (493, 0, 506, 10)
-    assert random_box(10, 1000, ImageSettings(min_area=1.0), draws(1)[0]) == (0, 493, 10, 506)
 
 
 def test_colour_factors_of_one_change_nothing_and_saturation_zero_is_grey() -> None:

@@ -29,7 +29,6 @@ from fleet_train.data import (
     device_copy,
     digits,
     load_splits,
-    make_evaluation_loader,
     make_loader,
     open_splits,
     settle,
@@ -37,29 +36,16 @@ from fleet_train.data import (
 )
 from fleet_train.data.loader import tensor_copy
 from fleet_train.errors import DataError
+from tests.support.agreeing import ThreadRanks
 from tests.support.images import write_image_folder
 
 SMALL = ImageSettings(image_size=16)
 
 
-def settled(loaders: list[Loader]) -> list[int | str]:
-    """What `settle` answers on each rank: the steps, or the error's message."""
-    told: list[Any] = []
-    for loader in loaders:
-        with pytest.raises(InterruptedError):
-            settle(loader, lambda value: _collect(told, value))
-    answers: list[int | str] = []
-    for loader in loaders:
-        try:
-            answers.append(settle(loader, lambda _: told))
-        except DataError as error:
-            answers.append(str(error))
-    return answers
-
-
-def _collect(told: list[Any], value: Any) -> list[Any]:
-    told.append(value)
-    raise InterruptedError
+def settled(loaders: list[Loader]) -> list[int | DataError]:
+    """What `settle` answers on each rank: the steps, or the error."""
+    ranks = ThreadRanks(len(loaders))
+    return ranks.run(lambda rank: settle(loaders[rank], ranks.gather))
 
 
 def test_participant_is_found_among_the_endpoints() -> None:
@@ -108,16 +94,6 @@ def test_what_does_not_fit_is_refused_with_what_does(do: Callable[[], Any], mess
         do()
 
 
-def test_evaluation_reads_each_image_once_over_all_ranks(tmp_path: Path) -> None:
-    images = open_splits(data_dir=write_image_folder(tmp_path, val_per_class=3), images=SMALL).test
-    labels: list[int] = []
-    for rank in range(4):
-        loader = make_evaluation_loader(images, LoaderSettings(batch_size=2, workers=0), Participant(rank, 4))
-        with loader.epoch(0) as feeds:
-            labels += [label for feed in feeds for label in feed["labels"].tolist()]
-    assert sorted(labels) == [0, 0, 0, 1, 1, 1]
-
-
 def machines(folder: Path, sizes: list[int], **settings: Any) -> list[Loader]:
     """One rank on each machine; machine i has sizes[i] images per class of its own."""
     made: list[Loader] = []
@@ -139,8 +115,7 @@ def test_own_folders_settle_on_the_steps_of_the_policy(tmp_path: Path) -> None:
     ):
         batch = 2 if uneven == "error" else 4
         told = settled(machines(tmp_path / uneven, sizes, shard_by="folder", uneven=uneven, batch_size=batch))
-        assert told[0] == told[1]
-        assert said in str(told[0])
+        assert [said in str(each) for each in told] == [True, True]
 
 
 def test_machines_with_other_files_names_or_classes_are_distinguished(tmp_path: Path) -> None:
@@ -159,7 +134,9 @@ def test_machines_with_other_files_names_or_classes_are_distinguished(tmp_path: 
         assert re.search(f"differs between ranks {said}", str(settled(loaders)[0]))
 
 
-def test_shaped_synthetic_data_has_the_shapes_it_is_named_by() -> None:
+def test_synthetic_data_has_the_shapes_and_sizes_it_is_named_by_and_differs_by_seed_alone() -> None:
+    train, test = synthetic(num_samples=40, sample_shape=(3, 4, 4), num_classes=7)
+    assert (train.num_samples, test.num_samples, train.sample_shape, train.num_classes) == (40, 10, (3, 4, 4), 7)
     train, test = load_splits("synthetic:3x32x24x100x640")
     assert (train.num_samples, test.num_samples, train.sample_shape, train.num_classes) == (640, 64, (3, 32, 24), 100)
     with make_loader(train, LoaderSettings(batch_size=64)).epoch(0) as feeds:
@@ -168,6 +145,8 @@ def test_shaped_synthetic_data_has_the_shapes_it_is_named_by() -> None:
     labels = sorted({label for batch in batches for label in batch["labels"].tolist()})
     assert labels == list(range(100))
     assert load_splits("synthetic:3x224x224x1000").train.num_samples == 10240
+    first = [synthetic(8, seed=seed).train.arrays(np.arange(8))["features"].tobytes() for seed in (1, 1, 2)]
+    assert first[0] == first[1] != first[2]
 
 
 def test_digits_have_a_fixed_stratified_split_and_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +160,6 @@ def test_digits_have_a_fixed_stratified_split_and_are_scaled(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         digits()
-
-
-def test_synthetic_data_has_the_sizes_asked_for_and_differs_by_seed_alone() -> None:
-    first = [synthetic(8, seed=seed).train.arrays(np.arange(8))["features"].tobytes() for seed in (1, 1, 2)]
-    assert first[0] == first[1] != first[2]
-    train, test = synthetic(num_samples=40, sample_shape=(3, 4, 4), num_classes=7)
-    assert (train.num_samples, test.num_samples, train.sample_shape, train.num_classes) == (40, 10, (3, 4, 4), 7)
 
 
 def test_loader_gives_the_samplers_batches_and_their_indices() -> None:

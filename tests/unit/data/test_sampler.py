@@ -33,6 +33,10 @@ def batches(num_samples: int, batch_size: int, rank: int, world_size: int, **opt
         (10, 2, {"drop_last": True}, [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]),
         (10, 2, {"last_batch": "merge"}, [[[0, 2, 4, 6, 8]], [[1, 3, 5, 7, 9]]]),
         (9, 1, {"last_batch": "merge"}, [[[0, 1, 2, 3], [4, 5, 6, 7, 8]]]),
+        (10, 1, {"last_batch": "merge"}, [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]),
+        (1, 1, {"last_batch": "merge"}, [[[0]]]),
+        (1, 1, {"last_batch": "refuse"}, [[[0]]]),
+        (8, 1, {"last_batch": "refuse"}, [[[0, 1, 2, 3], [4, 5, 6, 7]]]),
         (2, 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
     ],
 )
@@ -53,28 +57,12 @@ def test_set_epoch_alone_changes_the_order_of_eight_samples(passes: list[tuple[i
         assert [[batch.tolist() for batch in rank] for rank in ranks] == expected
 
 
-def test_repeated_sample_changes_with_the_epoch() -> None:
-    sampler = ShardedBatchSampler(5, 4, rank=1, world_size=2)
-    repeated = []
-    for epoch in range(6):
-        sampler.set_epoch(epoch)
-        repeated.append(int(sampler.batch(0)[-1]))
-    assert repeated == [2, 1, 4, 3, 2, 0]
-
-
 def test_batch_of_one_is_refused_and_batch_norm_is_named() -> None:
     message = (
         "10 samples on 2 rank.s. with batch_size=4 leave a last batch of 1 sample per rank, .*; use last_batch='me"
     )
     with pytest.raises(DataError, match=message):
         ShardedBatchSampler(10, 4, 0, 2, last_batch="refuse")
-
-
-@pytest.mark.parametrize("last_batch", ["merge", "refuse"])
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(12, 4), (3, 1), (1, 4), (8, 4)])
-def test_other_last_batches_stay_as_they_are(num_samples: int, batch_size: int, last_batch: str) -> None:
-    kept = batches(num_samples, batch_size, 0, 1)
-    assert batches(num_samples, batch_size, 0, 1, last_batch=last_batch) == kept
 
 
 def joint_steps(sampler: dict[str, Any], world_size: int, epoch: int, consumed: int) -> tuple[list[list[int]], int]:
@@ -104,37 +92,20 @@ def test_an_epoch_resumed_at_any_step_on_any_ranks_loses_and_repeats_nothing(
         done = [sample for step in whole[:steps_done] for sample in step][:consumed]
         for after in (1, 2, 3, 5):
             rest, end = joint_steps(sampler, after, epoch=2, consumed=consumed)
+            assert after != before or rest == whole[steps_done:]
             seen = done + [sample for step in rest for sample in step]
             assert seen[:num_samples] == order
             assert len(seen) - num_samples < max(before, after)  # only padding, at the very end
             assert end == num_samples
 
 
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"last_batch": "merge"}])
-@pytest.mark.parametrize("num_samples", [23, 48, 97])
-def test_an_epoch_resumed_on_the_same_ranks_equals_an_undisturbed_one(num_samples: int, options: Any) -> None:
-    sampler = {"num_samples": num_samples, "batch_size": 4, "seed": 3, **options}
-    whole, _ = joint_steps(sampler, 3, epoch=1, consumed=0)
-    first = ShardedBatchSampler(rank=0, world_size=3, **sampler)
-    for steps_done in range(len(whole)):
-        rest, _ = joint_steps(sampler, 3, epoch=1, consumed=first.consumed_after(steps_done))
-        assert rest == whole[steps_done:]
-
-
-def test_drop_last_resumed_on_other_ranks_drops_at_most_one_joint_batch() -> None:
+def test_drop_last_resumed_equals_an_undisturbed_epoch_or_drops_at_most_one_joint_batch_on_other_ranks() -> None:
     sampler = {"num_samples": 97, "batch_size": 4, "seed": 3, "drop_last": True}
+    whole, _ = joint_steps(sampler, 3, epoch=0, consumed=0)
+    assert joint_steps(sampler, 3, epoch=0, consumed=36)[0] == whole[3:]
     rest, end = joint_steps(sampler, 2, epoch=0, consumed=36)
     assert [len(step) for step in rest] == [8] * 7
     assert end == 36 + 56
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_samples", [1, 5, 16, 17, 31, 97])
-def test_ranks_have_equal_steps_of_equal_size(num_samples: int, drop_last: bool) -> None:
-    ranks = [ShardedBatchSampler(num_samples, 4, rank, 3, drop_last=drop_last) for rank in range(3)]
-    sizes = [[len(batch) for batch in rank] for rank in ranks]
-    assert sizes == [sizes[0]] * 3
-    assert len(sizes[0]) == len(ranks[0])
 
 
 def test_epoch_one_of_seed_zero_is_not_epoch_zero_of_seed_one_and_a_step_can_be_read_by_its_number() -> None:
@@ -218,15 +189,6 @@ def test_what_truncate_leaves_out_changes_with_the_epoch() -> None:
     assert seen == set(range(9))
 
 
-def test_ranks_of_one_machine_share_its_shard() -> None:
-    ranks = [OwnDataSampler(8, 2, rank, 2, total_ranks=3, shuffle=False) for rank in range(2)]
-    alone = OwnDataSampler(4, 2, total_ranks=3, shuffle=False)
-    counts = [*(rank.proposed_steps for rank in ranks), alone.proposed_steps]
-    assert counts == [2, 2, 2]
-    assert {rank.agree(counts) for rank in (*ranks, alone)} == {2}
-    assert [listed(rank) for rank in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
 @pytest.mark.parametrize("policy", ["truncate", "pad"])
 def test_a_resume_in_the_middle_of_an_epoch_equals_an_undisturbed_run(policy: str) -> None:
     ranks = job([11, 8, 6], policy, seed=4)
@@ -247,7 +209,7 @@ def test_with_one_more_rank_per_machine_each_machine_continues_its_shard() -> No
     assert one_each.consumed_after(2) == 8
     two_each = [OwnDataSampler(12, 2, rank, 2, total_ranks=4, shuffle=False) for rank in range(2)]
     for rank in two_each:
-        rank.agree([rank.proposed_steps] * 4)
+        assert rank.agree([rank.proposed_steps] * 4) == rank.proposed_steps == 3
         rank.set_epoch(0, consumed_samples=8)
     assert [listed(rank) for rank in two_each] == [[[4, 6], [8, 10]], [[5, 7], [9, 11]]]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,55 +26,50 @@ class Crash(BaseException):
 
 
 class Disk:
-    """Counts what is done to the disk, and lets the operation with number ``fails_at`` end with ``failure``."""
+    """Counts what is done to the disk, and lets the operation with number ``fails_at`` end with ``failure``.
 
-    _CALLS = ("replace", "mkdir", "fsync", "unlink", "rmdir")
+    What is synced is only counted: a disk would make hundreds of saves slow.
+    """
 
     def __init__(self, folder: Path, fails_at: int, failure: BaseException) -> None:
         self.operations = 0
         self._folder, self._fails_at, self._failure = folder, fails_at, failure
         self._synced = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*")}
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in self._CALLS:
-            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
-        monkeypatch.setattr(io, "open", self._opened(io.open))
-        torn = self._torn(files.write_all)
-        for module in (files, persistables):
-            monkeypatch.setattr(module, "write_all", torn)
-
     def _count(self) -> None:
         self.operations += 1
         if self.operations == self._fails_at:
             raise self._failure
 
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        really_open, write_all = io.open, files.write_all
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._count() or real(*args, **kwargs)
+
+        def synced(descriptor: int) -> None:
             self._count()
-            if real is not_really_synced:
-                self._synced[os.fstat(args[0]).st_ino] = os.fstat(args[0]).st_size
-            return real(*args, **kwargs)
+            self._synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-        return call
-
-    def _opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if "w" in mode:
                 self._count()
-            return real(file, mode, *args, **kwargs)
+            return really_open(file, mode, *args, **kwargs)
 
-        return call
-
-    def _torn(self, real: Callable[..., None]) -> Callable[..., None]:
-        def call(file: Any, content: Any) -> None:
+        def torn(file: Any, content: Any) -> None:
             try:
                 self._count()
             except BaseException:
-                real(file, memoryview(content)[: len(content) // 2])
+                write_all(file, memoryview(content)[: len(content) // 2])
                 raise
-            real(file, content)
+            write_all(file, content)
 
-        return call
+        for name in ("replace", "mkdir", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, counted(getattr(os, name)))
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(io, "open", opened)
+        for module in (files, persistables):
+            monkeypatch.setattr(module, "write_all", torn)
 
     def lose_what_was_not_synced(self) -> None:
         for path in self._folder.rglob("*"):
@@ -83,29 +77,21 @@ class Disk:
                 os.truncate(path, path.stat().st_size // 2)
 
 
-def not_really_synced(descriptor: int) -> None:
-    """What is synced is counted here; a disk would only make hundreds of saves slow."""
-
-
 @pytest.fixture(autouse=True)
 def saving(monkeypatch: pytest.MonkeyPatch, program: None) -> None:
     """There is something to save."""
     del program
-    monkeypatch.setattr(os, "fsync", not_really_synced)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def variable() -> Any:
     return fleet.main_program.state_dict("all")["linear_0.w_0"]
 
 
-def set_weight(value: float) -> None:
-    variable().set(np.full((4, 3), value, "float32"), paddle.CPUPlace())
-
-
 def save(output: Path, step: int, value: float, said: list[str] | None = None) -> Path | None:
-    set_weight(value)
+    variable().set(np.full((4, 3), value, "float32"), paddle.CPUPlace())
     say = (said if said is not None else []).append
-    checkpoints = Checkpoints(output, keep=1, keep_best=True, background=step % 2 == 1, say=say)
+    checkpoints = Checkpoints(output, keep=1, keep_best=True, say=say)
     checkpoints.newest()  # so that all are of one run
     checkpoints.save(None, TrainState(0, step, 10, 1, {}, {}, {}, {}), score=value)
     try:
@@ -149,10 +135,10 @@ def interrupted(output: Path, name: str, fails_at: int, failure: BaseException) 
     return disk, said, path
 
 
-def assert_goes_on(output: Path, kept: list[str]) -> None:
+def assert_goes_on(output: Path) -> None:
     assert save(output, 40, 5.0) is not None
     assert found(output) == (40, 5.0)
-    assert sorted(path.name for path in (output / "checkpoints").glob("*step-*")) == kept
+    assert sorted(path.name for path in (output / "checkpoints").glob("*step-*")) == ["step-00000040"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -163,7 +149,7 @@ def test_crash_at_any_operation_leaves_the_one_before_or_the_new_one(tmp_path: P
         output = tmp_path / str(fails_at)
         disk, _, _ = interrupted(output, name, fails_at, Crash())
         outcomes.append(found(output))
-        assert_goes_on(output, ["step-00000040"])
+        assert_goes_on(output)
         if disk.operations < fails_at:
             break
     assert len(outcomes) > 15
@@ -187,25 +173,4 @@ def test_full_disk_at_any_operation_is_said_and_leaves_the_one_before(tmp_path: 
         assert found(output) == new or (path is None and found(output) == before[-1])
         if path is None:
             assert not list((output / "checkpoints").glob(".writing-*")), "the draft is removed: its space is needed"
-        assert_goes_on(output, ["step-00000040"])
-
-
-@pytest.mark.root
-def test_small_disk_takes_what_fits_and_training_goes_on(tmp_path: Path) -> None:
-    disk, said = tmp_path / "disk", []
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
-    try:
-        assert save(disk, 10, 1.0, said) is not None
-        filler = disk / "filler"
-        filler.write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - 1)))
-        for step in (20, 21):  # waited for, and in the background
-            assert save(disk, step, 2.0, said) is None
-            assert "No space left on device" in said.pop()
-            assert [path.name for path in (disk / "checkpoints").glob("*step-*")] == ["step-00000010"]
-        assert found(disk) == (10, 1.0)
-        filler.unlink()
-        assert save(disk, 30, 3.0, said) is not None
-        assert (found(disk), said) == ((30, 3.0), [])
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        assert_goes_on(output)

@@ -29,7 +29,6 @@ from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import other_choice
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome
-from fleet_train.train.metrics import NullSink
 from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
 from tests.support.agreeing import ThreadRanks
 from tests.support.processes import clean_environ, python
@@ -55,11 +54,15 @@ class Watched(BatchLoader):
             yield feed
 
 
-class Recorder(NullSink):
-    """Keeps what is written."""
+class Recorder:
+    """A sink of one's own, which the trainer closes."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
 
     def write(self, step: int, scalars: Any) -> None:
         self.records.append((step, dict(scalars)))
@@ -116,6 +119,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due_and_after_the_last_e
     assert kept(tmp_path) == [7, 10, 14, 20, 21, 25]
     assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000025"
     assert sinks.steps_of("train/loss") == [2, 4, 7, 9, 12, 14, 17, 19, 22, 24]
+    assert sinks.closed == 1
 
 
 def test_gradient_merge_changes_the_rate_with_each_update_only_also_after_a_resume(tmp_path: Path) -> None:
@@ -164,11 +168,11 @@ def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
             feed["features"][3, 0] = np.nan
 
     settings = TrainerSettings(epochs=3, checkpoint_every_steps=4)
-    made, _ = trainer(Watched(spoil), settings, checkpoints=Checkpoints(tmp_path))
+    made, sinks = trainer(Watched(spoil), settings, checkpoints=Checkpoints(tmp_path))
     said = "rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
     with pytest.raises(NotFinite, match=said):
         made.fit()
-    assert kept(tmp_path) == [4, 8]
+    assert (kept(tmp_path), sinks.closed) == ([4, 8], 1)
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])

@@ -10,16 +10,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import paddle
 import pytest
 from PIL import Image
 from visualdl import LogReader
 
-from fleet_train import fleet
-from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
-from fleet_train.errors import FleetTrainError, NotFinite
-from fleet_train.train import Trainer, TrainerSettings
-from fleet_train.train.dashboard import read_curves, sparkline, table
+from fleet_train.errors import FleetTrainError
+from fleet_train.train.dashboard import read_curves, table
 from fleet_train.train.metrics import JsonLinesSink, NullSink, VisualDLSink, open_sinks, sinks_of
 
 
@@ -64,17 +60,6 @@ def test_everything_is_in_both_and_no_restart_adds_a_file(tmp_path: Path) -> Non
     (settings,) = visualdl_values(visualdl, "hyper_parameters", "hparam")
     assert [info.string_value for info in settings.hparam.hparamInfos if info.name == "name"] == ["from 10"]
     assert [v.id for v in visualdl_values(visualdl, "image", "test/confusion")] == [30]
-
-
-def test_each_line_of_a_text_starts_a_line_of_the_page_and_none_is_longer(tmp_path: Path) -> None:
-    sink = VisualDLSink(tmp_path)
-    sink.text(0, "plan/table", f"first\n\n  second {'word ' * 40}end\nlast")
-    sink.close()
-    (text,) = visualdl_values(tmp_path, "text", "plan/table")
-    lines = [line.replace("\u2007", " ").rstrip() for line in text.text.encoded_text_string.split(" ")]
-    assert {len(line) for line in text.text.encoded_text_string.split(" ")} == {120}
-    assert [line[:9] for line in lines] == ["first", "", "  second ", "      wor", "last"]
-    assert lines[3].endswith(" word end")
 
 
 def test_record_that_a_kill_has_cut_off_does_not_spoil_the_ones_behind_it(tmp_path: Path) -> None:
@@ -168,61 +153,10 @@ class Kept:
         self.closed += 1
 
 
-class Broken(Kept):
-    def write(self, step: int, scalars: Any) -> None:
-        super().write(step, scalars)
-        raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        super().close()
-        raise ValueError("closed badly")
-
-
-@pytest.fixture
-def train(one_process: None) -> Any:
-    """`train(sinks)`: 10 steps with a record at each, by the real loop."""
-    del one_process
-
-    def run(sinks: Any, feature: float = 0.0) -> None:
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-            features = paddle.static.data("features", [-1, 6], "float32")
-            labels = paddle.static.data("labels", [-1], "int64")
-            loss = paddle.nn.functional.cross_entropy(paddle.nn.Linear(6, 3)(features + feature), labels)
-            fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss, startup)
-        with paddle.static.scope_guard(paddle.static.Scope()):
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            exe.run(startup)
-            loader = BatchLoader(synthetic(40, (6,), 3).train, ShardedBatchSampler(40, 8, seed=1))
-            Trainer(exe, loss, loader, TrainerSettings(epochs=2, log_every=1), sinks=sinks).fit()
-
-    return run
-
-
-def test_an_exception_is_said_once_and_stops_neither_training_nor_the_other_sinks(
-    train: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken, kept = Broken(), Kept()
-    train([broken, kept])
-    assert (len(broken.records), broken.closed) == (1, 1)
-    assert len(kept.records) == 10
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "Broken" in line]
-    assert said.startswith("fleet_train: Broken.write: OSError: [Errno 28] No space left on device; it is no longer")
-
-
 @pytest.mark.parametrize("wrong", [[3], [Kept], ["metrics.jsonl"], [object()], 3])
 def test_what_is_no_sink_is_refused_before_training(wrong: Any) -> None:
     with pytest.raises(FleetTrainError, match=r"is not a sink: it takes an object with write\(step, scalars\) and"):
         sinks_of(wrong, reporting=False)
-
-
-def test_sinks_are_closed_when_training_ends_or_fails_and_one_object_is_a_list_of_one(train: Any) -> None:
-    one, alone = Kept(), Kept()
-    train(alone)
-    assert ([step for step, _ in alone.records], alone.closed) == (list(range(1, 11)), 1)
-    with pytest.raises(NotFinite):
-        train([one], feature=float("nan"))
-    assert one.closed == 1
 
 
 def test_ranks_that_do_not_report_call_and_write_nothing(tmp_path: Path) -> None:
@@ -252,12 +186,6 @@ def test_whole_sinks_go_into_a_list_and_others_get_what_they_have_a_method_for(t
     whole = NullSink()
     assert sinks_of(whole, reporting=True) is whole
     assert isinstance(sinks_of(None, reporting=True), NullSink)
-
-
-def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
 
 
 def test_lines_that_are_no_record_are_left_out_and_names_do_nothing_to_the_terminal(tmp_path: Path) -> None:

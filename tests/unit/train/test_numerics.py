@@ -111,12 +111,6 @@ def test_in_place_shows_the_average_and_gives_the_weights_back_even_after_an_err
     assert all(np.array_equal(weights[name], value) for name, value in trained.parameters().items())
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, float("nan")])
-def test_senseless_decay_is_refused(decay: float) -> None:
-    with pytest.raises(ConversionError, match="must be above 0 and below 1"):
-        WeightAverage(decay)
-
-
 def with_batch_norm(features: Any) -> Any:
     return nn.Linear(24, 5)(nn.functional.relu(nn.BatchNorm1D(24)(nn.Linear(FEATURES, 24)(features))))
 

@@ -13,7 +13,7 @@ import yaml
 from fleet_train.profile import Profile, load_profile
 from fleet_train.train.evaluation import MOST, Mistake, worst
 from fleet_train.train.metrics import check_tags
-from fleet_train.train.progress import BarProgress, LineProgress, make_progress
+from fleet_train.train.progress import BarProgress, LineProgress
 from fleet_train.train.reporter import (
     Speed,
     StepMeter,
@@ -88,18 +88,8 @@ def test_profile_text_makes_the_profile_again_and_settings_are_those_that_are_no
 
 def test_confusion_is_blue_on_the_diagonal_and_red_beside_it() -> None:
     picture = confusion_picture(np.array([[90, 10, 0], [0, 0, 100], [0, 0, 0]], dtype=np.int64))
-    cell, corner = 640 // 3, 56
-
-    def colour(row: int, column: int) -> list[int]:
-        return picture[corner + row * cell + 5, corner + column * cell + 5].tolist()
-
-    red, green, blue = colour(0, 0)
-    assert blue > green > red
-    for row, column in ((0, 1), (1, 2)):
-        red, green, blue = colour(row, column)
-        assert red > green > blue
-    assert colour(0, 2) == colour(2, 2) == [244, 244, 244]
-    assert confusion_picture(np.eye(100, dtype=np.int64)).shape == (672, 672, 3)
+    cells = picture[61 : 640 : 640 // 3, 61 : 640 : 640 // 3].astype(int)
+    assert np.sign(cells[..., 2] - cells[..., 0]).tolist() == [[1, -1, 0], [0, 0, -1], [0, 0, 0]]
 
 
 def test_speed_counts_all_ranks_micro_batches_and_the_share_of_waiting() -> None:
@@ -149,15 +139,6 @@ def test_it_is_named_with_its_share_of_the_waiting_once_per_change() -> None:
     assert said[7] == "rank 3 (10.0.0.2:6171) keeps up with the others again"
 
 
-def test_many_short_intervals_are_not_enough() -> None:
-    now, said = 0.0, []
-    watching = StragglerWatch(ENDPOINTS, 1.5, intervals=3, seconds=5.0, clock=lambda: now)
-    for _ in range(10):
-        said.append(watching.check(SLOW, WAITS) is not None)
-        now += 0.9
-    assert said.index(True) == 6  # 5.4 s after it was slow for the first time
-
-
 def test_another_straggler_is_named_in_turn_and_of_two_the_slower() -> None:
     watching = watch(intervals=1)
     assert "rank 3" in str(watching.check(SLOW, WAITS))
@@ -198,23 +179,11 @@ def test_only_wrong_images_are_kept_the_most_confident_first_and_24_at_most() ->
 def test_picture_has_a_tile_for_each_mistake() -> None:
     gray = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 8, 8)
     colour = np.stack([np.ones((8, 8)), np.zeros((8, 8)), np.zeros((8, 8))]).astype(np.float32)
-    mistakes = [Mistake(gray, 3, 8, 0.9)] * 6 + [Mistake(colour, 1, 2, 0.5)]
-    picture = mistakes_picture(mistakes)
+    picture = mistakes_picture([Mistake(gray, 3, 8, 0.9)] * 6 + [Mistake(colour, 1, 2, 0.5)])
     assert picture.shape == (2 * 150, 6 * 128, 3)
-    assert picture[10, 10].tolist() == [0, 0, 0]  # the darkest corner of the first tile, the lightest is opposite
-    assert picture[118, 118].tolist() == [255, 255, 255]
-    assert picture[160, 20].tolist() == [255, 0, 0]
-    assert (picture[200, 300] == 255).all(), "no tile there"
-
-
-def test_a_short_epoch_is_one_line_and_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    for progress in (make_progress(reporting=False), LineProgress(interval_seconds=10.0, clock=lambda: 0.0)):
-        progress.begin(0, 12, steps=3, done=0)
-        for _ in range(3):
-            progress.step(0.5, 8)
-        progress.end("train loss 0.5")
-    make_progress(reporting=False).say("y")
-    assert capsys.readouterr() == ("epoch  1/12  train loss 0.5\n", "")
+    # Opposite corners of the first tile, the second row, no tile.
+    pixels = [picture[place].tolist() for place in ((10, 10), (118, 118), (160, 20), (200, 300))]
+    assert pixels == [[0] * 3, [255] * 3, [255, 0, 0], [255] * 3]
 
 
 def test_long_epoch_has_a_line_per_interval_with_the_last_fetched_loss(capsys: pytest.CaptureFixture[str]) -> None:

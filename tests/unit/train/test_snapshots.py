@@ -5,10 +5,7 @@ The folder ``format_2`` beside this test is what an earlier version saved.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-from fleet_train.train.checkpoint.transfer import Receiver, send
 from tests.support.checkpoints import publish
 
 ANOTHER = storage.Run(1, 9.0, "begun later")
@@ -92,15 +88,21 @@ def test_a_link_among_the_checkpoints_is_removed_and_what_it_leads_to_stays(tmp_
     assert [path.name for path in storage.complete(elsewhere)] == ["step-00000010", "step-00000040"]
 
 
-def test_what_killed_runs_left_is_removed_with_an_overwritten_run(tmp_path: Path) -> None:
+def test_what_killed_runs_left_goes_with_an_overwritten_run_and_what_was_moved_aside_stays(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 10).rename(tmp_path / ".replaced-step-00000010")
     write(tmp_path, 20).rename(tmp_path / ".removing-step-00000020")
     write(tmp_path, 20)
     storage.begin(tmp_path, 30)
     for name in (".copying-step-00000040", ".removing-copying-step-00000040", ".removing-writing-step-00000040"):
         (tmp_path / name).mkdir()
+    for step, why in ((50, "damaged"), (60, "of-run-aa")):
+        storage.move_aside(write(tmp_path, step), why)
+    (tmp_path / storage.RECORD).write_text("{}")
+    own = publish(tmp_path, 70, {"step": 70}, run=ANOTHER)
     storage.remove_others(tmp_path, ANOTHER)
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", "run.json", own.name]
 
 
 def test_an_earlier_run_that_a_killed_process_left_does_not_count(tmp_path: Path) -> None:
@@ -112,15 +114,6 @@ def test_an_earlier_run_that_a_killed_process_left_does_not_count(tmp_path: Path
     assert storage.best(tmp_path) == storage.folder_of(tmp_path, 20)
     storage.prune(tmp_path, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020"]
-
-
-def test_clearing_leaves_the_record_of_the_run_and_what_was_moved_aside(tmp_path: Path) -> None:
-    for step, why in ((10, "damaged"), (20, "of-run-aa")):
-        storage.move_aside(write(tmp_path, step), why)
-    (tmp_path / storage.RECORD).write_text("{}")
-    own = publish(tmp_path, 30, {"step": 30}, run=ANOTHER)
-    storage.remove_others(tmp_path, ANOTHER)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "of-run-aa", "run.json", own.name]
 
 
 def test_none_of_the_old_checkpoints_counts_when_clearing_is_cut_off(
@@ -221,52 +214,30 @@ def test_each_ranks_own_state_is_read() -> None:
     assert [own["fleet_train/errors/w"][0, 0] for own in state.ranks] == [1.0, 2.0]
 
 
-def test_it_is_copied_to_another_node_as_it_is(stored: Path, tmp_path: Path) -> None:
-    folder = stored / "run" / "checkpoints" / "step-00000003"
-    with closing(Receiver(tmp_path / "theirs", "127.0.0.3")) as receiver:
-        assert [send(receiver.address, "127.0.0.2", folder) for _ in range(2)] == [True, False]
-    ours, theirs = (
-        {p.name: p.read_bytes() for p in of.iterdir()} for of in (folder, tmp_path / "theirs" / folder.name)
-    )
-    assert theirs == ours
-
-
-def altered(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
-
-
-def with_other_tensors(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
-
-
-def with_marker(**entries: Any) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("name", "damage", "problem"),
+    ("name", "old", "new", "problem"),
     [
-        ("state.json", altered, "state.json was altered after it was written"),
-        ("persistables.json", altered, "persistables.json was altered after it was written"),
-        ("state.json", Path.unlink, "state.json is missing"),
-        ("persistables.json", Path.unlink, "persistables.json is missing"),
-        ("persistables.safetensors", Path.unlink, "persistables.safetensors is missing"),
-        ("complete.json", with_marker(files=[]), "was altered after it was written"),
-        ("complete.json", with_marker(files={"state.json": "ab", "../../etc/passwd": "ab"}), "was altered after it"),
-        ("complete.json", with_marker(score="high"), "its score is not a number"),
-        (
-            "persistables.safetensors",
-            with_other_tensors,
-            r"tensor '.+' was altered after it was written \(SHA-256 diff",
-        ),
+        ("state.json", b"1", b"2", "state.json was altered after it was written"),
+        ("persistables.json", b"1", b"2", "persistables.json was altered after it was written"),
+        ("persistables.json", b"", None, "persistables.json is missing"),
+        ("persistables.safetensors", b"", None, "persistables.safetensors is missing"),
+        ("complete.json", b'"files": {', b'"files": [], "old": {', "was altered after it"),
+        ("complete.json", b'"score": ', b'"score": "high", "old": ', "its score is not a number"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused(stored: Path, name: str, damage: Any, problem: str) -> None:
-    folder = stored / "run" / "checkpoints" / "step-00000003"
-    damage(folder / name)
+def test_a_damaged_checkpoint_is_refused(stored: Path, name: str, old: bytes, new: bytes | None, problem: str) -> None:
+    path = stored / "run" / "checkpoints" / "step-00000003" / name
+    if new is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
     with pytest.raises(CheckpointError, match=problem):
-        (persistables.read_folder if damage is with_other_tensors else storage.read)(folder)
-    assert storage.complete(folder.parent)[-1] == folder, "the newest one is not skipped silently"
+        storage.read(path.parent)
+    assert storage.complete(path.parent.parent)[-1] == path.parent, "the newest one is not skipped silently"
+
+
+def test_an_altered_tensor_of_format_2_is_named(stored: Path) -> None:
+    path = stored / "run" / "checkpoints" / "step-00000003" / "persistables.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(CheckpointError, match=r"tensor '.+' was altered after it was written \(SHA-256 diff"):
+        persistables.read_folder(path.parent)
