@@ -6,14 +6,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import paddle
 import pytest
 
-from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, HostDevice, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.played import (
@@ -165,39 +164,6 @@ def test_groups_that_share_two_ranks_are_never_in_flight_together(
     assert recorder.events == ["begin first", *(["wait first"] if waits else []), "begin second"]
 
 
-def test_calls_from_a_script_in_static_mode_are_eager(engine_of: Make) -> None:
-    modes = []
-
-    def begin(_: Collective) -> None:
-        modes.append(paddle.in_dynamic_mode())
-
-    def method() -> Stages[None]:
-        modes.append(paddle.in_dynamic_mode())
-        yield one("a", ALL, more=True)
-        modes.append(paddle.in_dynamic_mode())
-        yield one("b", ALL)
-
-    engine = engine_of(Recorder())
-    engine._begin = begin
-    paddle.enable_static()
-    try:
-        engine.start(method(), PLACE).result()
-        assert not paddle.in_dynamic_mode()
-    finally:
-        paddle.disable_static()
-    assert modes == [True] * 4
-
-
-def test_what_runs_beside_is_on_one_other_thread_in_order(engine_of: Make) -> None:
-    engine = engine_of(Recorder())
-    released = threading.Event()
-    first = engine.run_in_background(lambda: (released.wait(60), threading.current_thread())[1])
-    second = engine.run_in_background(threading.current_thread)
-    assert not second.done()
-    released.set()
-    assert first.result(60) is second.result(60) is not threading.current_thread()
-
-
 # Two local groups and their leaders, a group over everybody, and one over another pair: hierarchies and odd groups.
 GROUPS = [Group(0, (0, 1, 2, 3)), Group(1, (0, 1)), Group(2, (2, 3)), Group(3, (0, 2)), Group(4, (1, 2, 3))]
 
@@ -262,25 +228,6 @@ def test_any_two_ranks_begin_what_they_share_in_the_same_order(seed: int) -> Non
             assert both == [name for name in other.recorder.begun if name in set(one_rank.recorder.begun)]
             shared += len(both)
     assert shared > 50
-
-
-def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
-    tasks: list[Any] = []
-    calls: list[CallContext] = []
-
-    @contextmanager
-    def over_a_call(context: CallContext) -> Iterator[None]:
-        calls.append(context)
-        yield
-
-    watched: Any = SimpleNamespace(watch=lambda *what: tasks.append(what), over_a_call=over_a_call, stop=lambda: None)
-    recorder = Recorder()
-    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)
-    others = Group(1, (1, 2))
-    engine.start(stages(Stage((collective("a", ALL), collective("b", others)))), PLACE).result()
-    engine.stop()
-    assert calls == [PLACE, PLACE]
-    assert tasks == [(recorder.tasks[0][1], PLACE)]
 
 
 TENSOR, OUTPUT, PARTS = "tensor", "output", ["part", "part"]

@@ -58,17 +58,6 @@ def test_another_communicator_continues_meanwhile(engine: ThreadEngine) -> None:
     held.result()
 
 
-def test_all_stages_of_a_start_are_carried_out_before_the_next_one_of_its_communicator(engine: ThreadEngine) -> None:
-    order = list[str]()
-    two = stages(calling(lambda: order.append("a1"), more=True), Stage(more=True), calling(lambda: order.append("a2")))
-    running = [engine.start(two, PLACE), engine.start(stages(calling(lambda: order.append("b"))), PLACE)]
-    for one in running:
-        one.result()
-    assert order == ["a1", "a2", "b"]
-    engine.step_on()
-    assert order == ["a1", "a2", "b"]
-
-
 def test_first_part_runs_where_it_is_started_and_the_rest_on_the_thread(engine: ThreadEngine) -> None:
     threads = list[threading.Thread]()
 
@@ -289,30 +278,6 @@ def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(sc
     scene.now += timeouts.WATCHDOG_ASK_SECONDS + 0.1
     until(lambda: scene.asked == 2)
     assert scene.stuck == []
-
-
-def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
-    scene.gone = True
-    for _ in range(4):
-        scene.watch().ended = True
-        task = scene.watch()
-        scene.looked_at(task)
-        scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
-        task.ended = True
-        seen = task.looks
-        until(lambda seen=seen, task=task: task.looks > seen)  # type: ignore[misc]
-    assert (scene.asked, scene.stuck) == (0, [])
-
-
-def test_stopped_watchdog_says_nothing_and_leaves_no_thread(scene: Scene) -> None:
-    task = scene.watch()
-    scene.looked_at(task)
-    scene.watchdog.stop()
-    until(lambda: "fleet_train watchdog" not in {thread.name for thread in threading.enumerate()})
-    seen = task.looks
-    scene.now += 2 * FIRST.timeout_seconds
-    time.sleep(0.05)
-    assert (task.looks, scene.stuck) == (seen, [])
 
 
 def test_hosts_moments_are_those_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
