@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -186,32 +185,6 @@ def test_parameters_and_their_gradients_stay_float32(settings: Profile) -> None:
     dtypes = {value.dtype for pair in trained.result for value in pair}
     assert dtypes == {paddle.float32}
     assert {str(value.dtype) for value in trained.state().values()} == {"float32"}
-
-
-def test_a_weight_that_is_used_twice_is_cast_once() -> None:
-    def tied(features: Any) -> Any:
-        shared = nn.Linear(FEATURES, FEATURES)
-        return shared(shared(features))[:, :CLASSES]
-
-    trained = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1), tied)
-    sources = Counter(
-        operator.operand_source(0).name
-        for operator in trained.main.global_block().ops
-        if operator.name() == "pd_op.cast" and operator.operand_source(0).is_parameter
-    )
-    assert sources == {"linear_0.w_0": 1}
-
-
-def test_what_the_loss_does_not_depend_on_is_left_alone() -> None:
-    def minimize(optimizer: Any, loss: Any) -> Any:
-        probe = paddle.matmul(paddle.ones([2, 2]), paddle.ones([2, 2]))
-        lower_precision(loss, O1, on_gpu=False, emulated=False)
-        optimizer.minimize(loss)
-        return probe
-
-    trained = Trained(OPTIMIZERS["SGD"], minimize)
-    assert trained.result.dtype == paddle.float32
-    assert dtypes_of(trained, "pd_op.matmul") == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_values_that_a_branch_reads_stay_float32() -> None:

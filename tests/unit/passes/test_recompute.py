@@ -322,15 +322,6 @@ def test_equals_paddle_on_equal_batches(network: Any, world_size: int, seed: int
     assert relative_difference(synchronized.state(), plain.state(), floor=0.1) < 1e-5
 
 
-def test_kernels_pass_over_the_values_as_often_as_documented() -> None:
-    """Forward once for the statistics and once to normalise, backward once more for what the sums change."""
-    for arithmetic, forward, backward in ((ARITHMETICS["kernels"], 3 * 4, 1 + 4), (ARITHMETICS["composed"], 0, 1)):
-        trained = Trained(momentum, minimize_synchronized(SameBatchOn(2), arithmetic), normalised)
-        assert trained.operators().count("pd_op.batch_norm_") == 1, "of the frozen one"
-        assert trained.operators().count("pd_op.batch_norm") == forward
-        assert trained.operators().count("pd_op.batch_norm_grad") == backward
-
-
 def test_exchanges_follow_one_order_and_norms_that_do_not_wait_for_each_other_share_one() -> None:
     plain, chained, shared = SameBatchOn(2), SameBatchOn(2), SameBatchOn(2)
     assert Trained(momentum, minimize_synchronized(plain)).operators() == Trained(momentum).operators()
