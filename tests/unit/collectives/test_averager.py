@@ -12,6 +12,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import fragments as flats_module
 from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.plan import TensorSpec, build_plan
@@ -23,17 +24,6 @@ RANKS = 3
 SHAPES = {"one.w": (2, 3), "one.b": (3,), "two.w": (4,), "three.w": (2, 2), "three.b": (2,)}
 
 
-class Later:
-    """A copy that is read later, and how often it was."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor, self.reads = tensor, 0
-
-    def read(self) -> Any:
-        self.reads += 1
-        return self._tensor.numpy()
-
-
 def averager(rank: PaperRank, rate: float = 0.5, dtype: str = "float32", **settings: Any) -> ParameterAverager:
     profile = Profile(use_local_sgd=True, **settings)
     values = [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
@@ -41,7 +31,7 @@ def averager(rank: PaperRank, rate: float = 0.5, dtype: str = "float32", **setti
     (allreduce,) = make_allreduces(rank, 1, 0)  # type: ignore[arg-type]
     assert plan.averaging is not None
     sums = QuantisedSums(rank, plan, [allreduce]) if plan.averaging.quantised else None  # type: ignore[arg-type]
-    return ParameterAverager(profile, plan, allreduce, sums, lambda: rate, Later)
+    return ParameterAverager(profile, plan, allreduce, sums, lambda: rate, HostDevice().to_host)
 
 
 def averagers(**settings: Any) -> list[ParameterAverager]:

@@ -27,20 +27,11 @@ from tests.support.processes import clean_environ, python
 
 Array = np.ndarray[Any, Any]
 BLOCKS = 200  # of 512 elements: more than a piece of 65536
-# Without Paddle: the loops, what they are made of in this process, and what it says.
+# Without Paddle: how often the loops were found in the cache.
 LOOPS = """
-import os
-import numpy as np
 from fleet_train.collectives.methods.codec_loops import compile_loops
 
-threads = len(os.listdir("/proc/self/task"))
 loops = compile_loops()
-values = np.arange(64, dtype=np.float32).reshape(2, 32)
-levels, scales = np.empty((2, 32), np.uint8), np.empty(2, np.float32)
-none = np.empty((2, 0), np.uint8)
-loops.encode(values, levels, scales, none, 127, np.float32(12582912), np.float32(2.0**-100), np.float32(np.nan))
-assert levels[0, 31] == levels[1, 31] == 127 and scales[1] == np.float32(63) / np.float32(127)
-assert len(os.listdir("/proc/self/task")) == threads
 print(sum(loops.encode.stats.cache_hits.values()), sum(loops.decode.stats.cache_hits.values()))
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,24 +16,10 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.methods.dense import DenseMethod
 from tests.support import late
 from tests.support.late import HostRead, install_tripwire
-from tests.unit.collectives import played
-from tests.unit.collectives.played import Group, OneOfTwo, exchange_of, one_of_two
+from tests.unit.collectives.played import Group, OneOfTwo, exchange_of
 
 SHAPES = [(3, 2), (5,)]
-NAMES = ["p0", "p1"]
 LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 1, "local_sgd_steps": 3}
-
-
-def three_times_as_much(collective: Collective, _: bool) -> None:
-    assert collective.kind == "all_reduce"
-    paddle.assign(collective.tensor * 4.0, output=collective.tensor)
-
-
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
-    monkeypatch.setattr(played, "by_arithmetic", three_times_as_much)
-    with one_of_two(monkeypatch) as made:
-        yield made
 
 
 @pytest.fixture
@@ -48,24 +34,15 @@ def full(value: float) -> list[Any]:
     return [paddle.full(shape, value, "float32") for shape in SHAPES]
 
 
-def values_of(tensors: Sequence[Any]) -> list[float]:
-    found = set()
-    for tensor in tensors:
-        found |= set(tensor.reshape([-1]).tolist())
-    return sorted(found)
-
-
-def step(exchange: GradientExchange, value: float = 1.0, boundary: bool | None = None) -> list[float]:
-    """The averages of a step's gradients, which are all of one value."""
+def step(job: OneOfTwo, exchange: GradientExchange, held: Held | None = None) -> None:
+    """A step; with the update behind it if something is held."""
     exchange.arrive()
     exchange.begin(full(0.0))
-    sends = None if boundary is None else paddle.to_tensor([boundary])
-    exchange.launch(0, full(value), sends)
-    return values_of(exchange.wait(0))
-
-
-def finish(exchange: GradientExchange, held: Held) -> None:
-    exchange.finish(held, NAMES, paddle.ones([1]))
+    exchange.launch(0, full(1.0))
+    exchange.wait(0)
+    if held is not None:
+        exchange.finish(held, ["p0", "p1"], paddle.full([1], 2.0))
+    job.device.step += 1
 
 
 @pytest.mark.parametrize(("slowest_ms", "early"), [(4999.0, True), (5000.0, False)])
@@ -75,7 +52,7 @@ def test_slow_ranks_wait_before_the_first_bucket_and_fast_ones_at_the_start(
     job.slowest_ms = slowest_ms
     exchange = exchange_of(job, SHAPES)
     for _ in range(3):
-        step(exchange)
+        step(job, exchange)
     exchange.arrive()
     barrier = exchange.barrier.running
     assert (barrier is not None) is early
@@ -84,29 +61,21 @@ def test_slow_ranks_wait_before_the_first_bucket_and_fast_ones_at_the_start(
     assert job.barriers == [f"step {number}" for number in range(1, 5)]
 
 
-def test_averaging_under_way_is_dropped_where_other_state_is_loaded(job: OneOfTwo) -> None:
+def test_averaging_under_way_is_dropped_where_other_state_is_loaded(
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Collective, "_begin", lambda one, _: paddle.assign(one.tensor * 4.0, output=one.tensor))
     exchange = exchange_of(job, SHAPES, **LOCAL, local_sgd_overlap_steps=2)
     held = Held(full(1.0), [], [])
     for _ in range(4):
-        step(exchange)
-        finish(exchange, held)
+        step(job, exchange, held)
     begun = job.backend.begun
-    exchange.drop_averaging()
-    assert exchange.averaging is not None
-    assert exchange.averaging.apply_pending(held) == []
-    assert (values_of(held.parameters), job.backend.begun) == ([1.0], begun)
-    exchange.drop_averaging()
-
-
-def digests(met: Sequence[str]) -> list[str]:
-    return [name.removeprefix("digest at ") for name in met if name.startswith("digest at ")]
-
-
-@pytest.fixture
-def alike(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneOfTwo]:
-    """A rank whose peer brings the same."""
-    with one_of_two(monkeypatch) as made:
-        yield made
+    for _ in range(2):
+        exchange.drop_averaging()
+        assert exchange.averaging is not None
+        assert exchange.averaging.apply_pending(held) == []
+    assert {value for one in held.parameters for value in one.reshape([-1]).tolist()} == {1.0}
+    assert job.backend.begun == begun
 
 
 @pytest.fixture
@@ -119,19 +88,6 @@ def tripwire(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("arrive", "begin", "launch", "wait", "finish"):
         monkeypatch.setattr(GradientExchange, name, getattr(GradientExchange, name))
     install_tripwire()
-
-
-def random_gradients(step: int) -> list[Any]:
-    random = np.random.default_rng(step)
-    return [paddle.to_tensor(random.standard_normal(shape).astype("float32")) for shape in SHAPES]
-
-
-def step_of(alike: OneOfTwo, exchange: GradientExchange, local: Sequence[Any]) -> list[np.ndarray]:
-    exchange.arrive()
-    exchange.launch(0, local)
-    averages = exchange.wait(0)
-    alike.device.step += 1
-    return [np.array(average.numpy()) for average in averages]
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -149,19 +105,19 @@ READS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.usefixtures("tripwire")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_method_that_reads_a_value_in_a_step_trips_the_tripwire(
-    alike: OneOfTwo, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any]
+    job: OneOfTwo, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], Any]
 ) -> None:
     real = DenseMethod.average
     monkeypatch.setattr(DenseMethod, "average", lambda self, local: (read(local[0]), real(self, local))[1])
-    exchange = exchange_of(alike, SHAPES)
+    exchange = exchange_of(job, SHAPES)
     exchange.arrive()
     with pytest.raises(HostRead, match=r" of an? (tensor|array)"):
-        exchange.launch(0, random_gradients(0))
+        exchange.launch(0, full(1.0))
 
 
-def test_writing_what_is_being_received_is_detected(alike: OneOfTwo) -> None:
+def test_writing_what_is_being_received_is_detected(job: OneOfTwo) -> None:
     buffer = paddle.ones([4])
-    task = alike.backend(Collective("all_reduce", Group(0), buffer))
+    task = job.backend(Collective("all_reduce", Group(0), buffer))
     assert task is not None
     assert np.isnan(buffer.numpy()).all()
     buffer.zero_()
@@ -169,18 +125,17 @@ def test_writing_what_is_being_received_is_detected(alike: OneOfTwo) -> None:
         task.wait()
 
 
-def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded(alike: OneOfTwo) -> None:
+def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded(job: OneOfTwo) -> None:
     """The loss of before would choose the period of what was loaded."""
     settings = {"local_sgd_is_warm_steps": 0, "local_sgd_steps": 4, "local_sgd_schedule": "adaptive"}
-    exchange = exchange_of(alike, SHAPES, use_local_sgd=True, **settings)
+    exchange = exchange_of(job, SHAPES, use_local_sgd=True, **settings)
     averager = exchange.averager
     assert averager is not None
-    for step in range(4):
-        step_of(alike, exchange, random_gradients(step))
-        exchange.finish(Held(random_gradients(step), [], []), ["p0", "p1"], paddle.to_tensor([2.0]))
+    for _ in range(4):
+        step(job, exchange, Held(full(1.0), [], []))
     exchange.drop_averaging()
     averager.schedule.restore([3.0, 0.0, 0.5, 1e-6])
-    step_of(alike, exchange, random_gradients(9))
+    step(job, exchange)
     assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
 
 
@@ -208,9 +163,9 @@ def test_replicas_are_compared_after_the_first_step_and_every_nth(
     exchange, heard = exchange_of(job, SHAPES, **settings), dict[str, int]()
     assert exchange.reads_parameters is ("the start" in expected)
     for number in range(1, 9):
-        step(exchange)
-        finish(exchange, Held(full(1.0), [], []))
-        for name in digests(met):
+        step(job, exchange, Held(full(1.0), [], []))
+        told = [name.removeprefix("digest at ") for name in met if name.startswith("digest at ")]
+        for name in told:
             heard.setdefault(name, number)
     assert heard == expected
-    assert len(digests(met)) == len(expected)
+    assert len(told) == len(expected)

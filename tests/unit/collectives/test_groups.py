@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import socket
@@ -19,7 +18,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import groups, join
-from fleet_train.collectives.groups import held_port, new_group, send_at_once, warm_up
+from fleet_train.collectives.groups import new_group, send_at_once, warm_up
 from fleet_train.collectives.join import glance, probe
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from fleet_train.plan.choose import coarse
@@ -181,19 +180,6 @@ def test_a_stranger_in_the_place_of_a_member_is_found_and_its_neighbour_named(
         "close the ports of Paddle to strangers (SECURITY.md)"
     )
     new_group(Peer(0), (1, 2))
-
-
-def test_a_held_port_can_be_listened_on_and_is_not_given_away() -> None:
-    with held_port() as port:
-        with socket.socket() as store:
-            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            store.bind(("0.0.0.0", port))
-            store.listen()
-        with socket.socket() as other, pytest.raises(OSError, match="in use") as raised:
-            other.bind(("0.0.0.0", port))
-        assert raised.value.errno == errno.EADDRINUSE
-    with socket.socket() as later:
-        later.bind(("0.0.0.0", port))
 
 
 def test_only_connections_to_that_port_send_at_once() -> None:

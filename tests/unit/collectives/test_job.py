@@ -100,20 +100,6 @@ def alone() -> Iterator[Job]:
 ASKED = {"barrier": [None], "all_gather": [7], "broadcast": [7, 1], "compare": [7]}
 
 
-def test_one_process_passes_barriers_alone(alone: Job) -> None:
-    assert [meet(alone) for meet in CALLS.values()] == [None, {0: 7}, 7, []]
-    assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
-    values = np.array([[1.0, 2.0]], "float32")
-    np.testing.assert_array_equal(alone.reduce(values, "sum"), values)
-    assert not np.shares_memory(alone.reduce(values, "sum"), values)
-    shared = transfer.broadcast_arrays(alone, sent := {"w": values})
-    assert (shared, shared is sent) == (sent, False)
-    with pytest.raises(AssertionError, match="has no store"):
-        _ = alone.store
-    alone.report_failure(ValueError("alone"))
-    assert str(alone.failure) == "alone"
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_barrier_waits_for_all_ranks_and_names_the_call(make: Callable[..., Made], call: str) -> None:
     made = make(**{call: "answer"})

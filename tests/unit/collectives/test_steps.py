@@ -134,23 +134,6 @@ def test_steps_and_waits_count_when_the_device_has_passed_them(
     assert (found_told, found_read) == (told, read)
 
 
-def test_telling_and_reading_restart_independently_and_what_was_not_started_takes_no_time(
-    stream: Stream, clock: StepClock
-) -> None:
-    clock.add_barrier(0.25)
-    clock.add_sent(100)
-    pass_step(clock)
-    stream.work(0.0, 1.0, 2.0, 3.0)
-    assert (clock.read().barrier_seconds, clock.read().barrier_seconds) == (0.25, 0.0)
-    told = clock.read_unsent()
-    assert (told.steps, told.barrier_seconds, told.busy_seconds) == (1, 0.25, pytest.approx(2.0))
-    assert clock.read_unsent().steps == 0
-    clock.end_step()
-    stream.work(*[4.0] * (stream.asked - 4))
-    told = clock.read_unsent()
-    assert (told.steps, told.busy_seconds) == (1, 0.0)
-
-
 @dataclass
 class Now:
     """A moment of a clock that is put forward by hand."""

@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.played import (
@@ -70,30 +70,6 @@ def test_stage_with_more_behind_it_ends_at_the_next_step_on_and_the_last_one_doe
     assert recorder.events[3:] == []
     running.result()
     assert recorder.events[3:] == ["wait right"]
-
-
-def test_waiting_for_a_result_starts_the_others_next_stage_if_it_has_more_stages_itself(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    first = engine.start(stages(one("a1", ALL, more=True), one("a2", ALL)), PLACE)
-    second = engine.start(stages(one("b1", ALL, more=True), one("b2", ALL)), PLACE)
-    first.result()
-    assert recorder.begun == ["a1", "b1", "a2", "b2"]
-    assert "wait b2" not in recorder.events
-    second.result()
-    assert recorder.events[-1] == "wait b2"
-
-
-def test_stages_without_collectives_are_passed_at_once_unless_others_may_have_some(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    at_once = engine.start(stages(HAND_OVER, Stage(), result="done"), PLACE)
-    assert at_once.progress.is_done
-    placed = engine.start(stages(HAND_OVER, Stage(more=True), one("last", ALL), result="later"), PLACE)
-    assert recorder.events == []
-    engine.step_on()
-    assert recorder.events == ["begin last"]
-    assert (at_once.result(), placed.result()) == ("done", "later")
 
 
 def test_nothing_is_computed_or_started_before_the_barrier_is_passed(engine_of: Make) -> None:

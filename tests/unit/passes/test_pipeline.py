@@ -9,9 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleet_train.collectives.host_ops import emit_barrier, passes_a_token, token
 from fleet_train.convert.passes.pipeline import LossScaler, merge_gradients
-from fleet_train.convert.rewrite import chain_in_program_order
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from tests.unit.passes.training import Trained, batches, loss_scaling, relative_difference
@@ -132,48 +130,6 @@ def test_overflow_in_one_micro_batch_skips_the_whole_update(optimizer: str) -> N
     trained.step(data[3])
     plain.step((np.concatenate([data[2][0], data[3][0]]), np.concatenate([data[2][1], data[3][1]])))
     assert relative_difference(trained.parameters(), plain.parameters()) < 1e-5
-
-
-class PlayedJob:
-    """What host operators ask of one when they run."""
-
-    timeout_seconds = 1.0
-
-    def __init__(self) -> None:
-        self.met: list[str] = []
-
-    def count(self, _: str) -> int:
-        return 0
-
-    def step_barrier(self, moment: str, _: float) -> None:
-        self.met.append(moment)
-
-
-def is_one_chain(program: Any) -> bool:
-    """Whether each operator that talks takes the token of the one before it."""
-    links = [operator for operator in program.global_block().ops if passes_a_token(operator)]
-    before = [link.operand_source(0).get_defining_op().id() for link in links[1:]]
-    return before == [link.id() for link in links[:-1]]
-
-
-def test_interleaved_chains_become_one_in_program_order() -> None:
-    main, job = paddle.static.Program(), PlayedJob()
-    with paddle.static.program_guard(main):
-        x = paddle.static.data("x", [2], "float32")
-        first, second = token(), token()
-        first = emit_barrier(job, "a", first)  # type: ignore[arg-type]
-        second = emit_barrier(job, "b", second)  # type: ignore[arg-type]
-        y = paddle.tanh(x)
-        second = emit_barrier(job, "c", second)  # type: ignore[arg-type]
-        first = emit_barrier(job, "d", first)  # type: ignore[arg-type]
-        assert not is_one_chain(main)
-        operators = [operator.id() for operator in main.global_block().ops]
-        chain_in_program_order(main.global_block().ops)
-    assert is_one_chain(main)
-    assert [operator.id() for operator in main.global_block().ops] == operators, "nothing is moved"
-    exe = paddle.static.Executor(paddle.CPUPlace())
-    exe.run(main, feed={"x": np.zeros(2, "float32")}, fetch_list=[y, first, second])
-    assert job.met == ["a 0", "b 0", "c 0", "d 0"]
 
 
 def test_nothing_moves_between_updates_and_the_main_block_knows_their_ends() -> None:

@@ -192,20 +192,6 @@ def test_each_program_is_looked_at_once_and_paddles_method_comes_back() -> None:
     assert paddle.static.Executor.run is before
 
 
-def test_a_method_that_somebody_else_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(paddle.static.Executor, "run", lambda *_: ran.append("paddle's"))
-    session.before_first_runs(lambda _: ran.append("looked"))
-    ours = paddle.static.Executor.run
-    monkeypatch.setattr(paddle.static.Executor, "run", lambda self, *given: (ran.append("theirs"), ours(self, *given)))
-    theirs = paddle.static.Executor.run
-    paddle.static.Executor().run(paddle.static.Program())
-    process.put_back()
-    assert paddle.static.Executor.run is theirs
-    paddle.static.Executor().run(paddle.static.Program())
-    assert ran == ["theirs", "looked", "paddle's", "theirs", "paddle's"]
-
-
 JOB = """
 import sys
 from fleet_train import fleet
@@ -265,17 +251,6 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
         process.put_back()
     assert (value.item(), seen) == (1.0, [["x", "y"]])
     assert paddle.static.Executor.run is before
-
-
-def test_flags_come_back() -> None:
-    flag = "FLAGS_check_nan_inf"
-    before = paddle.get_flags(flag)
-    process.set_flags({flag: not before[flag]})
-    process.set_flags({flag: before[flag]})
-    process.set_flags({flag: not before[flag]})
-    assert paddle.get_flags(flag) != before
-    process.put_back()
-    assert paddle.get_flags(flag) == before
 
 
 def test_a_loader_that_is_made_after_a_shutdown_feeds_its_program_too() -> None:
