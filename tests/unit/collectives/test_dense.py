@@ -8,7 +8,6 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods import registry
 from fleet_train.collectives.methods.dense import (
     cast_on_host,
@@ -19,10 +18,7 @@ from fleet_train.collectives.methods.dense import (
     views,
     without_cast,
 )
-from fleet_train.collectives.methods.registry import Parts
-from fleet_train.errors import ConversionError
-from fleet_train.plan import Bucket, TensorSpec, build_plan
-from fleet_train.profile import Profile
+from fleet_train.plan import Bucket, TensorSpec
 from tests.unit.collectives.played import CollectiveSpec, PaperRank, in_turn, ranks_of
 
 pytestmark = pytest.mark.usefixtures("groups_on_paper")
@@ -127,19 +123,6 @@ def test_buffers_are_cut_without_a_copy_on_a_host_only() -> None:
     whole.scale_(2.0)
     assert (parts[1].tolist(), copied.tolist()) == ([20.0, 22.0], [10.0, 11.0])
     np.testing.assert_array_equal(flatten(parts).numpy(), whole[4:].numpy())
-
-
-@pytest.mark.parametrize(
-    ("compression", "told"),
-    [("int8", "int8 was planned without links for quantised sums"), ("dgc", "an optimizer whose momentum it has not")],
-)
-def test_compression_without_what_it_needs_is_refused(compression: str, told: str) -> None:
-    profile = Profile(compression=compression)
-    plan = build_plan([TensorSpec("w", (20, 30), "float32")], Cluster.imagined(2, 1), profile)
-    job: Any = ranks_of(2)[0]
-    (dense,) = make_allreduces(job, 1, 0)
-    with pytest.raises(ConversionError, match=told):
-        Parts(plan.buckets[0], job, plan, profile, dense).make()
 
 
 class Remembering:

@@ -295,14 +295,6 @@ def test_every_run_is_what_the_program_has_counted(size: int, counted: int, read
     assert program.runs(4 * size) == expected
 
 
-def test_host_reads_along_up_to_the_first_update_and_never_again() -> None:
-    program = Program(3)
-    program.runs(3)
-    assert program.device.early_reads == 3
-    program.runs(12)
-    assert program.device.early_reads == 3
-
-
 def test_a_loaded_count_is_used_after_forgetting() -> None:
     program = Program(4)
     program.runs(6)

@@ -30,17 +30,13 @@ def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
 
-def minimize_as_it_is(optimizer: Any, loss: Any) -> None:
-    optimizer.minimize(loss)
-
-
 class Trained:
     """``minimize(optimizer, loss)`` is what is tested; it runs with the programs as the current ones."""
 
     def __init__(
         self,
         make_optimizer: Callable[[], Any],
-        minimize: Callable[[Any, Any], Any] = minimize_as_it_is,
+        minimize: Callable[[Any, Any], Any] = lambda optimizer, loss: optimizer.minimize(loss),
         network: Callable[[Any], Any] = mlp,
     ) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
