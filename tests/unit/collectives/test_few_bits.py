@@ -12,7 +12,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import Stages
-from fleet_train.collectives.methods import dense, quantised
+from fleet_train.collectives.methods import quantised
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import (
     QuantisedAllreduce,
@@ -31,10 +31,11 @@ SHAPES = [(3, 7), (40,), (1,), (8, 11)]
 GRADIENTS = [TensorSpec(f"w{index}", shape, "float32") for index, shape in enumerate(SHAPES)]
 
 
+pytestmark = pytest.mark.usefixtures("groups_on_paper")
+
+
 @pytest.fixture(autouse=True, params=["nccl", "gloo"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (dense, quantised):
-        monkeypatch.setattr(module, "new_group", form)
     monkeypatch.setattr(quantised, "backend_name", lambda: request.param)
     return str(request.param)
 

@@ -90,13 +90,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
         made.job.engine.stop()
 
 
-@pytest.fixture
-def alone() -> Iterator[Job]:
-    made = Job(Cluster.imagined(1, 1), paddle.CPUPlace())
-    yield made
-    made.leave()
-
-
 ASKED = {"barrier": [None], "all_gather": [7], "broadcast": [7, 1], "compare": [7]}
 
 
@@ -322,15 +315,6 @@ SENT = {
     "n": np.array(9, "int64"),
 }
 WIRE = b"".join(array.tobytes() for array in SENT.values())
-
-
-def test_names_are_numbered_each_for_itself_and_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
-    assert [alone.count(name) for name in ("a", "b", "a", "a", "b")] == [0, 0, 1, 2, 1]
-    meetings = []
-    for number in (0, 0, 1, 1, 0):
-        alone.mark_active_program(number)
-        meetings.append(alone.sync_points)
-    assert meetings == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("leave", [None, WorkerFailed("the store is gone")])

@@ -300,12 +300,6 @@ def test_store_that_cannot_be_reached_is_not_hosted_any_longer(world: World) -> 
     with pytest.raises(JoinTimeout):
         join(cluster_of(0), 30.0)
     assert world.did[-1] == "release the host"
-    world.did.clear()
-    world.connections.clear()
-    world.connections.append(())
-    with pytest.raises(JoinTimeout):
-        join(cluster_of(1), 30.0)
-    assert "release the host" not in world.did
 
 
 @pytest.mark.usefixtures("world")

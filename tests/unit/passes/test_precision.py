@@ -76,7 +76,6 @@ OPTIMIZERS = {
     "SGD": lambda: paddle.optimizer.SGD(0.1),
     "Momentum": lambda: paddle.optimizer.Momentum(0.05, 0.9),
     "Adam": lambda: paddle.optimizer.Adam(0.01, epsilon=1e-3),
-    "AdamW": lambda: paddle.optimizer.AdamW(0.01, epsilon=1e-3, grad_clip=nn.ClipGradByGlobalNorm(0.5)),
 }
 
 
