@@ -47,12 +47,11 @@ def held(value: float, dtype: str = "float32") -> Held:
     return Held(full(value, dtype), [paddle.full([2], 100 * value), paddle.full([1], value, "float64")], [])
 
 
-def average(
-    every: Sequence[ParameterAverager], brought: Sequence[Held], fragment: int = 0, losses: Sequence[float] = (0, 0, 0)
-) -> list[CollectiveSpec]:
+def average(every: Sequence[ParameterAverager], brought: Sequence[Held], fragment: int = 0) -> list[CollectiveSpec]:
+    loss = paddle.full([1], float("nan"))  # nobody may use it where the period is constant
     stages = [
-        one.average(one.fragments[fragment], one.held_of(one.fragments[fragment], mine), paddle.full([1], loss))
-        for one, mine, loss in zip(every, brought, losses, strict=True)
+        one.average(one.fragments[fragment], one.held_of(one.fragments[fragment], mine), loss)
+        for one, mine in zip(every, brought, strict=True)
     ]
     return in_turn(stages)[1]
 
@@ -70,7 +69,7 @@ def values_of(tensors: Sequence[Any]) -> list[float]:
 def test_parameters_and_statistics_become_their_means(dtype: str) -> None:
     every, brought = averagers(dtype=dtype), [held(value, dtype) for value in (1.0, 2.0, 6.0)]
     every[0].before_update(full(1.0, dtype))
-    sent = average(every, brought, losses=[float("nan")] * 3)
+    sent = average(every, brought)
     for mine in brought:
         assert values_of(mine.parameters) == [3.0, 6.0, 9.0, 12.0, 15.0]
         assert {str(tensor.dtype) for tensor in mine.parameters} == {f"paddle.{dtype}"}

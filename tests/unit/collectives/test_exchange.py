@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,16 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
     averager.schedule.restore([3.0, 0.0, 0.5, 1e-6])
     step(job, exchange)
     assert averager.schedule.numbers() == [3.0, 0.0, 0.5, 1e-6]
+
+
+def test_time_at_a_barrier_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computing thread stands there itself: a rank that waits for a slow one must not look slow."""
+    real, seconds = job.step_barrier, 0.2
+    monkeypatch.setattr(job, "step_barrier", lambda *given: (time.sleep(seconds), real(*given))[1])
+    exchange = exchange_of(job, SHAPES, use_local_sgd=True, local_sgd_is_warm_steps=2, local_sgd_steps=1)
+    for _ in range(4):  # barriers at 2 synchronous steps, and behind 2 local ones
+        step(job, exchange, Held(full(1.0), [], []))
+    assert job.clock.read().exposed_seconds > 4 * 0.9 * seconds
 
 
 @pytest.mark.parametrize(

@@ -139,11 +139,10 @@ def gradients(world_size: int, seed: int = 0) -> list[list[np.ndarray]]:
     return [[random.standard_normal(shape).astype("float32") for shape in SHAPES] for _ in range(world_size)]
 
 
-def methods(ranks: Sequence[PaperRank], **profile: Any) -> list[QuantisedMethod]:
-    bucket = Bucket(0, tuple(GRADIENTS), 0)
+def methods(ranks: Sequence[PaperRank], feedback: bool = True, **profile: Any) -> list[QuantisedMethod]:
+    bucket, chosen = Bucket(0, tuple(GRADIENTS), 0), settings(error_feedback=feedback)
     return [
-        QuantisedMethod(bucket, sums_of(rank, **profile).make(0, "w0", ELEMENTS, settings()), len(ranks))
-        for rank in ranks
+        QuantisedMethod(bucket, sums_of(rank, **profile).make(0, "w0", ELEMENTS, chosen), len(ranks)) for rank in ranks
     ]
 
 
@@ -184,6 +183,7 @@ def test_what_is_missing_or_of_another_size_starts_as_zero() -> None:
     assert one.state()["w3.error"].tolist() == [1.0] * 88
     one.load_state({"w0.sums": paddle.to_tensor([6])})
     assert one.state()["w0.sums"].tolist() == [6]
+    assert list(methods(ranks_of(2), feedback=False)[0].state()) == ["w0.sums"]
 
 
 def test_each_communicator_exchanges_over_groups_of_its_own(backend: str) -> None:

@@ -114,13 +114,6 @@ def test_chosen_gpu_is_paddles_current_one_and_its_flag_says_so(monkeypatch: pyt
     assert (current, os.environ["FLAGS_selected_gpus"]) == ([], "7")
 
 
-def test_cpu_needs_no_choice_and_leaves_the_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLAGS_selected_gpus", "nonsense")
-    monkeypatch.setattr(join_module, "backend_name", lambda: "gloo")
-    assert isinstance(choose_place(cluster(3)), paddle.CPUPlace)
-    assert os.environ["FLAGS_selected_gpus"] == "nonsense"
-
-
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")
 PADDLES = ("PADDLE_MASTER", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
 OTHERS = ("PADDLE_CURRENT_ENDPOINT", "PADDLE_RANK_IN_NODE", "MASTER_ADDR", "MASTER_PORT")

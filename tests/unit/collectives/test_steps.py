@@ -237,6 +237,15 @@ def at(*steps: int) -> list[str]:
     return [f"step {step}" for step in steps]
 
 
+def test_steps_have_one_while_the_slowest_rank_is_slow(job: OneOfTwo) -> None:
+    def told(step: int) -> None:
+        job.slowest_ms = {4: 1500.0, 5: 1000.1, 6: None, 7: 1000.0}.get(step, job.slowest_ms)
+
+    # 4 has none: what is told from then on is heard of at 5.
+    run(exchange_of(job, SHAPES, barrier_every_steps=5), before=told)
+    assert job.barriers == at(1, 2, 5, 6, 7, 10, 15, 20)
+
+
 def test_step_after_another_programs_steps_has_one(job: OneOfTwo) -> None:
     one, other = (exchange_of(job, SHAPES, barrier_every_steps=50) for _ in range(2))
     run(one, 1, 4)

@@ -88,21 +88,9 @@ OTHERS: dict[str, Loss] = {
     "not linear": lambda x, y, weight: paddle.sqrt(x.square().sum()),
     "fed without a gradient": lambda x, y, weight: x.mean() + y.cast("float32").sum(),
     "cond": lambda x, y, weight: paddle.static.nn.cond(x.mean() > 0, lambda: x.sum(), lambda: x.mean()),
-    "own operator": lambda x, y, weight: doubled(x).sum(),
     "fixed batch": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("fixed", [8, 4])).sum(),
     "time first": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("time", [8, None, 4])).sum(axis=1).mean(),
 }
-
-
-def doubled(x: Any) -> Any:
-    """A host operator of the script's."""
-    return paddle.static.register_op(
-        lambda value: value * 2,
-        name=paddle.utils.unique_name.generate("doubled_in_a_test"),
-        infer_meta=lambda meta: paddle.static.MetaTensor(dtype=meta.dtype, shape=meta.shape),
-        input_names=["value"],
-        output_names=["out"],
-    )(x)
 
 
 def mask(y: Any) -> Any:

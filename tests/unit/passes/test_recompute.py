@@ -288,13 +288,9 @@ def vectors(features: Any) -> Any:
     return nn.Linear(24, CLASSES)(F.dropout(nn.LayerNorm(24)(hidden + nn.Linear(24, 24)(hidden)), 0.1))
 
 
-CASES = [
-    *product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)]),
-    pytest.param(divided, ("O2", 8), marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("network", "case"), CASES)
+@pytest.mark.parametrize(
+    ("network", "case"), product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)])
+)
 def test_recompute_changes_no_bit_of_the_others(network: Any, case: tuple[str, int]) -> None:
     level, segments = case
     ways = [minimize_with(level, count, accumulate_steps=2) for count in (0, segments)]
