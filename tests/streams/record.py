@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from itertools import count
@@ -274,10 +274,8 @@ class PlayedWatchdog:
     def watch(self, task: Any, context: CallContext) -> None:
         """Nothing gets stuck while a trace is recorded."""
 
-    @contextmanager
-    def over_a_call(self, context: CallContext) -> Iterator[None]:
-        with self._recorder.inside(context.what):
-            yield
+    def over_a_call(self, context: CallContext) -> AbstractContextManager[None]:
+        return self._recorder.inside(context.what)
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import socket
+import subprocess
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from fleet_train.collectives.join import glance, probe
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from fleet_train.plan.choose import coarse
 from fleet_train.plan.price import Link
+from tests.support.processes import clean_environ, python
 from tests.unit.collectives.played import Group, PaperRank, form
 
 PORT = 4321
@@ -192,6 +194,32 @@ def test_only_connections_to_that_port_send_at_once() -> None:
         at_once = [bool(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for one in clients]
         assert at_once == [True, False]
         assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+# A store of Paddle's as new_group opens one; exits without the end of the interpreter, as ranks do.
+_A_STORE = """
+import os, socket
+import paddle, psutil
+from fleet_train.collectives.groups import held_port, send_at_once
+
+def delayed(port):
+    links = [one.fd for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+    copies = [socket.socket(fileno=os.dup(link)) for link in links]
+    return [not copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for copy in copies]
+
+with held_port() as port:
+    store = paddle.base.core.TCPStore("127.0.0.1", port, True, 1, 60)
+before = delayed(port)
+send_at_once(port)
+store.set("a", "b")
+print(before, delayed(port), store.get("a"), flush=True)
+os._exit(0)
+"""
+
+
+def test_paddles_own_connection_is_found() -> None:
+    said = subprocess.run(python("-c", _A_STORE), env=clean_environ(), capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "[True] [False] b'b'"
 
 
 LATENCY, BYTES_PER_SECOND = 1e-4, 1e8

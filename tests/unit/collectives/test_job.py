@@ -261,6 +261,11 @@ def test_rank_0_has_its_own_part_and_the_others_whatever_the_pieces(
     assert not np.shares_memory(parts[0]["flags"], parts[1]["flags"])
 
 
+def test_rank_0_gives_away_what_it_has(job: OneOfTwo) -> None:
+    assert_same(transfer.broadcast_arrays(job, ARRAYS))
+    assert_same(transfer.scatter_arrays(job, [ARRAYS, ARRAYS]))
+
+
 def test_no_part_is_collected_of_ranks_with_other_shapes(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, Any]] = []
 
