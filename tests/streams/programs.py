@@ -6,9 +6,9 @@ something."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -181,18 +181,15 @@ class Control:
     nodes: int = 2
     ranks_per_node: int = 1
     one_resident: bool = False
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     expected: str = DEADLOCK
 
     def traces(self, steps: int) -> list[Trace]:
-        profile = load_profile(self.profile)
-        if self.settings:
-            profile = profile.with_settings("a control", **dict(self.settings))
+        profile = load_profile(self.profile).with_settings("a control", **self.settings)
         return record(shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine)
 
 
-_ALONE = (("nccl_comm_num", 1),)
-_HIERARCHY = (("use_hierarchical_allreduce", True),)
+_ALONE, _HIERARCHY = {"nccl_comm_num": 1}, {"use_hierarchical_allreduce": True}
 CONTROLS = (
     Control("two communicators in flight", SideBySide, "multi_node", one_resident=True),
     Control("the same, kernels always side by side", SideBySide, "multi_node", expected=NOTHING),

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from itertools import count
@@ -28,8 +28,6 @@ from tests.support.agreeing import AgreeingJob
 T = TypeVar("T")
 
 _READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__")
-
-
 _TALKING = ("arrive", "begin", "launch", "wait", "finish", "barrier", "gather", "total")
 
 
@@ -261,8 +259,7 @@ class PlayedThread:
         self._recorder, self._name = recorder, name
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        future: RecordedFuture[T] = self._recorder.beside(self._name, task)
-        return future
+        return self._recorder.beside(self._name, task)
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -277,10 +274,8 @@ class PlayedWatchdog:
     def watch(self, task: Any, context: CallContext) -> None:
         """Nothing gets stuck while a trace is recorded."""
 
-    @contextmanager
-    def over_a_call(self, context: CallContext) -> Iterator[None]:
-        with self._recorder.inside(context.what):
-            yield
+    def over_a_call(self, context: CallContext) -> AbstractContextManager[None]:
+        return self._recorder.inside(context.what)
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -312,26 +307,17 @@ def play_rank(
 def _played(recorder: Recorder) -> Iterator[None]:
     """While this lasts, what would talk, start threads or look into a device takes notes instead."""
     rank, numbers = recorder.trace.rank, count(1)
-
-    def begin(collective: engine.Collective, sync_op: bool) -> Any:
-        return recorder.begin(collective, sync_op)
-
-    def make_group(ranks: Sequence[int]) -> PlayedGroup:
-        return PlayedGroup(next(numbers), ranks, rank)
-
-    def make_thread(name: str, place: Any) -> PlayedThread:
-        del place
-        return PlayedThread(recorder, name)
-
     with ExitStack() as stack:
         patches: list[Any] = [
-            mock.patch.object(engine.Collective, "begin", begin),
-            mock.patch.object(paddle.distributed, "new_group", make_group),
+            mock.patch.object(
+                engine.Collective, "begin", lambda collective, sync_op: recorder.begin(collective, sync_op)
+            ),
+            mock.patch.object(paddle.distributed, "new_group", lambda ranks: PlayedGroup(next(numbers), ranks, rank)),
             mock.patch.object(quantised, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "backend_name", return_value="nccl"),
             mock.patch.object(groups, "_own_store", return_value=nullcontext()),
             mock.patch.object(groups, "_kept", lambda group: group),
-            mock.patch.object(engines, "WorkerThread", make_thread),
+            mock.patch.object(engines, "WorkerThread", lambda name, _: PlayedThread(recorder, name)),
             mock.patch.object(host_ops, "_host_operator", _noted(recorder)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]

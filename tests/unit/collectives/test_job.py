@@ -14,12 +14,11 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient, Variants
-from fleet_train.collectives import job as job_module
 from fleet_train.collectives import transfer
-from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective
+from fleet_train.collectives.engine import HAND_OVER, CallContext
 from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
-from tests.unit.collectives.played import OneOfTwo, PaperRank, form
+from tests.unit.collectives.played import OneOfTwo, PaperRank
 
 CLUSTER = Cluster.imagined(3, 1)
 PLACE = CallContext("step 4", "step 4, bucket 1")
@@ -91,28 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
         made.job.engine.stop()
 
 
-@pytest.fixture
-def alone() -> Iterator[Job]:
-    made = Job(Cluster.imagined(1, 1), paddle.CPUPlace())
-    yield made
-    made.leave()
-
-
 ASKED = {"barrier": [None], "all_gather": [7], "broadcast": [7, 1], "compare": [7]}
-
-
-def test_one_process_passes_barriers_alone(alone: Job) -> None:
-    assert [meet(alone) for meet in CALLS.values()] == [None, {0: 7}, 7, []]
-    assert (alone.sync_points, alone.gone(), alone.world_size) == (0, {}, 1)
-    values = np.array([[1.0, 2.0]], "float32")
-    np.testing.assert_array_equal(alone.reduce(values, "sum"), values)
-    assert not np.shares_memory(alone.reduce(values, "sum"), values)
-    shared = transfer.broadcast_arrays(alone, sent := {"w": values})
-    assert (shared, shared is sent) == (sent, False)
-    with pytest.raises(AssertionError, match="has no store"):
-        _ = alone.store
-    alone.report_failure(ValueError("alone"))
-    assert str(alone.failure) == "alone"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -158,64 +136,6 @@ def test_step_barrier_uses_its_own_connection_and_is_no_sync_point(make: Callabl
     assert (made.job.sync_points, made.store.asked) == (0, [])
     assert made.job._times_up_to(4) == {0: [1.0]}
     assert made.store.asked == [("times", 4)]
-
-
-def test_groups_of_all_ranks_are_made_once(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, formed = make(), []
-    monkeypatch.setattr(job_module, "new_group", lambda _, ranks: formed.append(ranks) or len(formed))
-    assert made.job.communicators(2) == [1, 2]
-    assert made.job.communicators(1) == [1]
-    assert made.job.communicators(3) == [1, 2, 3]
-    assert formed == [[0, 1, 2]] * 3
-
-
-def by_three(collective: Collective, _: bool) -> None:
-    """A sum of three that bring the same."""
-    assert (collective.kind, collective.op) == ("all_reduce", "sum")
-    paddle.assign(collective.tensor * 3, output=collective.tensor)
-
-
-def test_reduced_values_have_the_shape_that_was_brought(
-    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_module, "new_group", lambda _, ranks: form(stub, ranks))
-    monkeypatch.setattr(Collective, "_begin", by_three)
-    stub: Any = type("Stub", (), {"formed": []})()
-    made = make(compare=[])
-    values = np.arange(6, dtype="int64").reshape(2, 3)
-    for number in range(2):
-        found = made.job.reduce(values, "sum")
-        np.testing.assert_array_equal(found, [[0, 3, 6], [9, 12, 15]])
-        assert found.dtype == np.int64
-        assert made.store.asked[number] == ("compare", f"all_reduce {number}", [[2, 3], "int64", "sum"], 3, 60.0, "")
-    np.testing.assert_array_equal(values.reshape(-1), range(6))
-
-
-def test_different_arrays_are_not_reduced(make: Callable[..., Made]) -> None:
-    brought = [([[0, 1]], [[2], "int32", "max"]), ([[2, 2]], [[3], "int32", "max"])]
-    made = make(compare=brought)
-    with pytest.raises(ConversionError) as raised:
-        made.job.reduce(np.zeros(2, "int32"), "max")
-    assert str(raised.value) == (
-        "all_reduce 0: the ranks passed different arrays: rank 0: [[2], 'int32', 'max']; rank 2: [[3], 'int32', 'max']"
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op", "told"),
-    [
-        ("float32", "mean", "op='mean' is unknown; it takes sum, max, min"),
-        ("float16", "sum", "dtype float16 cannot be reduced"),
-    ],
-)
-def test_what_no_backend_reduces_is_refused_before_anybody_is_met(
-    make: Callable[..., Made], alone: Job, dtype: str, op: str, told: str
-) -> None:
-    made = make()
-    for job in (made.job, alone):
-        with pytest.raises(ConversionError, match=told):
-            job.reduce(np.zeros(2, dtype), op)
-    assert made.store.asked == []
 
 
 @pytest.mark.parametrize(
@@ -400,15 +320,6 @@ SENT = {
     "n": np.array(9, "int64"),
 }
 WIRE = b"".join(array.tobytes() for array in SENT.values())
-
-
-def test_names_are_numbered_each_for_itself_and_another_programs_turn_counts_as_a_barrier(alone: Job) -> None:
-    assert [alone.count(name) for name in ("a", "b", "a", "a", "b")] == [0, 0, 1, 2, 1]
-    meetings = []
-    for number in (0, 0, 1, 1, 0):
-        alone.mark_active_program(number)
-        meetings.append(alone.sync_points)
-    assert meetings == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("leave", [None, WorkerFailed("the store is gone")])

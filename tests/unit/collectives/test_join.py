@@ -21,24 +21,9 @@ from fleet_train.collectives.paddle_compat import backend_name, installed_versio
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, LinkFailed, PaddleUnusable, ScheduleMismatch
 
 
-@pytest.mark.parametrize("environ", [{}, {"FLAGS_enable_pir_api": "1"}, {"FLAGS_enable_pir_api": " True "}])
-def test_the_installed_one_can_be_used(environ: dict[str, str]) -> None:
-    require_paddle(environ)
+def test_version_is_the_packages_where_paddle_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"paddlepaddle": "3.3.1", "paddlepaddle-gpu": "3.4.0"}
 
-
-@pytest.mark.parametrize("said", ["", None])
-@pytest.mark.parametrize(
-    ("versions", "expected"),
-    [
-        ({"paddlepaddle": "3.3.1"}, "3.3.1"),
-        ({"paddlepaddle-gpu": "3.4.0"}, "3.4.0"),
-        ({"paddlepaddle": "3.3.1", "paddlepaddle-gpu": "3.4.0"}, "3.3.1"),
-        ({}, "unknown"),
-    ],
-)
-def test_version_is_the_packages_where_paddle_does_not_say_it(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, versions: dict[str, str], expected: str
-) -> None:
     def version(name: str) -> str:
         if name not in versions:
             raise metadata.PackageNotFoundError(name)
@@ -46,8 +31,12 @@ def test_version_is_the_packages_where_paddle_does_not_say_it(
 
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version() == paddle.__version__ != ""
-    monkeypatch.setattr(paddle, "__version__", said)
-    assert installed_version() == expected
+    monkeypatch.setattr(paddle, "__version__", None)
+    found = [installed_version()]
+    for name in list(versions):
+        del versions[name]
+        found.append(installed_version())
+    assert found == ["3.3.1", "3.4.0", "unknown"]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +59,11 @@ def test_backend_is_nccl_on_a_gpu_build_that_is_not_asked_for_gloo(
 @pytest.mark.parametrize(
     ("selected", "local_rank", "visible", "gpu"),
     [
-        (None, 0, 8, 0),
         (None, 5, 8, 5),
         (None, 3, 1, 0),  # a scheduler shows each rank a GPU of its own
-        ("2", 0, 8, 2),
-        ("0", 3, 8, 0),
         ("6,7", 1, 8, 6),
         (" 4 , 5", 0, 8, 4),
         ("", 2, 4, 2),
-        (" ", 2, 4, 2),
         ("0", 3, 1, 0),
     ],
 )
@@ -127,13 +112,6 @@ def test_chosen_gpu_is_paddles_current_one_and_its_flag_says_so(monkeypatch: pyt
     with pytest.raises(ClusterError, match="asks for GPU 7"):
         choose_place(cluster(0))
     assert (current, os.environ["FLAGS_selected_gpus"]) == ([], "7")
-
-
-def test_cpu_needs_no_choice_and_leaves_the_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLAGS_selected_gpus", "nonsense")
-    monkeypatch.setattr(join_module, "backend_name", lambda: "gloo")
-    assert isinstance(choose_place(cluster(3)), paddle.CPUPlace)
-    assert os.environ["FLAGS_selected_gpus"] == "nonsense"
 
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "FLAGS_stop_check_timeout", "PADDLE_DISTRI_BACKEND")
@@ -278,23 +256,6 @@ def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World
     assert world.did[-4:] == ["leave", "close barriers", "close store", "release the host"]
 
 
-def test_other_ranks_open_paddles_store_where_rank_0_has_it(world: World) -> None:
-    job = join(cluster_of(1), 30.0)
-    assert world.did == [
-        "keep freed memory",
-        "compare join",
-        "route to 10.0.0.1",
-        "broadcast paddle store from 0: None",
-        f"store at 10.0.0.1:{STORE_PORT} waits for 1",
-        f"send at once to {STORE_PORT}",
-        "prove ranks [0, 1]",
-        "form as 1 of 2",
-        "warm up the group",
-        "barrier process group formed",
-    ]
-    job.leave()
-
-
 def test_paddle_gets_the_variables_it_needs_and_no_other_master(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -332,12 +293,6 @@ def test_store_that_cannot_be_reached_is_not_hosted_any_longer(world: World) -> 
     with pytest.raises(JoinTimeout):
         join(cluster_of(0), 30.0)
     assert world.did[-1] == "release the host"
-    world.did.clear()
-    world.connections.clear()
-    world.connections.append(())
-    with pytest.raises(JoinTimeout):
-        join(cluster_of(1), 30.0)
-    assert "release the host" not in world.did
 
 
 @pytest.mark.usefixtures("world")
@@ -378,11 +333,6 @@ NEWER = {"Paddle version": "3.4.0", "backend": "gloo"}
 @pytest.mark.parametrize(
     ("brought", "told"),
     [
-        ([([[0, 2]], FACTS), ([[3, 3]], NEWER)], "Paddle version: {0} has 3.3.1, {3} has 3.4.0; all"),
-        (
-            [([[0, 0], [2, 2]], FACTS), ([[1, 1], [3, 3]], NEWER)],
-            "Paddle version: {0} has 3.3.1, {1} has 3.4.0 (ranks that also differ: 3); all",
-        ),
         (
             [([[0, 0]], FACTS), ([[2, 3]], NEWER), ([[1, 1]], FACTS | {"Paddle version": "3.2"})],
             "Paddle version: {0} has 3.3.1, {2} has 3.4.0 (ranks that also differ: 1, 3); all",
@@ -406,7 +356,6 @@ def test_the_first_fact_that_differs_from_rank_0_is_reported_with_all_ranks_that
         (util, "find_spec", lambda _: None, {}, r"Paddle is not installed; .* pip install paddlepaddle=="),
         (paddle.framework, "use_pir_api", lambda: False, {}, "Paddle runs its old IR"),
         (paddle, "__version__", "3.3.1", {"FLAGS_enable_pir_api": " FALSE "}, "unset FLAGS_enable_pir_api"),
-        (paddle, "__version__", "3.3.1", {"FLAGS_enable_pir_api": "0"}, "unset FLAGS_enable_pir_api"),
         (paddle, "static", SimpleNamespace(), {}, r"Paddle .* has no paddle\.static\.register_op"),
     ],
 )

@@ -92,21 +92,6 @@ def test_gradients_without_a_value_are_equal_by_nature_and_not_told(nothing: flo
     assert told([[nothing, 1.0]], [[1.0, nothing]]) == told([[0.0, 1.0]], [[1.0, 0.0]]) is not None
 
 
-def test_of_a_large_gradient_the_first_values_are_compared() -> None:
-    large = np.ones(1 << 19, "float32")
-    changed = [large.copy() for _ in range(2)]
-    changed[0][1000], changed[1][-1] = 2.0, 2.0
-    assert [told([large], [one]) == told([large], [large]) for one in changed] == [False, True]
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
-def test_gradients_of_other_dtypes_are_told(dtype: str) -> None:
-    first = FirstGradients(HostDevice(), 1)
-    for step, value in ((1, 1.5), (2, 2.5)):
-        first.see([paddle.full([2, 3], value, dtype)], step)
-    assert first.digest(3) is not None
-
-
 CLUSTER = Cluster.imagined(4, 1)
 NAMES = ["w0", "w1"]
 
@@ -133,7 +118,6 @@ def job_of(details: dict[int, list[int]], world_size: int = 4) -> Any:
         ([[1, 2], [1, 2], [1, 3], [1, 2]], "w1", [2]),
         ([[5, 2], [1, 2], [1, 2], [1, 2]], "w0", [0]),
         ([[1, 2], [1, 3], [4, 2], [1, 2]], "w0", [2]),  # the first parameter that differs
-        ([[1, 3], [1, 2], [1, 2]], "w1", [0]),
         ([[1], [2], [1], [3], [1]], "w0", [1, 3]),
     ],
 )
@@ -151,7 +135,6 @@ def test_the_first_parameter_that_differs_and_the_ranks_outside_the_majority_are
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ([2, 3, 3, 2], "has 2 different values, and none of them on more than half of the 4 ranks"),
         ([2, 3, 3, 2], "cannot be told (ranks 0+3, ranks 1+2). "),
         ([2, 3, 4, 2], "cannot be told (ranks 0+3, rank 1, rank 2). "),  # the most frequent, but not a majority
         ([2, 3, 4], "has 3 different values, and none of them on more than half of the 3 ranks"),

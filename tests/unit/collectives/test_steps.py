@@ -78,7 +78,6 @@ def pass_step(clock: StepClock, waits: int = 1) -> None:
 @pytest.mark.parametrize(
     ("did", "told", "read"),
     [
-        (["step", (0.0, 1.0, 1.5), "tell", "read", (2.0,), "tell", "read"], [(0, 0.0), (1, 1.5)], [(0, 0.0), (1, 0.5)]),
         (
             [2, 2, (10.0, 11.0, 11.5, 12.0, 12.25, 14.0), (15.0, 15.0, 16.0, 18.0, 19.0), "tell", "read"],
             [(2, (4.0 - 0.75) + (5.0 - 2.0))],
@@ -94,16 +93,10 @@ def pass_step(clock: StepClock, waits: int = 1) -> None:
             [(2, 2.0 + 1.5)],
             [(1, 0.0), (1, 4.0 + 0.5)],
         ),
-        (["wait", "step", (0.0, 3.0, 4.0, 4.0, 5.0), "tell", "read"], [(1, 2.0)], [(1, 3.0)]),
         (
             ["step", (0.0, 1.0, 1.0, 2.0), "read", "step", (50.0, 51.0, 51.5, 52.0), "tell", "read"],
             [(2, 2.0 + 1.5)],
             [(1, 0.0), (1, 0.5)],
-        ),
-        (
-            ["step", (0.0, 1.0, 1.0, 2.0), "wait", (2.0, 6.0), "read", "step", (7.0, 8.0, 8.5, 9.0), "read", "tell"],
-            [(2, 2.0 + 1.5)],
-            [(1, 4.0), (1, 0.5)],
         ),
         (
             ["step", (0.0, 1.0, 1.0, 2.0), "wait", "read", (2.0, 6.0), "step", (7.0, 8.0, 8.5, 9.0), "read", "tell"],
@@ -112,13 +105,10 @@ def pass_step(clock: StepClock, waits: int = 1) -> None:
         ),
     ],
     ids=[
-        "a step counts once the device has passed its end",
         "busy is the step without its waits",
         "a host that is ahead counts a step later",
         "a wait behind the last bucket counts to the next step",
-        "a wait before the first step belongs to it",
         "what the script does behind a reading belongs to no step",
-        "a wait that the device has passed at the reading",
         "a wait that it passes behind the reading",
     ],
 )
@@ -144,23 +134,6 @@ def test_steps_and_waits_count_when_the_device_has_passed_them(
     assert (found_told, found_read) == (told, read)
 
 
-def test_telling_and_reading_restart_independently_and_what_was_not_started_takes_no_time(
-    stream: Stream, clock: StepClock
-) -> None:
-    clock.add_barrier(0.25)
-    clock.add_sent(100)
-    pass_step(clock)
-    stream.work(0.0, 1.0, 2.0, 3.0)
-    assert (clock.read().barrier_seconds, clock.read().barrier_seconds) == (0.25, 0.0)
-    told = clock.read_unsent()
-    assert (told.steps, told.barrier_seconds, told.busy_seconds) == (1, 0.25, pytest.approx(2.0))
-    assert clock.read_unsent().steps == 0
-    clock.end_step()
-    stream.work(*[4.0] * (stream.asked - 4))
-    told = clock.read_unsent()
-    assert (told.steps, told.busy_seconds) == (1, 0.0)
-
-
 @dataclass
 class Now:
     """A moment of a clock that is put forward by hand."""
@@ -174,77 +147,42 @@ class Now:
         return self.at - earlier.at
 
 
-@dataclass
-class Told:
-    """A rank of two, with its clock and what the store says of both."""
-
-    seconds: float = 0.0
-    asked: list[int] = field(default_factory=list)
-    times: dict[int, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.clock = StepClock(lambda: Now(self.seconds))
-        self.notes = StepNotes(Cluster.imagined(2, 1), self.clock, self.up_to)
-
-    def up_to(self, barrier: int) -> dict[int, list[float]]:
-        self.asked.append(barrier)
-        return self.times
-
-    def step(self, busy: float, exposed: float = 0.0) -> None:
-        self.clock.begin_step()
-        self.seconds += busy
-        with self.clock.exposed():
-            self.seconds += exposed
-        self.clock.end_step()
-
-
-def test_a_note_is_what_was_done_since_the_last_one() -> None:
-    rank = Told()
-    rank.step(0.25, exposed=1.0)
-    rank.step(0.5)
-    rank.clock.add_barrier(0.125)
-    assert rank.notes.own() == StepNote(2, 750.0, 125.0, None)
-    assert rank.notes.own() == StepNote(0, 0.0, 0.0, None)
-    rank.step(0.001234567)
-    assert rank.notes.own() == StepNote(1, 1.23, 0.0, None)
-
-
-def test_the_first_reason_for_a_stop_counts_once_all_ranks_know_it() -> None:
-    rank, alone = Told(), StepNotes(Cluster.imagined(1, 1), StepClock(lambda: Now(0.0)), lambda _: {})
-    for notes in (rank.notes, alone):
-        notes.request_stop("the machine is needed")
-        notes.request_stop("not heard")
-    assert alone.stop == f"{Cluster.imagined(1, 1).describe(0)}: the machine is needed"
-    assert rank.notes.stop is None
-    assert rank.notes.own().stop == "the machine is needed"
-    rank.notes.read_answer(StepAnswer(1.0, (1, "a signal"), 1))
-    rank.notes.read_answer(StepAnswer(1.0, (0, "the machine is needed"), 2))
-    assert rank.notes.stop == f"{Cluster.imagined(2, 1).describe(1)}: a signal"
-
-
 def test_a_reading_has_every_ranks_times_per_step_since_the_last_reading() -> None:
-    rank = Told()
-    rank.step(0.5)
-    before = rank.notes.read(1)
-    assert (before.steps, before.rank_step_ms, before.rank_wait_ms, rank.asked) == (1, [0.0, 0.0], [0.0, 0.0], [])
+    seconds, asked, times = 0.0, list[int](), dict[int, list[float]]()
+    clock = StepClock(lambda: Now(seconds))
+    notes = StepNotes(Cluster.imagined(2, 1), clock, lambda barrier: (asked.append(barrier), times)[1])
+
+    def step(exposed: float) -> None:
+        nonlocal seconds
+        clock.begin_step()
+        seconds += 0.5
+        with clock.exposed():
+            seconds += exposed
+        clock.end_step()
+
+    step(0.0)
+    before = notes.read(1)
+    assert (before.steps, before.rank_step_ms, before.rank_wait_ms, asked) == (1, [0.0, 0.0], [0.0, 0.0], [])
     for _ in range(4):
-        rank.step(0.5, exposed=0.25)
-    rank.clock.add_barrier(0.5)
-    rank.clock.add_sent(1000.0)
-    assert rank.notes.slowest_step_ms == math.inf
-    rank.notes.read_answer(StepAnswer(500.0, None, 7))
-    assert rank.notes.slowest_step_ms == 500.0
-    rank.notes.read_answer(StepAnswer(None, None, 6))  # of another program's barrier, taken in later
-    assert rank.notes.slowest_step_ms == math.inf
-    rank.times = {0: [4, 2000.0, 500.0], 1: [4, 400.0, 3600.0]}
-    read = rank.notes.read(5)
+        step(0.25)
+    clock.add_barrier(0.5)
+    clock.add_sent(1000.0)
+    assert notes.slowest_step_ms == math.inf
+    notes.read_answer(StepAnswer(500.0, None, 7))
+    assert notes.slowest_step_ms == 500.0
+    notes.read_answer(StepAnswer(None, None, 6))  # of another program's barrier, taken in later
+    assert notes.slowest_step_ms == math.inf
+    times = {0: [4, 2000.0, 500.0], 1: [4, 400.0, 3600.0]}
+    read = notes.read(5)
     assert (read.steps, read.exposed_ms, read.gate_wait_ms, read.bytes_sent) == (4, 250.0, 125.0, 250.0)
     assert (read.local_sgd_period, read.rank_step_ms, read.rank_wait_ms) == (5, [500.0, 100.0], [125.0, 900.0])
-    assert rank.asked == [7]
-    rank.times = {0: [6, 2600.0, 520.0], 1: [6, 500.0, 3700.0]}
-    read = rank.notes.read(1)
+    assert asked == [7]
+    times = {0: [6, 2600.0, 520.0], 1: [6, 500.0, 3700.0]}
+    read = notes.read(1)
     assert (read.steps, read.exposed_ms, read.bytes_sent) == (0, 0.0, 0.0)
     assert (read.rank_step_ms, read.rank_wait_ms) == ([300.0, 50.0], [10.0, 50.0])
+    assert notes.own() == StepNote(5, 2500.0, 500.0, None)
+    assert notes.own() == StepNote(0, 0.0, 0.0, None)
 
 
 def local_step(exchange: GradientExchange, held: Held) -> None:
@@ -299,34 +237,6 @@ def at(*steps: int) -> list[str]:
     return [f"step {step}" for step in steps]
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"),
-    [
-        (1, [*range(1, STEPS + 1)]),
-        (2, [1, *range(2, STEPS + 1, 2)]),
-        (5, [1, 2, 5, 10, 15, 20]),
-        (7, [1, 2, 7, 14]),
-        (50, [1, 2]),
-    ],
-)
-def test_first_two_and_each_nth_step_have_one(job: OneOfTwo, every: int, steps: list[int]) -> None:
-    """11 float32 values are sent in each step, on a ring of two."""
-    run(exchange_of(job, SHAPES, barrier_every_steps=every))
-    assert job.barriers == at(*steps)
-    read = job.clock.read()
-    assert (read.steps, read.sent_bytes) == (STEPS, STEPS * 44)
-
-
-def test_first_step_after_a_synchronization_point_has_one(job: OneOfTwo) -> None:
-    sync_points = {
-        5: lambda: job.compare("digest", 1),
-        9: lambda: job.all_gather("gather", 1),
-        10: lambda: job.all_gather("gather", 1),
-    }
-    run(exchange_of(job, SHAPES, barrier_every_steps=50), before=lambda step: sync_points.get(step, int)())
-    assert job.barriers == at(1, 2, 5, 9, 10)
-
-
 def test_steps_have_one_while_the_slowest_rank_is_slow(job: OneOfTwo) -> None:
     def told(step: int) -> None:
         job.slowest_ms = {4: 1500.0, 5: 1000.1, 6: None, 7: 1000.0}.get(step, job.slowest_ms)
@@ -362,17 +272,6 @@ def test_a_loaded_position_continues_and_starts_with_two(job: OneOfTwo) -> None:
     assert job.barriers == at(102, 103, 105, 110)
 
 
-def test_note_covers_all_steps_since_the_last(job: OneOfTwo, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    real = job.notes.own
-    monkeypatch.setattr(job.notes, "own", lambda digest: (told.append((note := real(digest)).steps), note)[1])
-    exchange = exchange_of(job, SHAPES, barrier_every_steps=10)
-    run(exchange)
-    assert job.barriers == at(1, 2, 10, 20)
-    assert sum(told) + job.clock.read_unsent().steps == STEPS
-    assert told[2:] == [8, 10]
-
-
 @dataclass
 class Program:
     """A program that counts micro-batches, on a device whose values the host should read a run later only."""
@@ -403,14 +302,6 @@ def test_every_run_is_what_the_program_has_counted(size: int, counted: int, read
     program = Program(size, reads_values, counted % size)
     expected = [(program.counted + run) % size == 0 for run in range(1, 4 * size + 1)]
     assert program.runs(4 * size) == expected
-
-
-def test_host_reads_along_up_to_the_first_update_and_never_again() -> None:
-    program = Program(3)
-    program.runs(3)
-    assert program.device.early_reads == 3
-    program.runs(12)
-    assert program.device.early_reads == 3
 
 
 def test_a_loaded_count_is_used_after_forgetting() -> None:

@@ -6,14 +6,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import paddle
 import pytest
 
-from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, HostDevice, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.engines import InFlight, StreamEngine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
 from tests.unit.collectives.played import (
@@ -71,30 +69,6 @@ def test_stage_with_more_behind_it_ends_at_the_next_step_on_and_the_last_one_doe
     assert recorder.events[3:] == []
     running.result()
     assert recorder.events[3:] == ["wait right"]
-
-
-def test_waiting_for_a_result_starts_the_others_next_stage_if_it_has_more_stages_itself(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    first = engine.start(stages(one("a1", ALL, more=True), one("a2", ALL)), PLACE)
-    second = engine.start(stages(one("b1", ALL, more=True), one("b2", ALL)), PLACE)
-    first.result()
-    assert recorder.begun == ["a1", "b1", "a2", "b2"]
-    assert "wait b2" not in recorder.events
-    second.result()
-    assert recorder.events[-1] == "wait b2"
-
-
-def test_stages_without_collectives_are_passed_at_once_unless_others_may_have_some(engine_of: Make) -> None:
-    recorder = Recorder()
-    engine = engine_of(recorder)
-    at_once = engine.start(stages(HAND_OVER, Stage(), result="done"), PLACE)
-    assert at_once.progress.is_done
-    placed = engine.start(stages(HAND_OVER, Stage(more=True), one("last", ALL), result="later"), PLACE)
-    assert recorder.events == []
-    engine.step_on()
-    assert recorder.events == ["begin last"]
-    assert (at_once.result(), placed.result()) == ("done", "later")
 
 
 def test_nothing_is_computed_or_started_before_the_barrier_is_passed(engine_of: Make) -> None:
@@ -165,39 +139,6 @@ def test_groups_that_share_two_ranks_are_never_in_flight_together(
     assert recorder.events == ["begin first", *(["wait first"] if waits else []), "begin second"]
 
 
-def test_calls_from_a_script_in_static_mode_are_eager(engine_of: Make) -> None:
-    modes = []
-
-    def begin(_: Collective) -> None:
-        modes.append(paddle.in_dynamic_mode())
-
-    def method() -> Stages[None]:
-        modes.append(paddle.in_dynamic_mode())
-        yield one("a", ALL, more=True)
-        modes.append(paddle.in_dynamic_mode())
-        yield one("b", ALL)
-
-    engine = engine_of(Recorder())
-    engine._begin = begin
-    paddle.enable_static()
-    try:
-        engine.start(method(), PLACE).result()
-        assert not paddle.in_dynamic_mode()
-    finally:
-        paddle.disable_static()
-    assert modes == [True] * 4
-
-
-def test_what_runs_beside_is_on_one_other_thread_in_order(engine_of: Make) -> None:
-    engine = engine_of(Recorder())
-    released = threading.Event()
-    first = engine.run_in_background(lambda: (released.wait(60), threading.current_thread())[1])
-    second = engine.run_in_background(threading.current_thread)
-    assert not second.done()
-    released.set()
-    assert first.result(60) is second.result(60) is not threading.current_thread()
-
-
 # Two local groups and their leaders, a group over everybody, and one over another pair: hierarchies and odd groups.
 GROUPS = [Group(0, (0, 1, 2, 3)), Group(1, (0, 1)), Group(2, (2, 3)), Group(3, (0, 2)), Group(4, (1, 2, 3))]
 
@@ -264,52 +205,26 @@ def test_any_two_ranks_begin_what_they_share_in_the_same_order(seed: int) -> Non
     assert shared > 50
 
 
-def test_watchdog_looks_at_each_call_and_at_each_collective_of_this_rank() -> None:
-    tasks: list[Any] = []
-    calls: list[CallContext] = []
-
-    @contextmanager
-    def over_a_call(context: CallContext) -> Iterator[None]:
-        calls.append(context)
-        yield
-
-    watched: Any = SimpleNamespace(watch=lambda *what: tasks.append(what), over_a_call=over_a_call, stop=lambda: None)
-    recorder = Recorder()
-    engine = StreamEngine(HostDevice(), Attributed(), watched, recorder)
-    others = Group(1, (1, 2))
-    engine.start(stages(Stage((collective("a", ALL), collective("b", others)))), PLACE).result()
-    engine.stop()
-    assert calls == [PLACE, PLACE]
-    assert tasks == [(recorder.tasks[0][1], PLACE)]
-
-
-TENSOR, OUTPUT, PARTS = "tensor", "output", ["part", "part"]
 CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
-    "all_reduce": ("all_reduce", (TENSOR,), {"op": paddle.distributed.ReduceOp.MAX}),
-    "reduce": ("reduce", (TENSOR,), {"dst": 3}),
-    "broadcast": ("broadcast", (TENSOR,), {"src": 3}),
-    "all_gather": ("all_gather", (OUTPUT, TENSOR), {}),
-    "all_to_all": ("alltoall_single", (OUTPUT, TENSOR), {}),
-    "gather": ("gather", (TENSOR, OUTPUT), {"dst": 3}),
-    "scatter": ("scatter", (TENSOR, PARTS), {"src": 3}),
+    "all_reduce": ("all_reduce", ("tensor",), {"op": paddle.distributed.ReduceOp.MAX}),
+    "reduce": ("reduce", ("tensor",), {"dst": 3}),
+    "broadcast": ("broadcast", ("tensor",), {"src": 3}),
+    "all_gather": ("all_gather", ("output", "tensor"), {}),
+    "all_to_all": ("alltoall_single", ("output", "tensor"), {}),
+    "gather": ("gather", ("tensor", "output"), {"dst": 3}),
+    "scatter": ("scatter", ("tensor", "parts"), {"src": 3}),
 }
 
 
-@pytest.mark.parametrize("sync_op", [True, False])
 @pytest.mark.parametrize("kind", CALLS)
-def test_each_kind_is_one_call_of_paddles_that_returns_its_task(
-    monkeypatch: pytest.MonkeyPatch, kind: str, sync_op: bool
-) -> None:
+def test_each_kind_is_one_call_of_paddles_that_returns_its_task(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     called: list[Any] = []
     name, arguments, options = CALLS[kind]
-    stream = SimpleNamespace(**{name: lambda *given, **named: called.append((given, named)) or "task"})
-    reductions = paddle.distributed.ReduceOp
-    monkeypatch.setattr(paddle, "distributed", SimpleNamespace(stream=stream, ReduceOp=reductions))
-    for op in ("max", "min", "sum"):
-        collective = Collective(kind, "group", TENSOR, root=3, op=op, output=OUTPUT, parts=PARTS)
-        assert collective.begin(sync_op) == "task"
-        if "op" in options:
-            options = {"op": getattr(reductions, op.upper())}
+    monkeypatch.setattr(
+        paddle.distributed.stream, name, lambda *given, **named: called.append((given, named)) or "task"
+    )
+    parts: Any = "parts"
+    one_call = Collective(kind, "group", "tensor", root=3, op="max", output="output", parts=parts)
+    for sync_op in (True, False):
+        assert one_call.begin(sync_op) == "task"
         assert called.pop() == (arguments, {**options, "group": "group", "sync_op": sync_op})
-    with pytest.raises(AssertionError, match="unknown collective 'send'"):
-        Collective("send", "group", TENSOR).begin(True)

@@ -49,26 +49,6 @@ def engine(blamed: Attributed) -> Iterator[ThreadEngine]:
     made.stop()
 
 
-def test_another_communicator_continues_meanwhile(engine: ThreadEngine) -> None:
-    released = threading.Event()
-    held = engine.start(stages(calling(lambda: released.wait(SECONDS))), PLACE, communicator=0)
-    assert engine.start(stages(calling(lambda: None), result=2), PLACE, communicator=2).result() == 2
-    assert not held.done()
-    released.set()
-    held.result()
-
-
-def test_all_stages_of_a_start_are_carried_out_before_the_next_one_of_its_communicator(engine: ThreadEngine) -> None:
-    order = list[str]()
-    two = stages(calling(lambda: order.append("a1"), more=True), Stage(more=True), calling(lambda: order.append("a2")))
-    running = [engine.start(two, PLACE), engine.start(stages(calling(lambda: order.append("b"))), PLACE)]
-    for one in running:
-        one.result()
-    assert order == ["a1", "a2", "b"]
-    engine.step_on()
-    assert order == ["a1", "a2", "b"]
-
-
 def test_first_part_runs_where_it_is_started_and_the_rest_on_the_thread(engine: ThreadEngine) -> None:
     threads = list[threading.Thread]()
 
@@ -291,40 +271,6 @@ def test_store_is_asked_after_some_seconds_without_progress_and_then_at_times(sc
     assert scene.stuck == []
 
 
-def test_store_is_not_asked_while_collectives_end(scene: Scene) -> None:
-    scene.gone = True
-    for _ in range(4):
-        scene.watch().ended = True
-        task = scene.watch()
-        scene.looked_at(task)
-        scene.now += timeouts.WATCHDOG_ASK_SECONDS - 0.1
-        task.ended = True
-        seen = task.looks
-        until(lambda seen=seen, task=task: task.looks > seen)  # type: ignore[misc]
-    assert (scene.asked, scene.stuck) == (0, [])
-
-
-def test_stopped_watchdog_says_nothing_and_leaves_no_thread(scene: Scene) -> None:
-    task = scene.watch()
-    scene.looked_at(task)
-    scene.watchdog.stop()
-    until(lambda: "fleet_train watchdog" not in {thread.name for thread in threading.enumerate()})
-    seen = task.looks
-    scene.now += 2 * FIRST.timeout_seconds
-    time.sleep(0.05)
-    assert (task.looks, scene.stuck) == (seen, [])
-
-
-def test_hosts_moments_are_those_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 7.0
-    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: now))
-    earlier = HostDevice().moment()
-    now = 9.5
-    later = HostDevice().moment()
-    assert (later.seconds_since(earlier), earlier.seconds_since(later)) == (2.5, -2.5)
-    assert earlier.has_passed()
-
-
 def test_copy_to_the_host_is_of_the_value_of_now() -> None:
     tensor = paddle.to_tensor([1.0, 2.0])
     copy = HostDevice().to_host(tensor)
@@ -343,20 +289,6 @@ def test_processors_have_threads_and_gpus_streams(monkeypatch: pytest.MonkeyPatc
     engine = make_engine("gpu:0", Attributed(), hopeless, stuck)  # type: ignore[arg-type]
     assert engine._watchdog.told == (stuck, hopeless)  # type: ignore[attr-defined]
     engine.stop()
-
-
-def test_one_communicator_keeps_the_order_of_the_calls_and_carries_out_what_overlaps(engine: ThreadEngine) -> None:
-    """On a daemon thread: it may stand in a call of a lost rank for ever."""
-    released, order = threading.Event(), list[Any]()
-    beside = engine.run_in_background(lambda: (released.wait(SECONDS), threading.current_thread())[1])
-    first = engine.start(stages(calling(lambda: order.append("first")), result=1), PLACE)
-    second = engine.start(stages(calling(lambda: order.append("second")), result=2), PLACE, communicator=0)
-    here = threading.current_thread()
-    assert engine.run_here(stages(calling(lambda: order.append(threading.current_thread())), result=4), PLACE) == 4
-    assert order == [here]
-    released.set()
-    assert (first.result(), second.result(), order[1:]) == (1, 2, ["first", "second"])
-    assert beside.result(SECONDS).daemon
 
 
 @pytest.mark.parametrize("gone", [True, WorkerFailed("the store does not answer")])

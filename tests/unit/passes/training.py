@@ -10,8 +10,8 @@ import paddle
 from paddle import nn
 
 from fleet_train.profile import Profile
-
-FEATURES, CLASSES = 16, 5
+from fleet_train.selftest.training import CLASSES, FEATURES
+from fleet_train.selftest.training import batches as batches
 
 State = dict[str, np.ndarray]
 
@@ -30,17 +30,13 @@ def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
 
-def minimize_as_it_is(optimizer: Any, loss: Any) -> None:
-    optimizer.minimize(loss)
-
-
 class Trained:
     """``minimize(optimizer, loss)`` is what is tested; it runs with the programs as the current ones."""
 
     def __init__(
         self,
         make_optimizer: Callable[[], Any],
-        minimize: Callable[[Any, Any], Any] = minimize_as_it_is,
+        minimize: Callable[[Any, Any], Any] = lambda optimizer, loss: optimizer.minimize(loss),
         network: Callable[[Any], Any] = mlp,
     ) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
@@ -90,14 +86,3 @@ def relative_difference(ours: State, expected: State, floor: float = 1e-6) -> fl
     """
     assert ours.keys() == expected.keys()
     return max(float(np.abs(ours[n] - expected[n]).max() / max(np.abs(expected[n]).max(), floor)) for n in ours)
-
-
-def batches(count: int, samples: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    random = np.random.default_rng(seed)
-    return [
-        (
-            random.standard_normal((samples, FEATURES)).astype("float32"),
-            random.integers(0, CLASSES, (samples, 1)).astype("int64"),
-        )
-        for _ in range(count)
-    ]
