@@ -147,13 +147,6 @@ def help_of_tool(path: str, *subcommand: str) -> str:
     return output_of(python(str(ROOT / path), *subcommand, "--help"))
 
 
-def test_a_flag_that_does_not_exist_is_found() -> None:
-    command = "python -m fleet_train launch --nproc_per_node=2 --nods 3 -m fleet_train train --model mlp --epoch 2"
-    assert unknown_flags(command) == ["--nods", "--epoch"]
-    assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
-    assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
-
-
 @pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])
 def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
     (block,) = fenced_blocks((ROOT / page).read_text(), "diff")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import commands
-from tests.support.namespaces import two_machines
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT
 from tests.support.ranks import LaunchersResult, run_launchers
@@ -83,14 +82,6 @@ def test_todays_forms(tmp_path: Path, form: str, ports: int, pod_ips: bool) -> N
     assert_one_job(run_form(form, tmp_path, free_ports(ports, HOSTS), env_of_node), world_size=4)
 
 
-def test_fleet_train_launch(tmp_path: Path) -> None:
-    result = run_form(commands.FLEET_TRAIN, tmp_path, free_ports(3, HOSTS))
-    assert_one_job(result, world_size=4)
-    logs = sorted(path.name for folder in result.folders for path in (folder / "mylog").glob("workerlog.*"))
-    assert logs == ["workerlog.0", "workerlog.0", "workerlog.1", "workerlog.1"]
-    assert "rank 0 of 4 has trained" in result.nodes[0].output, "rank 0's output belongs on the terminal"
-
-
 def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
     port = free_ports(3, HOSTS)
     pods = [
@@ -104,21 +95,6 @@ def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
         for node, host in enumerate(HOSTS)
     ]
     assert_one_job(run_form(commands.PADDLECLOUD, tmp_path, port, pods), world_size=4)
-
-
-@pytest.mark.long
-@pytest.mark.root
-def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:
-    """Word for word: machines of their own even leave the recipe's port as it is."""
-    commands.put_script(tmp_path, 2, TRAIN)
-    with two_machines() as machines:
-        hosts = [machine.address for machine in machines]
-        lines = [commands.on_node(commands.OLD_RECIPE, node, hosts, 6170) for node in range(2)]
-        result = run_launchers(lines, folder=tmp_path, prefixes=[machine.prefix for machine in machines])
-    assert_one_job(result, world_size=2)
-    assert result.values[1]["endpoints"] == ["10.77.0.1:6170", "10.77.0.2:6170"]
-    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
-    assert result.of_all("paddles") == [[0, 2], [1, 2]]
 
 
 def test_the_guides_four_scripts_train_with_their_strategies_and_equal_parameters(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet_train.errors import JoinTimeout
 from tests.integration.doctor.conftest import (
     HEALTHY,
     PORT,
@@ -213,12 +212,6 @@ def test_a_switch_that_loses_packets_and_those_that_are_large(three: Lab, tmp_pa
     assert (names[0], names[1]) in told.hosts("mtu", "FAIL"), told.ended.output
     for found in measured(told, "mtu", "FAIL").splitlines():
         assert "packets of 1400 bytes arrive, of 1500 do not" in found
-
-
-def test_a_machine_that_does_not_come_is_named(two: Two, tmp_path: Path) -> None:
-    (told,) = examine(tmp_path, two, [HEALTHY, HEALTHY], *NETWORK, "--join_timeout", "5", start=[0])
-    assert told.hosts("absent", "FAIL") == [(host(1, two),)]
-    assert told.ended.exit_code == JoinTimeout.exit_code
 
 
 def received(machine: Namespace) -> int:

@@ -127,16 +127,3 @@ def test_without_records_of_their_ends_the_ranks_exit_codes_decide(bench: Bench,
     assert said[0].endswith(f"cannot be written: {os.strerror(21)}; the job continues, logs are incomplete")
     if code:
         assert "rank 1" in next(line for line in ended.output.splitlines() if "the job has failed" in line)
-
-
-@pytest.mark.long
-def test_a_folder_that_cannot_be_written_from_the_beginning_is_refused(bench: Bench) -> None:
-    log = bench.folder / "node0" / "log"
-    (log / "workerlog.0").mkdir(parents=True)
-    bench.start("print('a rank ran')")
-    (ended,) = bench.ended()
-    assert ended.exit_code == 5, ended.output
-    assert ended.output.splitlines()[-1] == (
-        f"fleet_train: --log_dir={log}: {log}/workerlog.0 cannot be written: {os.strerror(21)}; make "
-        "room, or choose another folder"
-    )

@@ -57,20 +57,6 @@ def test_a_signal_is_handled_while_no_one_reads_the_output(bench: Bench, pipe: P
     assert bench.job.leftovers() == []
 
 
-def test_a_reader_that_has_seen_enough_changes_no_exit_code(bench: Bench) -> None:
-    launcher = bench.start(_SCRIPT, "7", str(bench.folder), flags=_TWO, shell='"$@" | head -1')
-    assert launcher.process.wait(timeout=120) == 7, launcher.output
-    assert launcher.output.count("line ") == 1
-    assert "failed first  1" in launcher.output
-
-
-@pytest.mark.parametrize(("shell", "lines"), [('"$@" | (sleep 3; cat)', 40_000), ('"$@" >/dev/full 2>&1', 0)])
-def test_a_slow_reader_gets_every_line_and_a_full_disk_none(bench: Bench, shell: str, lines: int) -> None:
-    launcher = bench.start(_SCRIPT, "0", str(bench.folder), flags=_TWO, shell=shell)
-    assert launcher.process.wait(timeout=120) == 0
-    assert launcher.output.count("line ") == lines
-
-
 OF_PADDLE = (
     "ccache",
     "not support input out",

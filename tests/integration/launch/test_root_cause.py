@@ -86,7 +86,7 @@ def main() -> None:
     fleet.init()
     x = paddle.static.data("x", [8, 4])
     loss = paddle.mean(paddle.static.nn.fc(x, 1) ** 2)
-    profile = Profile(collective_timeout_seconds=10 if sys.argv[1] == "freeze" else 60)
+    profile = Profile(collective_timeout_seconds=4 if sys.argv[1] == "freeze" else 60)
     fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), profile).minimize(loss)
     exe = paddle.static.Executor(fleet.place())
     exe.run(fleet.startup_program)
@@ -123,7 +123,7 @@ def _exits(why: str) -> str:
 
 _LEFT = r"left the job while others waited for it at step 3"
 _BROKE = r"was lost \(its connection broke\) while others waited for it at step 3"
-_MISSED = r"did not arrive at step 3 within 10 s"
+_MISSED = r"did not arrive at step 3 within 4 s"
 
 
 @pytest.mark.parametrize(

@@ -69,19 +69,6 @@ def settings_of(run: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def test_strategy_wins_over_the_scripts_own_and_rank_0_says_so_once(bench: Bench) -> None:
-    output, had = both(bench, INT8, flags=["--strategy=unfused"])
-    sentence = (
-        "fleet_train: --strategy unfused wins over the script: compression is 'none', not 'int8'; fuse_grad_size_in_MB "
-        "is auto, not 1; nccl_comm_num is 1, not 2\n"
-    )
-    assert output.count(sentence) == 1, output
-    assert "wins over the script" not in bench.log("node0/log/workerlog.1")
-    assert had["profile"]["name"] == "unfused"
-    assert had["sent_as"] == ["none"]
-    assert had["buckets"] == 4
-
-
 def test_set_changes_single_knobs_of_the_scripts_strategy_on_all_nodes(bench: Bench) -> None:
     bench.start_two(SCRIPT, INT8, flags=["--set", "compression=bf16", *TWO_SMALL_BUCKETS])
     first, second = bench.ended(120.0)

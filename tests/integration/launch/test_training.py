@@ -15,24 +15,6 @@ from tests.support.processes import ROOT
 
 
 @pytest.mark.long
-def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12_everywhere(bench: Bench) -> None:
-    output = bench.folder / "out"
-    recipe = "--model=mlp --data=digits --epochs=10000 --log_every=1 --checkpoint_every=1000 --evaluate_every=1000"
-    _, second = bench.start_two(ROOT / "tools" / "train.py", *recipe.split(), f"--output_dir={output}")
-    metrics = output / "metrics.jsonl"
-    bench.wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 5, "steps", 60.0)
-    send(second, signal.SIGTERM)
-    assert [one.exit_code for one in bench.ended()] == [12, 12], bench.job.report()
-    (saved,) = (output / "checkpoints").glob("step-*")
-    state = json.loads((saved / "complete.json").read_text())["state"]
-    assert state["step"] == int(saved.name.removeprefix("step-")) > 0
-    for node in (0, 1):
-        assert "Preempted" in bench.log(f"node{node}/log/workerlog.0"), bench.job.report()
-    assert "node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state" in second.output
-    assert bench.job.leftovers() == []
-
-
-@pytest.mark.long
 def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps_again(bench: Bench) -> None:
     script = ROOT / "tools" / "examples" / "train_with_restarts.py"
     launcher = bench.start(script, flags=["--nproc_per_node=2", "--max_restarts=3"])
@@ -49,6 +31,30 @@ def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps
     assert "restart 1 of 3" in launcher.output
 
 
+# The trainer on a cluster whose rank 0 has faulty memory: after one step a bit of a weight is another one.
+FLIPS = """
+import os
+import numpy as np
+import paddle
+from fleet_train import fleet
+from fleet_train.cli.train import command
+
+run, steps = paddle.static.Executor.run, 0
+def run_and_flip(self, *args, **kwargs):
+    global steps
+    fetched = run(self, *args, **kwargs)
+    steps += bool(kwargs.get("feed"))
+    if fleet.worker_index() == 0 and kwargs.get("feed") and steps == int(os.environ["FLIPPED_AFTER"]):
+        weight = paddle.static.global_scope().find_var("linear_1.w_0").get_tensor()
+        values = np.array(weight)
+        values.view("uint32").reshape(-1)[5] ^= 1 << 20
+        weight.set(values, fleet.place())
+    return fetched
+paddle.static.Executor.run = run_and_flip
+command()
+"""
+
+
 def train_and_flip(
     bench: Bench, *flags: str, ranks: int = 2, after: int = 0, output: str = "out", code: int = 0
 ) -> str:
@@ -58,7 +64,7 @@ def train_and_flip(
     """
     recipe = "--model=mlp --data=digits --batch_size=16 --epochs=1 --checkpoint_every_steps=5 --keep_checkpoints=100"
     launcher = bench.start(
-        ROOT / "tests" / "support" / "train_with_a_flipped_bit.py",
+        FLIPS,
         *recipe.split(),
         f"--output_dir={bench.folder / output}",
         *flags,

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -150,26 +149,3 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert f"CheckpointError: {tmp_path}/out/checkpoints is in use by {held}: two runs" in after["second"].output
     assert "Traceback" not in after["second"].output
     assert after["first"].exit_code == 12, after["first"].output
-
-
-@pytest.mark.root
-def test_a_folder_that_cannot_be_written_is_one_error_and_no_restart(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=256k", "tmpfs", str(disk)], check=True)
-    try:
-        for output, said in (
-            (disk, f"{disk}/checkpoints cannot be written"),
-            (disk / "a", "rank 0 cannot use its disk"),
-        ):
-            with Job(tmp_path) as job:
-                start(job, tmp_path / "job", TRAINS, f"--output_dir={output}")
-                (one,) = job.wait(90)
-            assert one.exit_code == 9, one.output
-            assert said in one.output
-            assert "Read-only file system" in one.output
-            assert "give another folder" in one.output
-            assert "Traceback" not in one.output
-            assert "restart 1 of" not in one.output
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

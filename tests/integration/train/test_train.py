@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file
 from visualdl import LogReader
 
 from tests.support.images import write_image_folder
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
-from tests.support.ranks import RanksResult, run_launchers, run_ranks, stock_environs
+from tests.support.processes import ROOT, python
+from tests.support.ranks import RanksResult, run_launchers, run_ranks
 
 SCRIPT = ROOT / "tools" / "train.py"
 # Dropout, momentum and a decaying rate: everything that a resume could get wrong.
@@ -123,29 +119,6 @@ def test_one_card_reads_a_checkpoint_of_two_ranks_and_evaluates_the_same(
     assert summary(one)["test_loss"] == pytest.approx(summary(two_ranks[1])["test_loss"], rel=1e-5)
 
 
-@pytest.mark.long
-def test_another_model_and_altered_tensors_are_refused_on_every_rank(
-    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
-) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(two_ranks[1], output)
-
-    def refused(name: str, *flags: str) -> list[str]:
-        job = train(tmp_path / name, 2, output, *flags, check=False)
-        assert job.exit_codes == [9, 9], job.report()
-        return [rank.output for rank in job.ranks]
-
-    for said in refused("other", "--resume", "--model", "cnn"):
-        assert "was written with --model mlp, now --model cnn is given" in said
-    with (output / "checkpoints" / "step-00000092" / "persistables.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\xff")
-    for said in refused("altered", "--resume"):
-        assert "persistables.safetensors: tensor '" in said
-        assert "was altered after it was written (SHA-256 differs)" in said
-    assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()
-
-
 RESNET = (
     *("--model=ResNet18", "--image_size=32", "--epochs=5", "--batch_size=8", "--optimizer=sgd", "--lr=0.02"),
     *("--weight_decay=1e-4", "--no_decay_norm_bias", "--label_smoothing=0.1", "--scale_lr"),
@@ -174,54 +147,3 @@ def test_two_ranks_learn_three_colours(tmp_path: Path) -> None:
     assert summary["test_accuracy"] >= 0.9, said
     curve = LogReader(file_path=str(tmp_path / "run" / "visualdl" / "vdlrecords.train.log"))
     assert [point.id for point in curve.get_data("scalar", "test/accuracy")] == [5, 10, 15, 20, 25]
-
-
-# As `python -m fleet_train train`, but a worker counts as hanging sooner.
-_IMPATIENT = """
-import sys
-from fleet_train.cli import main
-from fleet_train.data import WorkerLoader
-
-WorkerLoader.__init__.__kwdefaults__["task_seconds"] = 15.0
-sys.argv.insert(1, "train")
-main()
-"""
-
-
-@pytest.mark.long
-def test_data_workers_that_are_killed_or_frozen_change_nothing(tmp_path: Path) -> None:
-    images = write_image_folder(tmp_path / "images", per_class=24)
-    undisturbed, _, _ = _trained(tmp_path / "undisturbed", images, ())
-    losses, lost, log = _trained(tmp_path / "disturbed", images, (signal.SIGKILL, signal.SIGSTOP))
-    assert len(undisturbed) == 240
-    assert losses == undisturbed
-    assert log.count("a new worker reads them") == 2, log
-    for pid, reason in zip(lost, ("was killed by SIGKILL", "has not responded for"), strict=True):
-        assert f"(process {pid}) {reason}" in log
-
-
-def _trained(folder: Path, images: Path, signals: Sequence[signal.Signals]) -> tuple[list[float], list[int], str]:
-    """(losses, the data workers that got the signals, one of each rank, and the ranks' logs) of a job of two ranks."""
-    metrics, lost = folder / "out" / "metrics.jsonl", list[int]()
-    recipe = "--model=mlp --epochs=40 --batch_size=4 --workers=2 --log_every=1 --evaluate_every=1000 --image_size=16"
-    with Job(folder) as job:
-        script = write_script(_IMPATIENT, folder)
-        command = python(str(script), *recipe.split(), f"--data_dir={images}", f"--output_dir={metrics.parent}")
-        for rank, environ in enumerate(stock_environs([2])):
-            job.start(f"rank{rank}", command, clean_environ(environ))
-        if signals:
-            job.wait_until(lambda: metrics.exists() and b'"step": 9' in metrics.read_bytes(), 60.0, "steps")
-            lost = [_a_worker_of(rank) for rank in job.started]
-            for pid, number in zip(lost, signals, strict=True):
-                os.kill(pid, number)
-        ended = job.wait(120)
-        assert [each.exit_code for each in ended] == [0, 0], job.report()
-        assert job.orphans() == []
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line], lost, job.report()
-
-
-def _a_worker_of(rank: Started) -> int:
-    """The process id of one of its data workers."""
-    children = psutil.Process(rank.process.pid).children(recursive=True)
-    return [each.pid for each in children if "fleet_train.data.decode_worker" in each.cmdline()][-1]

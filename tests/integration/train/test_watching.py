@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fleet_train.train.prometheus_sink import PREFIX, metric_of
 from tests.support.browser import Browser, browser
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, clean_environ, python
+from tests.support.processes import Job, clean_environ, python
 from tests.support.ranks import RanksResult, run_ranks, stock_environs
 
 
@@ -36,14 +36,29 @@ class Watched(NamedTuple):
         return self.folder / "runs" / "slow"
 
 
+# The trainer on a cluster whose rank 1 has a slow processor: each of its steps takes 0.1 s more.
+SLOW_RANK = """
+import time
+import paddle
+from fleet_train import fleet
+from fleet_train.cli.train import command
+
+run = paddle.static.Executor.run
+def slow_run(*args, **kwargs):
+    time.sleep(0.1 * fleet.worker_index())
+    return run(*args, **kwargs)
+paddle.static.Executor.run = slow_run
+command()
+"""
+
+
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Two ranks on two nodes that have learnt the digits; rank 1 has a slow processor."""
     folder = tmp_path_factory.mktemp("slowed")
-    script = ROOT / "tests" / "support" / "train_with_a_slow_rank.py"
     args = ["--model=mlp", "--data=digits", "--epochs=3", "--log_every=5", "--gradient_norm"]
     args.append(f"--output_dir={folder}/runs/slow")
-    return Watched(run_ranks(script, 2, folder=folder / "job", nodes=2, args=args), folder)
+    return Watched(run_ranks(SLOW_RANK, 2, folder=folder, nodes=2, args=args), folder)
 
 
 def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -102,10 +117,6 @@ def curves(run: Path) -> set[str]:
     return {tag for line in lines if "kind" not in line for tag in line if "/" in tag}
 
 
-def colours(path: Path) -> int:
-    return len(np.unique(np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3), axis=0))
-
-
 @pytest.mark.browser
 def test_every_curve_setting_text_and_picture_is_on_visualdls_pages(slowed: Watched, tmp_path: Path) -> None:
     port = free_ports(1)
@@ -115,11 +126,11 @@ def test_every_curve_setting_text_and_picture_is_on_visualdls_pages(slowed: Watc
         monitor = job.start("monitor", command, clean_environ({"HOME": str(tmp_path)}), cwd=slowed.folder)
         job.wait_until(lambda: "/app/scalar" in monitor.output, 60, "the monitor's page answers")
         with browser(tmp_path / "browser") as window:
-            look_at_curves(window, address, slowed.run, tmp_path)
-            look_at_the_rest(window, address, tmp_path)
+            look_at_curves(window, address, slowed.run)
+            look_at_the_rest(window, address)
 
 
-def look_at_curves(window: Browser, address: str, run: Path, folder: Path) -> None:
+def look_at_curves(window: Browser, address: str, run: Path) -> None:
     tags = curves(run)
     assert {"train/loss", "speed/exposed_communication_ms", "ranks/step_ms/1"} <= tags
     window.open(f"{address}/scalar")
@@ -138,11 +149,9 @@ def look_at_curves(window: Browser, address: str, run: Path, folder: Path) -> No
     asked = {parse_qs(each.query)["tag"][0] for each in requests if each.path.endswith("/scalar/list")}
     assert asked == tags
     assert {each.hostname for each in requests} == {"127.0.0.1"}
-    window.save_screenshot(folder / "scalars.png")
-    assert colours(folder / "scalars.png") > 50
 
 
-def look_at_the_rest(window: Browser, address: str, folder: Path) -> None:
+def look_at_the_rest(window: Browser, address: str) -> None:
     window.open(f"{address}/hyper-parameter")
     window.wait_for(lambda: "multi_node" in window.text(), "the profile among the hyper parameters")
     words = window.text().split("\n")
@@ -161,8 +170,6 @@ def look_at_the_rest(window: Browser, address: str, folder: Path) -> None:
     loaded = "return [...document.querySelectorAll('img')].some(image => image.naturalWidth === 712)"
     window.wait_for(lambda: window.run(loaded), "the confusion matrix")
     assert "test/mistakes" in window.text()
-    window.save_screenshot(folder / "confusion.png")
-    assert colours(folder / "confusion.png") > 50
 
 
 COMMAND = ["-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--epochs=2000", "--log_every=2"]
