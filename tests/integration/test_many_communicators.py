@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from tests.support.namespaces import two_machines
 from tests.support.processes import ROOT, clean_environ, python
+from tools.lab import Lab
 
 HOLDS_A_PORT = """
 import socket
@@ -66,7 +66,8 @@ for ask in (bind, bind_again, lambda one: one.connect(("127.0.0.1", 30000))):
 @pytest.mark.root
 def test_a_held_port_is_not_given_away_and_can_be_listened_on() -> None:
     """Of twenty ports whoever asks for one gets all but the held one, which is no connection's of another address."""
-    with two_machines() as (machine, _):
+    with Lab(1, "none") as lab:
+        (machine,) = lab.nodes
         inside = [*machine.prefix, "sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40019"]
         subprocess.run(inside, check=True)
         command = [*machine.prefix, *python("-c", HOLDS_A_PORT)]

@@ -72,7 +72,7 @@ def test_below_our_launcher_the_nodes_are_the_jobs(two: Two, tmp_path: Path) -> 
     launch = ["launch", "--cluster_node_ips", ips, "--nproc_per_node", "2", "-m", "fleet_train", "doctor"]
     doctor = python("-m", "fleet_train", *launch, "--only", "network")
     first, _ = below(tmp_path, [[*machine.prefix, *doctor] for machine in two], [{}, {}])
-    assert "PASS  port  2 pairs: 10.77.0.2 answers at 3 ports" in first  # two ranks' and one of the kernel's
+    assert "PASS  port  2 pairs: 10.78.0.2 answers at 3 ports" in first  # two ranks' and one of the kernel's
 
 
 def test_alone_it_examines_this_machine_and_prints_json(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
 _AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 case $1 in
-    {one.address}) name={one.name} ;;
-    {two.address}) name={two.name} ;;
+    {one.address}) name={one.namespace} ;;
+    {two.address}) name={two.namespace} ;;
     *) echo "no machine $1" >&2; exit 1 ;;
 esac
 shift

@@ -84,19 +84,6 @@ def test_kill_of_one_launcher_ends_the_job_on_all_nodes(bench: Bench) -> None:
     bench.no_orphans_within(1.0)
 
 
-def test_nodes_that_were_started_differently_are_refused_before_a_rank_starts(bench: Bench) -> None:
-    for node, value in enumerate(("abc", "abd")):
-        bench.start("print('a rank ran')", node=node, flags=[f"--set=environment.T={value}"])
-    ended = bench.ended()
-    assert [one.exit_code for one in ended] == [8, 8], bench.job.report()
-    for one in ended:
-        *before, last = one.output.splitlines()
-        assert "environment.T=(digest " in last
-        assert all("waiting for node" in line for line in before), one.output  # the other one started late
-        assert "abd" not in one.output
-    assert "a rank ran" not in bench.job.report()
-
-
 # What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones. Rank 1 fails
 # once rank 0 has begun.
 _ATTEMPTS = """
