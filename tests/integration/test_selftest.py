@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.errors import WorkerFailed
 from fleet_train.profile import profile_names
 from fleet_train.selftest.check_collectives import KINDS as ALL_KINDS
 from fleet_train.selftest.check_overlap import TURNS
 from fleet_train.selftest.options import Options
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Ended, Job, clean_environ, output_of, python, run_alone
-from tests.support.ranks import run_ranks, stock_environs
+from tests.support.ranks import run_ranks
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]  # a whole one takes many minutes on a busy machine
@@ -142,20 +142,6 @@ def test_ctrl_c_and_a_killed_launcher_leave_no_process_behind(tmp_path: Path) ->
         interrupted, _ = job.wait(timeout_seconds=60)
         assert interrupted.exit_code == 130, interrupted.output
         assert job.orphans() == []
-
-
-def test_mistakes_are_errors_before_anything_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, Job(tmp_path) as job:
-        port = str(taken.getsockname()[1])
-        job.start("port", python("-m", "fleet_train", "selftest", "--started_port", port), clean_environ())
-        job.start("address", selftest("--ips", "203.0.113.1,203.0.113.2"), clean_environ())
-        job.start("rank", selftest("--nproc", "2"), clean_environ(stock_environs([1])[0]))
-        ended = in_use, foreign, rank = job.wait(timeout_seconds=60)
-    assert [one.exit_code for one in ended] == [ClusterError.exit_code] * 3
-    assert port in in_use.output
-    assert "cannot tell which of the nodes 203.0.113.1,203.0.113.2 this machine is" in foreign.output
-    assert "a launcher has started this process as one: give them to the launcher" in rank.output
-    assert not (tmp_path / "runs").exists()
 
 
 def test_two_machines(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.conftest import Bench, send
-from tests.support.processes import clean_environ, python, write_script
+from tests.support.processes import clean_environ, python
 
 # Rank 0 says more than any pipe holds; rank 1 does what the argument says.
 _SCRIPT = """
@@ -109,18 +109,6 @@ def test_train_is_quiet_unless_verbose_or_the_user_has_set_the_levels(bench: Ben
     assert all(word in shown for word in ("ccache", "not support input out", "Tensor do not have", "pir_interpreter"))
     shown = "\n".join(paddles(asked.output))
     assert all(word in shown for word in ("ccache", "pir_interpreter.cc"))
-
-
-@pytest.mark.long
-def test_plan_of_a_script_shows_the_scripts_lines_alone(bench: Bench) -> None:
-    script = str(write_script(_TRAIN, bench.folder))
-    for name, flags in (("quiet", []), ("verbose", ["--verbose"])):
-        plan = python("-m", "fleet_train", "plan", "--nodes=2", *flags, f"--script={script}")
-        bench.job.start(name, plan, clean_environ())
-    quiet, verbose = bench.ended(120)
-    assert (quiet.exit_code, paddles(quiet.output)) == (0, []), quiet.output
-    assert [word in quiet.output for word in OF_SCRIPT] == [True, False, True]  # it runs up to minimize
-    assert paddles(verbose.output) != []
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -174,16 +173,6 @@ def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench)
     assert list(bench.temporary.iterdir()) == []
 
 
-@pytest.mark.long
-def test_a_launcher_that_is_killed_during_a_restart_leaves_no_process(bench: Bench) -> None:
-    first, second = start_two(bench, "kill")
-    second_attempt = bench.folder / "node0" / "log" / "workerlog.0.attempt0"  # the first one's, when another begins
-    bench.wait_for(second_attempt.exists, "the ranks of the second attempt are starting")
-    for launcher in (first, second):
-        send(launcher, signal.SIGKILL)
-    bench.no_orphans_within(10.0)
-
-
 # The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the barriers.
 _SAVES = """
 import os, pathlib, signal, sys, time
@@ -215,14 +204,3 @@ def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> N
             "start it again to continue"
         )
     bench.no_orphans_within(1.0)
-
-
-def test_the_grace_has_an_end(bench: Bench) -> None:
-    launcher = bench.start(_SAVES, str(bench.folder / "stop"), "300", flags=["--grace_seconds=1"])
-    bench.wait_for_output("began", "node0/log/workerlog.0")
-    began = time.monotonic()
-    send(launcher, signal.SIGUSR1)
-    assert launcher.process.wait(timeout=250) == 128 + signal.SIGUSR1
-    assert time.monotonic() - began < 200.0
-    assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
-    assert bench.job.leftovers() == []
