@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-
-import pytest
 
 from tests.integration.launch.conftest import HOSTS, SECRET, Bench, send
-from tests.support.processes import Started
 
 _SAY = """
 import os, sys
@@ -92,8 +88,6 @@ words = sys.argv[1].split(",")
 print("attempt", attempt, "rank", rank, "of", os.environ["PADDLE_TRAINERS_NUM"], flush=True)
 pathlib.Path(f"{sys.argv[2]}/{attempt}.{rank}").touch()
 how = words[min(attempt, len(words) - 1)]
-if how == "wait":
-    time.sleep(120)
 if how == "done":
     sys.exit(0)
 if rank == 1:
@@ -106,18 +100,9 @@ time.sleep(120)
 """
 
 
-def start_two(bench: Bench, words: str, *flags: str) -> tuple[Started, Started]:
-    return start(bench, 0, words, *flags), start(bench, 1, words, *flags)
-
-
-def start(bench: Bench, node: int, words: str, *flags: str) -> Started:
-    here = bench.folder / "here"
-    here.mkdir(exist_ok=True)
-    return bench.start(_ATTEMPTS, words, str(here), flags=["--max_restarts=3", *flags], node=node)
-
-
-def wait_for_attempt(bench: Bench, attempt: int, logs: Sequence[str] = ("node0", "node1")) -> None:
-    bench.wait_for_output(f"attempt {attempt} rank", *(f"{node}/log/workerlog.0" for node in logs))
+def start_two(bench: Bench, words: str) -> None:
+    (bench.folder / "here").mkdir()
+    bench.start_two(_ATTEMPTS, words, str(bench.folder / "here"), flags=["--max_restarts=3"])
 
 
 def test_a_rank_that_is_killed_takes_the_job_to_another_attempt(bench: Bench) -> None:
@@ -146,31 +131,6 @@ def test_an_exception_that_comes_again_ends_the_job_with_the_full_report(bench: 
         assert one.output.splitlines()[-2].startswith(f"failed first  1     127.0.0.3:{bench.first_port}  exit code 1")
     assert "not restarted: it failed twice in the same way" in ended[0].output
     assert bench.job.leftovers() == []
-
-
-@pytest.mark.long
-def test_launchers_that_were_killed_join_again_also_that_of_node_0(bench: Bench) -> None:
-    words, patience = "wait,wait,done", "--rejoin_timeout=60"
-    first, second = start_two(bench, words, patience)
-    wait_for_attempt(bench, 0)
-    send(second, signal.SIGKILL)
-    second.process.wait()
-    bench.wait_for_output("waiting for node 1 (127.0.0.3) to come back", "node0.log")
-    assert "attempt 0: the launcher of node 1 (127.0.0.3) was lost" in first.output
-    start(bench, 1, words, patience)
-    wait_for_attempt(bench, 1)
-    send(first, signal.SIGKILL)
-    first.process.wait()
-    bench.wait_for_output("node 1 (127.0.0.3) is the leader from now on", "node1.log")
-    start(bench, 0, words, patience)
-    assert [one.exit_code for one in bench.ended()] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], bench.job.report()
-    # The new launcher of node 0 follows, and has heard from the other one how often the job has begun.
-    assert [bench.log(f"node{node}/log/workerlog.0") for node in (0, 1)] == [
-        "attempt 2 rank 0 of 2\n",
-        "attempt 2 rank 1 of 2\n",
-    ]
-    bench.no_orphans_within(1.0)
-    assert list(bench.temporary.iterdir()) == []
 
 
 # The first rank that hears SIGTERM tells the others through a file, as fleet.request_stop does through the barriers.
