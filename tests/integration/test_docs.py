@@ -30,7 +30,6 @@ MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfu
 # What ends within seconds and needs neither root nor another machine: words of its output. A group shares a folder.
 RUN = [
     {
-        "python train.py": "step99 cost=",
         "python -m fleet_train launch --nproc_per_node=2 train.py": "step99 cost=",
         "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
         "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",

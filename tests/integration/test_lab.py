@@ -82,15 +82,12 @@ def test_a_link_is_as_slow_as_asked_and_the_host_never_sees_the_lab() -> None:
 
 
 @pytest.mark.root
-def test_a_signal_removes_the_lab() -> None:
+def test_a_signal_removes_the_lab_and_what_a_killed_process_leaves_is_found_by_down(name: str) -> None:
     with holder() as (process, held):
         process.terminate()
         assert process.wait(120) == 128 + signal.SIGTERM
         assert namespaces(held) == []
 
-
-@pytest.mark.root
-def test_what_a_killed_process_leaves_is_found_by_down(name: str) -> None:
     with holder() as (process, held):
         process.kill()
         process.wait(30)

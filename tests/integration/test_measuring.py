@@ -73,12 +73,10 @@ def run(command: list[str], folder: Path) -> Ended:
 
 
 def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: Path, tmp_path: Path) -> None:
-    printed = tmp_path / "printed.json"
-    shell = tmp_path / "run.sh"
-    shell.write_text(f'"$@" > {printed}\n')
-    ended = run(["sh", str(shell), *recommend(script, "--json", "--trials", "2", arguments=("fail",))], tmp_path)
+    command = recommend(script, "--json", "--trials", "2", arguments=("fail",))
+    ended = run(["sh", "-c", '"$@" > printed.json', "sh", *command], tmp_path)
     assert ended.exit_code == 0, ended.output
-    made: dict[str, Any] = json.loads(printed.read_text())
+    made: dict[str, Any] = json.loads((tmp_path / "printed.json").read_text())
     rows = {row["name"]: row for row in made["profiles"]}
     first = script.with_name("failed").read_text()
     assert "ended with exit code 7" in rows[first]["failure"], rows[first]

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -35,20 +34,12 @@ def run(folder: Path, *arguments: str, environ: dict[str, str] | None = None) ->
     return run_alone(folder, selftest(*arguments), environ, timeout_seconds=170)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A whole selftest of two ranks, as users type it: its folder, what it printed as JSON, and its lines."""
-    folder = tmp_path_factory.mktemp("selftest")
-    # stdout and stderr apart, as a script that reads the JSON has them
-    script = folder / "run.sh"
-    script.write_text('"$@" > printed.json\n')
-    ended = run_alone(folder, ["sh", str(script), *selftest("--json", "--quick")], timeout_seconds=500)
-    assert ended.exit_code == 0, ended.output
-    return folder, json.loads((folder / "printed.json").read_text()), ended.output
-
-
-def test_every_check_is_there_and_nothing_has_failed(whole: tuple[Path, dict[str, Any], str]) -> None:
-    folder, record, output = whole
+def test_every_check_is_there_and_nothing_has_failed(tmp_path: Path) -> None:
+    """A whole selftest of two ranks; its JSON is on stdout alone."""
+    command = ["sh", "-c", '"$@" > printed.json', "sh", *selftest("--json", "--quick")]
+    ended = run_alone(tmp_path, command, timeout_seconds=500)
+    output, record = ended.output, json.loads((tmp_path / "printed.json").read_text())
+    assert ended.exit_code == 0, output
     names = [check["name"] for check in record["checks"]]
     profiles = [f"profile {name}" for name in profile_names()]
     assert names == ["backend", "devices", *KINDS, *profiles, "overlap", *FAULTS]
@@ -64,14 +55,13 @@ def test_every_check_is_there_and_nothing_has_failed(whole: tuple[Path, dict[str
     verdict, where = output.splitlines()[-2:]
     assert verdict == record["verdict"]
     assert where.startswith("record: ")
-    (path,) = (folder / "runs/selftest").glob("*.json")
+    (path,) = (tmp_path / "runs/selftest").glob("*.json")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-selftest-gloo-1x2\.json", path.name)
     assert json.loads(path.read_text()) == record
     assert socket.gethostname() not in path.read_text() + path.with_suffix(".md").read_text()
 
-
-def test_figures_say_what_was_done(whole: tuple[Path, dict[str, Any], str]) -> None:
-    figures = {check["name"]: check["figures"] for check in whole[1]["checks"]}
+    # The figures say what was done.
+    figures = {check["name"]: check["figures"] for check in record["checks"]}
     dtypes = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8"}
     for kind in KINDS:
         assert {*figures[kind]["dtypes"], *figures[kind]["unsupported"]} == dtypes

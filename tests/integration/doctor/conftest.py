@@ -90,9 +90,6 @@ def examine(
 ) -> list[Told]:
     """Run the same command on every machine (or on those of ``start``) to its end, which comes in time."""
     ips = ",".join(names or [machine.address for machine in machines])
-    script = folder / "run.sh"
-    folder.mkdir(parents=True, exist_ok=True)
-    script.write_text('"$@" > printed.json\n')
     chosen = list(range(len(machines)) if start is None else start)
     with Job(folder) as job:
         for node in chosen:
@@ -101,7 +98,7 @@ def examine(
             flags_here = ("--ips", ips, "--node_ip", own, "--json", *flags)
             doctor = command(machines[node], node, patients[node], here, flags_here)
             environ = clean_environ({"PYTHONDONTWRITEBYTECODE": "1"}) | dict(patients[node].environ)
-            job.start(f"node{node}", ["sh", str(script), *doctor], environ, cwd=here)
+            job.start(f"node{node}", ["sh", "-c", '"$@" > printed.json', "sh", *doctor], environ, cwd=here)
         ended = job.wait(timeout_seconds=WHOLE_SECONDS)
         assert [one.name for one in ended if one.killed] == [], job.report()
         assert job.orphans() == []
