@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.errors import ClusterError
 from tests.integration.launch.conftest import HOSTS, SECRET, Bench, send
 
 _SAY = """
@@ -67,9 +72,13 @@ def test_a_killed_launcher_leaves_no_process_and_the_others_get_an_error(bench: 
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_kill_of_one_launcher_ends_the_job_on_all_nodes(bench: Bench) -> None:
+def test_kill_of_one_launcher_ends_the_job_on_all_nodes_and_a_stranger_does_not(bench: Bench) -> None:
     first, second = bench.start_two(_SLEEP)
     bench.wait_for_output("began", "node0/log/workerlog.0", "node1/log/workerlog.0")
+    access = Access(source="127.0.0.9")
+    with pytest.raises(ClusterError, match="it accepts the addresses of the node list only"):
+        StoreClient.connect(f"{HOSTS[0]}:{bench.first_port + 1}/0", 0, group="node", timeout_seconds=5, access=access)
+    bench.wait_for_output("refused a connection from 127.0.0.9, which is not in the node list", "node0.log")
     send(second, signal.SIGTERM)
     assert [one.exit_code for one in bench.ended()] == [143, 143], bench.job.report()
     assert second.output.splitlines()[-1] == (
