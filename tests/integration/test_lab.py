@@ -136,7 +136,7 @@ def holder() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 # The seeds are of those whose faults come soon and pass soon.
 RANKS = "--faults save,step,start,freeze --network loopback --nodes 2 --epochs 3 --step_seconds 0.2 --seed 599"
-MACHINES = "--faults machine:0,frozen:leader,cut:late --epochs 4 --step_seconds 0.3 --next_step_within 240 --seed 149"
+MACHINES = "--faults machine:0,frozen:leader,cut --epochs 4 --step_seconds 0.3 --next_step_within 240 --seed 149"
 
 
 @pytest.mark.parametrize(

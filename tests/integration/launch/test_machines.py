@@ -78,6 +78,28 @@ def test_a_machine_whose_link_is_down_is_named_in_time_and_rejoins(tmp_path: Pat
         assert job.leftovers() == []
 
 
+@pytest.mark.root
+def test_training_resumes_from_its_checkpoint_on_the_remaining_machine(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    train = f"--model=mlp --data=digits --epochs=20 --checkpoint_every=1 --evaluate_every=20 --output_dir={output}"
+    flags = "--max_restarts=1 --min_nodes=1 --lost_node_timeout=3 --rejoin_timeout=2".split()
+    with Lab(2, "none") as lab, Job(tmp_path) as job:
+        machines = lab.nodes
+        command = launch_command(machines, *flags, ROOT / "tools" / "train.py", *train.split())
+        first, _ = start_both(job, machines, command)
+        job.wait_until(lambda: len(list((output / "checkpoints").glob("step-*"))) == 2, 60, "two checkpoints")
+        lab.set_link(1, "down")
+        assert [one.exit_code for one in job.wait(120, None)] == [0, 11], job.report()
+        assert (
+            "node 1 (10.78.0.2) did not come back within 2 s (--rejoin_timeout); continuing with fewer nodes"
+            in first.output
+        )
+        assert "resumed from" in (tmp_path / "node0" / "log" / "workerlog.0").read_text()
+        summary = json.loads((output / "summary.json").read_text())
+        assert (summary["world_size"], summary["epochs"]) == (1, 20)
+        assert job.leftovers() == []
+
+
 # Every look at the clock is hours away from the one before it.
 _JUMPING = """
 import itertools, time
