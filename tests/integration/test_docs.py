@@ -30,7 +30,6 @@ MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfu
 # What ends within seconds and needs neither root nor another machine: words of its output. A group shares a folder.
 RUN = [
     {
-        "python train.py": "step99 cost=",
         "python -m fleet_train launch --nproc_per_node=2 train.py": "step99 cost=",
         "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
         "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",
@@ -145,13 +144,6 @@ def unknown_flags(command: str) -> list[str]:
 @cache
 def help_of_tool(path: str, *subcommand: str) -> str:
     return output_of(python(str(ROOT / path), *subcommand, "--help"))
-
-
-def test_a_flag_that_does_not_exist_is_found() -> None:
-    command = "python -m fleet_train launch --nproc_per_node=2 --nods 3 -m fleet_train train --model mlp --epoch 2"
-    assert unknown_flags(command) == ["--nods", "--epoch"]
-    assert unknown_flags("python -m fleet_train manifest job --nodes 2 --node 3 train.py --epoch 2") == ["--node"]
-    assert unknown_flags("python tools/demo.py --fast") == ["--fast"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "README_cn.md", "docs/start.md"])

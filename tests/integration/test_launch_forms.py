@@ -1,4 +1,4 @@
-"""Every form of the launch command starts the job it describes: two loopback "machines", or two network namespaces."""
+"""Every form of the launch command starts the job that it describes, on two loopback "machines"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import commands
-from tests.support.namespaces import two_machines
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT
 from tests.support.ranks import LaunchersResult, run_launchers
@@ -22,15 +21,10 @@ def run_form(
     folder: Path,
     first_port: int,
     env_of_node: Sequence[Mapping[str, str]] = (),
-    check: bool = True,
-    first_line: str = "",
 ) -> LaunchersResult:
     commands.put_script(folder, len(HOSTS), TRAIN)
-    for node in range(len(HOSTS)):
-        script = folder / f"node{node}" / "train.py"
-        script.write_text(first_line + script.read_text())
     lines = [commands.on_node(command, node, HOSTS, first_port) for node in range(len(HOSTS))]
-    return run_launchers(lines, folder=folder, env_of_node=env_of_node, check=check)
+    return run_launchers(lines, folder=folder, env_of_node=env_of_node)
 
 
 def assert_one_job(result: LaunchersResult, world_size: int) -> None:
@@ -55,25 +49,6 @@ def test_old_recipe_forms_one_job_with_the_stock_launcher(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_script_that_reads_its_rank_before_the_import_is_warned(tmp_path: Path) -> None:
-    early = "import os; RANK = int(os.environ['PADDLE_TRAINER_ID'])\n"
-    result = run_form(commands.OLD_RECIPE, tmp_path, free_ports(2, HOSTS), first_line=early)
-    log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
-    assert "WARNING: the stock launcher set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM" in log
-    assert "and line 1 of the script is above that" in log
-
-
-@pytest.mark.long
-def test_stock_launcher_that_starts_fewer_processes_than_asked_is_an_error(tmp_path: Path) -> None:
-    asked = commands.OLD_RECIPE.replace("--selected_gpus=0", "--selected_gpus=0,1")
-    result = run_form(asked, tmp_path, free_ports(2, HOSTS), check=False)
-    assert 0 not in result.exit_codes
-    # The command that works is printed, so that it can be pasted.
-    assert "python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3" in result.report()
-    assert result.values == {}
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "ports", "pod_ips"), [(commands.TODAYS_IPS, 3, False), (commands.TODAYS_MASTER, 1, True)]
 )
@@ -81,14 +56,6 @@ def test_todays_forms(tmp_path: Path, form: str, ports: int, pod_ips: bool) -> N
     # On two real machines the launcher finds its own address; on one it must be told which of the two it plays.
     env_of_node = [{"POD_IP": host} for host in HOSTS] if pod_ips else []
     assert_one_job(run_form(form, tmp_path, free_ports(ports, HOSTS), env_of_node), world_size=4)
-
-
-def test_fleet_train_launch(tmp_path: Path) -> None:
-    result = run_form(commands.FLEET_TRAIN, tmp_path, free_ports(3, HOSTS))
-    assert_one_job(result, world_size=4)
-    logs = sorted(path.name for folder in result.folders for path in (folder / "mylog").glob("workerlog.*"))
-    assert logs == ["workerlog.0", "workerlog.0", "workerlog.1", "workerlog.1"]
-    assert "rank 0 of 4 has trained" in result.nodes[0].output, "rank 0's output belongs on the terminal"
 
 
 def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
@@ -104,35 +71,3 @@ def test_fleet_train_launch_in_paddlecloud_pods(tmp_path: Path) -> None:
         for node, host in enumerate(HOSTS)
     ]
     assert_one_job(run_form(commands.PADDLECLOUD, tmp_path, port, pods), world_size=4)
-
-
-@pytest.mark.long
-@pytest.mark.root
-def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:
-    """Word for word: machines of their own even leave the recipe's port as it is."""
-    commands.put_script(tmp_path, 2, TRAIN)
-    with two_machines() as machines:
-        hosts = [machine.address for machine in machines]
-        lines = [commands.on_node(commands.OLD_RECIPE, node, hosts, 6170) for node in range(2)]
-        result = run_launchers(lines, folder=tmp_path, prefixes=[machine.prefix for machine in machines])
-    assert_one_job(result, world_size=2)
-    assert result.values[1]["endpoints"] == ["10.77.0.1:6170", "10.77.0.2:6170"]
-    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
-    assert result.of_all("paddles") == [[0, 2], [1, 2]]
-
-
-def test_the_guides_four_scripts_train_with_their_strategies_and_equal_parameters(tmp_path: Path) -> None:
-    commands.put_script(tmp_path, len(HOSTS), ROOT / "tests" / "support" / "old_scripts.py")
-    port = free_ports(3, HOSTS)
-    command = commands.FLEET_TRAIN.replace(" --strategy multi_node", "")  # a flag would win over the scripts
-    lines = [commands.on_node(command, node, HOSTS, port) for node in range(len(HOSTS))]
-    result = run_launchers(lines, folder=tmp_path)
-    assert sorted(result.values) == [0, 1, 2, 3], result.report()
-    for script in ("performance_tuned", "local_sgd", "hierarchical", "fused_16_megabytes"):
-        assert len({rank["digest"] for rank in result.of_all(script)}) == 1, script
-    first = result.values[0]
-    assert first["performance_tuned"]["communicators"] == 2
-    assert first["local_sgd"]["period"] == 2
-    assert first["hierarchical"]["group_size"] == 2
-    assert first["fused_16_megabytes"]["bucket_MB"] == 16.0
-    assert "num_threads" in result.report(), "a mapped setting is said"

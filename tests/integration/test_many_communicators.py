@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.support.namespaces import two_machines
 from tests.support.processes import ROOT, clean_environ, python
-from tests.support.ranks import run_ranks
+from tools.lab import Lab
 
 HOLDS_A_PORT = """
 import socket
@@ -68,7 +66,8 @@ for ask in (bind, bind_again, lambda one: one.connect(("127.0.0.1", 30000))):
 @pytest.mark.root
 def test_a_held_port_is_not_given_away_and_can_be_listened_on() -> None:
     """Of twenty ports whoever asks for one gets all but the held one, which is no connection's of another address."""
-    with two_machines() as (machine, _):
+    with Lab(1, "none") as lab:
+        (machine,) = lab.nodes
         inside = [*machine.prefix, "sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40019"]
         subprocess.run(inside, check=True)
         command = [*machine.prefix, *python("-c", HOLDS_A_PORT)]
@@ -78,34 +77,3 @@ def test_a_held_port_is_not_given_away_and_can_be_listened_on() -> None:
     assert ended.returncode == 0, ended.stderr
     found = ended.stdout.split()
     assert found == ["True", "False", "value"] * 3, ended.stdout + ended.stderr
-
-
-MANY_GROUPS = """
-import numpy as np
-import paddle
-from fleet_train import DistributedStrategy, fleet, role_maker
-from tests.support.worker import digest, report
-
-paddle.enable_static()
-fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-x = paddle.static.data("x", [None, 4], "float32")
-hidden = x
-for _ in range(4):
-    hidden = paddle.static.nn.fc(hidden, size=4, activation="tanh")
-loss = paddle.mean(hidden)
-strategy = DistributedStrategy(nccl_comm_num=4, fuse_all_reduce_ops=False)
-fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
-exe = paddle.static.Executor(fleet.place())
-exe.run(paddle.static.default_startup_program())
-feed = {"x": np.full((2, 4), fleet.worker_index() + 1, "float32")}
-exe.run(fleet.main_program, feed=feed, fetch_list=[loss])
-report(digest=digest(paddle.static.default_main_program().state_dict("param", paddle.static.global_scope())))
-fleet.shutdown()
-"""
-
-
-@pytest.mark.long
-def test_four_communicators_on_four_ranks(tmp_path: Path) -> None:
-    """Paddle's Gloo groups publish addresses under the rank alone: in one store, a second reads those of the first."""
-    result = run_ranks(MANY_GROUPS, 4, nodes=2, folder=tmp_path)
-    assert len(set(result.of_all("digest"))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, output_of, python, run_alone
+from tests.support.processes import ROOT, Ended, Job, clean_environ, output_of, python, run_alone
 from tests.support.ranks import run_launchers
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
@@ -44,8 +45,17 @@ for _ in range(100000):
 """
 
 
+# Imported by every Python that finds it: measurements that nobody relies on are short.
+BRIEF = """
+from fleet_train import timeouts
+timeouts.RECOMMEND_MEASURE_SECONDS = timeouts.RECOMMEND_COMPUTE_SECONDS = timeouts.RECOMMEND_TRIAL_SECONDS = 1.0
+timeouts.RECOMMEND_METHOD_SECONDS = timeouts.RECOMMEND_ALONE_SECONDS = 0.1
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(BRIEF)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
@@ -58,16 +68,15 @@ def recommend(script: Path, *flags: str, arguments: tuple[str, ...] = ()) -> lis
 
 
 def run(command: list[str], folder: Path) -> Ended:
-    return run_alone(folder, command, timeout_seconds=350)
+    environ = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return run_alone(folder, command, environ, timeout_seconds=350)
 
 
 def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: Path, tmp_path: Path) -> None:
-    printed = tmp_path / "printed.json"
-    shell = tmp_path / "run.sh"
-    shell.write_text(f'"$@" > {printed}\n')
-    ended = run(["sh", str(shell), *recommend(script, "--json", "--trials", "2", arguments=("fail",))], tmp_path)
+    command = recommend(script, "--json", "--trials", "2", arguments=("fail",))
+    ended = run(["sh", "-c", '"$@" > printed.json', "sh", *command], tmp_path)
     assert ended.exit_code == 0, ended.output
-    made: dict[str, Any] = json.loads(printed.read_text())
+    made: dict[str, Any] = json.loads((tmp_path / "printed.json").read_text())
     rows = {row["name"]: row for row in made["profiles"]}
     first = script.with_name("failed").read_text()
     assert "ended with exit code 7" in rows[first]["failure"], rows[first]
@@ -114,11 +123,11 @@ def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: P
     launch = (
         f"python -m fleet_train launch --cluster_node_ips={','.join(HOSTS)} --started_port={free_ports(2, HOSTS)} "
         "--strategy=multi_node --set=nccl_comm_num=2 --node_ip={host} "
-        "-m fleet_train plan --measure --measure_seconds=2 --compute_ms=30"
+        "-m fleet_train plan --measure --measure_seconds=1 --compute_ms=30"
     )
     result = run_launchers([launch.format(host=host).split() for host in HOSTS], folder=tmp_path)
     output = result.nodes[0].output
-    assert "measuring 2 ranks on 2 nodes for about 2 s" in output, result.report()
+    assert "measuring 2 ranks on 2 nodes for about 1 s" in output, result.report()
     assert "between nodes: 4 KiB in " in output
     assert "between nodes: allreduce over 2 ranks" in output
     assert "inside a node: no two ranks to measure" in output

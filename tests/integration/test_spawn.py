@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -93,42 +92,6 @@ def test_two_ranks_train_as_one_process_with_the_joint_batch() -> None:
     assert [result[3] for result in two] == ["unfused", "unfused"]
 
 
-USES_PADDLE = """
-    import os, sys
-    import numpy as np
-    import paddle
-    from fleet_train import fleet, spawn
-
-    def mean(values):
-        paddle.enable_static()
-        fleet.init()
-        return float(fleet.all_reduce(np.array(values[fleet.worker_index()], "float32"), "mean"))
-
-    tensor = paddle.to_tensor([1.0, 2.0])
-    before = dict(os.environ)
-    print(spawn(mean, ([1.0, float(sys.argv[1])],)))
-    assert dict(os.environ) == before
-    print(float((tensor * 2).sum()))
-    fleet.init()
-    print(fleet.worker_num())
-"""
-
-
-@pytest.mark.long
-def test_parents_side_by_side_do_not_mix_and_may_use_paddle_before_and_after(tmp_path: Path) -> None:
-    script = write_script(USES_PADDLE, tmp_path)
-    with Job(tmp_path / "job") as job:
-        for value in ("3", "9"):
-            job.start(f"parent{value}", python(str(script), value), clean_environ())
-        ended = job.wait(120)
-        assert [one.exit_code for one in ended] == [0, 0], job.report()
-        assert [one.output.splitlines()[-3:] for one in ended] == [
-            ["[2.0, 2.0]", "6.0", "1"],
-            ["[5.0, 5.0]", "6.0", "1"],
-        ]
-        assert job.orphans() == []
-
-
 def raises(step: int) -> None:
     if step == 4 and rank() == 1:
         raise ValueError("batch 4 is empty")
@@ -150,10 +113,6 @@ def ends_itself() -> None:
     time.sleep(300)
 
 
-def says_exit() -> None:
-    sys.exit("no data" if rank() == 1 else 0)
-
-
 def ignores_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank() == 0:
@@ -166,18 +125,12 @@ def makes_a_lock() -> Any:
     return {"loss": 1.0, "lock": threading.Lock()}
 
 
-def nested() -> Any:
-    return spawn(ends_itself)
-
-
 @pytest.mark.parametrize(
     ("train", "first"),
     [
         (ends_itself, "rank 0 of 2 failed first: .*exit code 0 before its function had returned"),
-        pytest.param(says_exit, "rank 1 of 2 failed first: sys.exit.'no data'.", marks=pytest.mark.long),
         (ignores_sigterm, "rank 0 of 2 failed first: OSError: disk full"),
         (makes_a_lock, r"the value under 'lock' is a value of type _thread\.lock"),
-        (nested, r"fleet_train\.spawn was called in rank [01] of a job"),
     ],
 )
 def test_every_kind_of_exit_is_reported_and_the_others_are_stopped(train: Callable[[], None], first: str) -> None:

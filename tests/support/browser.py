@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -68,10 +67,6 @@ class Browser:
                 raise AssertionError(f"not within {timeout_seconds:g} s: {what}; the page shows:\n{self.text()}")
             time.sleep(0.1)
         return found
-
-    def save_screenshot(self, path: Path) -> None:
-        """The window as PNG."""
-        path.write_bytes(base64.b64decode(_call(f"{self._session}/screenshot")))
 
     def requests(self) -> list[str]:
         """The address of everything that the page has asked for."""

@@ -1,6 +1,4 @@
-"""Several ranks as real processes: started as by the stock launcher, but without its 2 to 3 seconds, or by one launcher
-command per node, as a user types it on each machine; nodes are loopback addresses or namespaces.
-"""
+"""Ranks as real processes: with the stock launcher's variables, or by a launcher on each node, as users start it."""
 
 from __future__ import annotations
 
@@ -102,11 +100,9 @@ def run_ranks(
 ) -> RanksResult:
     """Run ``script`` (text or path) as ``world_size`` processes and wait for all of them.
 
-    ``folder`` (a test's tmp_path) is the working directory and receives logs and reports. world_size 1 with
-    ``nodes=0`` starts one process with no launcher's environment at all. With ``check``, an exit code other than 0
-    fails the test with everybody's output. ``late_streams``: the ranks' collectives are enqueued and end late, as on
-    GPUs, and whatever reads a value in a step raises (``tests.support.late``). Starting Paddle costs a second or two
-    per rank: let one script run many cases.
+    ``folder`` is the working directory and receives logs and reports. ``nodes=0``: one process without a launcher's
+    variables. With ``check``, an exit code other than 0 fails the test with all output. ``late_streams``: collectives
+    are enqueued and end late, as on GPUs, and whatever reads a value in a step raises (``tests.support.late``).
     """
     sizes = node_sizes(world_size, nodes) if nodes != 0 else []
     environs = stock_environs(sizes) if sizes else [{}]
@@ -127,19 +123,11 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class LaunchersResult:
-    """How each node's launcher ended, what the ranks reported, and who was left behind.
-
-    ``orphans`` are command lines of processes that outlived every launcher (they have been killed since).
-    """
+    """What each node's launcher printed and what the ranks reported; ``folders``: of the nodes."""
 
     nodes: list[Ended]
     values: dict[int, dict[str, Any]]
     folders: list[Path]
-    orphans: list[str]
-
-    @property
-    def exit_codes(self) -> list[int]:
-        return [node.exit_code for node in self.nodes]
 
     def of_all(self, name: str) -> list[Any]:
         """The value that each rank reported under ``name``, by rank."""
@@ -157,30 +145,25 @@ def run_launchers(
     commands: Sequence[Sequence[str]],
     *,
     folder: Path,
-    env: Mapping[str, str] | None = None,
     env_of_node: Sequence[Mapping[str, str]] = (),
     prefixes: Sequence[Sequence[str]] = (),
     timeout_seconds: float = 120.0,
-    patience_after_failure_seconds: float | None = 40.0,
-    check: bool = True,
 ) -> LaunchersResult:
-    """Start ``commands[i]`` as node i in ``folder/node<i>`` and wait for all.
+    """Start ``commands[i]`` as node i in ``folder/node<i>`` and wait for all; each has to end well and leave nobody.
 
-    ``prefixes[i]`` goes before a node's command (``ip netns exec ...``). With ``check``, an exit code other than 0 or
-    an orphan fails the test with all output and logs.
+    ``prefixes[i]`` goes before a node's command (``ip netns exec ...``).
     """
     reports = folder / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     folders = [folder / f"node{node}" for node in range(len(commands))]
     with Job(folder) as job:
         for node, command in enumerate(commands):
-            own = {RESULTS_VARIABLE: str(reports), **(env or {}), **(env_of_node[node] if env_of_node else {})}
+            own = {RESULTS_VARIABLE: str(reports), **(env_of_node[node] if env_of_node else {})}
             prefix = prefixes[node] if prefixes else ()
             job.start(f"node{node}", [*prefix, *command], clean_environ(own), cwd=folders[node])
-        ended = job.wait(timeout_seconds, patience_after_failure_seconds)
-        orphans = [" ".join(process.cmdline()) for process in job.orphans()]
-    result = LaunchersResult(ended, read_results(reports), folders, orphans)
-    if check:
-        assert result.exit_codes == [0] * len(commands), result.report()
-        assert result.orphans == [], result.report()
+        ended = job.wait(timeout_seconds, 40.0)
+        orphans = job.orphans()
+    result = LaunchersResult(ended, read_results(reports), folders)
+    assert {one.exit_code for one in ended} == {0}, result.report()
+    assert orphans == [], result.report()
     return result

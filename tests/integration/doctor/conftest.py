@@ -7,26 +7,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
-from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Ended, Job, clean_environ, python
+from tools.lab import Lab, Node
 
-Two = tuple[Namespace, Namespace]
+Two = Sequence[Node]
 
 WHOLE_SECONDS = 60.0
 """What the doctor promises."""
 PORT = 6170
-
-
-class Machine(Protocol):
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def prefix(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,8 @@ HEALTHY = Patient()
 
 @pytest.fixture
 def two() -> Iterator[Two]:
-    with two_machines() as machines:
-        yield machines
+    with Lab(2, "none") as lab:
+        yield lab.nodes
 
 
 @dataclass(frozen=True)
@@ -74,11 +66,11 @@ class Told:
         return bool(one["level"] != "PASS" and one["id"] != "busy")
 
 
-def host(node: int, machines: Sequence[Machine]) -> str:
+def host(node: int, machines: Sequence[Node]) -> str:
     return f"node {node} ({machines[node].address})"
 
 
-def command(machine: Machine, node: int, patient: Patient, folder: Path, flags: Sequence[str]) -> list[str]:
+def command(machine: Node, node: int, patient: Patient, folder: Path, flags: Sequence[str]) -> list[str]:
     """The doctor in the machine's namespaces; mounts and the host name are of this process alone."""
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts"
@@ -90,7 +82,7 @@ def command(machine: Machine, node: int, patient: Patient, folder: Path, flags: 
 
 def examine(
     folder: Path,
-    machines: Sequence[Machine],
+    machines: Sequence[Node],
     patients: Sequence[Patient],
     *flags: str,
     names: Sequence[str] = (),
@@ -98,9 +90,6 @@ def examine(
 ) -> list[Told]:
     """Run the same command on every machine (or on those of ``start``) to its end, which comes in time."""
     ips = ",".join(names or [machine.address for machine in machines])
-    script = folder / "run.sh"
-    folder.mkdir(parents=True, exist_ok=True)
-    script.write_text('"$@" > printed.json\n')
     chosen = list(range(len(machines)) if start is None else start)
     with Job(folder) as job:
         for node in chosen:
@@ -109,7 +98,7 @@ def examine(
             flags_here = ("--ips", ips, "--node_ip", own, "--json", *flags)
             doctor = command(machines[node], node, patients[node], here, flags_here)
             environ = clean_environ({"PYTHONDONTWRITEBYTECODE": "1"}) | dict(patients[node].environ)
-            job.start(f"node{node}", ["sh", str(script), *doctor], environ, cwd=here)
+            job.start(f"node{node}", ["sh", "-c", '"$@" > printed.json', "sh", *doctor], environ, cwd=here)
         ended = job.wait(timeout_seconds=WHOLE_SECONDS)
         assert [one.name for one in ended if one.killed] == [], job.report()
         assert job.orphans() == []

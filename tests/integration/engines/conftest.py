@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support import ports
-from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import Job, clean_environ, python
+from tools.lab import Lab, Node
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS, KILLED_AFTER, SAVED_BEFORE = 20, 12, 10
-Machines = tuple[Namespace, Namespace]
+Machines = Sequence[Node]
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    with two_machines() as machines:
-        yield machines
+    with Lab(2, "none") as lab:
+        yield lab.nodes
 
 
 def train_undisturbed(folder: Path, ranks: int, *, launched: bool = True) -> Path:

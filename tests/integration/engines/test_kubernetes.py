@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.conftest import KILLED_AFTER, SCRIPT, Machines, assert_equal_bits, train_undisturbed
-from tests.support.namespaces import Namespace
 from tests.support.processes import Job, Started, clean_environ, write_script
+from tools.lab import Node
 
 pytestmark = [pytest.mark.root, pytest.mark.long]
 
@@ -62,12 +62,12 @@ class Pods:
             shutil.rmtree(_etc(machine), ignore_errors=True)
 
 
-def _etc(machine: Namespace) -> Path:
-    return Path("/etc/netns") / machine.name
+def _etc(machine: Node) -> Path:
+    return Path("/etc/netns") / machine.namespace
 
 
-def _ip(machine: Namespace, *arguments: str) -> None:
-    subprocess.run(["ip", "-n", machine.name, *arguments], check=True, capture_output=True)
+def _ip(machine: Node, *arguments: str) -> None:
+    subprocess.run(["ip", "-n", machine.namespace, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_launcher_in_each_pod_finds_the_others(job: Job, pods: Pods, tmp_path:
     assert [one.process.returncode for one in both] == [0, 0], job.report()
     for pod in (0, 1):
         said = (tmp_path / str(pod) / "log" / "workerlog.0").read_text()
-        assert re.fullmatch(rf"rank {pod} of 2 at 10\.77\.0\.1:\d+,10\.77\.0\.2:\d+\n", said), job.report()
+        assert re.fullmatch(rf"rank {pod} of 2 at 10\.78\.0\.1:\d+,10\.78\.0\.2:\d+\n", said), job.report()
     assert job.orphans() == []
 
 
@@ -144,7 +144,7 @@ def test_a_pod_that_is_put_elsewhere_takes_its_place_again(
     both = [start(job, pods, pod, told, launch, folder, **kill) for pod in (0, 1)]
     job.wait_until((folder / "killed").exists, 60.0, "the killed rank")
     _kill_pod(pods.machines[lost])
-    pods.move(lost, "10.77.0.9")
+    pods.move(lost, "10.78.0.9")
     again = start(job, pods, lost, told, launch, folder, **kill)
     job.wait(180.0)
     assert [both[1 - lost].process.returncode, again.process.returncode] == [0, 0], job.report()
@@ -152,8 +152,8 @@ def test_a_pod_that_is_put_elsewhere_takes_its_place_again(
     assert job.orphans() == []
 
 
-def _kill_pod(machine: Namespace) -> None:
+def _kill_pod(machine: Node) -> None:
     """Everything in it at once, as when its machine is lost."""
-    found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
+    found = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True)
     for pid in map(int, found.stdout.split()):
         os.kill(pid, signal.SIGKILL)

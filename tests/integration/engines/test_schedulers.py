@@ -82,7 +82,7 @@ def test_a_batch_script_is_queued_again_to_the_same_bits(slurm: Slurm, tmp_path:
     write = [sys.executable, "-m", "fleet_train", "manifest", "slurm", "--nodes=2", "--processes=2", "--name=train"]
     write += [f"--python={sys.executable}", "--output=train.sbatch", str(SCRIPT)]
     slurm.ask("env", "-C", str(tmp_path), *write)
-    submit = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--export=ALL,FLEET_TEST_STEP_SECONDS=1"]
+    submit = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--export=ALL,FLEET_TEST_STEP_SECONDS=0.5"]
     number = slurm.ask(*submit, str(tmp_path / "train.sbatch")).strip()
     slurm.job.wait_until((tmp_path / "checkpoints" / "5").exists, 120.0, "a checkpoint")
     slurm.ask("scancel", "--signal=TERM", number)
@@ -123,8 +123,8 @@ def test_a_command_in_a_batch_script_without_srun_is_a_job_of_its_own(slurm: Slu
 _AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 case $1 in
-    {one.address}) name={one.name} ;;
-    {two.address}) name={two.name} ;;
+    {one.address}) name={one.namespace} ;;
+    {two.address}) name={two.namespace} ;;
     *) echo "no machine $1" >&2; exit 1 ;;
 esac
 shift

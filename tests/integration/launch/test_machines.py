@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.conftest import HOSTS, Bench
-from tests.support.namespaces import Namespace, two_machines
 from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
 from tests.support.ranks import run_launchers
+from tools.lab import Lab, Node
 
 pytestmark = pytest.mark.long
 
@@ -31,12 +31,12 @@ time.sleep(0 if int(os.environ["FLEET_TRAIN_ATTEMPT"]) else 120)
 """
 
 
-def launch_command(machines: tuple[Namespace, Namespace], *flags_and_script: str | Path) -> list[str]:
+def launch_command(machines: Sequence[Node], *flags_and_script: str | Path) -> list[str]:
     nodes = f"--cluster_node_ips={','.join(machine.address for machine in machines)}"
     return python("-m", "fleet_train", "launch", nodes, "--started_port=6170", *map(str, flags_and_script))
 
 
-def start_both(job: Job, machines: tuple[Namespace, Namespace], command: Sequence[str]) -> list[Started]:
+def start_both(job: Job, machines: Sequence[Node], command: Sequence[str]) -> list[Started]:
     return [
         job.start(f"node{node}", [*machine.prefix, *command], clean_environ(), cwd=job.folder / f"node{node}")
         for node, machine in enumerate(machines)
@@ -46,32 +46,33 @@ def start_both(job: Job, machines: tuple[Namespace, Namespace], command: Sequenc
 @pytest.mark.root
 def test_each_machine_finds_its_place_and_the_interface_to_the_other(tmp_path: Path) -> None:
     script = write_script(_SAY, tmp_path)
-    with two_machines() as machines:
-        command = launch_command(machines, script)
-        result = run_launchers([command] * 2, folder=tmp_path, prefixes=[machine.prefix for machine in machines])
+    with Lab(2, "none") as lab:
+        command = launch_command(lab.nodes, script)
+        result = run_launchers([command] * 2, folder=tmp_path, prefixes=[machine.prefix for machine in lab.nodes])
     logs = [(folder / "log" / "workerlog.0").read_text() for folder in result.folders]
     assert logs == ["0 eth0 eth0\n", "1 eth0 eth0\n"], result.report()
-    assert "this is node 1 (10.77.0.2)" in result.nodes[1].output
+    assert "this is node 1 (10.78.0.2)" in result.nodes[1].output
 
 
 @pytest.mark.root
 def test_a_machine_whose_link_is_down_is_named_in_time_and_rejoins(tmp_path: Path) -> None:
     script = write_script(_WAIT, tmp_path)
-    with two_machines() as machines, Job(tmp_path) as job:
+    with Lab(2, "none") as lab, Job(tmp_path) as job:
+        machines = lab.nodes
         flags = "--max_restarts=1 --lost_node_timeout=3 --rejoin_timeout=60".split()
         first, second = start_both(job, machines, launch_command(machines, *flags, script))
         logs = [tmp_path / f"node{node}" / "log" / "workerlog.0" for node in (0, 1)]
         job.wait_until(lambda: all(p.exists() and "attempt 0" in p.read_text() for p in logs), 30, "ranks have begun")
-        machines[1].set_link("down")
-        lost = "attempt 0: the launcher of node 1 (10.77.0.2) was lost (not heard of for 3 s)"
+        lab.set_link(1, "down")
+        lost = "attempt 0: the launcher of node 1 (10.78.0.2) was lost (not heard of for 3 s)"
         job.wait_until(lambda: lost in first.output, 30, lost)
-        job.wait_until(lambda: "waiting for node 1 (10.77.0.2) to come back" in first.output, 20, "node 0 waits")
+        job.wait_until(lambda: "waiting for node 1 (10.78.0.2) to come back" in first.output, 20, "node 0 waits")
         job.wait_until(
-            lambda: "the launcher of node 0 (10.77.0.1), the leader of the job, cannot be reached" in second.output,
+            lambda: "the launcher of node 0 (10.78.0.1), the leader of the job, cannot be reached" in second.output,
             20,
             "node 1 waits",
         )
-        machines[1].set_link("up")
+        lab.set_link(1, "up")
         assert [one.exit_code for one in job.wait(60)] == [0, 0], job.report()
         assert [p.read_text() for p in logs] == ["attempt 1 rank 0\n", "attempt 1 rank 1\n"]
         assert job.leftovers() == []
@@ -82,14 +83,15 @@ def test_training_resumes_from_its_checkpoint_on_the_remaining_machine(tmp_path:
     output = tmp_path / "out"
     train = f"--model=mlp --data=digits --epochs=20 --checkpoint_every=1 --evaluate_every=20 --output_dir={output}"
     flags = "--max_restarts=1 --min_nodes=1 --lost_node_timeout=3 --rejoin_timeout=2".split()
-    with two_machines() as machines, Job(tmp_path) as job:
+    with Lab(2, "none") as lab, Job(tmp_path) as job:
+        machines = lab.nodes
         command = launch_command(machines, *flags, ROOT / "tools" / "train.py", *train.split())
         first, _ = start_both(job, machines, command)
         job.wait_until(lambda: len(list((output / "checkpoints").glob("step-*"))) == 2, 60, "two checkpoints")
-        machines[1].set_link("down")
+        lab.set_link(1, "down")
         assert [one.exit_code for one in job.wait(120, None)] == [0, 11], job.report()
         assert (
-            "node 1 (10.77.0.2) did not come back within 2 s (--rejoin_timeout); continuing with fewer nodes"
+            "node 1 (10.78.0.2) did not come back within 2 s (--rejoin_timeout); continuing with fewer nodes"
             in first.output
         )
         assert "resumed from" in (tmp_path / "node0" / "log" / "workerlog.0").read_text()

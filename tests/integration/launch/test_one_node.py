@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -102,41 +101,3 @@ def test_dry_run_prints_the_command_and_starts_nothing(bench: Bench) -> None:
     assert "a rank ran" not in ended.output
     assert not (bench.folder / "node0" / "log").exists()
     assert list(bench.temporary.iterdir()) == []
-
-
-# The end records are written under another name first. As on a full disk, no file can be made where there is a folder.
-_WITHOUT_RECORDS = """
-import os, sys
-for rank in range(2):
-    record = f"{os.environ['PADDLE_LOG_DIR']}/workerend.{rank}.json.tmp"
-    os.makedirs(record, exist_ok=True)
-sys.exit(int(sys.argv[1]) if os.environ["PADDLE_TRAINER_ID"] == "1" else 0)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("code", [0, 7])
-def test_without_records_of_their_ends_the_ranks_exit_codes_decide(bench: Bench, code: int) -> None:
-    for rank in range(2):  # from the beginning: not even that the ranks have started can be written down
-        (bench.folder / "node0" / "log" / f"workerend.{rank}.json.tmp").mkdir(parents=True)
-    bench.start(_WITHOUT_RECORDS, str(code), flags=_TWO)
-    (ended,) = bench.ended()
-    assert ended.exit_code == code, ended.output
-    said = [line for line in ended.output.splitlines() if "cannot be written" in line]
-    assert len(said) == 1, ended.output
-    assert said[0].endswith(f"cannot be written: {os.strerror(21)}; the job continues, logs are incomplete")
-    if code:
-        assert "rank 1" in next(line for line in ended.output.splitlines() if "the job has failed" in line)
-
-
-@pytest.mark.long
-def test_a_folder_that_cannot_be_written_from_the_beginning_is_refused(bench: Bench) -> None:
-    log = bench.folder / "node0" / "log"
-    (log / "workerlog.0").mkdir(parents=True)
-    bench.start("print('a rank ran')")
-    (ended,) = bench.ended()
-    assert ended.exit_code == 5, ended.output
-    assert ended.output.splitlines()[-1] == (
-        f"fleet_train: --log_dir={log}: {log}/workerlog.0 cannot be written: {os.strerror(21)}; make "
-        "room, or choose another folder"
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.conftest import Bench, send
-from tests.support.processes import clean_environ, python, write_script
+from tests.support.processes import clean_environ, python
 
 # Rank 0 says more than any pipe holds; rank 1 does what the argument says.
 _SCRIPT = """
@@ -55,20 +55,6 @@ def test_a_signal_is_handled_while_no_one_reads_the_output(bench: Bench, pipe: P
     send(launcher, signal.SIGTERM)
     assert launcher.process.wait(timeout=120) == 143
     assert bench.job.leftovers() == []
-
-
-def test_a_reader_that_has_seen_enough_changes_no_exit_code(bench: Bench) -> None:
-    launcher = bench.start(_SCRIPT, "7", str(bench.folder), flags=_TWO, shell='"$@" | head -1')
-    assert launcher.process.wait(timeout=120) == 7, launcher.output
-    assert launcher.output.count("line ") == 1
-    assert "failed first  1" in launcher.output
-
-
-@pytest.mark.parametrize(("shell", "lines"), [('"$@" | (sleep 3; cat)', 40_000), ('"$@" >/dev/full 2>&1', 0)])
-def test_a_slow_reader_gets_every_line_and_a_full_disk_none(bench: Bench, shell: str, lines: int) -> None:
-    launcher = bench.start(_SCRIPT, "0", str(bench.folder), flags=_TWO, shell=shell)
-    assert launcher.process.wait(timeout=120) == 0
-    assert launcher.output.count("line ") == lines
 
 
 OF_PADDLE = (
@@ -123,18 +109,6 @@ def test_train_is_quiet_unless_verbose_or_the_user_has_set_the_levels(bench: Ben
     assert all(word in shown for word in ("ccache", "not support input out", "Tensor do not have", "pir_interpreter"))
     shown = "\n".join(paddles(asked.output))
     assert all(word in shown for word in ("ccache", "pir_interpreter.cc"))
-
-
-@pytest.mark.long
-def test_plan_of_a_script_shows_the_scripts_lines_alone(bench: Bench) -> None:
-    script = str(write_script(_TRAIN, bench.folder))
-    for name, flags in (("quiet", []), ("verbose", ["--verbose"])):
-        plan = python("-m", "fleet_train", "plan", "--nodes=2", *flags, f"--script={script}")
-        bench.job.start(name, plan, clean_environ())
-    quiet, verbose = bench.ended(120)
-    assert (quiet.exit_code, paddles(quiet.output)) == (0, []), quiet.output
-    assert [word in quiet.output for word in OF_SCRIPT] == [True, False, True]  # it runs up to minimize
-    assert paddles(verbose.output) != []
 
 
 @pytest.mark.long

@@ -69,19 +69,6 @@ def settings_of(run: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def test_strategy_wins_over_the_scripts_own_and_rank_0_says_so_once(bench: Bench) -> None:
-    output, had = both(bench, INT8, flags=["--strategy=unfused"])
-    sentence = (
-        "fleet_train: --strategy unfused wins over the script: compression is 'none', not 'int8'; fuse_grad_size_in_MB "
-        "is auto, not 1; nccl_comm_num is 1, not 2\n"
-    )
-    assert output.count(sentence) == 1, output
-    assert "wins over the script" not in bench.log("node0/log/workerlog.1")
-    assert had["profile"]["name"] == "unfused"
-    assert had["sent_as"] == ["none"]
-    assert had["buckets"] == 4
-
-
 def test_set_changes_single_knobs_of_the_scripts_strategy_on_all_nodes(bench: Bench) -> None:
     bench.start_two(SCRIPT, INT8, flags=["--set", "compression=bf16", *TWO_SMALL_BUCKETS])
     first, second = bench.ended(120.0)
@@ -118,41 +105,6 @@ def test_the_trainers_own_flags_win_over_the_launchers(bench: Bench) -> None:
     assert ended.output.count(sentence) == 1, ended.output
     used = settings_of(bench.folder / "out")
     assert (used["profile"], used["fetch_frequency"], used["divergence_check_steps"]) == ("unfused", 5, 7)
-
-
-PROFILE = """
-num_threads: 4
-environment:
-  NCCL_DEBUG: INFO
-  FLAGS_fraction_of_gpu_memory_to_use: "0.25"
-"""
-SEES = """
-import json, os, sys
-early = {
-    "started": "paddle" in sys.modules,
-    "variable": os.environ.get("NCCL_DEBUG"),
-    "flag": os.environ.get("FLAGS_fraction_of_gpu_memory_to_use"),
-}
-import paddle
-names = ["FLAGS_fraction_of_gpu_memory_to_use", "FLAGS_new_executor_serial_run"]
-print("seen", json.dumps({**early, **paddle.get_flags(names)}), flush=True)
-"""
-
-
-def test_workers_start_with_the_profiles_variables_and_paddle_reads_its_flags_from_them(bench: Bench) -> None:
-    profile = bench.folder / "mine.yaml"
-    profile.write_text(PROFILE)
-    bench.start(SEES, flags=["--nproc_per_node=1", f"--strategy={profile}"])
-    [ended] = bench.ended()
-    assert ended.exit_code == 0, ended.output
-    [line] = [line for line in bench.log().splitlines() if line.startswith("seen ")]
-    assert json.loads(line.removeprefix("seen ")) == {
-        "started": False,
-        "variable": "INFO",
-        "flag": "0.25",
-        "FLAGS_fraction_of_gpu_memory_to_use": 0.25,
-        "FLAGS_new_executor_serial_run": False,
-    }
 
 
 CANARY = "canary-7f3a9c-must-not-be-seen"

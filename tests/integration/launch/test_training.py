@@ -10,26 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.conftest import Bench, send
+from tests.integration.launch.conftest import Bench
 from tests.support.processes import ROOT
-
-
-@pytest.mark.long
-def test_sigterm_on_one_node_saves_the_reference_trainers_state_and_ends_with_12_everywhere(bench: Bench) -> None:
-    output = bench.folder / "out"
-    recipe = "--model=mlp --data=digits --epochs=10000 --log_every=1 --checkpoint_every=1000 --evaluate_every=1000"
-    _, second = bench.start_two(ROOT / "tools" / "train.py", *recipe.split(), f"--output_dir={output}")
-    metrics = output / "metrics.jsonl"
-    bench.wait_for(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) > 5, "steps", 60.0)
-    send(second, signal.SIGTERM)
-    assert [one.exit_code for one in bench.ended()] == [12, 12], bench.job.report()
-    (saved,) = (output / "checkpoints").glob("step-*")
-    state = json.loads((saved / "complete.json").read_text())["state"]
-    assert state["step"] == int(saved.name.removeprefix("step-")) > 0
-    for node in (0, 1):
-        assert "Preempted" in bench.log(f"node{node}/log/workerlog.0"), bench.job.report()
-    assert "node 1 (127.0.0.3) was asked to stop by SIGTERM; the job has saved its state" in second.output
-    assert bench.job.leftovers() == []
 
 
 @pytest.mark.long
@@ -49,6 +31,30 @@ def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps
     assert "restart 1 of 3" in launcher.output
 
 
+# The trainer on a cluster whose rank 0 has faulty memory: after one step a bit of a weight is another one.
+FLIPS = """
+import os
+import numpy as np
+import paddle
+from fleet_train import fleet
+from fleet_train.cli.train import command
+
+run, steps = paddle.static.Executor.run, 0
+def run_and_flip(self, *args, **kwargs):
+    global steps
+    fetched = run(self, *args, **kwargs)
+    steps += bool(kwargs.get("feed"))
+    if fleet.worker_index() == 0 and kwargs.get("feed") and steps == int(os.environ["FLIPPED_AFTER"]):
+        weight = paddle.static.global_scope().find_var("linear_1.w_0").get_tensor()
+        values = np.array(weight)
+        values.view("uint32").reshape(-1)[5] ^= 1 << 20
+        weight.set(values, fleet.place())
+    return fetched
+paddle.static.Executor.run = run_and_flip
+command()
+"""
+
+
 def train_and_flip(
     bench: Bench, *flags: str, ranks: int = 2, after: int = 0, output: str = "out", code: int = 0
 ) -> str:
@@ -58,7 +64,7 @@ def train_and_flip(
     """
     recipe = "--model=mlp --data=digits --batch_size=16 --epochs=1 --checkpoint_every_steps=5 --keep_checkpoints=100"
     launcher = bench.start(
-        ROOT / "tests" / "support" / "train_with_a_flipped_bit.py",
+        FLIPS,
         *recipe.split(),
         f"--output_dir={bench.folder / output}",
         *flags,
@@ -90,36 +96,6 @@ def test_a_weight_that_flips_on_one_of_two_ranks_is_not_saved_and_the_checkpoint
 
     train_and_flip(bench, "--resume")
     assert checkpoints(bench) == undisturbed
-
-
-# Files of more than 100 kB cannot be written, as with a quota: records of metrics can, checkpoints cannot.
-_LIMITED = """
-import resource, sys
-if sys.argv[1] == "limited":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-from fleet_train.cli import cli
-cli(["train", *sys.argv[2:]])
-"""
-_FLAGS = "--model=mlp --data=digits --epochs=1000 --checkpoint_every_steps=20 --log_every=1".split()
-
-
-@pytest.mark.long
-def test_a_graceful_stop_that_saved_nothing_is_no_graceful_stop(bench: Bench, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    flags = [*_FLAGS, f"--output_dir={output}"]
-    launcher = bench.start(_LIMITED, "limited", *flags, flags=["--nproc_per_node=2", "--max_restarts=2"])
-    bench.wait_for_output("the checkpoint of step 20 could not be written: ", "node0/log/workerlog.0")
-    send(launcher, signal.SIGTERM)
-    (ended,) = bench.ended()
-    assert ended.exit_code == 14, ended.output
-    for rank in range(2):
-        said = bench.log(f"node0/log/workerlog.{rank}")
-        last = said.strip().splitlines()[-1]
-        assert "stopped after step " in last, said
-        assert "File too large, and nothing was saved after it; there is no other one of this run" in last
-    assert "File too large" in ended.output
-    assert "restart 1 of 2" not in ended.output
-    assert not list(output.glob("checkpoints/*step-*"))
 
 
 # Rank 1's last update before the save makes NaN of its weights: no rank has seen a loss of them, rank 0 has good ones.
@@ -169,57 +145,3 @@ def test_nan_of_another_rank_is_not_published(bench: Bench, tmp_path: Path, kind
         assert "NotFinite: " in bench.log(f"node0/log/workerlog.{rank}")
     saved = [path.parent for path in output.rglob("complete.json")]
     assert saved == [output / kept]
-
-
-# Ranks that save while rank 0's disk hangs; the first argument says whether in the background.
-_HANGING_DISK = """
-import os
-import sys
-from pathlib import Path
-
-import numpy as np
-import paddle
-
-from fleet_train import fleet
-from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-
-
-def hangs(*_: object) -> Path:
-    os.mkfifo("pipe")
-    Path("pipe").read_bytes()  # nobody writes to it
-    raise AssertionError
-
-
-def main(background: bool) -> None:
-    paddle.enable_static()
-    fleet.init()
-    x = paddle.static.data("x", [8, 4])
-    loss = paddle.mean(paddle.static.nn.fc(x, 1) ** 2)
-    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(fleet.startup_program)
-    storage.publish = hangs
-    checkpoints = Checkpoints(Path("run"), background=background, timeout_seconds=3.0)
-    exe.run(fleet.main_program, feed={"x": np.ones((8, 4), "float32")}, fetch_list=[loss])
-    checkpoints.save(exe, TrainState(0, 1, 2, 2, {}, {}, {}, {}))
-    checkpoints.finish()
-    print("not reached", flush=True)
-
-
-main(sys.argv[1] == "True")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("background", [False, True])
-def test_every_node_ends_with_the_code_of_checkpoints(bench: Bench, background: bool) -> None:
-    bench.start_two(_HANGING_DISK, str(background))
-    ended = bench.ended(120.0)
-    assert [one.exit_code for one in ended] == [9, 9], bench.job.report()
-    said = "CheckpointError: the checkpoint of step 1 was not written within 3 s: rank 0's disk does not answer"
-    for node in (0, 1):
-        assert said in bench.log(f"node{node}/log/workerlog.0"), bench.job.report()
-        assert "run/checkpoints/.writing-step-00000001" in bench.log(f"node{node}/log/workerlog.0")
-        assert "not reached" not in bench.log(f"node{node}/log/workerlog.0")
-    assert bench.job.leftovers() == []

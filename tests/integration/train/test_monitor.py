@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -111,24 +112,6 @@ def test_the_page_answers_once_the_address_is_printed_and_loads_nothing_else(tmp
 
 
 @pytest.mark.usefixtures("run")
-def test_used_default_port_is_replaced_and_its_owner_named(tmp_path: Path) -> None:
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind(("127.0.0.1", 8040))
-        except OSError:
-            pass  # then somebody else holds it, which is as good
-        else:
-            holder.listen(1)
-        with monitor(tmp_path) as (job, started):
-            address = address_of(job, started)
-            assert "port 8040 is in use" in started.output
-            assert int(address.rsplit(":", 1)[1]) > 8040
-            started.process.send_signal(signal.SIGTERM)
-            ends_without_a_trace(job)
-
-
-@pytest.mark.usefixtures("run")
 def test_a_port_that_was_asked_for_is_not_replaced_and_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     port = free_ports(1)
     with socket.create_server(("127.0.0.1", port)), monitor(tmp_path, "--port", str(port)) as (job, _):
@@ -143,10 +126,16 @@ def test_a_port_that_was_asked_for_is_not_replaced_and_a_folder_without_a_run_is
 
 
 @pytest.mark.usefixtures("run")
-def test_several_runs_are_shown_and_the_server_does_not_outlive_a_killed_monitor(tmp_path: Path) -> None:
+def test_several_runs_are_shown_at_a_free_port_and_the_server_does_not_outlive_a_killed_monitor(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "runs" / "demo", tmp_path / "runs" / "other\x1b[2J")
-    with monitor(tmp_path, "--logdir", "runs", "--port", str(free_ports(1))) as (job, started):
-        shown = json.loads(fetch(f"{address_of(job, started)}/app/api/runs"))["data"]
+    with ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then somebody else holds the default port, which is as good
+            stack.enter_context(socket.create_server(("127.0.0.1", 8040)))
+        job, started = stack.enter_context(monitor(tmp_path, "--logdir", "runs"))
+        address = address_of(job, started)
+        assert "port 8040 is in use" in started.output
+        assert int(address.rsplit(":", 1)[1]) > 8040
+        shown = json.loads(fetch(f"{address}/app/api/runs"))["data"]
         assert sorted(shown) == ["runs/demo/visualdl", "runs/other\x1b[2J/visualdl"]
         assert "fleet_train: run runs/other\\x1b[2J\n" in started.output
         assert "\x1b" not in started.output

@@ -1,25 +1,22 @@
-"""The reference trainer as real processes, on digits and on folders of images: files, resumed runs, refusals."""
+"""The reference trainer as real processes, on digits and on folders of images: files, resumed and replaced runs."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Sequence
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file
 from visualdl import LogReader
 
 from tests.support.images import write_image_folder
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
-from tests.support.ranks import RanksResult, run_launchers, run_ranks, stock_environs
+from tests.support.processes import ROOT, python, run_alone, write_script
+from tests.support.ranks import RanksResult, run_launchers, run_ranks
 
 SCRIPT = ROOT / "tools" / "train.py"
 # Dropout, momentum and a decaying rate: everything that a resume could get wrong.
@@ -123,27 +120,73 @@ def test_one_card_reads_a_checkpoint_of_two_ranks_and_evaluates_the_same(
     assert summary(one)["test_loss"] == pytest.approx(summary(two_ranks[1])["test_loss"], rel=1e-5)
 
 
+def recorded(run: Path) -> tuple[list[int], list[int]]:
+    """The steps with a loss in metrics.jsonl and in VisualDL's file."""
+    from visualdl.proto.record_pb2 import Record
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    content, place, shown = (run / "visualdl" / "vdlrecords.train.log").read_bytes(), 0, []
+    while place < len(content):
+        (length,) = struct.unpack_from("<Q", content, place)
+        value: Any = Record.FromString(content[place + 8 : place + 8 + length]).values[0]
+        place += 8 + length
+        if value.tag == "train/loss":
+            shown.append(value.id)
+    return [line["step"] for line in lines if "train/loss" in line], shown
+
+
 @pytest.mark.long
-def test_another_model_and_altered_tensors_are_refused_on_every_rank(
-    tmp_path: Path, two_ranks: tuple[RanksResult, Path]
-) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(two_ranks[1], output)
+def test_records_of_2_1_and_2_ranks_follow_one_another_and_rolled_back_ones_go(tmp_path: Path) -> None:
+    """An epoch is 16 steps of two ranks, or 32 of one."""
+    run = tmp_path / "run"
+    recipe = "--model=mlp --data=synthetic --batch_size=64 --epochs=4 --log_every=1 --checkpoint_every_steps=10".split()
+    flags = [*recipe, "--keep_checkpoints=9", f"--output_dir={run}"]
 
-    def refused(name: str, *flags: str) -> list[str]:
-        job = train(tmp_path / name, 2, output, *flags, check=False)
-        assert job.exit_codes == [9, 9], job.report()
-        return [rank.output for rank in job.ranks]
+    def attempt(ranks: int, *more: str, lost: tuple[int, ...] = ()) -> list[int]:
+        run_ranks(SCRIPT, ranks, folder=tmp_path, args=[*flags, *more])
+        for step in lost:  # as if the job had been killed before them
+            shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+        lines, shown = recorded(run)
+        assert lines == shown
+        return lines
 
-    for said in refused("other", "--resume", "--model", "cnn"):
-        assert "was written with --model mlp, now --model cnn is given" in said
-    with (output / "checkpoints" / "step-00000092" / "persistables.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\xff")
-    for said in refused("altered", "--resume"):
-        assert "persistables.safetensors: tensor '" in said
-        assert "was altered after it was written (SHA-256 differs)" in said
-    assert (output / "summary.json").read_bytes() == (two_ranks[1] / "summary.json").read_bytes()
+    assert attempt(2, "--stop_after_epochs=1", lost=(16,)) == list(range(1, 17))
+    # After 10 steps of two ranks, 12 of one end the epoch. Its own checkpoint is of step 30, 10 steps later.
+    assert attempt(1, "--resume", "--stop_after_epochs=1", lost=(32,)) == list(range(1, 23))
+    # 20 are kept, 2 were rolled back; one step of two ranks is left, and the next epoch has 16.
+    assert attempt(2, "--resume", "--stop_after_epochs=2") == list(range(1, 20 + 1 + 16 + 1))
+
+
+# The first attempt of a restarted job dies before it has looked at the folder.
+_DIES_AT_FIRST = """
+import os, sys
+if os.environ["FLEET_TRAIN_ATTEMPT"] == "0":
+    os._exit(1)
+from fleet_train.cli import cli
+cli(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.long
+def test_an_earlier_run_is_not_resumed_by_a_job_that_was_to_overwrite_it(tmp_path: Path) -> None:
+    launch = ["-m", "fleet_train", "launch", f"--started_port={free_ports(4)}", "--max_restarts=1"]
+    script = str(write_script(_DIES_AT_FIRST, tmp_path))
+    train = f"--model=mlp --epochs=1 --checkpoint_every=1 --evaluate_every=1 --output_dir={tmp_path / 'out'}".split()
+
+    def restarted(name: str, *flags: str) -> tuple[int, str]:
+        ended = run_alone(tmp_path / name, python(*launch, script, *train, *flags), timeout_seconds=180)
+        assert "restart 1 of 1" in ended.output
+        return ended.exit_code, ended.output + (tmp_path / name / "log" / "workerlog.0").read_text()
+
+    code, said = restarted("earlier")
+    assert code == 0, said
+    # One that nobody has said anything of is refused, as it would have been at the first attempt.
+    code, said = restarted("silent")
+    assert code == 9, said
+    assert "holds checkpoints of an earlier run" in said
+    code, said = restarted("overwriting", "--overwrite")
+    assert code == 0, said
+    assert "resumed from" not in said
 
 
 RESNET = (
@@ -174,54 +217,3 @@ def test_two_ranks_learn_three_colours(tmp_path: Path) -> None:
     assert summary["test_accuracy"] >= 0.9, said
     curve = LogReader(file_path=str(tmp_path / "run" / "visualdl" / "vdlrecords.train.log"))
     assert [point.id for point in curve.get_data("scalar", "test/accuracy")] == [5, 10, 15, 20, 25]
-
-
-# As `python -m fleet_train train`, but a worker counts as hanging sooner.
-_IMPATIENT = """
-import sys
-from fleet_train.cli import main
-from fleet_train.data import WorkerLoader
-
-WorkerLoader.__init__.__kwdefaults__["task_seconds"] = 15.0
-sys.argv.insert(1, "train")
-main()
-"""
-
-
-@pytest.mark.long
-def test_data_workers_that_are_killed_or_frozen_change_nothing(tmp_path: Path) -> None:
-    images = write_image_folder(tmp_path / "images", per_class=24)
-    undisturbed, _, _ = _trained(tmp_path / "undisturbed", images, ())
-    losses, lost, log = _trained(tmp_path / "disturbed", images, (signal.SIGKILL, signal.SIGSTOP))
-    assert len(undisturbed) == 240
-    assert losses == undisturbed
-    assert log.count("a new worker reads them") == 2, log
-    for pid, reason in zip(lost, ("was killed by SIGKILL", "has not responded for"), strict=True):
-        assert f"(process {pid}) {reason}" in log
-
-
-def _trained(folder: Path, images: Path, signals: Sequence[signal.Signals]) -> tuple[list[float], list[int], str]:
-    """(losses, the data workers that got the signals, one of each rank, and the ranks' logs) of a job of two ranks."""
-    metrics, lost = folder / "out" / "metrics.jsonl", list[int]()
-    recipe = "--model=mlp --epochs=40 --batch_size=4 --workers=2 --log_every=1 --evaluate_every=1000 --image_size=16"
-    with Job(folder) as job:
-        script = write_script(_IMPATIENT, folder)
-        command = python(str(script), *recipe.split(), f"--data_dir={images}", f"--output_dir={metrics.parent}")
-        for rank, environ in enumerate(stock_environs([2])):
-            job.start(f"rank{rank}", command, clean_environ(environ))
-        if signals:
-            job.wait_until(lambda: metrics.exists() and b'"step": 9' in metrics.read_bytes(), 60.0, "steps")
-            lost = [_a_worker_of(rank) for rank in job.started]
-            for pid, number in zip(lost, signals, strict=True):
-                os.kill(pid, number)
-        ended = job.wait(120)
-        assert [each.exit_code for each in ended] == [0, 0], job.report()
-        assert job.orphans() == []
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line], lost, job.report()
-
-
-def _a_worker_of(rank: Started) -> int:
-    """The process id of one of its data workers."""
-    children = psutil.Process(rank.process.pid).children(recursive=True)
-    return [each.pid for each in children if "fleet_train.data.decode_worker" in each.cmdline()][-1]

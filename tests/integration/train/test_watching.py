@@ -11,7 +11,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -22,28 +22,33 @@ from prometheus_client.parser import text_string_to_metric_families
 from fleet_train.train.prometheus_sink import PREFIX, metric_of
 from tests.support.browser import Browser, browser
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, clean_environ, python
+from tests.support.processes import Job, clean_environ, python
 from tests.support.ranks import RanksResult, run_ranks, stock_environs
 
+RUN = "runs/slow"
+# The trainer on a cluster whose rank 1 has a slow processor: each of its steps takes 0.1 s more.
+SLOW_RANK = """
+import time
+import paddle
+from fleet_train import fleet
+from fleet_train.cli.train import command
 
-class Watched(NamedTuple):
-    job: RanksResult
-    folder: Path
-    """Has the run in runs/slow."""
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "runs" / "slow"
+run = paddle.static.Executor.run
+def slow_run(*args, **kwargs):
+    time.sleep(0.1 * fleet.worker_index())
+    return run(*args, **kwargs)
+paddle.static.Executor.run = slow_run
+command()
+"""
 
 
 @pytest.fixture(scope="module")
-def slowed(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Two ranks on two nodes that have learnt the digits; rank 1 has a slow processor."""
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    """Two ranks on two nodes that have learnt the digits, in runs/slow; rank 1 has a slow processor."""
     folder = tmp_path_factory.mktemp("slowed")
-    script = ROOT / "tests" / "support" / "train_with_a_slow_rank.py"
     args = ["--model=mlp", "--data=digits", "--epochs=3", "--log_every=5", "--gradient_norm"]
-    args.append(f"--output_dir={folder}/runs/slow")
-    return Watched(run_ranks(script, 2, folder=folder / "job", nodes=2, args=args), folder)
+    args.append(f"--output_dir={folder / RUN}")
+    return run_ranks(SLOW_RANK, 2, folder=folder, nodes=2, args=args)
 
 
 def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -51,8 +56,8 @@ def records(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("kind") == kind]
 
 
-def test_the_slow_rank_is_named_once_on_rank_0_and_its_curves_show_who_waits(slowed: Watched) -> None:
-    zero, one = (rank.output for rank in slowed.job.ranks)
+def test_the_slow_rank_is_named_once_on_rank_0_and_its_curves_show_who_waits(slowed: RanksResult) -> None:
+    zero, one = (rank.output for rank in slowed.ranks)
     named = re.findall(
         r"^rank 1 \(\S+:\d+\) takes (\d+\.\d)x the median step of the others; they waited (\d+) % of their time for it",
         zero,
@@ -62,7 +67,7 @@ def test_the_slow_rank_is_named_once_on_rank_0_and_its_curves_show_who_waits(slo
     assert float(named[0][0]) > 1.5
     assert int(named[0][1]) > 20
     assert "median step" not in one
-    found = [record for record in records(slowed.run) if "ranks/step_ms/1" in record]
+    found = [record for record in records(slowed.folder / RUN) if "ranks/step_ms/1" in record]
     assert len(found) > 10
     typical = {tag: median(record[tag] for record in found) for tag in found[0] if tag.startswith("ranks/")}
     assert typical["ranks/step_ms/1"] > 100
@@ -70,8 +75,8 @@ def test_the_slow_rank_is_named_once_on_rank_0_and_its_curves_show_who_waits(slo
     assert typical["ranks/wait_ms/0"] > 10 * typical["ranks/wait_ms/1"]
 
 
-def test_settings_texts_and_confusion_are_reported(slowed: Watched) -> None:
-    output = slowed.run
+def test_settings_texts_and_confusion_are_reported(slowed: RanksResult) -> None:
+    output = slowed.folder / RUN
     (settings,) = records(output, "hparams")
     assert (settings["hparams"]["ranks"], settings["hparams"]["profile"]) == (2, "multi_node")
     assert (settings["hparams"]["model"], settings["hparams"]["nccl_comm_num"]) == ("mlp", 1)  # chosen
@@ -102,24 +107,20 @@ def curves(run: Path) -> set[str]:
     return {tag for line in lines if "kind" not in line for tag in line if "/" in tag}
 
 
-def colours(path: Path) -> int:
-    return len(np.unique(np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3), axis=0))
-
-
 @pytest.mark.browser
-def test_every_curve_setting_text_and_picture_is_on_visualdls_pages(slowed: Watched, tmp_path: Path) -> None:
+def test_every_curve_setting_text_and_picture_is_on_visualdls_pages(slowed: RanksResult, tmp_path: Path) -> None:
     port = free_ports(1)
     address = f"http://127.0.0.1:{port}/app"
     with Job(tmp_path / "job") as job:
-        command = python("-m", "fleet_train", "monitor", "--logdir", "runs/slow", f"--port={port}")
+        command = python("-m", "fleet_train", "monitor", "--logdir", RUN, f"--port={port}")
         monitor = job.start("monitor", command, clean_environ({"HOME": str(tmp_path)}), cwd=slowed.folder)
         job.wait_until(lambda: "/app/scalar" in monitor.output, 60, "the monitor's page answers")
         with browser(tmp_path / "browser") as window:
-            look_at_curves(window, address, slowed.run, tmp_path)
-            look_at_the_rest(window, address, tmp_path)
+            look_at_curves(window, address, slowed.folder / RUN)
+            look_at_the_rest(window, address)
 
 
-def look_at_curves(window: Browser, address: str, run: Path, folder: Path) -> None:
+def look_at_curves(window: Browser, address: str, run: Path) -> None:
     tags = curves(run)
     assert {"train/loss", "speed/exposed_communication_ms", "ranks/step_ms/1"} <= tags
     window.open(f"{address}/scalar")
@@ -138,11 +139,9 @@ def look_at_curves(window: Browser, address: str, run: Path, folder: Path) -> No
     asked = {parse_qs(each.query)["tag"][0] for each in requests if each.path.endswith("/scalar/list")}
     assert asked == tags
     assert {each.hostname for each in requests} == {"127.0.0.1"}
-    window.save_screenshot(folder / "scalars.png")
-    assert colours(folder / "scalars.png") > 50
 
 
-def look_at_the_rest(window: Browser, address: str, folder: Path) -> None:
+def look_at_the_rest(window: Browser, address: str) -> None:
     window.open(f"{address}/hyper-parameter")
     window.wait_for(lambda: "multi_node" in window.text(), "the profile among the hyper parameters")
     words = window.text().split("\n")
@@ -161,8 +160,6 @@ def look_at_the_rest(window: Browser, address: str, folder: Path) -> None:
     loaded = "return [...document.querySelectorAll('img')].some(image => image.naturalWidth === 712)"
     window.wait_for(lambda: window.run(loaded), "the confusion matrix")
     assert "test/mistakes" in window.text()
-    window.save_screenshot(folder / "confusion.png")
-    assert colours(folder / "confusion.png") > 50
 
 
 COMMAND = ["-m", "fleet_train", "train", "--model=mlp", "--data=digits", "--epochs=2000", "--log_every=2"]
