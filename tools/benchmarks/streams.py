@@ -32,7 +32,7 @@ from tools.benchmarks.record import Keep, circumstances, recorded, table, told_c
 CONTROL_INTERLEAVINGS = 500
 FLAT = tuple((nodes, 1) for nodes in range(2, 9))
 ONE_NODE = tuple((1, ranks) for ranks in range(2, 9))
-LOCAL_GROUPS = ((2, 2), (2, 4), (4, 2))
+LOCAL_GROUPS = ((2, 2), (2, 4), (3, 2), (4, 2))
 BATCH = 2000
 BEYOND_SHARE = 0.2
 FREE_SHARE, WHOLE_SHARE = 10, 20
@@ -44,6 +44,7 @@ _BEYOND: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("hierarchical, statistics", "hierarchical", {"sync_batch_norm": True}),
     ("hierarchical, PowerSGD", "hierarchical", _POWERSGD),
     ("hierarchical, merge", "hierarchical", {"accumulate_steps": 2}),
+    ("hierarchical, int8", "hierarchical", {"compression": "int8", "compression_declines": False}),
     ("hierarchical, statistics, bf16", "hierarchical", {"sync_batch_norm": True, "compression": "bf16"}),
     ("local_sgd, travelling", "local_sgd", {"local_sgd_overlap_steps": 1}),
     (

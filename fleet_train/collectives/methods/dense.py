@@ -121,6 +121,10 @@ def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
 class Allreduce(Protocol):
     """Sums of flat eager tensors over all ranks, in place where the backend allows."""
 
+    @property
+    def stages(self) -> int:
+        """The number of stages of a sum: what a rank yields that takes no part in it, too."""
+
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
         """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
 
@@ -130,6 +134,8 @@ class Allreduce(Protocol):
 
 class FlatAllreduce:
     """One allreduce per buffer over a group."""
+
+    stages = 1
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -146,6 +152,10 @@ class CastAllreduce:
         self.inner = inner
         self._wire_dtype = wire_dtype
         self._cast = cast
+
+    @property
+    def stages(self) -> int:
+        return self.inner.stages
 
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
         sums = yield from self.inner.sum([self._cast(buffer, self._wire_dtype) for buffer in buffers], more)
@@ -167,12 +177,21 @@ class HierarchicalAllreduce:
         self._is_leader = is_leader
         self._between = between
 
+    @property
+    def stages(self) -> int:
+        return 2 + self._stages_between
+
+    @property
+    def _stages_between(self) -> int:
+        return self._between.stages if self._between is not None else 0
+
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
         yield self._inside("reduce", buffers, more=True)
         if self._is_leader and self._between is not None:
             buffers = yield from self._between.sum(buffers, more=True)
         else:
-            yield Stage(more=True)
+            for _ in range(self._stages_between):
+                yield Stage(more=True)
         yield self._inside("broadcast", buffers, more)
         return list(buffers)
 

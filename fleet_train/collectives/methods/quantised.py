@@ -104,6 +104,10 @@ class QuantisedAllreduce:
         self._step = 0
         self._residual: Any = None
 
+    @property
+    def stages(self) -> int:
+        return 1 if self._layout.parts == 1 else self._all_to_all.exchanges + 1
+
     def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
         """As `Allreduce.sum`, of one buffer [elements]."""
         (buffer,) = buffers
@@ -241,6 +245,11 @@ class AllToAll:
         self.position = list(ranks).index(rank) if rank in ranks else -1
         self._group = group
         self._pairs = pairs
+
+    @property
+    def exchanges(self) -> int:
+        """The number of stages of an exchange, on every rank."""
+        return 1 if self._pairs is None else len(rounds(self.members))
 
     def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
         """Every member's ``wire``, in the order of members, on every member."""

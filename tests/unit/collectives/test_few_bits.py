@@ -159,13 +159,15 @@ def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-def test_local_groups_sum_exactly_and_their_leaders_in_few_bits() -> None:
-    """Two local groups of two: what the leaders bring to the few bits are the sums of their local groups."""
-    every = methods(ranks_of(4), use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
-    brought = np.stack([flat(mine) for mine in gradients(4)])
-    simulated = Simulated(2, 8)
-    expected = simulated.sum(brought[::2] + brought[1::2]) / 4
-    for averages in averaged(every, gradients(4)):
+@pytest.mark.parametrize("leaders", [2, 3, 5])
+def test_local_groups_sum_exactly_and_their_leaders_in_few_bits(leaders: int) -> None:
+    """Local groups of two: what the leaders bring to the few bits are the sums of their local groups. The others yield
+    as many stages as they: from three leaders on, these exchange parts before they gather the sums."""
+    every = methods(ranks_of(2 * leaders), use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
+    brought = np.stack([flat(mine) for mine in gradients(2 * leaders)])
+    simulated = Simulated(leaders, 8)
+    expected = simulated.sum(brought[::2] + brought[1::2]) / (2 * leaders)
+    for averages in averaged(every, gradients(2 * leaders)):
         np.testing.assert_allclose(flat(averages), expected, rtol=1e-5, atol=1e-5)
     for leader, owed in zip(every[::2], simulated.owed, strict=True):
         errors = flat([leader.state()[f"w{index}.error"].numpy() for index in range(4)])

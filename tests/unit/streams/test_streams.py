@@ -133,7 +133,7 @@ CASES = {case.name: case for case in cases()}
 CLUSTERS = {
     name: case.shapes[number % len(case.shapes) if case.share == 1 else 0]
     for number, (name, case) in enumerate(CASES.items())
-}
+} | {"hierarchical, int8": (3, 2)}  # three leaders, who have one stage more than two
 # What must be in a trace, or the profile has not been modelled.
 SEEN = {
     "dgc": ("all_gather", 2),
@@ -144,6 +144,7 @@ SEEN = {
     "streaming_diloco": ("uint8", 3),
     "sync_batch_norm": ("all_gather", 2 * STEPS),
     "hierarchical": ("reduce ", 5 * STEPS),
+    "hierarchical, int8": ("all_to_all", 5 * STEPS),
     "hierarchical, PowerSGD": ("reduce ", 5 * STEPS + 5 * (STEPS - 2)),
 }
 # `make test` has those with a communication of their own kind.
