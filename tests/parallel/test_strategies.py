@@ -133,3 +133,12 @@ def test_more_ranks_than_gather_sum_the_statistics_alike(tmp_path_factory: pytes
     """Sums of batch norms travel by allgather among few ranks, by allreduce among more."""
     for rank in run(tmp_path_factory, 5, 5, ["sync batch norm, shortcut"]).of_all("cases"):
         assert rank["sync batch norm, shortcut"]["from one process"] < EXACT
+
+
+@pytest.mark.long
+def test_three_local_groups_send_few_bits_as_simulated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Three leaders exchange parts before they gather the sums; the others wait for as many stages."""
+    name = "hierarchical, int4"
+    ranks = run(tmp_path_factory, 6, 3, [name]).of_all("cases")
+    assert len({rank[name]["digests"][-1] for rank in ranks}) == 1
+    assert max(rank[name]["from simulation"] for rank in ranks) < ROUNDED
