@@ -137,7 +137,7 @@ def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
     """Give the next group its own Paddle store.
 
     Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
-    store reads the addresses of the first (tests/integration/test_many_communicators.py). NCCL's keys are distinct.
+    store reads the addresses of the first (tests/integration/launch/test_access.py). NCCL's keys are distinct.
     """
     if backend_name() != "gloo":
         yield

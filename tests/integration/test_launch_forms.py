@@ -1,4 +1,4 @@
-"""Every form of the launch command starts the job that it describes, on two loopback "machines"."""
+"""Every form of the launch command starts the job it describes: two loopback "machines", or two network namespaces."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.support import commands
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT
 from tests.support.ranks import LaunchersResult, run_launchers
+from tools.lab import Lab
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 TRAIN = ROOT / "tests" / "support" / "train_few_steps.py"
@@ -46,6 +47,27 @@ def test_old_recipe_forms_one_job_with_the_stock_launcher(tmp_path: Path) -> Non
     log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
     assert log.count("they were corrected when fleet_train was imported") == 1
     assert "WARNING: the stock launcher" not in log
+
+
+@pytest.mark.long
+@pytest.mark.root
+def test_the_old_command_starts_one_job_on_two_machines(tmp_path: Path) -> None:
+    """Word for word: machines of their own even leave the recipe's port as it is. The script reads its rank above the
+    import of fleet_train, where it is not yet right."""
+    commands.put_script(tmp_path, len(HOSTS), TRAIN)
+    for node in range(len(HOSTS)):
+        script = tmp_path / f"node{node}" / "train.py"
+        script.write_text("import os; RANK = int(os.environ['PADDLE_TRAINER_ID'])\n" + script.read_text())
+    with Lab(2, "none") as lab:
+        hosts = [machine.address for machine in lab.nodes]
+        lines = [commands.on_node(commands.OLD_RECIPE, node, hosts, 6170) for node in range(2)]
+        result = run_launchers(lines, folder=tmp_path, prefixes=[machine.prefix for machine in lab.nodes])
+    assert_one_job(result, world_size=2)
+    assert result.values[1]["endpoints"] == [f"{host}:6170" for host in hosts]
+    assert result.of_all("at_import") == [["0", "2"], ["1", "2"]]
+    log = (result.folders[0] / "mylog" / "workerlog.0").read_text()
+    assert "WARNING: the stock launcher set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM" in log
+    assert "and line 1 of the script is above that" in log
 
 
 @pytest.mark.long

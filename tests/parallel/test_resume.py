@@ -1,5 +1,7 @@
 """Every profile of the catalogue: saved on two ranks, resumed by new processes on two, three and one.
 
+Of those that only cut or send otherwise than another, that other one.
+
 The ranks run this file, too: ``straight`` trains each case with a save on the way, ``resumed`` starts anew from the
 save and goes on to the same step, ``moved`` loads on any number of ranks and reports what it found there.
 """
