@@ -184,6 +184,7 @@ def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_
     ("arguments", "message"),
     [
         ([], "give either --script SCRIPT or --model mlp|cnn"),
+        (["--model", "mlp", "more"], "unexpected 'more': arguments go with --script"),
         (["--model", "mlp", "--nodes_on_paper", "8,x"], "'8,x' is not a list of node numbers such as 8,64,512"),
         (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps needs --simulate: give both"),
         (["--measure", "--latency_us", "5"], "--measure measures what --latency_us would specify"),
