@@ -112,7 +112,10 @@ def own_and_default_program(script: Script) -> None:
             script.run(script.batch(step), [second])
 
 
-@program("Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().")
+@program(
+    "Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().",
+    without={"amp, merge": "oneDNN's gradient of a sum raises in bfloat16 for the one sample of a micro-batch's half"},
+)
 def accumulated_by_hand(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
     layer = nn.Linear(8, 1)
