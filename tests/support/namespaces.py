@@ -18,5 +18,7 @@ def why_no_namespaces() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         return f"cannot make a network namespace: {made.stderr.strip()}"
+    # Below a root that is no mount point they can be made and not be entered.
+    entered = subprocess.run(["ip", "-n", name, "link"], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "delete", name], check=True)
-    return None
+    return f"cannot enter a network namespace: {entered.stderr.strip()}" if entered.returncode != 0 else None
