@@ -14,7 +14,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import ScheduleMismatch
+from fleet_train.errors import JoinTimeout, ScheduleMismatch
 from fleet_train.launch.node import Node
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult
@@ -46,6 +46,14 @@ def pair(nodes: list[Node], server: StoreServer) -> Iterator[list[Rendezvous]]:
     yield opened
     for rendezvous in reversed(opened):
         rendezvous.close()
+
+
+@pytest.mark.usefixtures("server")
+def test_a_missing_node_is_named(nodes: list[Node]) -> None:
+    rendezvous = Rendezvous(nodes[0], 0, 1.0)
+    with pytest.raises(JoinTimeout, match=r"node 1 \(127.0.0.2\) did not connect within 1.5 s"):
+        rendezvous.join(FACTS, 0, 1.5)
+    rendezvous.close()
 
 
 def test_nodes_that_differ_both_get_the_difference(pair: list[Rendezvous]) -> None:

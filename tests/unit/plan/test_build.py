@@ -259,6 +259,7 @@ def test_backends_send_what_was_counted(kind: str, size: int, nbytes: int, count
             {"compression": "go as int8", "compression_declines": "on: int8 is sent where it pays"},
         ),
         ({"amp_level": "O1", "amp_dtype": "float16"}, {"amp_level": "O1 in float16, with a loss scale;"}),
+        ({"barrier_every_steps": 5}, {"barrier_every_steps": "a barrier every 5 synchronous steps"}),
         ({"recompute_checkpoints": ["a", "b"]}, {"recompute": "cut at a, b"}),
         (LOCAL, LOCAL_NOTES | {"use_local_sgd": "every 8 steps (constant)"}),
         (
