@@ -289,6 +289,7 @@ rows = table.run(program)
         ("loss[0]", "np.atleast_1d(loss)[0]"),
         ("ret[1][0]", "np.atleast_1d(ret[1])[0]"),
         ("np.array(ret[0])[0]", "np.atleast_1d(np.array(ret[0]))[0]"),
+        ("one[0]", "np.atleast_1d(one)[0]"),
         ("exe.run(p, feed, [a])[0][0]", "np.atleast_1d(exe.run(p, feed, [a])[0])[0]"),
         *((stays, stays) for stays in ("ret[0]", "other[0]", "other[0][0]", "loss[1]", "rows[0][0]", "ret[i][0]")),
     ],
