@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Ended, Job, clean_environ, output_of, python, run_alone
+from tests.support.processes import Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
 from tests.support.ranks import run_launchers
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
@@ -45,7 +44,7 @@ for _ in range(100000):
 """
 
 
-# Imported by every Python that finds it: measurements that nobody relies on are short.
+# Measurements that nobody relies on are short.
 BRIEF = """
 from fleet_train import timeouts
 timeouts.RECOMMEND_MEASURE_SECONDS = timeouts.RECOMMEND_COMPUTE_SECONDS = timeouts.RECOMMEND_TRIAL_SECONDS = 1.0
@@ -55,7 +54,6 @@ timeouts.RECOMMEND_METHOD_SECONDS = timeouts.RECOMMEND_ALONE_SECONDS = 0.1
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    (tmp_path / "sitecustomize.py").write_text(BRIEF)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
@@ -68,8 +66,7 @@ def recommend(script: Path, *flags: str, arguments: tuple[str, ...] = ()) -> lis
 
 
 def run(command: list[str], folder: Path) -> Ended:
-    environ = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    return run_alone(folder, command, environ, timeout_seconds=350)
+    return run_alone(folder, command, every_python_runs(BRIEF, folder), timeout_seconds=350)
 
 
 def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: Path, tmp_path: Path) -> None:

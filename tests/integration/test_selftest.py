@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -18,7 +17,7 @@ from fleet_train.selftest.check_collectives import KINDS as ALL_KINDS
 from fleet_train.selftest.check_overlap import TURNS
 from fleet_train.selftest.options import Options
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Ended, Job, clean_environ, output_of, python, run_alone
+from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
 from tests.support.ranks import run_ranks
 
 KINDS = ("all_reduce sum", "all_reduce max", "all_reduce min", "reduce", "broadcast", "all_gather", "gather", "scatter")
@@ -102,10 +101,8 @@ def test_every_check_is_there_and_nothing_has_failed(tmp_path: Path) -> None:
 def test_wrong_communication_fails_and_is_named(
     tmp_path: Path, sabotage: str, groups: tuple[str, ...], told: list[str]
 ) -> None:
-    shim = tmp_path / "shim"
-    shim.mkdir()
-    (shim / "sitecustomize.py").write_bytes((ROOT / "tests/integration/sabotaged_selftest.py").read_bytes())
-    environ = {"PYTHONPATH": f"{shim}{os.pathsep}{ROOT}", "FLEET_TRAIN_TEST_SABOTAGE": sabotage}
+    code = (ROOT / "tests/integration/sabotaged_selftest.py").read_text()
+    environ = every_python_runs(code, tmp_path / "shim") | {"FLEET_TRAIN_TEST_SABOTAGE": sabotage}
     ended = run(tmp_path, "--quick", *groups, environ=environ)
     assert ended.exit_code == 1, ended.output
     assert [words for words in told if not re.search(words, ended.output)] == [], ended.output

@@ -23,7 +23,6 @@ from tests.support.worker import digest, report
 
 STEPS, BATCH = 6, 8
 WRITTEN = ("rank0of2/state", "rank0of1/state", "norm, rank0of2/norm", "norm, rank0of1/norm")
-Wrapped = Callable[[], Any]
 
 
 def sgd() -> Any:

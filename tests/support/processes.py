@@ -242,6 +242,13 @@ def write_script(script: str | Path, folder: Path, name: str = "script.py") -> P
     return path
 
 
+def every_python_runs(code: str, folder: Path) -> dict[str, str]:
+    """Variables with which each Python of a job runs ``code`` before anything else, kept in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
 def python(*arguments: str) -> list[str]:
     """The command line of this very Python."""
     return [sys.executable, *arguments]

@@ -29,7 +29,7 @@ from tests.integration.doctor.conftest import (
     examine,
     host,
 )
-from tests.support.processes import ROOT, Job, clean_environ, python
+from tests.support.processes import ROOT, Job, clean_environ, every_python_runs, python
 from tools.lab import Lab, Node
 
 pytestmark = [pytest.mark.root, pytest.mark.long]
@@ -129,15 +129,13 @@ def test_other_software(three: Lab, tmp_path: Path) -> None:
 def test_names_variables_a_clock_and_a_taken_port(three: Lab, tmp_path: Path) -> None:
     """And packets of node 2 that leave from another address; node 1 admits the job's own ports only."""
     # Linux has one clock of the day for all namespaces: the one that the third doctor's Python asks is changed.
-    early = tmp_path / "clock"
-    early.mkdir()
-    (early / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() + 5\n")
+    early = every_python_runs("import time\nright = time.time\ntime.time = lambda: right() + 5\n", tmp_path / "clock")
     proxy = {"http_proxy": "http://user:verysecret@proxy:3128", "no_proxy": "localhost"}
     excepted = {"http_proxy": "http://proxy:3128", "no_proxy": "localhost,10.78.0.0/24"}
     patients = [
         HEALTHY,
         Patient(hosts="127.0.0.1 localhost\n127.0.1.1 node1\n", environ=proxy | {"GLOO_SOCKET_IFNAME": "enp3s0"}),
-        Patient(hosts="127.0.0.1 localhost\n", environ=excepted | {"PYTHONPATH": f"{early}{os.pathsep}{ROOT}"}),
+        Patient(hosts="127.0.0.1 localhost\n", environ=excepted | early),
     ]
     on(three.nodes[1], *LOCAL_LATER, KERNELS_PORTS_CLOSED)
     on(three.nodes[2], *ANOTHER_ADDRESS)
@@ -218,16 +216,16 @@ def received(machine: Node) -> int:
     return int(subprocess.run([*machine.prefix, *count], check=True, capture_output=True).stdout)
 
 
-# A doctor's Python finds this first: it waits less for what others have found.
-IMPATIENT = (
-    "from fleet_train import timeouts\ntimeouts.DOCTOR_PAIRS_SECONDS, timeouts.DOCTOR_EXCHANGE_SECONDS = 5.0, 2.0\n"
-)
+# Less patience with what others have to say.
+IMPATIENT = """
+from fleet_train import timeouts
+timeouts.DOCTOR_PAIRS_SECONDS, timeouts.DOCTOR_EXCHANGE_SECONDS = 5.0, 2.0
+"""
 
 
 def test_a_machine_that_is_lost_meanwhile_is_named_in_time(two: Two, tmp_path: Path) -> None:
     """While the first one measures, and so before it has told what it found."""
-    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
-    environ = clean_environ({"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    environ = clean_environ(every_python_runs(IMPATIENT, tmp_path))
     with Job(tmp_path) as job:
         ips = ",".join(machine.address for machine in two)
         for node, machine in enumerate(two):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.conftest import HOSTS, Bench
-from tests.support.processes import ROOT, Job, Started, clean_environ, python, write_script
+from tests.support.processes import ROOT, Job, Started, clean_environ, every_python_runs, python, write_script
 from tests.support.ranks import run_launchers
 from tools.lab import Lab, Node
 
@@ -111,8 +111,7 @@ _TRAINER = "--model=mlp --data=digits --log_every=1 --checkpoint_every_steps=5 -
 
 
 def start_with_jumping_clocks(bench: Bench, *flags: str) -> Path:
-    (bench.folder / "sitecustomize.py").write_text(_JUMPING)
-    environ = {"PYTHONPATH": f"{bench.folder}{os.pathsep}{ROOT}"}
+    environ = every_python_runs(_JUMPING, bench.folder)
     output = bench.folder / "out"
     for node in range(len(HOSTS)):
         bench.start(

@@ -21,7 +21,7 @@ from visualdl import LogReader
 
 from fleet_train.train.metrics import open_sinks
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Job, Started, clean_environ, python
+from tests.support.processes import ROOT, Job, Started, clean_environ, every_python_runs, python
 
 # Notes every connection that the server would make, and makes none but to this machine.
 _NO_INTERNET = """
@@ -80,11 +80,9 @@ def ends_without_a_trace(job: Job) -> None:
 
 @pytest.mark.usefixtures("run")
 def test_the_page_answers_once_the_address_is_printed_and_loads_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(_NO_INTERNET)
     connections = tmp_path / "connections"
     flags = ("--logdir", "runs/demo")
-    environ = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "CONNECTIONS": str(connections)}
+    environ = every_python_runs(_NO_INTERNET, tmp_path / "site") | {"CONNECTIONS": str(connections)}
     with monitor(tmp_path, *flags, **environ) as (job, started), ExitStack() as stack:
         address = address_of(job, started)
         assert address.startswith("http://127.0.0.1:")
