@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -173,3 +174,14 @@ def test_sigterm_lets_the_ranks_of_all_nodes_save_their_state(bench: Bench) -> N
             "start it again to continue"
         )
     bench.no_orphans_within(1.0)
+
+
+def test_the_grace_has_an_end(bench: Bench) -> None:
+    launcher = bench.start(_SAVES, str(bench.folder / "stop"), "300", flags=["--grace_seconds=1"])
+    bench.wait_for_output("began", "node0/log/workerlog.0")
+    began = time.monotonic()
+    send(launcher, signal.SIGUSR1)
+    assert launcher.process.wait(timeout=250) == 128 + signal.SIGUSR1
+    assert time.monotonic() - began < 200.0
+    assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
+    assert bench.job.leftovers() == []

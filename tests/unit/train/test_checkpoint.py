@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -240,6 +241,15 @@ def test_overwriting_removes_the_old_run_behind_the_link_and_the_new_one_is_foun
     assert sorted(path.name for path in (tmp_path / "disk").glob("[!.]*")) == ["notes.txt", "step-00000010"]
     assert os.readlink(run / "checkpoints") == str(tmp_path / "disk")
     assert [path.name for path in storage.complete(tmp_path / "disk")] == ["step-00000010"]
+
+
+def test_a_run_of_another_model_is_not_resumed(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(None, replace(state(10), config=asdict(TrainConfig(model="mlp"))))
+    with pytest.raises(
+        CheckpointError, match=r"was written with --model mlp, now --model cnn is given; resume with --m"
+    ):
+        start(tmp_path, model="cnn", resume=True)
+    assert start(tmp_path, model="mlp", resume=True).state.step == 10
 
 
 def test_a_checkpoint_that_cannot_be_removed_ends_the_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
