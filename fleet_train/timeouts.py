@@ -50,6 +50,11 @@ COLLECTIVE_MARGIN_SECONDS = 60.0
 more."""
 THREAD_END_SECONDS = 1.0
 """For an engine's threads to end: one that is inside a call of a lost rank never does."""
+FIRST_DEVICE_POLL_SECONDS = 20e-6
+DEVICE_POLL_SECONDS = 2e-3
+"""Between two looks at whether a device is done, at first and at most: a blocking wait would hold Python's lock."""
+LEAVE_SECONDS = 60
+"""How long a rank that leaves waits for its device, and then for the other ranks to leave."""
 WATCHDOG_POLL_SECONDS = 0.1
 """Between two looks of the watchdog at what is in flight."""
 WATCHDOG_ASK_SECONDS = 2.0

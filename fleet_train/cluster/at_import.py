@@ -140,12 +140,12 @@ def is_amd_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def advice_for_rank(threads: int, computes_on_cpu: bool, is_amd: bool) -> dict[str, str]:
     """For a rank with this many processors of its own."""
     advice = {"OMP_NUM_THREADS": str(max(1, threads))}
-    if computes_on_cpu:
-        # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready.
-        advice |= {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
-        if is_amd:
-            # Intel MKL, which Paddle's wheel uses, chooses its slow path on AMD: 1.8 times slower.
-            advice["MKL_DEBUG_CPU_TYPE"] = "5"
+    # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready, and
+    # on a GPU what is enqueued has one order.
+    advice |= {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
+    if computes_on_cpu and is_amd:
+        # Intel MKL, which Paddle's wheel uses, chooses its slow path on AMD: 1.8 times slower.
+        advice["MKL_DEBUG_CPU_TYPE"] = "5"
     return advice
 
 

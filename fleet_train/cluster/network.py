@@ -140,6 +140,12 @@ def interface_towards(address: str) -> str | None:
     return interface_of(source, interface_addresses()) if source else None
 
 
+def interface_variables(interface: str) -> dict[str, str]:
+    """What makes Gloo and NCCL use an interface. NCCL takes a bare name for the beginning of names: eth1 also for
+    eth10."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
 def port_is_free(address: str, port: int) -> bool:
     """Whether a server could listen there now. Connections of a past job in TIME_WAIT do not count."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -301,8 +301,8 @@ class ParameterAverager:
 
     def _mean(self, tensors: Sequence[Any]) -> Stages[None]:
         buffers = flats(tensors)
-        sums = yield from self._allreduce.sum(buffers)
-        write(tensors, [total.scale_(1.0 / self._world_size) for total in sums])
+        means = yield from self._allreduce.sum(buffers, divide_by=self._world_size)
+        write(tensors, means)
 
     def _remember(self, parameters: Sequence[Any]) -> None:
         for fragment in self.fragments:

@@ -7,13 +7,14 @@ The generator returns the result.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import paddle
@@ -54,6 +55,9 @@ class Engine:
     """Whether the host may read a tensor's value in a step."""
     side_by_side: bool
     """Whether collectives on several communicators over the same ranks run concurrently."""
+    averages: bool
+    """Whether the backend divides before it adds (NCCL's ``avg``): one pass over memory less, and float16 keeps within
+    its range."""
     barrier_margin_seconds: float
     """How much longer than its timeout a barrier waits, so that ranks inside a collective can first find the missing
     rank, which may be one that has reached the barrier."""
@@ -82,12 +86,25 @@ class Engine:
         """Run work without devices or process groups (barriers in the store) while the computing thread goes on."""
         raise NotImplementedError
 
+    def watching(self, context: CallContext) -> AbstractContextManager[None]:
+        """Watch a body that may block: one that does not end is a failure."""
+        del context
+        return nullcontext()
+
+    def watch_step(self, context: CallContext) -> None:
+        """Called where the program itself has enqueued collectives: what a device has not done in time is a failure.
+        A call that blocks the host raises its own error."""
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the device has done what is enqueued, at most this long; whether it has."""
+        return self.device.moment().await_passed(seconds)
+
     def stop(self) -> None:
         """End the engine's threads."""
 
     @contextmanager
     def attributing(self, context: CallContext) -> Iterator[None]:
-        """Errors of Paddle in the body are failed collectives."""
+        """Errors of Paddle in the body, the call of a collective, are failures of the network or of another rank."""
         try:
             yield
         except FleetTrainError:
@@ -96,7 +113,8 @@ class Engine:
             raise self._attribute_failure(context, error) from error
 
 
-REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+REDUCTIONS = ("sum", "max", "min")
+"""What every backend can do; NCCL also has ``avg``."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +134,33 @@ class Collective:
     output: Any = None
     parts: Sequence[Any] | None = None
 
-    def begin(self, sync_op: bool) -> Any:
+    @property
+    def results(self) -> list[Any]:
+        """The tensors that hold its result on this rank; those of a gather exist once it has begun."""
+        if self.kind in ("all_gather", "all_to_all"):
+            return [self.output]
+        this = self.group.ranks[self.group.rank]
+        if self.kind == "gather":
+            return list(self.output) if this == self.root else []
+        return [] if self.kind == "reduce" and this != self.root else [self.tensor]
+
+    def copied(self) -> Collective:
+        """The same one with the present values in other memory, and room for its results."""
+        output = None
+        if self.output is not None:
+            output = [] if self.kind == "gather" else paddle.zeros_like(self.output)
+        return replace(self, tensor=self.tensor.clone(), output=output)
+
+    def begin(self, sync_op: bool, use_calc_stream: bool = False) -> Any:
         """Call Paddle; with ``sync_op``, work enqueued later waits for it. Returns Paddle's task, or None."""
         with ensured_dynamic_mode():
-            return self._begin(sync_op)
+            return self._begin({"group": self.group, "sync_op": sync_op, "use_calc_stream": use_calc_stream})
 
-    def _begin(self, sync_op: bool) -> Any:
-        stream, common = paddle.distributed.stream, {"group": self.group, "sync_op": sync_op}
+    def _begin(self, common: dict[str, Any]) -> Any:
+        stream = paddle.distributed.stream
         match self.kind:
             case "all_reduce":
-                operation = getattr(paddle.distributed.ReduceOp, REDUCTIONS[self.op])
+                operation = getattr(paddle.distributed.ReduceOp, self.op.upper())
                 return stream.all_reduce(self.tensor, op=operation, **common)
             case "reduce":
                 return stream.reduce(self.tensor, dst=self.root, **common)
@@ -163,8 +198,9 @@ Stages = Generator[Stage, None, T]
 class Progress(Generic[T]):
     """The progress of a generator of stages: at ``stage``, or done, with its ``value``."""
 
-    def __init__(self, stages: Stages[T]) -> None:
+    def __init__(self, stages: Stages[T], context: CallContext) -> None:
         self._stages = stages
+        self._context = context
         self.stage: Stage | None = None
         self.value: T | None = None
         self.go_on()
@@ -180,19 +216,18 @@ class Progress(Generic[T]):
                 self.stage = next(self._stages)
         except StopIteration as end:
             self.stage, self.value = None, end.value
+        except MemoryError as error:
+            raise FleetTrainError(out_of_memory(self._context, error)) from error
 
 
-def carry_out(progress: Progress[T], on_end: Callable[[], None] = lambda: None) -> T:
-    """Run all stages on this thread, with blocking calls; returns the result.
-
-    ``on_end`` is called when a collective has ended.
-    """
-    while progress.stage is not None:
-        for collective in progress.stage.collectives:
-            collective.begin(sync_op=True)
-            on_end()
-        progress.go_on()
-    return progress.value  # type: ignore[return-value]
+def out_of_memory(context: CallContext, error: MemoryError) -> str:
+    """What was too large, by Paddle's own words, and what makes it smaller."""
+    lines = [line.strip() for line in str(error).splitlines() if "allocat" in line.lower()]
+    return (
+        f"{context.what}: this rank is out of memory: {lines[0] if lines else 'an allocation failed'} "
+        "(communicating a bucket takes its size once or twice more: a smaller fuse_grad_size_in_MB; training itself: "
+        "a smaller batch with accumulate_steps, or recompute_segments)"
+    )
 
 
 class Moment:
@@ -206,8 +241,15 @@ class Moment:
         """Whether everything enqueued before it is done."""
         return True
 
-    def await_passed(self) -> None:
-        """Block the host until then."""
+    def await_passed(self, seconds: float = math.inf) -> bool:
+        """Block the host until then, at most this long; other threads run meanwhile. Whether it has passed."""
+        until, pause = time.monotonic() + seconds, timeouts.FIRST_DEVICE_POLL_SECONDS
+        while not self.has_passed():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, timeouts.DEVICE_POLL_SECONDS)
+        return True
 
     def seconds_since(self, earlier: Any) -> float:
         """The time between two points that have both passed."""
@@ -242,7 +284,8 @@ class HostDevice:
 
 
 class GpuMoment(Moment):
-    """An event on the calculation stream. Source: ``paddle.device.Event``, cudaEventRecord and cudaEventElapsedTime."""
+    """An event on the calculation stream. Source: ``paddle.device.Event``, cudaEventRecord, cudaEventQuery and
+    cudaEventElapsedTime. Its ``synchronize`` holds Python's lock while it waits, so that no watchdog could run."""
 
     def __init__(self) -> None:
         self.event = paddle.device.Event(enable_timing=True)
@@ -250,9 +293,6 @@ class GpuMoment(Moment):
 
     def has_passed(self) -> bool:
         return bool(self.event.query())
-
-    def await_passed(self) -> None:
-        self.event.synchronize()
 
     def seconds_since(self, earlier: Any) -> float:
         return float(earlier.event.elapsed_time(self.event)) / 1e3

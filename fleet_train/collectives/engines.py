@@ -19,13 +19,15 @@ from fleet_train.collectives.engine import (
     Collective,
     Engine,
     HostDevice,
+    Moment,
     Progress,
     Stages,
     WorkerThread,
-    carry_out,
 )
+from fleet_train.collectives.own_streams import OwnStreamProof, StreamCalls
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
-from fleet_train.errors import FleetTrainError
+from fleet_train.errors import FleetTrainError, ProfileError
+from fleet_train.log import logger
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ class ThreadEngine(Engine):
 
     reads_values = True
     side_by_side = True
+    averages = False
     barrier_margin_seconds = 0.0
 
     def __init__(self, device_place: Any, attribute_failure: AttributeFailure) -> None:
@@ -66,7 +69,7 @@ class ThreadEngine(Engine):
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> Result[T]:
-        progress = Progress(stages)
+        progress = Progress(stages, context)
 
         def rest() -> T:
             if barrier is not None:
@@ -77,7 +80,7 @@ class ThreadEngine(Engine):
         return Result(self._submit(communicator, rest), context, self)
 
     def run_here(self, stages: Stages[T], context: CallContext) -> T:
-        return self._carry_out(context, Progress(stages))
+        return self._carry_out(context, Progress(stages, context))
 
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
@@ -106,8 +109,13 @@ class ThreadEngine(Engine):
         return self._threads[communicator].submit(task)
 
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
-        with self.attributing(context):
-            return carry_out(progress, self._move)
+        while progress.stage is not None:
+            for collective in progress.stage.collectives:
+                with self.attributing(context):
+                    collective.begin(sync_op=True)
+                self._move()
+            progress.go_on()
+        return progress.value  # type: ignore[return-value]
 
 
 def _await(future: Future[Any], seconds: float) -> None:
@@ -116,21 +124,18 @@ def _await(future: Future[Any], seconds: float) -> None:
         future.exception(seconds)
 
 
-Begin = Callable[[Collective], Any]
-
-
-def begin_asynchronously(collective: Collective) -> Any:
-    """Enqueue a collective; returns Paddle's task, or None on a rank that is not in the group."""
-    return collective.begin(sync_op=False)
-
-
 @dataclass(frozen=True)
 class Enqueued:
-    """A collective on its group's stream."""
+    """A collective on a stream. ``copy``: the same one, to be compared on the calculation stream."""
 
-    group: int
-    ranks: frozenset[int]
+    collective: Collective
     task: Any
+    copy: Collective | None = None
+
+    def shares_ranks_with(self, group: Any) -> bool:
+        """Whether another group has two or more ranks in common with this one's."""
+        ours = self.collective.group
+        return bool(ours.id != group.id and len(set(ours.ranks).intersection(group.ranks)) > 1)
 
 
 class InFlight(Generic[T]):
@@ -139,7 +144,7 @@ class InFlight(Generic[T]):
     def __init__(self, engine: StreamEngine, stages: Stages[T], context: CallContext) -> None:
         self._engine = engine
         self.context = context
-        self.progress = Progress(stages)
+        self.progress = Progress(stages, context)
         self.tasks: list[Enqueued] = []
 
     @property
@@ -150,10 +155,14 @@ class InFlight(Generic[T]):
         return self._engine.result_of(self)
 
 
+CALC, OWN, GRAPH = "calc", "own", "graph"
+
+
 class StreamEngine(Engine):
     """Enqueues collectives from the computing thread and never reads a device value.
 
-    A call with ``sync_op=False`` enqueues the collective on its group's stream, after what is enqueued on the
+    ``stream`` says where. On the calculation stream (``calc``), which does one thing after the other. Or on a stream of
+    each group (``own``): a call with ``sync_op=False`` enqueues the collective after what is enqueued on the
     calculation stream, and returns; ``task.wait()`` makes the calculation stream, not the host, wait for it (Paddle
     3.3.1, ``process_group_nccl.cc``). The chain of tokens makes the program's order the same on every rank.
 
@@ -164,20 +173,30 @@ class StreamEngine(Engine):
 
     reads_values = False
     side_by_side = False
+    averages = True
     barrier_margin_seconds = timeouts.STREAM_BARRIER_MARGIN_SECONDS
 
     def __init__(
-        self,
-        device: HostDevice,
-        attribute_failure: AttributeFailure,
-        watchdog: Watchdog,
-        begin: Begin = begin_asynchronously,
+        self, device: HostDevice, attribute_failure: AttributeFailure, watchdog: Watchdog, calls: StreamCalls
     ) -> None:
         super().__init__(device, attribute_failure)
+        self.calls = calls
+        self.stream = CALC
+        self.proof: OwnStreamProof | None = None
+        """While it is there, what runs on own streams is compared with the calculation stream."""
+        self._asked_for: str | None = None
         self._watchdog = watchdog
-        self._begin = begin
         self._in_flight: list[InFlight[Any]] = []
         self._background = WorkerThread("fleet_train barriers", None)
+
+    def use(self, stream: str) -> None:
+        """From now on collectives run on this stream. Raises ProfileError if a program of the job has another one."""
+        if self._asked_for not in (None, stream):
+            raise ProfileError(
+                f"collective_stream: {stream}, but a program of this job has {self._asked_for} already, and all share "
+                "its communicators; give all profiles of a job the same"
+            )
+        self._asked_for = self.stream = stream
 
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
@@ -188,7 +207,7 @@ class StreamEngine(Engine):
             barrier.result()
         running = InFlight(self, stages, context)
         self._in_flight.append(running)
-        with ensured_dynamic_mode(), self.attributing(running.context):
+        with ensured_dynamic_mode():
             self._enqueue(running)
         return running
 
@@ -212,17 +231,36 @@ class StreamEngine(Engine):
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         return self._background.submit(task)
 
+    def watching(self, context: CallContext) -> contextlib.AbstractContextManager[None]:
+        return self._watchdog.over_a_call(context)
+
+    def watch_step(self, context: CallContext) -> None:
+        self._watchdog.watch(OnCalcStream(self.device.moment()), context)
+
     def stop(self) -> None:
         self._background.stop()
         self._watchdog.stop()
 
     def _end_stage(self, running: InFlight[Any]) -> None:
-        with ensured_dynamic_mode(), self.attributing(running.context):
-            for enqueued in running.tasks:
-                enqueued.task.wait()
-            running.tasks = []
+        with ensured_dynamic_mode():
+            self._await(running)
             running.progress.go_on()
             self._enqueue(running)
+
+    def _await(self, running: InFlight[Any]) -> None:
+        """Make the calculation stream wait for the current stage."""
+        ended, running.tasks = running.tasks, []
+        copies = [enqueued for enqueued in ended if enqueued.copy is not None]
+        # A communicator is on one stream at a time: what is compared runs when nothing else is in flight.
+        others = [each for other in self._in_flight for each in other.tasks] if copies else []
+        with self.attributing(running.context):
+            for enqueued in (*ended, *others):
+                enqueued.task.wait()
+        for enqueued in copies:
+            assert enqueued.copy is not None
+            self._begin(enqueued.copy, CALC, running)
+            if self.proof is not None:
+                self.proof.compare(enqueued.collective, enqueued.copy, running.context)
 
     def _enqueue(self, running: InFlight[Any]) -> None:
         """Start the collectives of the current stage of ``running``. Empty stages count as well, so that a rank that
@@ -237,15 +275,37 @@ class StreamEngine(Engine):
             self._begin_one(running, collective)
 
     def _begin_one(self, running: InFlight[Any], collective: Collective) -> None:
-        group = collective.group
         for others in (enqueued for other in self._in_flight for enqueued in other.tasks):
-            if others.group != group.id and len(others.ranks.intersection(group.ranks)) > 1:
+            if others.shares_ranks_with(collective.group):
                 others.task.wait()
-        with self._watchdog.over_a_call(running.context):
-            task = self._begin(collective)
+        is_compared = self.stream == OWN and self.proof is not None and collective.group.is_member()
+        copy = collective.copied() if is_compared else None
+        task = self._begin(collective, self.stream, running)
         if task is not None:
-            running.tasks.append(Enqueued(group.id, frozenset(group.ranks), task))
+            running.tasks.append(Enqueued(collective, task, copy))
+
+    def _begin(self, collective: Collective, stream: str, running: InFlight[Any]) -> Any:
+        call = self.calls.on_calc_stream if stream == CALC else self.calls.on_own_stream
+        with self.attributing(running.context), self._watchdog.over_a_call(running.context):
+            task = call(collective)
+        if task is not None and stream == CALC:
+            task = OnCalcStream(self.device.moment())  # Paddle's says that it is complete at once
+        if task is not None:
             self._watchdog.watch(task, running.context)
+        return task
+
+
+class OnCalcStream:
+    """The task of what is on the calculation stream: complete when that has passed ``moment``."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    def wait(self) -> None:
+        """Whatever follows on the stream waits anyway."""
+
+    def is_completed(self) -> bool:
+        return self._moment.has_passed()
 
 
 class _Call:
@@ -258,10 +318,18 @@ class _Call:
         return self.has_returned
 
 
+@dataclass
+class _Watched:
+    task: Any
+    context: CallContext
+    has_ended: bool = False
+
+
 class Watchdog:
     """Detects collectives that do not end, while the computing thread may be in a wait that no signal interrupts.
 
-    It polls the tasks in flight on its own thread and does not touch a device's stream.
+    It polls the tasks in flight on its own thread, does not touch a device's stream, and drops no task: the computing
+    thread does (``cudaEventDestroy``). A task whose query fails counts as unfinished; the failure is logged.
 
     ``on_stuck`` is called, once and on that thread, with the oldest task's context and the seconds without progress:
     when no task has ended for ``timeout_seconds`` of that context, or earlier when ``is_hopeless``: a rank is gone, or
@@ -272,17 +340,20 @@ class Watchdog:
         self._on_stuck = on_stuck
         self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
-        self._watched: list[tuple[Any, CallContext]] = []
+        self._watched: list[_Watched] = []
         self._progressed = time.monotonic()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._has_failed = False
 
     def watch(self, task: Any, context: CallContext) -> None:
         """``task``: Paddle's, with ``is_completed()``."""
         with self._lock:
-            if not self._watched:
+            going_on = [watched for watched in self._watched if not watched.has_ended]
+            if not going_on:
                 self._progressed = time.monotonic()
-            self._watched.append((task, context))
+            ended, self._watched = self._watched, [*going_on, _Watched(task, context)]
+        del ended  # on this thread
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fleet_train watchdog", daemon=True)
             self._thread.start()
@@ -325,8 +396,17 @@ class Watchdog:
     def _oldest(self) -> tuple[CallContext | None, float]:
         """The context of the oldest unfinished task, and the seconds since a task last ended."""
         with self._lock:
-            going_on = [(task, context) for task, context in self._watched if not task.is_completed()]
-            if len(going_on) < len(self._watched):
-                self._progressed = time.monotonic()
-            self._watched = going_on
-            return (going_on[0][1] if going_on else None), time.monotonic() - self._progressed
+            for watched in self._watched:
+                if not watched.has_ended and self._is_over(watched):
+                    watched.has_ended, self._progressed = True, time.monotonic()
+            going_on = [watched.context for watched in self._watched if not watched.has_ended]
+            return (going_on[0] if going_on else None), time.monotonic() - self._progressed
+
+    def _is_over(self, watched: _Watched) -> bool:
+        try:
+            return bool(watched.task.is_completed())
+        except Exception as error:
+            if not self._has_failed:
+                logger.error("%s: the device cannot be asked whether it is done: %s", watched.context.what, error)
+            self._has_failed = True
+            return False

@@ -8,17 +8,20 @@ from typing import Any
 
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
+from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
+from fleet_train.collectives.own_streams import OwnStreamProof
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.collectives.step_notes import Communication
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, WorkerFailed
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.dgc import DgcSettings
 
@@ -48,7 +51,8 @@ class GradientExchange:
         ]
         self.number = job.count("exchange")
         """The number of the conversion that this belongs to: 0, 1, ..."""
-        self.barrier = StepBarrier(job, profile, self.number, len(plan.buckets))
+        self._stream = profile.collective_stream
+        self.barrier = StepBarrier(job, profile, self.number, 1 if self.is_in_graph else len(plan.buckets))
         self.check = ReplicaCheck(job, profile.divergence_check_steps)
         self.averaging: Averaging | None = None
         if plan.averaging is not None:
@@ -62,6 +66,15 @@ class GradientExchange:
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._running: dict[int, Running[list[Any]]] = {}
+        self._proof: OwnStreamProof | None = None
+        if isinstance(job.engine, StreamEngine) and self._stream != AUTO:
+            job.engine.use(CALC if self.is_in_graph else self._stream)
+            self._proof = OwnStreamProof(job, job.engine) if self._stream == OWN else None
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether operators of the program sum the buckets (`in_graph`)."""
+        return self._stream == GRAPH
 
     @property
     def averager(self) -> ParameterAverager | None:
@@ -113,6 +126,8 @@ class GradientExchange:
         ``boundary`` (bool [1], None for always): whether this run of the program ends with an update; the first bucket
         decides for all.
         """
+        if index == 0 and self.step == 0:
+            self._job.refuse_other_place(gradients[0])
         if index == 0:
             self._next_step(boundary is None or self._boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
@@ -124,10 +139,9 @@ class GradientExchange:
             self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
             return
         self.barrier.wait()
-        moment = self._moment
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients),
-            CallContext(moment, f"{moment}, {self._descriptions[index]}", self._profile.collective_timeout_seconds),
+            self._context(self._descriptions[index]),
             self._plan.buckets[index].communicator,
             self.barrier.running,
         )
@@ -142,6 +156,26 @@ class GradientExchange:
         if index == len(self._plan.buckets) - 1 and self._updates:
             self._end_step()
         return averages
+
+    def begin_in_graph(self, flat: Any) -> None:
+        """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""
+        if self.step == 0:
+            self._job.refuse_other_place(flat)
+        self._next_step(True)
+        self.barrier.first_gradients.see([flat], self.step)
+        self.barrier.wait(on_any_engine=True)
+
+    def end_in_graph(self) -> None:
+        """Called after the operators that wait for the last bucket."""
+        self._job.engine.watch_step(self._context("the sums of its buckets"))
+        self._end_step()
+
+    def why_failed(self, error: BaseException) -> WorkerFailed:
+        """The error for a run of the program in which an operator of ours has raised ``error``: what it names."""
+        return self._job.attribute_failure(self._context("the sums of its buckets"), error)
+
+    def _context(self, what: str) -> CallContext:
+        return CallContext(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)
 
     def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
@@ -203,6 +237,8 @@ class GradientExchange:
         self._is_drained = False
         self._updates = updates
         self.step += updates
+        if updates and self._proof is not None:
+            self._proof.begin_update()
         self._job.clock.begin_step()
         if updates and self._is_synchronous(self.step):
             self.barrier.before_first_bucket(self.step)
@@ -211,6 +247,8 @@ class GradientExchange:
         self._job.clock.end_step()
         if self.sends_gradients:
             self._job.clock.add_sent(self._gradient_bytes)
+        if self._proof is not None:
+            self._proof.end_update()
         self.barrier.end_step()
 
 

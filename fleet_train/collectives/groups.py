@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import paddle
@@ -20,6 +20,13 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
+
+if TYPE_CHECKING:
+    from fleet_train.collectives.job import Job
+
+
+_FIRST_RING = 1000
+"""No process group has this number."""
 
 
 class Peers(Protocol):
@@ -125,6 +132,27 @@ def warm_up(job: Peers, group: Any) -> None:
         )
         job.engine.run_here(_one_sum(job, group), context)
     job.barrier(f"group {group.id} formed")
+
+
+def ring_of(job: Job) -> int:
+    """The communicator over all ranks of operators inside a program; made by all ranks in the same order.
+
+    On Gloo it is that of the first process group: all operators on the CPU share a context, which keeps its first one.
+    On NCCL it is made once for a job: the executor does not know the communicators of process groups.
+    """
+    (group,) = job.communicators(1)
+    if backend_name() == "gloo":
+        return int(group.id)
+    if job.ring is None:
+        context = CallContext("ring", "forming the communicator of the program's operators", job.timeout_seconds)
+        with forming(range(job.world_size)), job.engine.watching(context):
+            manager, number = paddle.base.core.CommContextManager, _FIRST_RING
+            manager.set_device_id(job.place.get_device_id())
+            store = paddle.base.core.create_or_get_global_tcp_store()
+            manager.create_nccl_comm_context(store, str(number), job.cluster.rank, job.world_size, f"ring {number}")
+        job.ring = number
+        job.barrier("ring formed")
+    return job.ring
 
 
 def _one_sum(job: Peers, group: Any) -> Stages[None]:

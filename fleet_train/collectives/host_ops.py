@@ -114,7 +114,7 @@ def token() -> Any:
     return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
-_LINKS = ("arrive", "begin", "launch", "wait", "finish")
+_LINKS = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed")
 _OTHER_LINKS = ("barrier", "gather", "total", "broadcast")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
@@ -218,6 +218,7 @@ def emit_broadcast(job: Job, name: str, value: Any, chain: Any) -> tuple[Any, An
     """Insert an operator that replaces ``value`` by rank 0's; returns the new value and the next token."""
 
     def replace(tensor: Any) -> list[Any]:
+        job.refuse_other_place(tensor)
         return [broadcast(job, tensor, f"start value of '{name}'")]
 
     link, result = emit_link("broadcast", replace, chain, [value], [(value.shape, value.dtype)])

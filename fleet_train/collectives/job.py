@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ from fleet_train.collectives.engine import (
 )
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.own_streams import StreamCalls
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
 from fleet_train.log import logger
@@ -80,6 +82,8 @@ class Job:
         self.clock = StepClock(self.engine.device.moment)
         self.notes = StepNotes(cluster, self.clock, self._times_up_to)
         self._groups: list[Any] = []
+        self.ring: int | None = None
+        """The communicator of operators inside a program, on NCCL; see `groups.ring_of`."""
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that built gradients in it."""
@@ -98,7 +102,11 @@ class Job:
 
     @contextlib.contextmanager
     def inside(self, call: str) -> Iterator[None]:
-        """In the body, errors about waiting for other ranks name ``call``; nested calls keep the outermost."""
+        """In the body, errors about waiting for other ranks name ``call``; nested calls keep the outermost.
+
+        The device's work ends before: a copy to the host would wait for it with Python's lock, and so without a
+        watchdog."""
+        self.engine.drain(math.inf)
         before = self._call
         self._call = before or call
         try:
@@ -191,6 +199,21 @@ class Job:
 
     def agreed(self, plan: CommPlan) -> None:
         """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
+
+    def add_default_group(self, group: Any) -> None:
+        """Paddle's default group is the first communicator where calls are enqueued: a second one over the same ranks
+        would take memory and time. On Gloo a script's own calls of ``paddle.distributed`` use the default group, while
+        a thread of ours may be in a collective."""
+        if not self.engine.side_by_side:
+            self._groups.append(group)
+
+    def refuse_other_place(self, tensor: Any) -> None:
+        """Raise ConversionError unless a program computes on this rank's device: NCCL would be handed other memory."""
+        if str(tensor.place) != str(self.place):
+            raise ConversionError(
+                f"the program runs on {tensor.place}, but this rank's device is {self.place}: make its executor with "
+                "paddle.static.Executor(fleet.place())"
+            )
 
     def communicators(self, number: int) -> list[Any]:
         """The first ``number`` process groups over all ranks; made on first use, by all ranks in the same order."""
@@ -312,12 +335,27 @@ class Job:
         """Graceful shutdown of this rank; the store stays up for ranks that are still running."""
         if self._left:
             return
+        if self._store is not None and self.failure is None and not self.engine.side_by_side:
+            self._meet_to_leave()
         self._left = True
         self.engine.stop()
         if self._store is not None and self.failure is None:
             with contextlib.suppress(FleetTrainError):
                 self._store.leave()
         self.close()
+
+    def _meet_to_leave(self) -> None:
+        """What is enqueued is not done: a process that ends takes its part of the last collectives with it. Wait for
+        the device, and for the other ranks' devices; both bounded, and without an error: this rank has no further use
+        for them."""
+        if not self.engine.drain(timeouts.LEAVE_SECONDS):
+            logger.warning(
+                "rank %d leaves, but its device has not ended its work within %d s",
+                self.cluster.rank,
+                timeouts.LEAVE_SECONDS,
+            )
+        with contextlib.suppress(FleetTrainError):
+            self.store.barrier("leaving", None, *self._everybody(timeouts.LEAVE_SECONDS))
 
     def close(self) -> None:
         """Close the connections: the other ranks see this rank as lost unless it has left."""
@@ -352,4 +390,4 @@ def make_engine(
     """The stream engine on a GPU, whose collectives are enqueued; the thread engine on a CPU."""
     if isinstance(device_place, paddle.CPUPlace):
         return ThreadEngine(device_place, attribute_failure)
-    return StreamEngine(GpuDevice(device_place), attribute_failure, Watchdog(on_stuck, is_hopeless))
+    return StreamEngine(GpuDevice(device_place), attribute_failure, Watchdog(on_stuck, is_hopeless), StreamCalls())

@@ -18,7 +18,7 @@ from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import rank_variables
-from fleet_train.cluster.network import interface_towards, local_addresses
+from fleet_train.cluster.network import interface_towards, interface_variables, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import JOINED, Variants
@@ -159,6 +159,7 @@ def _form_process_group(job: Job, timeout_seconds: float) -> None:
         _open_paddle_store(job, timeout_seconds)
         group = formed(job, ranks, paddle.distributed.init_parallel_env)
     warm_up(job, group)
+    job.add_default_group(group)
     # No rank uses the group before all have formed it: a rank that failed above is named here.
     job.barrier("process group formed", timeout_seconds)
     if cluster.rank == 0:
@@ -169,8 +170,8 @@ def _choose_interface(cluster: Cluster) -> None:
     peers = [rank.host for rank in cluster.ranks if rank.host != cluster.this.host] or [cluster.this.host]
     interface = interface_towards(peers[0])
     if interface:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface)
+        for name, value in interface_variables(interface).items():
+            os.environ.setdefault(name, value)
 
 
 def _open_paddle_store(job: Job, timeout_seconds: float) -> None:

@@ -32,16 +32,28 @@ def device_digests(tensors: Sequence[Any]) -> Any:
     return paddle.stack([_weighted_sum(_bits(tensor)) for tensor in tensors])
 
 
+_PIECE = 1 << 22
+"""Elements of which a digest is made at a time: each takes 24 bytes of memory meanwhile."""
+
+
 def _bits(tensor: Any) -> Any:
-    """The elements' bits as int64, flat."""
+    """The elements' bits as integers, flat."""
     if tensor.dtype == paddle.bool:
         return tensor.reshape([-1]).cast("int64")
     integers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-    return paddle.view(tensor.reshape([-1]), integers[tensor.element_size()]).cast("int64")
+    return paddle.view(tensor.reshape([-1]), integers[tensor.element_size()])
 
 
 def _weighted_sum(bits: Any) -> Any:
-    return (bits * (2 * paddle.arange(bits.shape[0], dtype="int64") + 1)).sum()
+    """In pieces: a large parameter's digest must not need a multiple of its memory."""
+    elements = bits.shape[0]
+    pieces = range(0, elements, _PIECE) if elements else [0]
+    return paddle.add_n([_weighted_piece(bits[at : at + _PIECE], at) for at in pieces])
+
+
+def _weighted_piece(bits: Any, at: int) -> Any:
+    places = paddle.arange(at, at + bits.shape[0], dtype="int64")
+    return (bits.cast("int64") * (2 * places + 1)).sum()
 
 
 class ReplicaCheck:

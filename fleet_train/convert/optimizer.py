@@ -9,8 +9,10 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import emit_finish, onednn_flags
+from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process
 from fleet_train.convert.paddle_optimizers import (
@@ -32,6 +34,7 @@ from fleet_train.convert.planning import (
     uses_a_name_twice,
 )
 from fleet_train.convert.rewrite import (
+    HostOperators,
     UpdatedGradients,
     chain_in_program_order,
     insert_gradient_norm,
@@ -191,11 +194,12 @@ class DistributedOptimizer:
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
         log_once(exchange.notices, self._rank)
-        chain = insert_launches(exchange, plan, ready, values, merged.boundary)
+        sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange)
+        chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         operators: list[Any] = []
         averaged: ParamsGrads = []
         for buckets in self._updated_together(plan):
-            pairs, chain = insert_waits(exchange, buckets, ready, chain)
+            pairs, chain = insert_waits(sums, buckets, ready, chain)
             operators += self._update(merged, pairs)
             averaged += pairs
         self._finish_step(exchange, values, chain)
@@ -222,7 +226,7 @@ class DistributedOptimizer:
             return
         for knob in _FOR_ONE_OPTIMIZER:
             value = getattr(self._profile, knob)
-            if value != KNOBS[knob].default and value not in ("bf16", "fp16"):
+            if value != KNOBS[knob].default and value not in ("bf16", "fp16", CALC, OWN):
                 raise ConversionError(
                     f"this is the second optimizer in one program, and {knob}: {shown(value)} works with one optimizer "
                     f"per program; leave {knob} out, or minimize the second loss in its own program "
@@ -340,6 +344,7 @@ def _leaves_one_process_alone(profile: Profile) -> bool:
 
 
 _FOR_ONE_OPTIMIZER = (
+    "collective_stream",
     "use_local_sgd",
     "compression",
     "accumulate_steps",

@@ -18,6 +18,7 @@ from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Engine
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance, refuse_other_ranks
 from fleet_train.convert import process
@@ -34,6 +35,8 @@ from fleet_train.profile.fleet_objects import asked_of_stock
 from fleet_train.profile.knobs import AUTO, hidden, shown
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import comparable, first_differing_knob
+
+BARRIER_EVERY_STEPS_ON_NCCL = 10
 
 
 def resolve(
@@ -145,14 +148,34 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
 
 def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
     """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
-    if engine.side_by_side or profile.nccl_comm_num in (1, AUTO):
-        return profile, []
-    sentence = (
-        f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
-        "kernels of several communicators over the same ranks may run in a different order on each device, which can "
-        "deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
-    )
-    return profile.with_settings(profile.origin("nccl_comm_num"), nccl_comm_num=1), [sentence]
+    stream = f"collective_stream: {profile.collective_stream} ({profile.origin('collective_stream')})"
+    if engine.side_by_side:
+        no_effect = f"{stream} has no effect on Gloo, whose calls block the host"
+        return profile, [no_effect] if profile.collective_stream in (CALC, OWN) else []
+    notices, mapped = [], dict[str, Any]()
+    if profile.collective_stream == AUTO:
+        mapped["collective_stream"] = CALC
+    if profile.nccl_comm_num not in (1, AUTO):
+        mapped["nccl_comm_num"] = 1
+        notices.append(
+            f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is mapped to 1 on NCCL: "
+            "kernels of several communicators over the same ranks may run in a different order on each device, which "
+            "can deadlock; one communicator has several channels (NCCL_MIN_NCHANNELS)"
+        )
+    if profile.use_hierarchical_allreduce and not profile.force_hierarchical_allreduce:
+        mapped["use_hierarchical_allreduce"] = False
+        notices.append(
+            f"use_hierarchical_allreduce: true ({profile.origin('use_hierarchical_allreduce')}) is flat on NCCL, which "
+            "itself uses the links between and inside nodes; force_hierarchical_allreduce: true carries it out"
+        )
+    if "barrier_every_steps" not in profile.explicit:
+        mapped["barrier_every_steps"] = BARRIER_EVERY_STEPS_ON_NCCL
+    if profile.compression == "powersgd" and profile.powersgd_rank > 1:
+        notices.append(
+            f"powersgd_rank: {profile.powersgd_rank} ({profile.origin('powersgd_rank')}): Paddle's qr lets the host "
+            "wait for the GPU, once for each matrix; powersgd_rank: 1 needs none"
+        )
+    return profile.with_choices("mapped on NCCL", **mapped), notices
 
 
 @dataclass(frozen=True)

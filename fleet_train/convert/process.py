@@ -75,6 +75,8 @@ class _Replaced:
 
 _replaced: list[_Replaced] = []
 _hooks: list[Hook] = []
+_last_hooks: list[Hook] = []
+_explanations: list[Callable[[Any, Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
 
 
@@ -287,12 +289,12 @@ def set_flags(flags: Mapping[str, Any]) -> None:
     paddle.set_flags(dict(flags))
 
 
-def before_each_run(hook: Hook) -> None:
+def before_each_run(hook: Hook, is_last: bool = False) -> None:
     """From now on ``hook(program, feed, fetch_list)`` is called before a static program runs in this process, with the
-    arguments of ``Executor.run``; it returns the feed and the fetch list to use."""
+    arguments of ``Executor.run``; it returns the feed and the fetch list to use. ``is_last``: after all others."""
     import paddle
 
-    if not _hooks:
+    if not _hooks and not _last_hooks:
         run = paddle.static.Executor.run
 
         @functools.wraps(run)
@@ -300,7 +302,7 @@ def before_each_run(hook: Hook) -> None:
             # Passed on as the caller gave them, by place or by name: what ``run`` is may be another library's wrapper.
             given = dict(zip(_OF_RUN, args, strict=False)) | named
             program, feed, fetch_list = (given.get(name) for name in _OF_RUN)
-            for each in tuple(_hooks):
+            for each in (*_hooks, *_last_hooks):
                 feed, fetch_list = each(program, feed, fetch_list)
             places = list(args)
             for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=True)):
@@ -308,16 +310,31 @@ def before_each_run(hook: Hook) -> None:
                     places[place] = value
                 elif value is not given.get(name):
                     named[name] = value
-            return run(self, *places, **named)
+            try:
+                return run(self, *places, **named)
+            except Exception as error:
+                for explain in _explanations:
+                    if (cause := explain(program, error)) is not None:
+                        raise cause from error
+                raise
 
         replace(paddle.static.Executor, "run", run_with_hooks)
-    if hook not in _hooks:
-        _hooks.append(hook)
+    hooks = _last_hooks if is_last else _hooks
+    if hook not in hooks:
+        hooks.append(hook)
+
+
+def explain_failed_runs(explain: Callable[[Any, Exception], FleetTrainError | None]) -> None:
+    """From now on ``explain(program, error)`` is asked when a run has failed; what it returns is raised instead. Call
+    `before_each_run` as well."""
+    _explanations.append(explain)
 
 
 def put_back() -> None:
     """Make everything in this process as it was. What somebody else has replaced since stays."""
     _hooks.clear()
+    _last_hooks.clear()
+    _explanations.clear()
     while _replaced:
         last = _replaced.pop()
         if getattr(last.owner, last.name) is last.replacement:

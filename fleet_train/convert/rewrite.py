@@ -24,6 +24,7 @@ from fleet_train.collectives.host_ops import (
     passes_a_token,
     token,
 )
+from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
@@ -31,8 +32,25 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 
 
+class HostOperators:
+    """The launches and waits of one program's buckets, as host operators. `GraphSums` has the same methods."""
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
+
+    def launch(self, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None) -> tuple[Any, Any]:
+        """Insert what starts a bucket; returns the next token and the value of the last operator."""
+        chain = emit_launch(self._exchange, bucket, gradients, chain, boundary)
+        return chain, chain
+
+    def wait(self, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
+        """Insert what waits for a bucket; returns the next token and the averaged gradients."""
+        return emit_wait(self._exchange, bucket, dtypes, chain)
+
+
 def insert_launches(
     exchange: GradientExchange,
+    sums: HostOperators | GraphSums,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
     values: Held,
@@ -49,6 +67,7 @@ def insert_launches(
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
     chain, behind = _chain_of_others(operators)
+    last = chain
     if chain is None and boundary is None and not any(is_barrier(operator) for operator in operators):
         paddle.pir.set_insertion_point(operators[0])
         chain = emit_arrive(exchange, token())
@@ -56,14 +75,14 @@ def insert_launches(
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         position = max(member.position for member in members)
         # Two buckets can end at one operator: the second launch then follows the first.
-        anchor = operators[position] if position > behind else chain.get_defining_op()
+        anchor = operators[position] if position > behind else last.get_defining_op()
         paddle.pir.set_insertion_point_after(anchor)
         if bucket.index == 0:
             chain = token() if chain is None else chain
             if exchange.reads_parameters:
                 chain = emit_begin(exchange, values.parameters, chain)
         gradients = [member.value for member in members]
-        chain = emit_launch(exchange, bucket, gradients, chain, boundary if bucket.index == 0 else None)
+        chain, last = sums.launch(bucket, gradients, chain, boundary if bucket.index == 0 else None)
         behind = max(behind, position)
     paddle.pir.reset_insertion_point_to_end()
     return chain
@@ -76,7 +95,7 @@ def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
 
 
 def insert_waits(
-    exchange: GradientExchange, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
+    sums: HostOperators | GraphSums, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """Append the operators that wait for ``buckets``; return (parameter, averaged gradient) pairs and the next
     token."""
@@ -84,7 +103,7 @@ def insert_waits(
     averaged = []
     for bucket in buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
-        chain, results = emit_wait(exchange, bucket, [member.value.dtype for member in members], chain)
+        chain, results = sums.wait(bucket, [member.value.dtype for member in members], chain)
         averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
     return averaged, chain
 

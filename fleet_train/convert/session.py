@@ -7,14 +7,16 @@ The job is the launcher's; for a plan without a cluster (`plan_of`) it is imagin
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
@@ -23,7 +25,7 @@ from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.collectives.join import join, probe
-from fleet_train.collectives.paddle_compat import require_paddle
+from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
 from fleet_train.convert import process
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.one_card import leave_out_host_operators
@@ -82,9 +84,30 @@ class Session:
             raise error
         log_once([str(error)], self.job.cluster.rank)
 
+    def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
+        """The error for a run in which an operator of the program itself could not communicate."""
+        exchange = exchange_of(program or paddle.static.default_main_program())
+        is_ours = exchange is not None and exchange.is_in_graph and _OF_A_BACKEND.search(str(error))
+        return exchange.why_failed(error) if exchange is not None and is_ours else None
+
+    def feed_through_pinned_memory(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+        """For a device: the executor itself would copy arrays with Python's lock, after all that is enqueued, and no
+        watchdog could run meanwhile."""
+        del program
+        if isinstance(feed, Mapping):
+            with ensured_dynamic_mode():
+                feed = {name: self._on_device(value) for name, value in feed.items()}
+        return feed, fetch_list
+
+    def _on_device(self, value: Any) -> Any:
+        is_array = isinstance(value, np.ndarray) and value.dtype != np.object_
+        return self.job.engine.device.to_device(value).get_tensor() if is_array else value
+
     def _is_drifting(self, program: Any) -> bool:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
 
+
+_OF_A_BACKEND = re.compile(r"gloo|nccl|all_reduce", re.IGNORECASE)
 
 prescribed_profile: Profile | None = None
 """For trials: the profile that is used, whatever the script or the launcher names."""
@@ -109,6 +132,9 @@ def begin(role: Any, strategy: Any) -> Session:
     job.advise = _session.advise
     if job.world_size > 1 and not _imagined_job:
         before_first_runs(_session.on_first_run)
+        process.explain_failed_runs(_session.why_failed)
+        if not job.engine.side_by_side:
+            process.before_each_run(_session.feed_through_pinned_memory, is_last=True)
     return _session
 
 

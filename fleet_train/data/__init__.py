@@ -13,7 +13,7 @@ from fleet_train.data.datasets import (
 )
 from fleet_train.data.decode import ImageSettings
 from fleet_train.data.images import ImageFolder, image_splits
-from fleet_train.data.loader import AUGMENTATIONS, BatchLoader, Loader, Prefetcher, augmentation, device_copy
+from fleet_train.data.loader import AUGMENTATIONS, BatchLoader, Loader, Prefetcher, augmentation
 from fleet_train.data.open import (
     LOADERS,
     SHARDINGS,
@@ -66,7 +66,6 @@ __all__ = [
     "WorkerLoader",
     "agree_steps",
     "augmentation",
-    "device_copy",
     "digits",
     "evaluation_batches",
     "image_splits",

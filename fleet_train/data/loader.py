@@ -107,33 +107,12 @@ class Prefetcher(Generic[Item]):
         return False
 
 
-# Copies batches to the device while the previous step runs.
-
-
-def device_copy(place: Any) -> Finish | None:
-    """For a loader's `finish`: arrays become tensors on `place` in the prefetch thread; None on CPU (nothing to copy).
-
-    place: `fleet.place()`. The executor takes tensors on its device without a copy; with the prefetcher's queue a batch
-    is copied while the previous step runs.
-    """
-    return None if device_index(place) is None else tensor_copy(place)
+# What an executor on a GPU takes.
 
 
 def device_index(place: Any) -> int | None:
     """The GPU's number; None for a CPU or without a place."""
     return None if place is None or type(place).__name__ == "CPUPlace" else int(place.get_device_id())
-
-
-def tensor_copy(place: Any) -> Finish:
-    """The copy itself, even for a CPU."""
-
-    def copy(arrays: Arrays) -> Any:
-        tensors = {name: new_feed_tensor() for name in arrays}
-        for name, array in arrays.items():
-            tensors[name].set(array, place)
-        return tensors
-
-    return copy
 
 
 def new_feed_tensor() -> Any:
@@ -216,10 +195,6 @@ def image_augmentation_name(name: str) -> str:
     return name
 
 
-Finish = Callable[[Arrays], Arrays]
-"""A last step for each batch in the prefetch thread: the copy to the device."""
-
-
 class Loader(ABC):
     """One rank's batches as feeds: dicts of arrays, samples first. In a step all ranks have batches of the same
     size."""
@@ -264,14 +239,11 @@ class BatchLoader(Loader):
         sampler: BatchSampler,
         augment: Augmentation = keep,
         prefetch_depth: int = 2,
-        *,
-        finish: Finish | None = None,
     ) -> None:
         super().__init__(dataset, sampler)
         self._augment = augment
         self.corrupt = augment.corrupt if isinstance(augment, ImageAugmentation) else None
         self._prefetch_depth = prefetch_depth
-        self._finish = finish
 
     def epoch(self, epoch: int, consumed_samples: int = 0) -> Prefetcher[Arrays]:
         self.sampler.set_epoch(epoch, consumed_samples)
@@ -279,5 +251,4 @@ class BatchLoader(Loader):
 
     def _read(self) -> Iterator[Arrays]:
         for step in range(len(self)):
-            feed = self._augment(self.dataset, Draws(self.sampler.seed, self.sampler.epoch, self.indices(step)))
-            yield feed if self._finish is None else self._finish(feed)
+            yield self._augment(self.dataset, Draws(self.sampler.seed, self.sampler.epoch, self.indices(step)))

@@ -12,7 +12,7 @@ from fleet_train.data.dali import DaliLoader
 from fleet_train.data.datasets import Dataset, Splits, identity_of, load_splits
 from fleet_train.data.decode import ImageSettings
 from fleet_train.data.images import DEFAULT_MAX_CORRUPT, ImageFolder, image_splits
-from fleet_train.data.loader import BatchLoader, Loader, augmentation, device_copy, image_augmentation_name
+from fleet_train.data.loader import BatchLoader, Loader, augmentation, image_augmentation_name
 from fleet_train.data.sampler import (
     LAST_BATCHES,
     UNEVEN_POLICIES,
@@ -106,7 +106,7 @@ def make_loader(
 ) -> Loader:
     """This rank's training batches. Call `settle` on all ranks before the first epoch, and `close` at the end.
 
-    place: `fleet.place()`. On a GPU the batches are copied to it in the prefetch thread; None = always arrays.
+    place: `fleet.place()`. DALI decodes on a GPU; all other batches are arrays.
     """
     sampler: BatchSampler
     if settings.shard_by == "folder":
@@ -160,17 +160,16 @@ def _loader(
     augment = settings.augment if training else "none"
     workers = default_workers(participant.local_size) if settings.workers is None else settings.workers
     depth = settings.prefetch_depth
-    finish = device_copy(place)
     if not isinstance(dataset, ImageFolder):
         if settings.loader in ("workers", "dali"):
             raise DataError(f"--loader {settings.loader} decodes image files (--data_dir); {dataset.name} is in memory")
-        return BatchLoader(dataset, sampler, augmentation(augment, dataset), depth, finish=finish)
+        return BatchLoader(dataset, sampler, augmentation(augment, dataset), depth)
     name = image_augmentation_name(augment)
     if settings.loader == "dali":
         return DaliLoader(dataset, sampler, name, max(1, workers), depth, place=place)
     if settings.loader == "thread" or workers == 0:
-        return BatchLoader(dataset, sampler, augmentation(name, dataset), depth, finish=finish)
-    return WorkerLoader(dataset, sampler, name, workers, depth, finish=finish, keep_workers=training)
+        return BatchLoader(dataset, sampler, augmentation(name, dataset), depth)
+    return WorkerLoader(dataset, sampler, name, workers, depth, keep_workers=training)
 
 
 def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from fleet_train import timeouts
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.images import CorruptImages, ImageFolder
-from fleet_train.data.loader import Finish, Loader, Prefetcher
+from fleet_train.data.loader import Loader, Prefetcher
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.errors import DataError, DataWorkersLost, printable
 
@@ -72,7 +72,6 @@ class WorkerLoader(Loader):
         workers: int = 2,
         prefetch_depth: int = 2,
         *,
-        finish: Finish | None = None,
         keep_workers: bool = True,
         task_seconds: float = timeouts.DECODE_TASK_SECONDS,
     ) -> None:
@@ -82,7 +81,6 @@ class WorkerLoader(Loader):
         self.corrupt: CorruptImages = dataset.corrupt_images()
         self._augment = augment
         self._prefetch_depth = prefetch_depth
-        self._finish = finish
         self._keep_workers = keep_workers
         self._task_seconds = task_seconds
         self._pool: WorkerPool | None = None
@@ -171,7 +169,7 @@ class WorkerLoader(Loader):
         del self._batch_of[batch.slot.number]
         features = self._slots.lend(batch.slot, (len(batch.indices), *self.images.sample_shape))
         feed: Arrays = {"features": features, "labels": self.images.labels[batch.indices]}
-        return feed if self._finish is None else self._finish(feed)
+        return feed
 
 
 def batches_ahead(workers: int, batch_size: int) -> int:

@@ -13,7 +13,7 @@ import click
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
-from fleet_train.cluster.network import interface_addresses, interface_of
+from fleet_train.cluster.network import interface_addresses, interface_of, interface_variables
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
@@ -166,7 +166,7 @@ class Examiner:
         environ = environ_of(cluster, seconds, os.environ)
         interface = interface_of(cluster.this.host, interface_addresses())
         if interface is not None:  # as in the launcher: the host name might stand for another interface
-            environ = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | environ
+            environ = interface_variables(interface) | environ
         began = time.monotonic()
         log = self.options.log_dir / f"doctor.{self.participants.index}.log"
         child = Child(TOGETHER, options.to_json(), environ, log)

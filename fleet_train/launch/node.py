@@ -20,7 +20,7 @@ from fleet_train.cluster.at_import import advice_for_rank, is_amd_processor, usa
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, rank_variables
 from fleet_train.cluster.installed import installed_paddle
-from fleet_train.cluster.network import is_local
+from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
 from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
@@ -371,7 +371,7 @@ def _advice(node: Node, machine: Machine) -> dict[str, str]:
     threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
     advice = advice_for_rank(threads, node.devices is None, machine.is_amd)
     if node.interface is not None:
-        advice |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
+        advice |= interface_variables(node.interface)
     return advice
 
 

@@ -45,6 +45,17 @@ class CommunicationKnobs(BaseModel):
         reason="This many Gloo process groups, each with its own thread, send the buckets in turn. On NCCL more "
         "than 1 is mapped to 1, with a message: kernels of two communicators could deadlock.",
     )
+    collective_stream: Literal["auto", "calc", "own", "graph"] = knob(
+        AUTO,
+        meaning="On NCCL, where collectives run. calc: on the calculation stream, where nothing can be read too early, "
+        "and nothing overlaps. own: on a stream of each communicator, beside the backward pass. graph: as operators of "
+        "the program itself, on one stream of their own. auto: calc, until a record of a GPU shows that another one is "
+        "right.",
+        reason="own proves itself: in a program's first 3 steps each collective is repeated on the calculation stream, "
+        "whose result is used; if one differs, all ranks go on with calc, and rank 0 says where. graph takes whole "
+        "float gradients that are averaged in every step. On Gloo, whose calls block the host, calc and own are the "
+        "same, which is said; graph is carried out.",
+    )
     num_threads: int = knob(
         1,
         fate="mapped",
@@ -146,6 +157,13 @@ class CommunicationKnobs(BaseModel):
         meaning="How many neighbouring ranks form one inner group of the hierarchical allreduce. 0 = those of a node.",
         reason="The ranks are divided into local groups of this size; the first rank of a local group is its leader.",
     )
+    force_hierarchical_allreduce: bool = knob(
+        False,
+        needs="use_hierarchical_allreduce",
+        meaning="Carry out the hierarchical allreduce on NCCL, too.",
+        reason="Without it the allreduce is flat on NCCL, which is said: NCCL itself uses the links between and inside "
+        "nodes, and three steps in turn stall the calculation stream. On Gloo it changes nothing.",
+    )
     sync_nccl_allreduce: bool = knob(
         False,
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",
@@ -160,7 +178,8 @@ class CommunicationKnobs(BaseModel):
         "More saves time if steps are very short. The barrier carries stop requests and the ranks' times, so a stop "
         "is known up to that many steps later, less one. Between two barriers a missing rank is still named, but Gloo "
         "sets the timeout: a rank that pauses for more than 30 s between two barriers fails the job. On NCCL the "
-        "timeout is `collective_timeout_seconds`.",
+        "timeout is `collective_timeout_seconds`, and the value is 10 unless it is set: the host, which is ahead of "
+        "the device, waits at a barrier.",
         reason="With more than 1, these steps have a barrier: the first two of a program, every n-th one (n is this "
         "value), the first one after a call that all ranks make together (saves, evaluations that gather, "
         "fleet.barrier_worker, the comparisons of `divergence_check_steps`) or after another program's steps, and "

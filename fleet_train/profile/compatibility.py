@@ -46,6 +46,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("amp", "amp_level", "mixed precision", lambda level: level != "O0"),
     Strategy("sync_bn", "sync_batch_norm", "synchronised batch norm"),
     Strategy("recompute", "recompute_segments", "recompute", lambda segments: segments > 1),
+    Strategy("graph", "collective_stream", "allreduces inside the program", lambda stream: stream == "graph"),
 )
 
 PAIRS: dict[tuple[str, str], Verdict] = {
@@ -107,6 +108,19 @@ PAIRS |= {
         "recompute",
         f"fused communicators hierarchical waiting local_sgd outer {_COMPRESSIONS} merge amp sync_bn",
         goes("gradients are the same bit by bit"),
+    ),
+    **_with("graph", "fused waiting amp recompute", goes("each bucket is one operator of the program")),
+    **_with(
+        "graph",
+        "communicators",
+        refused("operators of one stream have one communicator", "leave nccl_comm_num out, or collective_stream"),
+    ),
+    **_with(
+        "graph",
+        f"hierarchical local_sgd outer {_COMPRESSIONS} merge sync_bn",
+        refused(
+            "operators of the program sum whole gradients over all ranks in every run", "use collective_stream: own"
+        ),
     ),
 }
 

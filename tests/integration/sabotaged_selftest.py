@@ -19,8 +19,8 @@ def spoil_collectives() -> None:
 
     real = engine.Collective._begin
 
-    def begin(collective: Any, sync_op: bool) -> Any:
-        task = real(collective, sync_op)
+    def begin(collective: Any, how: Any) -> Any:
+        task = real(collective, how)
         tensor = collective.tensor
         is_checked = "float32" in str(tensor.dtype) and tensor.shape == [1031]  # and no gradient
         if collective.kind == "all_reduce" and RANK == "1" and is_checked:
@@ -39,8 +39,8 @@ def spoil_averages() -> None:
 
     real = FlatAllreduce.sum
 
-    def total(allreduce: Any, buffers: Any, more: bool = False) -> Any:
-        sums = yield from real(allreduce, buffers, more)
+    def total(allreduce: Any, buffers: Any, more: bool = False, divide_by: int = 1) -> Any:
+        sums = yield from real(allreduce, buffers, more, divide_by)
         for one in sums:
             if KIND == "every average":
                 one.scale_(1.01)

@@ -78,12 +78,12 @@ def save() -> None:
 
 
 def never_end() -> None:
-    _current().job.engine._begin.never = "all_reduce"  # type: ignore[attr-defined]
+    _current().job.engine.calls.never = "all_reduce"  # type: ignore[attr-defined]
 
 
 def in_a_collective(end: Callable[[], None]) -> None:
     """This rank meets the others, begins its collective, and is gone before that has run."""
-    _current().job.engine._begin = lambda _: end()  # type: ignore[attr-defined]
+    _current().job.engine.calls.on_own_stream = lambda _: end()  # type: ignore[attr-defined]
 
 
 def skip() -> None:
@@ -91,7 +91,7 @@ def skip() -> None:
     real = GradientExchange.launch
 
     def launch(exchange: Any, index: int, gradients: Any, boundary: Any = None) -> None:
-        exchange._job.engine._begin = lambda _: None
+        exchange._job.engine.calls.on_own_stream = lambda _: None
         real(exchange, index, gradients, boundary)
 
     GradientExchange.launch = launch  # type: ignore[method-assign]

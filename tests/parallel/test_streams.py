@@ -1,7 +1,7 @@
 """Every strategy where collectives are enqueued and end late, as on GPUs: the bits of the thread engine.
 
 The stream engine is the real one; its groups are Gloo's, whose buffers hold NaN until they are waited for
-(``tests.support.late``). Whatever reads a value in a step raises.
+(`fleet_train.selftest.late`). Whatever reads a value in a step raises.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fleet_train import fleet, role_maker
 from fleet_train.convert.fleet import _current
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.profile import Profile
+from fleet_train.selftest.late import late_engine
 from fleet_train.selftest.training import (
     CLASSES,
     FEATURES,
@@ -49,7 +50,7 @@ from tests.parallel.strategies import (
     sgd,
     without_decay,
 )
-from tests.support.late import install_tripwire, late_engine
+from tests.support.late import install_tripwire
 from tests.support.ranks import run_ranks
 from tests.support.worker import report
 from tests.unit.passes.training import loss_scaling

@@ -156,10 +156,9 @@ class WithoutGroupRule(PlayedStreams):
     """Has groups that share two ranks in flight at a time."""
 
     def _begin_one(self, running: InFlight[Any], collective: Collective) -> None:
-        with self._watchdog.over_a_call(running.context):
-            task = self._begin(collective)
+        task = self._begin(collective, self.stream, running)
         if task is not None:
-            running.tasks.append(Enqueued(collective.group.id, frozenset(collective.group.ranks), task))
+            running.tasks.append(Enqueued(collective, task))
 
 
 class SideBySide(WithoutGroupRule):

@@ -22,6 +22,7 @@ from fleet_train.collectives import engine, engines, groups, host_ops
 from fleet_train.collectives.engine import CallContext, Collective, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import quantised
+from fleet_train.collectives.own_streams import StreamCalls
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace
 from tests.support.agreeing import AgreeingJob
 
@@ -286,7 +287,7 @@ class PlayedStreams(engines.StreamEngine):
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
         watchdog: Any = PlayedWatchdog(recorder)
-        super().__init__(PlayedDevice(recorder), job.attribute_failure, watchdog)
+        super().__init__(PlayedDevice(recorder), job.attribute_failure, watchdog, StreamCalls())
 
 
 def play_rank(
@@ -310,7 +311,9 @@ def _played(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         patches: list[Any] = [
             mock.patch.object(
-                engine.Collective, "begin", lambda collective, sync_op: recorder.begin(collective, sync_op)
+                engine.Collective,
+                "begin",
+                lambda collective, sync_op, **_: recorder.begin(collective, sync_op),
             ),
             mock.patch.object(paddle.distributed, "new_group", lambda ranks: PlayedGroup(next(numbers), ranks, rank)),
             mock.patch.object(quantised, "backend_name", return_value="nccl"),

@@ -1,171 +1,36 @@
-"""A backend whose collectives end late, on a CPU: NCCL's asynchrony, which Gloo does not show.
+"""Jobs whose collectives end late (`fleet_train.selftest.late`), and a tripwire for reads of a device's values.
 
-``LateBackend`` begins a collective for the stream engine as a GPU would: the call returns at once, and until
-``wait()`` whoever reads the buffer gets NaN. The collective itself runs on a thread of its group, which stands for the
-group's stream, after a random delay. Whoever writes into what is still being sent or received is told at the wait.
+Run as a program: the script that the first argument names, in such jobs.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import runpy
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import paddle
-from paddle import _C_ops
 
 from fleet_train.collectives import job as job_module
-from fleet_train.collectives.engine import Collective, HostCopy, HostDevice, WorkerThread
-from fleet_train.collectives.engines import StreamEngine, Watchdog
+from fleet_train.collectives.engines import OWN, StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import Job
+from fleet_train.selftest.late import LateCalls, LateDevice
 
 
-class LateTask:
-    """Paddle's task of a collective that runs on copies; ``wait`` puts the results where they belong."""
-
-    def __init__(self, written: Sequence[Any], read: Sequence[Any], results: Future[Sequence[Any]]) -> None:
-        self._written = written
-        self._read = [(tensor, _bytes(tensor)) for tensor in read]
-        self._results = results
-        self._is_filled = False
-
-    def is_completed(self) -> bool:
-        return self._results.done()
-
-    def wait(self) -> None:
-        results = self._results.result()
-        if self._is_filled:
-            return
-        self._is_filled = True
-        with disarmed():
-            for tensor in self._written:
-                assert _is_poisoned(tensor), "a buffer was written while its collective was in flight"
-            for tensor, before in self._read:
-                assert _bytes(tensor) == before, "what a collective sends was changed while it was in flight"
-            for tensor, value in zip(self._written, results, strict=True):
-                _C_ops.assign_out_(value, tensor)  # paddle.assign counts a name in the script's generator
-
-
-class LateBackend:
-    """``begin`` of a `StreamEngine`. ``never``: of the collectives of this kind, none ends any more."""
-
-    def __init__(self, place: Any, seed: int, most_seconds: float = 0.003) -> None:
-        self._place = place
-        self._random = random.Random(seed)
-        self._most_seconds = most_seconds
-        self._streams: dict[int, WorkerThread] = {}
-        self.begun = 0
-        self.never: str | None = None
-
-    def stop(self) -> None:
-        for stream in self._streams.values():
-            stream.stop()
-
-    def __call__(self, collective: Collective) -> LateTask | None:
-        group = collective.group
-        if not group.is_member():
-            return None
-        self.begun += 1
-        copied = replace(collective, tensor=collective.tensor.clone())
-        if collective.kind == "all_gather":
-            copied = replace(copied, output=paddle.zeros_like(collective.output))
-        elif collective.kind == "gather":
-            copied = replace(copied, output=[])
-        pause, never = self._random.random() * self._most_seconds, collective.kind == self.never
-
-        def run() -> Sequence[Any]:
-            time.sleep(pause)
-            try:
-                assert not never, "asked never to end"
-                copied.begin(sync_op=True)
-            except Exception:
-                traceback.print_exc()
-                _never_end()
-            if collective.kind == "gather":
-                return list(copied.output)
-            return [copied.output if collective.kind == "all_gather" else copied.tensor]
-
-        if group.id not in self._streams:
-            self._streams[group.id] = WorkerThread(f"late group {group.id}", self._place)
-        written, read = _buffers(collective)
-        for tensor in written:
-            _poison(tensor)
-        return LateTask(written, read, self._streams[group.id].submit(run))
-
-
-def _buffers(collective: Collective) -> tuple[list[Any], list[Any]]:
-    """What a collective writes, and what it only reads."""
-    group, tensor = collective.group, collective.tensor
-    if collective.kind == "all_gather":
-        return [collective.output], [tensor]
-    if collective.kind == "gather":
-        if group.ranks[group.rank] == collective.root:  # Paddle fills an empty list at once, and its tensors later
-            collective.output.extend(paddle.empty_like(tensor) for _ in group.ranks)
-        return list(collective.output), [tensor]
-    return [tensor], list(collective.parts or ())
-
-
-def _never_end() -> None:
-    """A kernel of NCCL whose peer is gone raises nothing: it goes on waiting."""
-    while True:
-        time.sleep(1.0)
-
-
-class LateCopy(HostCopy):
-    """A copy to the host that must not be read in the step in which it was made."""
-
-    def __init__(self, device: LateDevice, tensor: Any) -> None:
-        self._device, self._made_in = device, device.step
-        self._value = tensor.clone()
-
-    def read(self) -> Any:
-        self._device.early_reads += self._device.step == self._made_in
-        with disarmed():
-            return self._value.numpy()
-
-
-class LateDevice(HostDevice):
-    """The CPU as a device that the host does not look into in a step."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.early_reads = 0
-
-    def to_host(self, tensor: Any) -> LateCopy:
-        return LateCopy(self, tensor)
-
-    def to_device(self, array: Any) -> Any:
-        with disarmed():
-            return paddle.to_tensor(array)
-
-
-def install_late_engine(seed: int = 0) -> None:
-    """From now on every job of this process has such an engine, from its joining on."""
+def install_late_engine(seed: int = 0, stream: str = OWN) -> None:
+    """From now on every job of this process has such an engine, from its joining on; ``stream``: where profiles leave
+    it open."""
 
     def make_engine(place: Any, attribute_failure: Any, is_hopeless: Any, on_stuck: Any) -> StreamEngine:
-        backend = LateBackend(place, seed)
-        return StreamEngine(LateDevice(), attribute_failure, Watchdog(on_stuck, is_hopeless), backend)
+        calls = LateCalls(place, seed)
+        return StreamEngine(LateDevice(), attribute_failure, Watchdog(on_stuck, is_hopeless), calls)
 
     job_module.make_engine = make_engine  # type: ignore[assignment]
-
-
-def late_engine(job: Job, seed: int) -> tuple[StreamEngine, LateBackend, LateDevice]:
-    """A stream engine for a job on CPUs, whose collectives are Gloo's, late."""
-    device, backend = LateDevice(), LateBackend(job.place, seed)
-    watchdog = Watchdog(job._end_stuck, job._is_hopeless)
-    return StreamEngine(device, job.attribute_failure, watchdog, backend), backend, device
+    real = StreamEngine.use
+    StreamEngine.use = lambda engine, _: real(engine, stream)  # type: ignore
 
 
 _reads = threading.local()
@@ -222,36 +87,6 @@ def _armed(operator: Any) -> Any:
             _reads.is_armed = False
 
     return run
-
-
-@contextmanager
-def disarmed() -> Iterator[None]:
-    """What stands for the device itself may look."""
-    before = getattr(_reads, "is_armed", False)
-    _reads.is_armed = False
-    try:
-        yield
-    finally:
-        _reads.is_armed = before
-
-
-def _poison(tensor: Any) -> None:
-    with disarmed():
-        _C_ops.assign_out_(paddle.full_like(tensor, _poison_of(tensor)), tensor)
-
-
-def _poison_of(tensor: Any) -> float:
-    return float("nan") if tensor.is_floating_point() else 85
-
-
-def _is_poisoned(tensor: Any) -> bool:
-    values = tensor.cast("float32").numpy() if tensor.dtype == paddle.bfloat16 else tensor.numpy()
-    return bool(np.isnan(values).all() if tensor.is_floating_point() else (values == 85).all())
-
-
-def _bytes(tensor: Any) -> bytes:
-    with disarmed():
-        return np.ascontiguousarray(tensor.numpy()).tobytes()
 
 
 def run_script(arguments: list[str]) -> None:

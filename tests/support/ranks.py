@@ -102,7 +102,7 @@ def run_ranks(
 
     ``folder`` is the working directory and receives logs and reports. ``nodes=0``: one process without a launcher's
     variables. With ``check``, an exit code other than 0 fails the test with all output. ``late_streams``: collectives
-    are enqueued and end late, as on GPUs, and whatever reads a value in a step raises (``tests.support.late``).
+    are enqueued and end late, as on GPUs, and whatever reads a value in a step raises (`tests.support.late`).
     """
     sizes = node_sizes(world_size, nodes) if nodes != 0 else []
     environs = stock_environs(sizes) if sizes else [{}]

@@ -73,14 +73,14 @@ class DenseMethod(Stateless):
     def __init__(self, bucket: Bucket, allreduce: Allreduce, world_size: int, cut: Cut | None = None) -> None:
         self._bucket = bucket
         self._allreduce = allreduce
-        self._scale = 1.0 / world_size
+        self._world_size = world_size
         self._cut = cut or unflatten
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
         flat = flatten(gradients)
         yield HAND_OVER
-        (total,) = yield from self._allreduce.sum([flat])
-        return self._cut(total.scale_(self._scale), [g.shape for g in self._bucket.gradients])
+        (mean,) = yield from self._allreduce.sum([flat], divide_by=self._world_size)
+        return self._cut(mean, [g.shape for g in self._bucket.gradients])
 
 
 def flatten(tensors: Sequence[Any]) -> Any:
@@ -113,9 +113,9 @@ def views(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
 def unflatten(buffer: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
     """Split a flat tensor into tensors of these shapes."""
     if len(shapes) == 1:
-        return [buffer.reshape(list(shapes[0]))]
-    sizes = [math.prod(shape) for shape in shapes]
-    return [part.reshape(list(shape)) for part, shape in zip(paddle.split(buffer, sizes), shapes, strict=True)]
+        return [_C_ops.reshape(buffer, list(shapes[0]))]
+    parts = _C_ops.split(buffer, [math.prod(shape) for shape in shapes], 0)
+    return [_C_ops.reshape(part, list(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Allreduce(Protocol):
@@ -125,10 +125,15 @@ class Allreduce(Protocol):
     def stages(self) -> int:
         """The number of stages of a sum: what a rank yields that takes no part in it, too."""
 
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+    @property
+    def averages(self) -> bool:
+        """As of `Engine`."""
+
+    def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
         """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
 
-        ``more``: the caller has further collectives after these.
+        ``more``: the caller has further collectives after these. ``divide_by``: 1, or the number of all ranks, for
+        means of floats: values are divided before the sum where the backend ``averages``, else after it.
         """
 
 
@@ -137,12 +142,19 @@ class FlatAllreduce:
 
     stages = 1
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, averages: bool = False) -> None:
         self.group = group
+        self.averages = averages
 
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        yield Stage(tuple(Collective("all_reduce", self.group, buffer) for buffer in buffers), more)
-        return list(buffers)
+    def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
+        op = "avg" if self.averages and divide_by > 1 else "sum"
+        yield Stage(tuple(Collective("all_reduce", self.group, buffer, op=op) for buffer in buffers), more)
+        return list(buffers) if op == "avg" else divided(buffers, divide_by)
+
+
+def divided(buffers: Sequence[Any], by: int) -> list[Any]:
+    """In place."""
+    return [buffer if by == 1 else buffer.scale_(1.0 / by) for buffer in buffers]
 
 
 class CastAllreduce:
@@ -157,12 +169,19 @@ class CastAllreduce:
     def stages(self) -> int:
         return self.inner.stages
 
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
-        sums = yield from self.inner.sum([self._cast(buffer, self._wire_dtype) for buffer in buffers], more)
-        return [
+    @property
+    def averages(self) -> bool:
+        return self.inner.averages
+
+    def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
+        first, then = (divide_by, 1) if self.averages else (1, divide_by)
+        sent = [self._cast(buffer, self._wire_dtype) for buffer in buffers]
+        sums = yield from self.inner.sum(sent, more, first)
+        wide = [
             self._cast(total, str(buffer.dtype).rpartition(".")[2], buffer)
             for total, buffer in zip(sums, buffers, strict=True)
         ]
+        return divided(wide, then)
 
 
 class HierarchicalAllreduce:
@@ -171,7 +190,10 @@ class HierarchicalAllreduce:
     Between local groups, only leaders send. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
     """
 
-    def __init__(self, local_group: Any, leader: int, is_leader: bool, between: Allreduce | None) -> None:
+    def __init__(
+        self, local_group: Any, leader: int, is_leader: bool, between: Allreduce | None, averages: bool = False
+    ) -> None:
+        self.averages = averages
         self._local_group = local_group
         self._leader = leader
         self._is_leader = is_leader
@@ -185,7 +207,9 @@ class HierarchicalAllreduce:
     def _stages_between(self) -> int:
         return self._between.stages if self._between is not None else 0
 
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+    def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
+        if self.averages:
+            buffers, divide_by = divided(buffers, divide_by), 1
         yield self._inside("reduce", buffers, more=True)
         if self._is_leader and self._between is not None:
             buffers = yield from self._between.sum(buffers, more=True)
@@ -193,7 +217,7 @@ class HierarchicalAllreduce:
             for _ in range(self._stages_between):
                 yield Stage(more=True)
         yield self._inside("broadcast", buffers, more)
-        return list(buffers)
+        return divided(buffers, divide_by)
 
     def without_cast(self) -> HierarchicalAllreduce:
         """The same groups, with the buffer's own dtype between the leaders as well."""
@@ -202,7 +226,7 @@ class HierarchicalAllreduce:
 
     def with_between(self, between: Allreduce | None) -> HierarchicalAllreduce:
         """The same local groups, with another allreduce between the leaders."""
-        return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between)
+        return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between, self.averages)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
         if self._local_group is None:
@@ -227,7 +251,7 @@ def make_allreduces(job: Job, number: int, group_size: int, between_dtype: str =
     ``group_size``: ranks per local group, 0 = flat. ``between_dtype``: the dtype between local groups.
     """
     if not group_size:
-        return [FlatAllreduce(group) for group in job.communicators(number)]
+        return [FlatAllreduce(group, job.engine.averages) for group in job.communicators(number)]
     return [_hierarchical(job, local_groups(job.world_size, group_size), between_dtype) for _ in range(number)]
 
 
@@ -238,7 +262,7 @@ def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str
     between: Allreduce | None = FlatAllreduce(new_group(job, leaders)) if len(leaders) > 1 else None
     if between is not None and between_dtype != "float32":
         between = CastAllreduce(between, between_dtype, cast_for(job.engine.reads_values))
-    return HierarchicalAllreduce(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between)
+    return HierarchicalAllreduce(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between, job.engine.averages)
 
 
 _PIECE = 1 << 16

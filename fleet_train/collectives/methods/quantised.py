@@ -108,11 +108,13 @@ class QuantisedAllreduce:
     def stages(self) -> int:
         return 1 if self._layout.parts == 1 else self._all_to_all.exchanges + 1
 
-    def sum(self, buffers: Sequence[Any], more: bool = False) -> Stages[list[Any]]:
+    averages = False
+
+    def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
         """As `Allreduce.sum`, of one buffer [elements]."""
         (buffer,) = buffers
         self.add([buffer])
-        total = yield from self.sum_added(1.0, more)
+        total = yield from self.sum_added(1.0 / divide_by, more)
         return [total]
 
     def add(self, tensors: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.collectives.in_graph import MEAN_MARK
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import inputs_of
 from fleet_train.convert.passes.sync_norm import BACKWARD_MARK, FORWARD_MARK
@@ -54,8 +55,15 @@ def for_one_card(program: Any) -> Any:
     reference = program.clone()
     ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
     local: dict[str, list[Any]] = {}
+    behind_means: list[Any] = []
     for operator in ours:
         _bypass(operator, local)
+    for mean in [operator for operator in reference.global_block().ops if operator.has_attr(MEAN_MARK)]:
+        own = mean
+        while own.name() != "pd_op.concat":
+            own = own.operand_source(0).get_defining_op()
+        mean.result(0).replace_all_uses_with(own.result(0))
+        behind_means.append(mean)
     forward, backward = ([operator for operator in ours if _kind(operator)[0] == kind] for kind in ("gather", "total"))
     if forward:
         make_norms_plain(reference, forward, backward)
@@ -63,6 +71,7 @@ def for_one_card(program: Any) -> Any:
         behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
         reference.global_block().remove_op(operator)
         remove_unused(reference, behind)
+    remove_unused(reference, behind_means)
     constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
     remove_unused(reference, constants)  # among them are the first tokens of our chains
     return reference
@@ -78,7 +87,7 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
             local[bucket] = given[1:]
         case "wait":
             pairs = list(zip(gives[1:], local[bucket], strict=False))
-        case "broadcast":
+        case "broadcast" | "gate":
             pairs = [(gives[1], given[1])]
         case "hold":
             pairs = list(zip(gives, given[:-1], strict=True))

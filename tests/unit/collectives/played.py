@@ -15,15 +15,16 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Progress, Stage, Stages
-from fleet_train.collectives.engines import StreamEngine, Watchdog
+from fleet_train.collectives.engines import OWN, StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
+from fleet_train.collectives.own_streams import StreamCalls
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import WorkerFailed
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
+from fleet_train.selftest.late import LateCalls, LateDevice
 from tests.support.agreeing import AgreeingJob
-from tests.support.late import LateBackend, LateDevice
 
 PLACE = CallContext("step 1", "step 1, bucket 0")
 
@@ -105,8 +106,17 @@ def unwatched() -> Watchdog:
     return Watchdog(lambda _, __: None, lambda: False)
 
 
+class BeginCalls(StreamCalls):
+    """``begin`` in place of both kinds of call."""
+
+    def __init__(self, begin: Callable[[Collective], Any]) -> None:
+        self.on_own_stream = self.on_calc_stream = begin  # type: ignore[method-assign]
+
+
 def stream_engine(begin: Callable[[Collective], Any], blamed: Attributed | None = None) -> StreamEngine:
-    return StreamEngine(HostDevice(), blamed or Attributed(), unwatched(), begin)
+    engine = StreamEngine(HostDevice(), blamed or Attributed(), unwatched(), BeginCalls(begin))
+    engine.use(OWN)
+    return engine
 
 
 def stages(*every: Stage, result: Any = None) -> Stages[Any]:
@@ -140,7 +150,7 @@ class PaperRank:
 
     def __post_init__(self) -> None:
         self.cluster = Cluster(Cluster.imagined(self.world_size, 1).ranks, self.rank)
-        self.engine = SimpleNamespace(reads_values=self.on_host)
+        self.engine = SimpleNamespace(reads_values=self.on_host, averages=False)
         self.place = paddle.CPUPlace()
         self._counts: dict[str, Iterator[int]] = {}
 
@@ -176,7 +186,7 @@ class CollectiveSpec:
 
 def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[CollectiveSpec]]:
     """What every rank returns, and what was sent. Fails where ranks yield different stages."""
-    everybody, sent = [Progress(stages) for stages in ranks], list[CollectiveSpec]()
+    everybody, sent = [Progress(stages, PLACE) for stages in ranks], list[CollectiveSpec]()
     while any(not one.is_done for one in everybody):
         assert all(not one.is_done for one in everybody), "a rank has yielded fewer stages than another"
         queues: dict[int, dict[int, list[Collective]]] = {}
@@ -203,7 +213,7 @@ def _carry_out(collectives: tuple[Collective, ...]) -> None:
     first, ranks = collectives[0], list(collectives[0].group.ranks)
     brought = [_array(one.tensor) for one in collectives]
     root = ranks.index(first.root) if first.root >= 0 else -1
-    reductions: dict[str, Callable[..., Any]] = {"sum": np.sum, "max": np.max, "min": np.min}
+    reductions: dict[str, Callable[..., Any]] = {"sum": np.sum, "max": np.max, "min": np.min, "avg": np.mean}
     for position, one in enumerate(collectives):
         match one.kind:
             case "all_reduce":
@@ -235,13 +245,14 @@ def _put(tensor: Any, values: np.ndarray) -> None:
 class OneOfTwo(AgreeingJob):
     """Rank 0 of a job without a store, whose peer always sends the same: what an exchange does to real buffers.
 
-    Collectives are those of the late group (``tests.support.late``), carried out by arithmetic instead of Gloo.
+    Collectives are those of the late group (`fleet_train.selftest.late`), carried out by arithmetic instead of Gloo.
     """
 
     def __init__(self) -> None:
         super().__init__(Cluster.imagined(2, 1), paddle.CPUPlace())
-        self.device, self.backend = LateDevice(), LateBackend(paddle.CPUPlace(), seed=0)
+        self.device, self.backend = LateDevice(), LateCalls(paddle.CPUPlace(), seed=0)
         self.engine = StreamEngine(self.device, self.attribute_failure, unwatched(), self.backend)
+        self.engine.use(OWN)
         self.clock = StepClock(self.device.moment)
         self.notes = StepNotes(self.cluster, self.clock, self._times_up_to)
         self.barriers: list[str] = []
@@ -258,7 +269,7 @@ class OneOfTwo(AgreeingJob):
         return WorkerFailed(f"{context.what}: {error}")
 
 
-def by_arithmetic(collective: Collective, _: bool) -> None:
+def by_arithmetic(collective: Collective, _: Any) -> None:
     """What a collective does whose other member has brought the same."""
     if collective.kind == "all_reduce":
         factor = 2.0 if collective.op == "sum" else 1.0

@@ -119,7 +119,7 @@ class Job(PaperRank):
         self.did.append((name, timeout_seconds))
 
     def _start(self, stages: Any, place: Any) -> Any:
-        progress = Progress[Any](stages)
+        progress = Progress[Any](stages, place)
         assert progress.stage is not None
         (one,) = progress.stage.collectives
         assert (one.kind, one.root, one.tensor.dtype, one.group.id) == ("broadcast", 0, paddle.uint8, 0)

@@ -264,7 +264,7 @@ def test_paddle_gets_the_variables_it_needs_and_no_other_master(world: World, mo
     told = {name: os.environ.get(name) for name in (*VARIABLES, "PADDLE_TRAINERS_NUM", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "GLOO_SOCKET_IFNAME": "eth7",
-        "NCCL_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "=eth7",
         "FLAGS_stop_check_timeout": "31",
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_TRAINERS_NUM": "2",
@@ -373,7 +373,7 @@ def test_users_own_interface_and_bound_stay_and_without_a_route_none_is_named(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("FLAGS_stop_check_timeout", "900")
     join(cluster_of(0), 30.0).leave()
-    assert [os.environ[name] for name in VARIABLES[:3]] == ["ib0", "eth7", "900"]
+    assert [os.environ[name] for name in VARIABLES[:3]] == ["ib0", "=eth7", "900"]
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(join_module, "interface_towards", lambda _: None)

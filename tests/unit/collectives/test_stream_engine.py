@@ -6,14 +6,19 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
 import pytest
 
+from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
-from fleet_train.collectives.engines import InFlight, StreamEngine
-from fleet_train.errors import ScheduleMismatch, WorkerFailed
+from fleet_train.collectives.engines import CALC, OWN, InFlight, OnCalcStream, StreamEngine
+from fleet_train.collectives.own_streams import OwnStreamProof, StreamCalls, wrong_elements
+from fleet_train.errors import FleetTrainError, ProfileError, ScheduleMismatch, WorkerFailed
+from fleet_train.log import logger
+from tests.support.agreeing import AgreeingJob
 from tests.unit.collectives.played import (
     PLACE,
     Attributed,
@@ -225,6 +230,136 @@ def test_each_kind_is_one_call_of_paddles_that_returns_its_task(monkeypatch: pyt
     )
     parts: Any = "parts"
     one_call = Collective(kind, "group", "tensor", root=3, op="max", output="output", parts=parts)
-    for sync_op in (True, False):
-        assert one_call.begin(sync_op) == "task"
-        assert called.pop() == (arguments, {**options, "group": "group", "sync_op": sync_op})
+    for own in (True, False):
+        calls = StreamCalls()
+        assert (calls.on_own_stream if own else calls.on_calc_stream)(one_call) == "task"
+        assert called.pop() == (
+            arguments,
+            {**options, "group": "group", "sync_op": not own, "use_calc_stream": not own},
+        )
+
+
+def test_on_the_calculation_stream_nothing_is_waited_for_and_a_task_is_done_when_the_stream_has_passed_it(
+    engine_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    engine = engine_of(recorder)
+    engine.stream, watched = CALC, list[Any]()
+    monkeypatch.setattr(engine._watchdog, "watch", lambda task, _: watched.append(task))
+    moments = [SimpleNamespace(has_passed=lambda: False), SimpleNamespace(has_passed=lambda: True)]
+    monkeypatch.setattr(engine.device, "moment", lambda: moments.pop(0))
+    first = engine.start(stages(one("a", ALL, more=True), one("b", Group(7)), result=1), PLACE)
+    assert first.result() == 1
+    assert recorder.events == ["begin a", "begin b"]
+    tasks = [task for task in watched if isinstance(task, OnCalcStream)]
+    assert [task.is_completed() for task in tasks] == [False, True]
+
+
+def test_programs_of_a_job_have_one_stream(engine_of: Make) -> None:
+    engine = engine_of(Recorder())
+    engine.use(OWN)
+    with pytest.raises(ProfileError, match="collective_stream: calc, but a program of this job has own already"):
+        engine.use(CALC)
+
+
+def test_memory_that_is_missing_is_this_ranks_own_error_with_the_bucket_and_the_knob(
+    engine_of: Make, blamed: Attributed
+) -> None:
+    def method() -> Stages[None]:
+        yield one("a", ALL)
+        raise MemoryError(
+            "C++ Traceback\nOut of memory error on GPU 0. Cannot allocate 3.0GB memory on GPU 0, 2.1GB ..."
+        )
+
+    running = engine_of(Recorder()).start(method(), PLACE)
+    with pytest.raises(FleetTrainError) as raised:
+        running.result()
+    assert str(raised.value).startswith(
+        "step 1, bucket 0: this rank is out of memory: Out of memory error on GPU 0. Ca"
+    )
+    assert "fuse_grad_size_in_MB" in str(raised.value)
+    assert not isinstance(raised.value, WorkerFailed)
+    assert blamed.places == []
+
+
+def test_paddles_own_missing_memory_is_such_an_error(engine_of: Make) -> None:
+    def method() -> Stages[None]:
+        yield one("a", ALL)
+        paddle.empty([1 << 50], "float32")
+
+    with pytest.raises(FleetTrainError, match="out of memory"):
+        engine_of(Recorder()).start(method(), PLACE).result()
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes"), RuntimeError("an illegal memory access")])
+def test_what_computing_raises_is_not_the_networks(engine_of: Make, blamed: Attributed, error: Exception) -> None:
+    def method() -> Stages[None]:
+        yield one("a", ALL)
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        engine_of(Recorder()).start(method(), PLACE).result()
+    assert blamed.places == []
+
+
+class Device(Recorder):
+    """What a stream of its own gets is the half of what was computed, from ``wrong_from`` on; and both have ended."""
+
+    def __init__(self, wrong_from: int) -> None:
+        super().__init__()
+        self.begun_on = list[str]()
+        self._wrong_from = wrong_from
+
+    def call(self, stream: str, each: Collective) -> Any:
+        self.begun_on.append(stream)
+        is_wrong = stream == OWN and self.begun_on.count(OWN) > self._wrong_from
+        paddle.assign(each.tensor * (1.0 if is_wrong else 2.0), output=each.tensor)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+@pytest.mark.parametrize("wrong_from", [99, 0, 3])
+def test_own_streams_are_compared_for_three_updates_and_nothing_wrong_is_used(
+    engine_of: Make, wrong_from: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    device, job = Device(wrong_from), AgreeingJob(Cluster.imagined(2, 1), paddle.CPUPlace())
+    engine = engine_of(device)
+    engine.calls = SimpleNamespace(  # type: ignore[assignment]
+        on_own_stream=lambda each: device.call(OWN, each), on_calc_stream=lambda each: device.call(CALC, each)
+    )
+    proof, values = OwnStreamProof(job, engine), list[list[float]]()
+
+    def average(tensor: Any) -> Stages[Any]:
+        yield Stage((Collective("all_reduce", ALL, tensor),))
+        return tensor
+
+    for step in range(1, 6):
+        proof.begin_update()
+        buckets = [
+            engine.start(average(paddle.full([3], step)), CallContext("", f"step {step}, bucket {i}")) for i in (0, 1)
+        ]
+        values += [bucket.result().tolist() for bucket in buckets]
+        proof.end_update()
+    assert values == [[2.0 * step] * 3 for step in range(1, 6) for _ in (0, 1)]
+    if wrong_from == 99:
+        assert device.begun_on == [*[OWN, OWN, CALC, CALC] * 3, *[OWN] * 4]
+        assert "in 3 steps 6 collectives on streams of their own gave on every rank" in caplog.text
+    else:
+        bad = wrong_from // 2 + 1
+        assert device.begun_on == [*[OWN, OWN, CALC, CALC] * bad, *[CALC, CALC] * (5 - bad)]
+        assert f"step {bad}, bucket {wrong_from % 2}: 3 of 3 elements differ" in caplog.text
+        assert "all ranks go on with calc" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int32", "uint8"])
+def test_a_result_is_compared_by_its_dtype(dtype: str) -> None:
+    exact = paddle.to_tensor([0, 1, 7, 100]).cast(dtype)
+    assert int(wrong_elements(exact, exact)) == 0
+    assert int(wrong_elements(paddle.to_tensor([0, 1, 9, 100]).cast(dtype), exact)) == 1
+    if exact.is_floating_point():
+        last_bit = {"float32": 1e-6, "float64": 1e-6}.get(dtype, 5e-3)
+        assert int(wrong_elements(exact * (1 + last_bit), exact)) == 0
+        odd = paddle.to_tensor([float("nan"), float("inf"), 1.0, 2.0]).cast(dtype)
+        assert int(wrong_elements(odd, odd)) == 0
+        assert int(wrong_elements(odd, exact)) >= 3
+        assert int(wrong_elements(exact, odd)) >= 3

@@ -141,7 +141,7 @@ def test_what_a_cpu_node_sets() -> None:
     assert built(TWO_NODES, {}).ours == {
         "OMP_NUM_THREADS": "4",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
         "FLAGS_new_executor_serial_run": "1",
         "FLAGS_new_executor_sequential_run": "1",
         "MKL_DEBUG_CPU_TYPE": "5",
