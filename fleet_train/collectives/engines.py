@@ -10,7 +10,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fleet_train import timeouts
 from fleet_train.collectives.engine import (
@@ -24,7 +24,6 @@ from fleet_train.collectives.engine import (
     Stages,
     WorkerThread,
 )
-from fleet_train.collectives.own_streams import OwnStreamProof, StreamCalls
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError, ProfileError
 from fleet_train.log import logger
@@ -158,6 +157,25 @@ class InFlight(Generic[T]):
 CALC, OWN, GRAPH = "calc", "own", "graph"
 
 
+class StreamCalls:
+    """Paddle's calls. Each returns its task, or None on a rank that is not in the group."""
+
+    def on_own_stream(self, collective: Collective) -> Any:
+        """Enqueue on the group's stream, behind what is on the calculation stream."""
+        return collective.begin(sync_op=False)
+
+    def on_calc_stream(self, collective: Collective) -> Any:
+        """Enqueue on the calculation stream itself; the task says at once that it is complete."""
+        return collective.begin(sync_op=True, use_calc_stream=True)
+
+
+class Comparison(Protocol):
+    """Compares a collective with the same one that had a copy of its input, on the calculation stream."""
+
+    def compare(self, collective: Collective, copy: Collective, context: CallContext) -> None:
+        """Both are enqueued, and the calculation stream waits for both. The first one gets the second one's result."""
+
+
 class StreamEngine(Engine):
     """Enqueues collectives from the computing thread and never reads a device value.
 
@@ -182,7 +200,7 @@ class StreamEngine(Engine):
         super().__init__(device, attribute_failure)
         self.calls = calls
         self.stream = CALC
-        self.proof: OwnStreamProof | None = None
+        self.proof: Comparison | None = None
         """While it is there, what runs on own streams is compared with the calculation stream."""
         self._asked_for: str | None = None
         self._watchdog = watchdog

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -20,10 +20,6 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
-
-if TYPE_CHECKING:
-    from fleet_train.collectives.job import Job
-
 
 _FIRST_RING = 1000
 """No process group has this number."""
@@ -36,6 +32,9 @@ class Peers(Protocol):
     engine: Engine
     place: Any
     timeout_seconds: float
+    ring: int | None
+
+    def communicators(self, number: int) -> list[Any]: ...
 
     def barrier(self, name: str) -> None: ...
 
@@ -134,7 +133,7 @@ def warm_up(job: Peers, group: Any) -> None:
     job.barrier(f"group {group.id} formed")
 
 
-def ring_of(job: Job) -> int:
+def ring_of(job: Peers) -> int:
     """The communicator over all ranks of operators inside a program; made by all ranks in the same order.
 
     On Gloo it is that of the first process group: all operators on the CPU share a context, which keeps its first one.
@@ -145,11 +144,13 @@ def ring_of(job: Job) -> int:
         return int(group.id)
     if job.ring is None:
         context = CallContext("ring", "forming the communicator of the program's operators", job.timeout_seconds)
-        with forming(range(job.world_size)), job.engine.watching(context):
+        with forming(range(job.cluster.world_size)), job.engine.watching(context):
             manager, number = paddle.base.core.CommContextManager, _FIRST_RING
             manager.set_device_id(job.place.get_device_id())
             store = paddle.base.core.create_or_get_global_tcp_store()
-            manager.create_nccl_comm_context(store, str(number), job.cluster.rank, job.world_size, f"ring {number}")
+            manager.create_nccl_comm_context(
+                store, str(number), job.cluster.rank, job.cluster.world_size, f"ring {number}"
+            )
         job.ring = number
         job.barrier("ring formed")
     return job.ring

@@ -32,9 +32,8 @@ from fleet_train.collectives.engine import (
     Stage,
     Stages,
 )
-from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
+from fleet_train.collectives.engines import StreamCalls, StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
-from fleet_train.collectives.own_streams import StreamCalls
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
 from fleet_train.log import logger

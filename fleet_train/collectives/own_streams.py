@@ -1,4 +1,4 @@
-"""How collectives of NCCL are called, and the proof that streams of their own read what has been computed.
+"""The proof that collectives on streams of their own read what has been computed.
 
 If NCCL read a buffer before the calculation stream has written it, all ranks would get the same wrong sum, and the
 comparison of replicas would pass. So in a program's first steps each collective on a stream of its own is repeated on
@@ -8,34 +8,20 @@ the calculation stream, with a copy of what it was given; the copy's result is u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 from paddle import _C_ops
 
 from fleet_train.collectives.engine import CallContext, Collective, HostCopy
+from fleet_train.collectives.engines import CALC, OWN, StreamEngine
+from fleet_train.collectives.job import Job
 from fleet_train.log import log_once, logger
-
-if TYPE_CHECKING:
-    from fleet_train.collectives.engines import StreamEngine
-    from fleet_train.collectives.job import Job
 
 PROOF_STEPS = 3
 _TOLERANCE = {paddle.float16: 1e-2, paddle.bfloat16: 1e-2}
 _EXACT_TO = 1e-5
 """Relative to the largest result. Both sums have the same inputs on the same communicator, in the same order."""
-
-
-class StreamCalls:
-    """Paddle's calls. Each returns its task, or None on a rank that is not in the group."""
-
-    def on_own_stream(self, collective: Collective) -> Any:
-        """Enqueue on the group's stream, behind what is on the calculation stream."""
-        return collective.begin(sync_op=False)
-
-    def on_calc_stream(self, collective: Collective) -> Any:
-        """Enqueue on the calculation stream itself; the task says at once that it is complete."""
-        return collective.begin(sync_op=True, use_calc_stream=True)
 
 
 @dataclass(frozen=True)
@@ -66,9 +52,9 @@ class OwnStreamProof:
         """Called at the start of each update, before its first collective."""
         if self._updates > PROOF_STEPS + 1:
             return
-        if self._updates and self._engine.stream == "own":
+        if self._updates and self._engine.stream == OWN:
             self._agree()
-        self._engine.proof = self if self._updates < PROOF_STEPS and self._engine.stream == "own" else None
+        self._engine.proof = self if self._updates < PROOF_STEPS and self._engine.stream == OWN else None
         self._updates += 1
 
     def compare(self, collective: Collective, copy: Collective, context: CallContext) -> None:
@@ -94,7 +80,7 @@ class OwnStreamProof:
         rank = self._job.cluster.rank
         if found:
             first = min(found)
-            self._engine.stream = "calc"
+            self._engine.stream = CALC
             if rank == 0:
                 logger.warning(
                     "collective_stream: own is given up, and all ranks go on with calc: on %s, %s. Streams of their "

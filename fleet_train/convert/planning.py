@@ -18,7 +18,7 @@ from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Engine
-from fleet_train.collectives.engines import CALC, OWN
+from fleet_train.collectives.engines import CALC, GRAPH, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance, refuse_other_ranks
 from fleet_train.convert import process
@@ -32,7 +32,7 @@ from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.fleet_objects import asked_of_stock
-from fleet_train.profile.knobs import AUTO, hidden, shown
+from fleet_train.profile.knobs import AUTO, hidden, refuse_unknown, shown
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import comparable, first_differing_knob
 
@@ -148,6 +148,7 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
 
 def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
     """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
+    refuse_unknown("collective_stream", profile.collective_stream, (AUTO, CALC, OWN, GRAPH), "way to communicate")
     stream = f"collective_stream: {profile.collective_stream} ({profile.origin('collective_stream')})"
     if engine.side_by_side:
         no_effect = f"{stream} has no effect on Gloo, whose calls block the host"

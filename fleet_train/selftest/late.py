@@ -21,9 +21,8 @@ import paddle
 from paddle import _C_ops
 
 from fleet_train.collectives.engine import Collective, HostCopy, HostDevice, WorkerThread
-from fleet_train.collectives.engines import StreamEngine, Watchdog
+from fleet_train.collectives.engines import StreamCalls, StreamEngine, Watchdog
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.own_streams import StreamCalls
 
 # Kept: a test may make these raise for whoever looks into a device in a step; what stands for the device may.
 _numpy: Callable[[Any], np.ndarray[Any, Any]] = paddle.Tensor.numpy

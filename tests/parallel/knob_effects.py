@@ -32,8 +32,10 @@ from fleet_train.cluster import StoreClient
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.convert import optimizer as convert_optimizer
 from fleet_train.convert.passes import pipeline, precision
+from fleet_train.convert.session import current
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.profile import Profile
+from fleet_train.selftest.late import late_engine
 from fleet_train.train import Trainer, TrainerSettings
 from tests.support.worker import report
 
@@ -160,6 +162,7 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "sending_steps": lambda ran: sorted({event.step for event in ran.collectives()}),
     "threads": lambda ran: _by_bucket(ran, "thread"),
     "groups": lambda ran: _by_bucket(ran, "group"),
+    "in_the_program": lambda ran: ran.facts["operators"].count("all_reduce_"),
     "beside_computing": lambda ran: not _threads(ran, "launch") & {e.thread for e in ran.collectives()},
     "members": lambda ran: [f"{e.what} {','.join(map(str, e.ranks))}" for e in ran.collectives(1)],
     "on_the_scripts_thread": lambda ran: _threads(ran, "launch") == {threading.get_ident()},
@@ -279,6 +282,19 @@ def linear(
     return trained.end()
 
 
+def on_streams(profile: Profile, steps: int = 2) -> Ran:
+    """As ``linear`` on the engine of NCCL, whose collectives are Gloo's, late."""
+    job = current().job
+    usual = job.engine
+    job.engine, calls, _ = late_engine(job, job.cluster.rank)
+    try:
+        return linear(profile, steps)
+    finally:
+        job.engine.stop()
+        calls.stop()
+        job.engine = usual
+
+
 def layers(profile: Profile) -> Ran:
     """Four layers, tanh behind each; as what the first product and the tanh behind it are fetched."""
     seen: list[Any] = []
@@ -385,7 +401,7 @@ def _allocated(kind: str) -> int:
 
 
 RUNS: dict[str, Callable[..., Ran]] = {
-    run.__name__: run for run in (linear, layers, batch_norm, lowered, scaled, trainer, memory)
+    run.__name__: run for run in (linear, on_streams, layers, batch_norm, lowered, scaled, trainer, memory)
 }
 
 

@@ -137,7 +137,32 @@ _ALL = [
         launches_wait=[True, True],
         said="FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true",
     ),
+    # Where the collectives of NCCL run: the second half of what own sends is its comparison.
+    case("collective_stream", "calc", _PAIRS, run="on_streams", beside_computing=False, sent=[_IN_PAIRS] * 2),
+    case(
+        "collective_stream",
+        "own",
+        _PAIRS,
+        run="on_streams",
+        steps=5,
+        sorted_sent=[sorted(_IN_PAIRS * 2)] * 3 + [sorted(_IN_PAIRS)] * 2,
+    ),
+    case(
+        "collective_stream",
+        "calc",
+        said="collective_stream: calc (set by the caller) has no effect on Gloo, whose calls block the host",
+    ),
+    case("collective_stream", "graph", _PAIRS, sent=[[]] * 2, in_the_program=2, moved=[1.5, 1.5]),
     # Local groups.
+    case("force_hierarchical_allreduce", True, _GROUPED, run="on_streams", ranks=4, members=ByRank(_TALK)),
+    case(
+        "use_hierarchical_allreduce",
+        True,
+        {"collective_stream": "calc"},
+        run="on_streams",
+        ranks=4,
+        members=["all_reduce 0,1,2,3"],
+    ),
     case("use_hierarchical_allreduce", True, ranks=4, members=ByRank(_TALK), moved=[2.5, 2.5]),
     case("hierarchical_allreduce_inter_nranks", 4, _GROUPED, ranks=4, members=["all_reduce 0,1,2,3"], moved=[2.5, 2.5]),
     # Running a job.

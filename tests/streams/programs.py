@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import paddle
 from paddle import nn
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives import own_streams
 from fleet_train.collectives.engine import CallContext, Collective, Stages
-from fleet_train.collectives.engines import Enqueued, InFlight, Result, ThreadEngine
+from fleet_train.collectives.engines import GRAPH, OWN, Enqueued, InFlight, Result, ThreadEngine
 from fleet_train.collectives.job import Job
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.profile import Profile, load_profile
@@ -47,13 +49,17 @@ _SHORT: dict[str, Any] = {
 }
 
 
-def shortened(profile: Profile) -> Profile:
-    """The profile with small buckets and short warm-ups where it has any."""
+def shortened(profile: Profile, stream: str = OWN) -> Profile:
+    """The profile with small buckets and short warm-ups where it has any, on this ``collective_stream``. Raises
+    ProfileError where the profile does not go with it."""
     wanted = {knob: value for knob, value in _SHORT.items() if knob in profile.explicit}
+    wanted["collective_stream"] = stream
+    if profile.use_hierarchical_allreduce:
+        wanted["force_hierarchical_allreduce"] = True
     if "local_sgd_fragments" in wanted:
         wanted |= {"local_sgd_steps": 4}  # two steps for each fragment's averaging
     wanted["divergence_check_steps"] = 3
-    if profile.nccl_comm_num == AUTO:
+    if profile.nccl_comm_num == AUTO and stream != GRAPH:
         wanted["nccl_comm_num"] = 2  # one would be chosen for so few bytes
     if profile.fuse_all_reduce_ops:
         wanted["fuse_parameter_groups_size"] = _GRADIENTS_PER_BUCKET
@@ -110,15 +116,19 @@ def record(
     steps: int,
     make_engine: MakeEngine = PlayedStreams,
     ranks: Sequence[int] | None = None,
+    proves: bool = True,
 ) -> list[Trace]:
-    """The traces of a training under ``profile`` on all ranks, or those: conversion, start values, ``steps`` steps."""
+    """The traces of a training under ``profile`` on all ranks, or those: conversion, start values, ``steps`` steps.
+    ``proves``: whether own streams are compared with the calculation stream in the first three."""
 
     def train(job: PlayedJob, recorder: Recorder) -> None:
         training = SmallTraining(job, recorder, profile)
         for number in range(steps):
             training.step(number)
 
-    return [play_rank(cluster, rank, make_engine, train) for rank in ranks or range(cluster.world_size)]
+    proof_steps = own_streams.PROOF_STEPS if proves else 0
+    with mock.patch.object(own_streams, "PROOF_STEPS", proof_steps):
+        return [play_rank(cluster, rank, make_engine, train) for rank in ranks or range(cluster.world_size)]
 
 
 class OldEngine(ThreadEngine):
@@ -185,10 +195,12 @@ class Control:
 
     def traces(self, steps: int) -> list[Trace]:
         profile = load_profile(self.profile).with_settings("a control", **self.settings)
-        return record(shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine)
+        return record(
+            shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine, None, False
+        )
 
 
-_ALONE, _HIERARCHY = {"nccl_comm_num": 1}, {"use_hierarchical_allreduce": True}
+_ALONE, _HIERARCHY = {"nccl_comm_num": 1}, {"use_hierarchical_allreduce": True}  # which `shortened` then forces
 CONTROLS = (
     Control("two communicators in flight", SideBySide, "multi_node", one_resident=True),
     Control("the same, kernels always side by side", SideBySide, "multi_node", expected=NOTHING),

@@ -18,18 +18,18 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import engine, engines, groups, host_ops
+from fleet_train.collectives import engine, engines, groups, host_ops, in_graph
 from fleet_train.collectives.engine import CallContext, Collective, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import quantised
-from fleet_train.collectives.own_streams import StreamCalls
+from fleet_train.collectives.methods.dense import unflatten
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace
 from tests.support.agreeing import AgreeingJob
 
 T = TypeVar("T")
 
 _READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__")
-_TALKING = ("arrive", "begin", "launch", "wait", "finish", "barrier", "gather", "total")
+_TALKING = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed", "barrier", "gather", "total")
 
 
 class Recorder:
@@ -39,14 +39,17 @@ class Recorder:
     That is sound because what a thread does here does not depend on when it runs.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.trace = Trace(rank)
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.trace, self.world_size = Trace(rank), world_size
         self._thread = COMPUTING
         self._where = ["start"]
         self._known: set[tuple[str, str, int]] = set()
         self._is_armed = False
         self._events = 0
         self._gaps: list[int] = []
+        self.of_operators: dict[int, RecordedTask | None] = {}
+        """What the program's own sums have enqueued last, by number; ``sum_of``: the number, by the value's id."""
+        self.sum_of: dict[int, int] = {}
         # The executor has several threads: operators without an order (those that hold a recomputation back) must not
         # be noted in the middle of a task that is played under another thread's name.
         self.one_operator = threading.Lock()
@@ -207,6 +210,7 @@ class PlayedGroup:
 
     def __init__(self, number: int, ranks: Sequence[int], rank: int) -> None:
         self.id, self.ranks, self._rank = number, list(ranks), rank
+        self.rank = self.ranks.index(rank) if rank in self.ranks else -1
 
     def is_member(self) -> bool:
         return self._rank in self.ranks
@@ -287,14 +291,14 @@ class PlayedStreams(engines.StreamEngine):
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
         watchdog: Any = PlayedWatchdog(recorder)
-        super().__init__(PlayedDevice(recorder), job.attribute_failure, watchdog, StreamCalls())
+        super().__init__(PlayedDevice(recorder), job.attribute_failure, watchdog, engines.StreamCalls())
 
 
 def play_rank(
     cluster: Cluster, rank: int, make_engine: MakeEngine, action: Callable[[PlayedJob, Recorder], None]
 ) -> Any:
     """The trace of ``action`` on one rank of ``cluster``."""
-    recorder = Recorder(rank)
+    recorder = Recorder(rank, cluster.world_size)
     with _played(recorder):
         job = PlayedJob(replace(cluster, rank=rank), recorder, make_engine)
         try:
@@ -322,6 +326,9 @@ def _played(recorder: Recorder) -> Iterator[None]:
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(engines, "WorkerThread", lambda name, _: PlayedThread(recorder, name)),
             mock.patch.object(host_ops, "_host_operator", _noted(recorder)),
+            mock.patch.object(in_graph, "ring_of", return_value=_RING),
+            mock.patch.object(in_graph, "emit_sum", _sums_of(recorder)),
+            mock.patch.object(in_graph, "unflatten", _waits_of(recorder)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]
         for patch in patches:
@@ -332,6 +339,54 @@ def _played(recorder: Recorder) -> Iterator[None]:
                 setattr(paddle.Tensor, name, _reading(recorder, name, real))
                 stack.callback(setattr, paddle.Tensor, name, real)
         yield
+
+
+_RING = 1000
+
+
+def _sums_of(recorder: Recorder) -> Callable[..., Any]:
+    """In place of `emit_sum`: a host operator that notes what the executor enqueues on the ring's stream, or on the
+    calculation stream. A chain keeps the order that the executor gives operators with a ``ring_id``."""
+    chains: dict[int, Any] = {}
+    recorder.of_operators = {}
+
+    def emit_sum(flat: Any, ring: int, stream: str) -> Any:
+        program, rank = id(paddle.static.default_main_program()), recorder.trace.rank
+        number = len(recorder.of_operators)
+
+        def begin(tensor: Any) -> list[Any]:
+            ranks = range(recorder.world_size)
+            sums = engine.Collective("all_reduce", PlayedGroup(ring, ranks, rank), tensor)
+            recorder.of_operators[number] = recorder.begin(sums, sync_op=not stream)
+            return [tensor.view(tensor.shape)]
+
+        recorder.of_operators[number] = None
+        outputs = [(flat.shape, flat.dtype)]
+        links = host_ops.emit_link("sum", begin, chains.get(program, flat[:1] * 0.0), [flat], outputs)
+        chains[program] = links[0]
+        recorder.sum_of[links[1].id] = number
+        return links[1]
+
+    return emit_sum
+
+
+def _waits_of(recorder: Recorder) -> Callable[..., Any]:
+    """In place of `unflatten` behind a sum: the executor lets the calculation stream wait before its first reader."""
+    real = unflatten
+
+    def emit_split(mean: Any, shapes: Any) -> Any:
+        number = recorder.sum_of[mean.id]
+
+        def wait(tensor: Any) -> Any:
+            task = recorder.of_operators[number]
+            assert task is not None
+            task.wait()
+            return tensor.view(tensor.shape)
+
+        waited = host_ops._host_operator("split", 1, [(mean.shape, mean.dtype)], wait)(mean)
+        return real(waited, shapes)
+
+    return emit_split
 
 
 def _reading(recorder: Recorder, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

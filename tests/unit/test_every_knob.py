@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.convert.passes.precision import refuse_unusable
+from fleet_train.convert.planning import fitted_to
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.choose import PAPER
@@ -88,7 +90,15 @@ def evidence(profile: Profile) -> dict[str, Any]:
         "outer step": outer_steps(profile),
         "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
         "environment": profile.worker_environment(),
+        "on each engine": [on_engine(profile, side_by_side) for side_by_side in (True, False)],
     }
+
+
+def on_engine(profile: Profile, side_by_side: bool) -> Any:
+    """What only an engine tells apart, and what is said there."""
+    engine: Any = SimpleNamespace(side_by_side=side_by_side)
+    fitted, notices = fitted_to(engine, profile)
+    return fitted.collective_stream, fitted.use_hierarchical_allreduce, notices
 
 
 def trained(profile: Profile) -> list[Any]:

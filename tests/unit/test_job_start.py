@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from paddle.distributed import fleet as theirs
 
-from fleet_train.collectives.engines import StreamEngine
+from fleet_train.collectives.engines import StreamEngine, ThreadEngine
 from fleet_train.collectives.paddle_compat import keep_freed_memory
 from fleet_train.convert.planning import fitted_to
 from fleet_train.convert.role_maker import (
@@ -21,7 +21,7 @@ from fleet_train.convert.role_maker import (
     cluster_of,
 )
 from fleet_train.errors import ClusterError
-from fleet_train.profile import load_profile
+from fleet_train.profile import Profile, load_profile
 
 ENDPOINTS = ["10.0.0.1:6170", "10.0.0.2:6170"]
 LAUNCHED = {
@@ -96,19 +96,38 @@ def test_the_gloo_of_parameter_servers_is_refused_and_its_absence_accepted() -> 
         PaddleCloudRoleMaker(is_collective=True, init_gloo=True)
 
 
+THREADS: Any = SimpleNamespace(side_by_side=ThreadEngine.side_by_side)
 STREAMS: Any = SimpleNamespace(side_by_side=StreamEngine.side_by_side)
 
 
 def test_streams_have_one_communicator_and_say_why() -> None:
     asked = load_profile("multi_node").with_settings("my script", nccl_comm_num=2)
     fitted, (told,) = fitted_to(STREAMS, asked)
-    assert fitted.settings() == asked.settings() | {"nccl_comm_num": 1}
-    assert (asked.nccl_comm_num, fitted.explicit) == (2, asked.explicit)
-    assert fitted.origin("nccl_comm_num") == asked.origin("nccl_comm_num")
+    mapped = {"nccl_comm_num": 1, "collective_stream": "calc", "barrier_every_steps": 10}
+    assert fitted.settings() == asked.settings() | mapped
+    assert asked.nccl_comm_num == 2
     assert told.startswith("nccl_comm_num: 2 (")
     assert asked.origin("nccl_comm_num") in told
     assert "is mapped to 1 on NCCL" in told
     assert "NCCL_MIN_NCHANNELS" in told
+
+
+def test_on_streams_what_stalls_a_device_is_mapped_or_told_and_what_was_asked_for_by_name_stays() -> None:
+    grouped = Profile(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2)
+    fitted, (told,) = fitted_to(STREAMS, grouped)
+    assert not fitted.use_hierarchical_allreduce
+    assert "is flat on NCCL" in told
+    assert "force_hierarchical_allreduce: true carries it out" in told
+    forced = grouped.with_settings(force_hierarchical_allreduce=True, barrier_every_steps=1, collective_stream="own")
+    fitted, notices = fitted_to(STREAMS, forced)
+    assert (fitted.use_hierarchical_allreduce, fitted.barrier_every_steps, fitted.collective_stream) == (True, 1, "own")
+    assert notices == []
+    assert fitted_to(THREADS, forced)[0] == forced
+    assert "has no effect on Gloo" in fitted_to(THREADS, forced)[1][0]
+    assert fitted_to(THREADS, Profile(collective_stream="graph")) == (Profile(collective_stream="graph"), [])
+    (told,) = fitted_to(STREAMS, Profile(compression="powersgd", powersgd_rank=4))[1]
+    assert "qr lets the host wait for the GPU" in told
+    assert fitted_to(STREAMS, Profile(compression="powersgd", powersgd_rank=1))[1] == []
 
 
 TRIM, MMAP = (-1, 1024**3), (-3, 32 * 1024**2)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>

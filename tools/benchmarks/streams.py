@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ import paddle
 from tqdm import tqdm
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives.engines import CALC, GRAPH, OWN
+from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, load_profile, profile_names
 from tests.streams.programs import CONTROLS, Control, OldEngine, outcome, shortened
 from tests.streams.programs import record as traced
@@ -30,6 +33,8 @@ from tests.streams.trace import Trace, from_first_step, mismatches, wait_cycle
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
 
 CONTROL_INTERLEAVINGS = 500
+WITHOUT_CHOICE = 100
+"""Interleavings of a cluster on which one decides for all."""
 FLAT = tuple((nodes, 1) for nodes in range(2, 9))
 ONE_NODE = tuple((1, ranks) for ranks in range(2, 9))
 LOCAL_GROUPS = ((2, 2), (2, 4), (3, 2), (4, 2))
@@ -49,7 +54,7 @@ _BEYOND: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("local_sgd, travelling", "local_sgd", {"local_sgd_overlap_steps": 1}),
     (
         "local_sgd, travelling, hierarchical", "local_sgd",
-        {"local_sgd_overlap_steps": 1, "use_hierarchical_allreduce": True},
+        {"local_sgd_overlap_steps": 1, "use_hierarchical_allreduce": True, "force_hierarchical_allreduce": True},
     ),
     ("sync_batch_norm, PowerSGD", "sync_batch_norm", _POWERSGD),
 )  # fmt: skip
@@ -86,6 +91,10 @@ def cases(names: Sequence[str] = ()) -> list[Case]:
     for name, base, settings in _BEYOND:
         changed = shortened(load_profile(base)).with_settings("the model of streams", **settings)
         found.append(Case(name, changed, BEYOND_SHARE))
+    for stream in (CALC, GRAPH):
+        for name in profile_names():
+            with suppress(ProfileError):  # the profile does not go with operators of the program
+                found.append(Case(f"{name}, {stream}", shortened(load_profile(name), stream)))
     return [case for case in found if not names or case.name in names]
 
 
@@ -104,10 +113,17 @@ def replay_case(
         "streams_per_rank": 1 + max(len(trace.groups) for trace in traces),
         "mismatches": mismatches(traces),
     }
-    found = Found() if row["mismatches"] else _replay(traces, interleavings, seed, on_done)
+    row["choice"] = has_choice(traces)
+    number = interleavings if row["choice"] else min(interleavings, WITHOUT_CHOICE)
+    found = Found() if row["mismatches"] else _replay(traces, number, seed, on_done)
     row |= {"interleavings": found.interleavings, "deadlocks": found.deadlocks}
     row |= {"example": wait_cycle(found.example) if found.example else []}
     return row | {"seconds": round(time.process_time() - began, 1)}
+
+
+def has_choice(traces: Sequence[Trace]) -> bool:
+    """Whether a device may run one of several collectives first: a rank has several communicators."""
+    return any(len(trace.groups) > 1 for trace in traces)
 
 
 def _replay(traces: list[Trace], interleavings: int, seed: int, on_done: Callable[[int], None]) -> Found:
@@ -134,8 +150,8 @@ def rows_of(case: Case, interleavings: int, steps: int, seed: int, on_done: Call
 def exposed(case: Case, rates: Rates, steps: int) -> dict[str, Any]:
     """Milliseconds per step, on the smallest cluster on which the profile communicates."""
     cluster = Cluster.imagined(*case.shapes[0])
-    ours = [from_first_step(trace) for trace in traced(case.profile, cluster, steps)]
-    alone = case.profile.with_settings("the old code on NCCL", nccl_comm_num=1)
+    ours = [from_first_step(trace) for trace in traced(case.profile, cluster, steps, proves=False)]
+    alone = case.profile.with_settings("the old code on NCCL", nccl_comm_num=1, collective_stream=OWN)
     old = [from_first_step(trace) for trace in traced(alone, cluster, steps, OldEngine)]
     seconds = {
         "compute_ms": Simulation(ours, rates, communicates=False).seconds(),
@@ -182,7 +198,9 @@ def failures_of(record: Mapping[str, Any]) -> list[str]:
 def page(record: Mapping[str, Any]) -> list[str]:
     rates, total = record["rates"], sum(row["interleavings"] for row in record["replays"])
     fine = f"no deadlock and no order mismatch of the new engine in {total:,} replays; every control as expected"
-    of_engine = "profile,clusters,interleavings,deadlocks,order mismatches,communication,ideal,ours,old".split(",")
+    of_engine = "profile,clusters,choice,interleavings,deadlocks,order mismatches,communication,ideal,ours,old".split(
+        ","
+    )
     headings = ("name", "profile", "ranks", "one_resident", "deadlocks", "interleavings", "found", "expected")
     controls = [[row[each] for each in headings] for row in record["controls"]]
     return [
@@ -194,8 +212,11 @@ def page(record: Mapping[str, Any]) -> list[str]:
         f"- {record['interleavings']:,} random interleavings per profile of the catalogue, and a fifth of that for "
         f"other cases (names with a comma), seed {record['seed']}, divided among clusters. One in ten has kernels of "
         "all communicators side by side, the others one resident at a time; one in twenty begins with the creation of "
-        "groups, the others with the first step. Where one thread calls and a rank has one communicator, there is no "
-        "choice, and one interleaving stands for all.",
+        "groups, the others with the first step. Where a rank has one communicator, there is no choice, one "
+        f"interleaving stands for all, and {WITHOUT_CHOICE} are replayed for each cluster.",
+        "- A profile alone: collective_stream own, with its proof in the first three steps; then calc, and graph where "
+        "the profile goes with it. graph's sums are noted where the executor enqueues them, by the rules of "
+        "`instruction_util.cc`.",
         *told_circumstances(record["circumstances"]),
         f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else fine}.",
         "",
@@ -226,6 +247,7 @@ def _cells(record: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Any]:
     return [
         figures["profile"],
         ", ".join(f"{row['nodes']} x {row['ranks_per_node']}" for row in rows),
+        "yes" if any(row["choice"] for row in rows) else "none",
         f"{sum(row['interleavings'] for row in rows):,}",
         sum(row["deadlocks"] for row in rows),
         sum(len(row["mismatches"]) for row in rows),

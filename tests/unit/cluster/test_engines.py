@@ -263,7 +263,8 @@ def test_a_rank_of_an_engine_gets_its_share_and_keeps_what_is_set(monkeypatch: p
     at_import.advise_this_process(environ, loaded=())
     flags = {"FLAGS_new_executor_serial_run": "0", "FLAGS_new_executor_sequential_run": "1"}
     assert environ == {**HYDRA, **flags, "OMP_NUM_THREADS": "4", "MKL_DEBUG_CPU_TYPE": "5"}
-    assert at_import.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1"}
+    serial = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
+    assert at_import.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1", **serial}
     monkeypatch.setattr(at_import, "usable_processors", lambda: 3)  # bound to some, it uses all of them
     environ = dict(HYDRA)
     at_import.advise_this_process(environ, loaded=())

@@ -15,10 +15,9 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Progress, Stage, Stages
-from fleet_train.collectives.engines import OWN, StreamEngine, Watchdog
+from fleet_train.collectives.engines import OWN, StreamCalls, StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.own_streams import StreamCalls
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import WorkerFailed
 from fleet_train.plan import TensorSpec, build_plan

@@ -14,8 +14,8 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
-from fleet_train.collectives.engines import CALC, OWN, InFlight, OnCalcStream, StreamEngine
-from fleet_train.collectives.own_streams import OwnStreamProof, StreamCalls, wrong_elements
+from fleet_train.collectives.engines import CALC, OWN, InFlight, OnCalcStream, StreamCalls, StreamEngine
+from fleet_train.collectives.own_streams import OwnStreamProof, wrong_elements
 from fleet_train.errors import FleetTrainError, ProfileError, ScheduleMismatch, WorkerFailed
 from fleet_train.log import logger
 from tests.support.agreeing import AgreeingJob

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
 from fleet_train.data import (
@@ -26,7 +25,6 @@ from fleet_train.data import (
     ShardedBatchSampler,
     WorkerLoader,
     augmentation,
-    device_copy,
     digits,
     load_splits,
     make_loader,
@@ -34,7 +32,6 @@ from fleet_train.data import (
     settle,
     synthetic,
 )
-from fleet_train.data.loader import tensor_copy
 from fleet_train.errors import DataError
 from tests.support.agreeing import ThreadRanks
 from tests.support.images import write_image_folder
@@ -215,29 +212,6 @@ def test_draws_are_uniform_and_depend_on_seed_epoch_and_sample() -> None:
     assert one.tolist() == numbers[7:8].tolist()
     others = [Draws(2, 2, np.array([7])), Draws(1, 3, np.array([7])), Draws(2, 1, np.array([7]))]
     assert len({one.tobytes(), *(other.uniform(3).tobytes() for other in others)}) == 4
-
-
-def test_copied_batches_run_like_arrays_and_nothing_is_copied_for_a_cpu() -> None:
-    assert device_copy(paddle.CPUPlace()) is None
-    data, sampler = synthetic(20).train, ShardedBatchSampler(20, 8)
-    loader = BatchLoader(data, sampler, finish=tensor_copy(paddle.CPUPlace()))
-    paddle.enable_static()
-    try:
-        program = paddle.static.Program()
-        with paddle.static.program_guard(program, paddle.static.Program()):
-            features = paddle.static.data("features", [None, 1, 8, 8], "float32")
-            labels = paddle.static.data("labels", [None], "int64")
-            fetches = [paddle.sum(features, axis=[1, 2, 3]), labels + 1]
-        executor = paddle.static.Executor(paddle.CPUPlace())
-        with loader.epoch(0) as feeds:
-            results = [(len(feed["labels"]), executor.run(program, feed=feed, fetch_list=fetches)) for feed in feeds]
-    finally:
-        paddle.disable_static()
-    assert [size for size, _ in results] == [8, 8, 4]
-    for step, (_, (sums, shifted)) in enumerate(results):
-        arrays = data.arrays(loader.indices(step))
-        np.testing.assert_allclose(sums, arrays["features"].sum(axis=(1, 2, 3)), rtol=1e-4, atol=1e-4)
-        assert (shifted == arrays["labels"] + 1).all()
 
 
 def threads() -> list[str]:

