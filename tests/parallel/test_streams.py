@@ -1,4 +1,5 @@
-"""Every strategy where collectives are enqueued and end late, as on GPUs: the bits of the thread engine.
+"""Every strategy where collectives are enqueued and end late, as on GPUs: the bits of the thread engine. On streams of
+their own, which prove themselves in the first three steps, and on the calculation stream.
 
 The stream engine is the real one; its groups are Gloo's, whose buffers hold NaN until they are waited for
 (`fleet_train.selftest.late`). Whatever reads a value in a step raises.
@@ -6,13 +7,17 @@ The stream engine is the real one; its groups are Gloo's, whose buffers hold NaN
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -20,6 +25,8 @@ import pytest
 from paddle import nn
 
 from fleet_train import fleet, role_maker
+from fleet_train.collectives import own_streams
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.convert.fleet import _current
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.profile import Profile
@@ -197,7 +204,7 @@ CASES: dict[str, Case] = {
     **{
         name: Case(one.network, one.make, one.settings)
         for name, one in strategies.CASES.items()
-        if one.settings.get("quantised_rounding") != "stochastic"
+        if one.settings.get("quantised_rounding") != "stochastic" and "collective_stream" not in one.settings
     },
     "odd shapes": Case(ODD, adam, UNFUSED),
     "odd shapes, powersgd": Case(ODD, sgd, BUCKETS | POWERSGD | {"powersgd_min_compression": 1.0}),
@@ -248,9 +255,10 @@ CASES: dict[str, Case] = {
 }
 
 
-def train(case: Case, seed: int, start: Arrays | None, device: Any) -> tuple[Arrays, Arrays]:
+def train(case: Case, seed: int, start: Arrays | None, device: Any, stream: str = "auto") -> tuple[Arrays, Arrays]:
     """(start, end): everything that the program holds, and at the end what was found between the steps."""
-    rank, profile = fleet.worker_index(), Profile(**case.settings)
+    forced = {"force_hierarchical_allreduce": True} if case.settings.get("use_hierarchical_allreduce") else {}
+    rank, profile = fleet.worker_index(), Profile(**case.settings, **forced, collective_stream=stream)
     paddle.seed(seed * 10 + rank)
     trained = Trained(case.network, lambda inner: case.wrap(inner, profile), case.make)
     if start is not None:
@@ -267,25 +275,47 @@ def train(case: Case, seed: int, start: Arrays | None, device: Any) -> tuple[Arr
     return start, trained.state() | found
 
 
-def compare(case: Case, seed: int) -> dict[str, Any]:
-    job = _current().job
+def compare(case: Case, seed: int) -> list[dict[str, Any]]:
+    """What was seen on own streams, and on the calculation stream."""
     start, threads = train(case, seed, None, None)
+    return [on_streams(case, seed, start, threads, stream) for stream in (OWN, CALC)]
+
+
+def on_streams(
+    case: Case, seed: int, start: Arrays, threads: Arrays, stream: str, reads_early: bool = False
+) -> dict[str, Any]:
+    job = _current().job
     usual = job.engine
-    job.engine, backend, device = late_engine(job, seed * 100 + job.cluster.rank)
+    job.engine, calls, device = late_engine(job, seed * 100 + job.cluster.rank, reads_early)
     try:
-        _, streams = train(case, seed, start, device)
+        _, streams = train(case, seed, start, device, stream)
+        ended_on = job.engine.stream
     finally:
         job.engine.stop()
-        backend.stop()
+        calls.stop()
         job.engine = usual
     same = [name for name in threads if np.array_equal(threads[name], streams.get(name), equal_nan=True)]
     return {
         "differing": sorted(threads.keys() - same) + sorted(streams.keys() - threads.keys()),
         "moved": any(not np.array_equal(value, threads[name]) for name, value in start.items()),
         "finite": all(bool(np.isfinite(value).all()) for value in streams.values()),
-        "begun": backend.begun,
+        "begun": calls.begun,
         "early": device.early_reads,
+        "ended on": ended_on,
     }
+
+
+def read_early(case: Case, seed: int) -> list[dict[str, Any]]:
+    """NCCL reads each buffer before it has been computed: with the proof, and without it."""
+    start, threads = train(case, seed, None, None)
+    seen = []
+    for steps in (own_streams.PROOF_STEPS, 0):
+        with (
+            mock.patch.object(own_streams, "PROOF_STEPS", steps),
+            contextlib.redirect_stderr(io.StringIO()) as told,
+        ):
+            seen.append(on_streams(case, seed, start, threads, OWN, reads_early=True) | {"told": told.getvalue()})
+    return seen
 
 
 def main() -> None:
@@ -297,10 +327,11 @@ def main() -> None:
     for name in json.loads(sys.argv[1]):
         print(f"case {name}", flush=True)  # in the log of a rank that fails
         results[name] = compare(CASES[name], seed=list(CASES).index(name))
+    results["read early"] = read_early(Case(ODD, adam, CHECKED | BUCKETS), seed=3)
     report(fleet.worker_index(), cases=results)
 
 
-Ranks = list[dict[str, Any]]
+Ranks = list[list[dict[str, Any]]]
 Found = Callable[[str], Ranks]
 
 HIERARCHICAL = [name for name in CASES if "hierarchical" in name or "local groups" in name]
@@ -328,7 +359,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         cases: Ranks = result.of_all("cases")
         return cases
 
-    launch_of = {name: number for number, (_, _, chosen) in enumerate(LAUNCHES) for name in chosen}
+    launch_of = {"read early": 0} | {name: number for number, (_, _, chosen) in enumerate(LAUNCHES) for name in chosen}
     return lambda name: [rank[name] for rank in launch(launch_of[name])]
 
 
@@ -341,12 +372,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     ],
 )
 def test_late_streams_give_the_bits_of_the_threads(found: Found, name: str) -> None:
-    for rank, seen in enumerate(found(name)):
-        assert seen["differing"] == [], f"rank {rank}"
-        assert seen["finite"], f"rank {rank} has read what had not ended"
-        assert seen["moved"], f"rank {rank} was not trained"
-        assert seen["begun"] > 0, f"rank {rank} has begun nothing on its streams"
-        assert seen["early"] <= allowed_reads(CASES[name]), f"rank {rank} has waited for its device in a step"
+    for rank, streams in enumerate(found(name)):
+        for stream, seen in zip((OWN, CALC), streams, strict=True):
+            assert seen["differing"] == [], f"rank {rank}, {stream}"
+            assert seen["finite"], f"rank {rank} has read what had not ended"
+            assert seen["moved"], f"rank {rank} was not trained"
+            assert seen["begun"] > 0, f"rank {rank} has begun nothing on its streams"
+            assert seen["early"] <= allowed_reads(CASES[name]), f"rank {rank} has waited for its device in a step"
+            assert seen["ended on"] == stream, f"rank {rank}: the proof has failed"
+
+
+def test_what_is_read_too_early_is_seen_by_the_proof_and_not_by_the_comparison_of_replicas(found: Found) -> None:
+    """All ranks get the same wrong sum: replicas, which are compared in every step, stay equal."""
+    for rank, (proven, unproven) in enumerate(found("read early")):
+        assert proven["differing"] == [], "nothing wrong is used"
+        assert proven["ended on"] == CALC
+        assert ("all ranks go on with calc: on" in proven["told"]) == (rank == 0)
+        assert bool(re.search(r"step 1 .*bucket 0 \(.* differ from", proven["told"])) == (rank == 0)
+        assert unproven["ended on"] == OWN
+        assert len(unproven["differing"]) > 1
+        assert unproven["moved"]
 
 
 def allowed_reads(case: Case) -> int:

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 _READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__")
 _TALKING = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed", "barrier", "gather", "total")
+_OF_THE_PROGRAM = ("sum", "split")
+"""Host operators that stand for what the executor itself enqueues."""
 
 
 class Recorder:
@@ -50,6 +52,8 @@ class Recorder:
         self.of_operators: dict[int, RecordedTask | None] = {}
         """What the program's own sums have enqueued last, by number; ``sum_of``: the number, by the value's id."""
         self.sum_of: dict[int, int] = {}
+        self.chains: dict[int, Any] = {}
+        """By program, the token behind the last of them: the executor runs them in the program's order."""
         # The executor has several threads: operators without an order (those that hold a recomputation back) must not
         # be noted in the middle of a task that is played under another thread's name.
         self.one_operator = threading.Lock()
@@ -119,7 +123,7 @@ class Recorder:
 
     def reach(self, operator: str) -> None:
         """A host operator runs: the program's operators that stand before it are enqueued."""
-        talks = operator.partition("_")[0] in _TALKING
+        talks = operator.partition("_")[0] in (*_TALKING, *_OF_THE_PROGRAM)
         self.add(Op.KERNEL, amount=self._gaps.pop(0) if talks and self._gaps else 1)
 
     def end_run(self) -> None:
@@ -154,7 +158,8 @@ def gaps_of(program: Any) -> list[int]:
     """How many operators stand before each host operator that talks, and behind the last one."""
     gaps = [0]
     for operator in program.global_block().ops:
-        if host_ops.passes_a_token(operator) or host_ops.is_barrier(operator):
+        of_the_program = any(f"fleet_train_{name}_" in operator.name() for name in _OF_THE_PROGRAM)
+        if of_the_program or host_ops.passes_a_token(operator) or host_ops.is_barrier(operator):
             gaps.append(0)
         else:
             gaps[-1] += 1
@@ -347,8 +352,6 @@ _RING = 1000
 def _sums_of(recorder: Recorder) -> Callable[..., Any]:
     """In place of `emit_sum`: a host operator that notes what the executor enqueues on the ring's stream, or on the
     calculation stream. A chain keeps the order that the executor gives operators with a ``ring_id``."""
-    chains: dict[int, Any] = {}
-    recorder.of_operators = {}
 
     def emit_sum(flat: Any, ring: int, stream: str) -> Any:
         program, rank = id(paddle.static.default_main_program()), recorder.trace.rank
@@ -357,15 +360,17 @@ def _sums_of(recorder: Recorder) -> Callable[..., Any]:
         def begin(tensor: Any) -> list[Any]:
             ranks = range(recorder.world_size)
             sums = engine.Collective("all_reduce", PlayedGroup(ring, ranks, rank), tensor)
-            recorder.of_operators[number] = recorder.begin(sums, sync_op=not stream)
+            with recorder.inside(f"step sums, {len(recorder.trace.calls)}"):
+                recorder.of_operators[number] = recorder.begin(sums, sync_op=not stream)
             return [tensor.view(tensor.shape)]
 
         recorder.of_operators[number] = None
         outputs = [(flat.shape, flat.dtype)]
-        links = host_ops.emit_link("sum", begin, chains.get(program, flat[:1] * 0.0), [flat], outputs)
-        chains[program] = links[0]
-        recorder.sum_of[links[1].id] = number
-        return links[1]
+        recorder.chains[program], total = host_ops.emit_link(
+            "sum", begin, recorder.chains.get(program, flat[:1] * 0.0), [flat], outputs
+        )
+        recorder.sum_of[total.id] = number
+        return total
 
     return emit_sum
 
@@ -377,13 +382,16 @@ def _waits_of(recorder: Recorder) -> Callable[..., Any]:
     def emit_split(mean: Any, shapes: Any) -> Any:
         number = recorder.sum_of[mean.id]
 
-        def wait(tensor: Any) -> Any:
+        program = id(paddle.static.default_main_program())
+
+        def wait(tensor: Any) -> list[Any]:
             task = recorder.of_operators[number]
             assert task is not None
             task.wait()
-            return tensor.view(tensor.shape)
+            return [tensor.view(tensor.shape)]
 
-        waited = host_ops._host_operator("split", 1, [(mean.shape, mean.dtype)], wait)(mean)
+        outputs = [(mean.shape, mean.dtype)]
+        recorder.chains[program], waited = host_ops.emit_link("split", wait, recorder.chains[program], [mean], outputs)
         return real(waited, shapes)
 
     return emit_split

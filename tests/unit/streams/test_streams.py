@@ -144,6 +144,9 @@ SEEN = {
     "streaming_diloco": ("uint8", 3),
     "sync_batch_norm": ("all_gather", 2 * STEPS),
     "hierarchical": ("reduce ", 5 * STEPS),
+    "multi_node, calc": ("all_reduce", 5 * STEPS),
+    "multi_node, graph": ("all_reduce", 5 * STEPS),
+    "hierarchical, calc": ("reduce ", 5 * STEPS),
     "hierarchical, int8": ("all_to_all", 5 * STEPS),
     "hierarchical, PowerSGD": ("reduce ", 5 * STEPS + 5 * (STEPS - 2)),
 }
@@ -189,6 +192,22 @@ def never_deadlock(traces: list[Trace]) -> None:
     schedule = schedule_of([from_first_step(trace) for trace in traces])
     for one_resident in (True, False):
         assert replay(schedule, INTERLEAVINGS, np.random.default_rng(5), one_resident).deadlocks == 0
+
+
+def test_own_streams_carry_each_collective_twice_while_they_are_compared() -> None:
+    cluster, profile = Cluster.imagined(*CLUSTERS["multi_node"]), CASES["multi_node"].profile
+    proven, alone = (record(profile, cluster, STEPS, ranks=(0,), proves=proves)[0] for proves in (True, False))
+    sums = [[call for call in trace.calls if "all_reduce" in call.signature] for trace in (proven, alone)]
+    assert len(sums[0]) - len(sums[1]) == 3 * (len(sums[1]) // STEPS) > 0
+
+
+@pytest.mark.parametrize("stream", ["calc", "graph"])
+def test_sums_inside_the_program_travel_beside_it_and_those_of_the_calculation_stream_do_not(stream: str) -> None:
+    figures = exposed(CASES[f"multi_node, {stream}"], Rates(), STEPS)
+    if stream == "calc":
+        assert figures["ours_ms"] == pytest.approx(figures["communication_ms"], rel=0.1)
+    else:
+        assert figures["ours_ms"] < 0.1 * figures["communication_ms"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}, {"use_hierarchical_allreduce": True}])
