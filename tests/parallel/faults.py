@@ -20,6 +20,7 @@ import paddle
 
 import fleet_train.cli
 from fleet_train import fleet, role_maker
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.convert.fleet import _current
 from fleet_train.errors import DataError, ScheduleMismatch
@@ -83,7 +84,19 @@ def never_end() -> None:
 
 def in_a_collective(end: Callable[[], None]) -> None:
     """This rank meets the others, begins its collective, and is gone before that has run."""
-    _current().job.engine.calls.on_own_stream = lambda _: end()  # type: ignore[attr-defined]
+    calls = _current().job.engine.calls  # type: ignore[attr-defined]
+    calls.on_own_stream = calls.on_calc_stream = lambda _: end()
+
+
+def in_a_sum_of_the_program() -> None:
+    """This rank meets the others at the gate, and is gone before the sum behind it."""
+    real = GradientExchange.begin_in_graph
+
+    def begin(exchange: Any, flat: Any) -> None:
+        real(exchange, flat)
+        die()
+
+    GradientExchange.begin_in_graph = begin  # type: ignore[method-assign]
 
 
 def skip() -> None:
@@ -91,7 +104,8 @@ def skip() -> None:
     real = GradientExchange.launch
 
     def launch(exchange: Any, index: int, gradients: Any, boundary: Any = None) -> None:
-        exchange._job.engine.calls.on_own_stream = lambda _: None
+        calls = exchange._job.engine.calls
+        calls.on_own_stream = calls.on_calc_stream = lambda _: None
         real(exchange, index, gradients, boundary)
 
     GradientExchange.launch = launch  # type: ignore[method-assign]
@@ -112,6 +126,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], Sequence[int]]] = {
     "die in a collective": (lambda: in_a_collective(die), [1]),
     "freeze in a collective": (lambda: in_a_collective(freeze), [1]),
     "skip": (skip, [1]),
+    "die in a sum of the program": (in_a_sum_of_the_program, [1]),
 }
 
 
@@ -256,9 +271,9 @@ def main() -> None:
             return
         meet_in_the_folder(ranks=[0, 2])
     if case.startswith("late "):
-        install_late_engine()
+        install_late_engine(stream=CALC if case.startswith("late calc ") else OWN)
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    name = case.removeprefix("late ")
+    name = case.removeprefix("late ").removeprefix("calc ")
     fault = name.removesuffix(", few barriers")
     if case in CASES:
         CASES[case](*sys.argv[2:])
@@ -266,6 +281,8 @@ def main() -> None:
         every = 1 if fault == name else 50
         profile = Profile(collective_timeout_seconds=TIMEOUT_SECONDS, barrier_every_steps=every)
         train(profile, partial(fail, fault))
+    elif fault == "die in a sum of the program":
+        train(Profile(collective_stream="graph"), partial(fail, fault))
     elif fault in FAULTS:
         train(None if fault == name else few_barriers(), partial(fail, fault))
     else:

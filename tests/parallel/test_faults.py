@@ -50,6 +50,11 @@ LONG = pytest.mark.long
         # The codes of the ranks, None for any; what is told by each rank that has a code of the package.
         ("die", [LOST, None, LOST], ["WorkerFailed: " + RANK_1, "was lost"]),
         ("throw", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"]),
+        (
+            "die in a sum of the program",
+            [LOST, None, LOST],
+            ["WorkerFailed: step 4, the sums of its buckets: " + RANK_1, "was lost"],
+        ),
         pytest.param("exit with text", [LOST, 1], [r"\) stopped with sys.exit: no disk left$"], marks=LONG),
         pytest.param("leave early", [LOST, 0], [RANK_1, GONE], marks=LONG),
         pytest.param("command", [LOST, DataError.exit_code], ["no such folder on this machine"], marks=LONG),
@@ -202,6 +207,8 @@ def test_two_processes_with_one_number_are_refused(tmp_path: Path) -> None:
         *(
             pytest.param(case, [LOST, None, LOST], told, marks=LONG)
             for case, told in {
+                "calc die in a collective": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* was lost",
+                "calc freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
                 "freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
                 "freeze, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* did not arrive within.*",
                 "die, few barriers": "WorkerFailed: step 4, bucket 0 .*: rank 1 .* was lost.*",

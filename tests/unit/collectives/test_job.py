@@ -12,12 +12,14 @@ import numpy as np
 import paddle
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient, Variants
 from fleet_train.collectives import transfer
 from fleet_train.collectives.engine import HAND_OVER, CallContext
 from fleet_train.collectives.job import Job
 from fleet_train.errors import Absence, ConversionError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.log import logger
 from tests.unit.collectives.played import OneOfTwo, PaperRank
 
 CLUSTER = Cluster.imagined(3, 1)
@@ -334,6 +336,56 @@ def test_departure_is_reported_once_and_everything_ends(make: Callable[..., Made
     assert made.store.names == ["leave", "close"]
     assert (made.barriers.names, made.watch.names) == (["close"], ["gone", "close"])
     assert (made.host.names, made.job.gone(), thread.is_alive()) == (["release"], {}, False)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize("meeting", [None, JoinTimeout("rank 1 did not come")])
+def test_on_streams_a_rank_leaves_when_its_device_and_the_other_ranks_are_done(
+    make: Callable[..., Made], is_done: bool, meeting: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, waited = make(gone={}, barrier=meeting), list[float]()
+    logger.addHandler(caplog.handler)
+    made.job.engine.stop()
+    made.job.engine = SimpleNamespace(  # type: ignore[assignment]
+        side_by_side=False, drain=lambda seconds: waited.append(seconds) or is_done, stop=lambda: None
+    )
+    made.job.leave()
+    logger.removeHandler(caplog.handler)
+    assert made.store.names == ["barrier", "leave", "close"]
+    assert made.store.asked[0][:2] == ("barrier", "leaving")
+    assert made.store.asked[0][4] == timeouts.LEAVE_SECONDS
+    assert waited == [timeouts.LEAVE_SECONDS]
+    assert ("its device has not ended its work" in caplog.text) is not is_done
+
+
+def test_a_rank_that_failed_does_not_wait_for_the_others_to_leave(make: Callable[..., Made]) -> None:
+    made = make(gone={})
+    made.job.engine.stop()
+    made.job.engine = SimpleNamespace(side_by_side=False, stop=lambda: None)  # type: ignore[assignment]
+    made.job.failure = WorkerFailed("rank 1 was lost")
+    made.job.leave()
+    assert made.store.names == ["close"]
+
+
+def test_a_program_on_another_device_is_refused_with_the_place_to_use(make: Callable[..., Made]) -> None:
+    job = make(gone={}).job
+    job.refuse_other_place(paddle.ones([1]))
+    job.place = "Place(gpu:1)"
+    told = (
+        r"runs on Place\(cpu\), but this rank's device is Place\(gpu:1\): .*paddle.static.Executor\(fleet.place\(\)\)"
+    )
+    with pytest.raises(ConversionError, match=told):
+        job.refuse_other_place(paddle.ones([1]))
+
+
+def test_paddles_default_group_is_the_first_communicator_on_streams_only(make: Callable[..., Made]) -> None:
+    job = make(gone={}).job
+    job.add_default_group("default")
+    assert job._groups == []
+    job.engine.stop()
+    job.engine = SimpleNamespace(side_by_side=False, stop=lambda: None)  # type: ignore[assignment]
+    job.add_default_group("default")
+    assert job.communicators(1) == ["default"]
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

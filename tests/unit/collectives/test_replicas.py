@@ -47,9 +47,11 @@ def reference(bits: np.ndarray[Any, Any], dtype: str) -> int:
     return total - 2**64 if total >= 2**63 else total
 
 
+@pytest.mark.parametrize("piece", [1 << 22, 7], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_digests_are_those_of_the_reference(dtype: str, seed: int) -> None:
+def test_digests_are_those_of_the_reference(dtype: str, seed: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_check, "_PIECE", piece)
     everything = [random_bits(dtype, shape, seed) for shape in SHAPES]
     digests = device_digests([tensor_of(bits, dtype, shape) for bits, shape in zip(everything, SHAPES, strict=True)])
     assert digests.dtype == paddle.int64

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,6 +25,7 @@ from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, G
 from fleet_train.collectives.engines import StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.job import make_engine
 from fleet_train.errors import ScheduleMismatch, WorkerFailed
+from fleet_train.log import logger
 from tests.support.processes import until
 from tests.unit.collectives.played import PLACE, Attributed, Group, stages
 
@@ -299,6 +302,41 @@ def test_a_lost_rank_or_store_ends_it_long_before_the_timeout(scene: Scene, gone
     until(lambda: bool(scene.stuck))
     assert scene.stuck[0][0] is FIRST
     assert scene.stuck[0][1] < FIRST.timeout_seconds / 2
+
+
+def test_a_device_that_cannot_be_asked_is_told_once_and_its_collective_counts_as_unfinished(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+    task = scene.watch()
+
+    def fail() -> bool:
+        task.looks += 1
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(task, "is_completed", fail)
+    scene.looked_at(task)
+    told = f"{FIRST.what}: the device cannot be asked whether it is done: an illegal memory access was encountered"
+    assert said == [told]
+    assert scene.stuck == []
+    scene.now += FIRST.timeout_seconds
+    until(lambda: bool(scene.stuck))
+    assert scene.stuck[0][0] is FIRST
+
+
+def test_what_has_ended_is_dropped_by_the_thread_that_watches_the_next_one(scene: Scene) -> None:
+    """Dropping Paddle's task destroys an event of the device."""
+    dropped_by: list[str] = []
+    ended, going_on = scene.watch(), scene.watch(SECOND)
+    weakref.finalize(ended, lambda: dropped_by.append(threading.current_thread().name))
+    ended.ended = True
+    scene.looked_at(going_on)
+    del ended
+    gc.collect()
+    assert dropped_by == []
+    scene.watch()
+    assert dropped_by == [threading.current_thread().name]
 
 
 def test_call_that_does_not_return_is_named_and_one_that_returns_or_raises_is_not(scene: Scene) -> None:
