@@ -201,12 +201,12 @@ def on_one_card(folder: Path, name: str, strategy: DistributedStrategy) -> None:
     ends = []
     for main in (written_program(folder / f"{name}.json"), None):
         plain = Program(by_paddle_alone(sgd), with_norm=True)
-        for name, value in program.main.state_dict("all", program.scope).items():
-            plain.main.state_dict("all", plain.scope)[name].set(np.array(value), fleet.place())
+        for value_name, value in program.main.state_dict("all", program.scope).items():
+            plain.main.state_dict("all", plain.scope)[value_name].set(np.array(value), fleet.place())
         plain.main = main or plain.main
         plain.loss = None
         plain.train(1)
-        ends.append({name: np.array(value) for name, value in plain.main.state_dict("all", plain.scope).items()})
+        ends.append({each: np.array(value) for each, value in plain.main.state_dict("all", plain.scope).items()})
     report(fleet.rank(), **{f"written_{name}": ends[0], f"plain_{name}": ends[1], f"operators_{name}": written})
 
 
