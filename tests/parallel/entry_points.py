@@ -191,7 +191,7 @@ def saving_by_profile(folder: Path) -> None:
 
 def on_one_card(folder: Path, name: str, strategy: DistributedStrategy) -> None:
     """The program that Paddle has written of a converted one, and Paddle's own, train a step each."""
-    program = Program(by(sgd(), strategy), with_norm=True).train(2)
+    program = Program(by(sgd(), strategy), with_norm=name == "norm").train(2)
     with paddle.static.scope_guard(program.scope):
         paddle.static.save(program.main, str(folder / name))
         paddle.static.save_inference_model(
@@ -200,7 +200,7 @@ def on_one_card(folder: Path, name: str, strategy: DistributedStrategy) -> None:
     written = operators_of(folder / f"{name}.json")
     ends = []
     for main in (written_program(folder / f"{name}.json"), None):
-        plain = Program(by_paddle_alone(sgd), with_norm=True)
+        plain = Program(by_paddle_alone(sgd), with_norm=name == "norm")
         for value_name, value in program.main.state_dict("all", program.scope).items():
             plain.main.state_dict("all", plain.scope)[value_name].set(np.array(value), fleet.place())
         plain.main = main or plain.main
