@@ -265,6 +265,8 @@ DOCTOR_IP_SECONDS, DOCTOR_NVIDIA_SMI_SECONDS = 2.0, 10.0
 SELFTEST_SECONDS, SELFTEST_SECONDS_PER_RANK = 900.0, 10.0
 """How long the checks that share a job may take. Nothing in them waits for longer than its own timeout; the simulation
 takes longer with more ranks."""
+SELFTEST_STEP_SECONDS = 300.0
+"""For a step of the ladder: importing Paddle, joining, some tens of steps."""
 SELFTEST_FAULT_COMES_SECONDS = 180.0
 """For the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
 SELFTEST_FAULT_GRACE_SECONDS = 10.0

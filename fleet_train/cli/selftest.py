@@ -23,6 +23,7 @@ Examples:
   python -m fleet_train selftest --nproc 4 --skip overlap
   python -m fleet_train selftest --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
   python -m fleet_train selftest --only faults --json
+  python -m fleet_train selftest --ladder                    (the first hour on GPUs)
 
 \b
 As the program of a launcher, one process per rank:
@@ -45,6 +46,12 @@ Exit codes:
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Skip these checks; may be repeated.")
 @click.option("--quick", is_flag=True, help="20 steps per profile instead of 50, 3 rounds of times instead of 9.")
 @click.option(
+    "--ladder",
+    is_flag=True,
+    help="Steps from the cheapest on instead, which end at the first failure and say what to do about it: for GPUs "
+    "that have not trained with this package yet.",
+)
+@click.option(
     "--record",
     type=Path,
     default=DEFAULT_FOLDER,
@@ -61,15 +68,19 @@ Exit codes:
 )
 @click.option("--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started.")
 def command(
-    only: tuple[str, ...], skip: tuple[str, ...], quick: bool, record: Path, as_json: bool, outcome: Path | None,
-    **machines: Any,
+    only: tuple[str, ...], skip: tuple[str, ...], quick: bool, ladder: bool, record: Path, as_json: bool,
+    outcome: Path | None, **machines: Any,
 ) -> None:  # fmt: skip
     """Check a new cluster before it trains: one line per check, a verdict, a record. About two minutes.
 
     Each rank is a supervisor that starts the processes under test, so that one of them can be stopped or killed.
     Rank 0 prints. The record contains no addresses, names or paths, so it can be attached to a report.
     """
+    from fleet_train.selftest.ladder import Ladder
     from fleet_train.selftest.ranks import Where
-    from fleet_train.selftest.supervisor import start
+    from fleet_train.selftest.supervisor import Supervisor, start
 
-    sys.exit(start(chosen(only, skip, quick), Where(**machines), record, as_json, outcome))
+    if ladder and (only or skip):
+        raise click.UsageError("--ladder has steps of its own, all in one order: leave out --only and --skip")
+    make = Ladder if ladder else Supervisor
+    sys.exit(start(chosen(only, skip, quick, ladder), Where(**machines), record, as_json, outcome, make))

@@ -21,6 +21,7 @@ from fleet_train.collectives.engine import CallContext, Collective, Stage, Stage
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
+from fleet_train.selftest.training import BATCH_NORM, SmallProgram
 
 ELEMENTS = 1031
 """Per rank: odd, so that no backend's vector width or chunk fits."""
@@ -50,10 +51,10 @@ def check_collectives(job: Job, _: Options) -> Iterator[Result]:
         yield Result("collectives", "collectives", SKIP, "one rank has no peer to communicate with")
         return
     for name in KINDS:
-        yield _check_kind(job, name)
+        yield check_kind(job, name)
 
 
-def _check_kind(job: Job, name: str) -> Result:
+def check_kind(job: Job, name: str) -> Result:
     """One kind with all dtypes; the last rank is the root, so that an ignored root is detected."""
     began = time.perf_counter()
     unsupported = UNSUPPORTED.get((backend_name(), name), ())
@@ -144,6 +145,28 @@ def _stages(job: Job, group: Any, name: str, dtype: str) -> Stages[list[Any]]:
 
 def _tensor(values: Array, dtype: str, place: Any) -> Any:
     return paddle.to_tensor(values.astype("int64"), place=place).cast(dtype)
+
+
+def check_place(job: Job, _: Options) -> Iterator[Result]:
+    """A program of an executor on ``fleet.place()`` keeps its values on this rank's device."""
+    began = time.perf_counter()
+    program = SmallProgram(BATCH_NORM, lambda *_: None)
+    places = {str(value._place()) for value in program.main.state_dict("all", program.scope).values()}
+    wrong = {rank: found for rank, found in job.all_gather("selftest place", _elsewhere(job, places)).items() if found}
+    words = [f"{job.cluster.describe(rank)}: a program's values are on {found}" for rank, found in wrong.items()]
+    status = FAIL if words else OK
+    yield Result(
+        "devices",
+        "place",
+        status,
+        (words or [f"a program's values are on {job.place}"])[0],
+        time.perf_counter() - began,
+    )
+
+
+def _elsewhere(job: Job, places: set[str]) -> str:
+    other = sorted(places - {str(job.place)})
+    return f"{', '.join(other)}, its rank's device is {job.place}" if other else ""
 
 
 def check_devices(job: Job, _: Options) -> Iterator[Result]:

@@ -21,6 +21,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.session import current
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import AUTO
 from fleet_train.selftest.options import FAIL, OK, SKIP, WARN, Options, Result
 from fleet_train.selftest.training import CLASSES, FEATURES, Array, Network, Trained, computes_on_gpu
 
@@ -48,13 +49,13 @@ ON_CPU = Size(width=512, layers=8, samples=96, bucket_megabytes=2, steps_per_tur
 ON_GPU = Size(width=4096, layers=8, samples=512, bucket_megabytes=32, steps_per_turn=5)
 
 
-def check(job: Job, options: Options) -> Iterator[Result]:
+def check(job: Job, options: Options, stream: str = AUTO) -> Iterator[Result]:
     if job.world_size == 1:
         yield Result("overlap", "overlap", SKIP, "one rank communicates nothing")
         return
     began = time.perf_counter()
     size = ON_GPU if computes_on_gpu() else ON_CPU
-    times = _measure(job, _turns(job, size), size.steps_per_turn, options.rounds)
+    times = _measure(job, _turns(job, size, stream), size.steps_per_turn, options.rounds)
     everybody = job.all_gather("selftest overlap", times)
     slowest = {turn: np.max([rank_times[turn] for rank_times in everybody.values()], axis=0).tolist() for turn in TURNS}
     yield judge(slowest, computes_on_gpu(), time.perf_counter() - began)
@@ -63,11 +64,11 @@ def check(job: Job, options: Options) -> Iterator[Result]:
 Turn = Callable[[], None]
 
 
-def _turns(job: Job, size: Size) -> dict[str, Turn]:
+def _turns(job: Job, size: Size, stream: str) -> dict[str, Turn]:
     """One step of each; when it returns, the device is done."""
     network, batch = _network(size), _batch(size, job.cluster.rank)
     one_bucket = {"fuse_grad_size_in_MB": _ONE_BUCKET_MEGABYTES, "sync_nccl_allreduce": True}
-    alone, ours, control = (_program(network, settings, size) for settings in (None, {}, one_bucket))
+    alone, ours, control = (_program(network, settings, size, stream) for settings in (None, {}, one_bucket))
     communicate, communicate_once = _communication(job, ours), _communication(job, control)
 
     def step(trained: Trained) -> None:
@@ -104,7 +105,7 @@ def _batch(size: Size, rank: int) -> tuple[Array, Array]:
     return features, random.integers(0, CLASSES, (size.samples, 1)).astype("int64")
 
 
-def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -> Trained:
+def _program(network: Network, settings: Mapping[str, Any] | None, size: Size, stream: str) -> Trained:
     """Without communication if ``settings`` is None."""
 
     def wrap(inner: Any) -> Any:
@@ -112,6 +113,7 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
             return inner
         bounds: dict[str, Any] = {
             "nccl_comm_num": 1,
+            "collective_stream": stream,
             "fuse_grad_size_in_MB": size.bucket_megabytes,
             "last_comm_group_size_MB": 1.0,
             "collective_timeout_seconds": timeouts.SELFTEST_TRAINING_SECONDS,
@@ -119,6 +121,34 @@ def _program(network: Network, settings: Mapping[str, Any] | None, size: Size) -
         return fleet.distributed_optimizer(inner, Profile(**{**bounds, **settings}))
 
     return Trained(network, wrap, lambda: paddle.optimizer.SGD(0.001))
+
+
+def check_memory(job: Job, _: Options, stream: str) -> Iterator[Result]:
+    """Of the device's memory, by Paddle's counts: what our program takes at most, less what the plain one does."""
+    if not computes_on_gpu():
+        yield Result("overlap", f"memory of {stream}", SKIP, "measured on GPUs only")
+        return
+    began, batch = time.perf_counter(), _batch(ON_GPU, job.cluster.rank)
+
+    def most(settings: Mapping[str, Any] | None) -> int:
+        paddle.device.cuda.reset_max_memory_allocated()
+        before: int = paddle.device.cuda.memory_allocated()
+        trained = _program(_network(ON_GPU), settings, ON_GPU, stream)
+        for _ in range(ON_GPU.steps_per_turn):
+            trained.step(*batch)
+        _await_device()
+        return int(paddle.device.cuda.max_memory_allocated()) - before
+
+    everybody = job.all_gather("selftest memory", [most(None), most({})])
+    yield judge_memory(stream, everybody, time.perf_counter() - began)
+
+
+def judge_memory(stream: str, everybody: Mapping[int, Sequence[int]], seconds: float) -> Result:
+    """``everybody``: by rank, the most bytes of the plain program and of ours. A figure, which fails nothing."""
+    plain, ours = max(everybody.values(), key=lambda both: both[1] - both[0])
+    figures = {"plain_bytes": plain, "our_bytes": ours, "extra_bytes": ours - plain}
+    words = f"{(ours - plain) / 2**20:.0f} MiB beside the {plain / 2**20:.0f} MiB of Paddle's own program on one rank"
+    return Result("overlap", f"memory of {stream}", OK, f"{words}, without NCCL's own buffers", seconds, figures)
 
 
 def _communication(job: Job, trained: Trained) -> Turn:

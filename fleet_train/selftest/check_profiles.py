@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
+from safetensors.numpy import load, save
 
 from fleet_train import fleet, timeouts
+from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.paddle_compat import dynamic_mode
+from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
 from fleet_train.errors import ConversionError
+from fleet_train.files import read_regular, write_new
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob, Step
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.profile import COMMUNICATORS, EDGE, SIZE, open_knobs
+from fleet_train.selftest.late import late_engine
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
 from fleet_train.selftest.training import (
     BATCH_NORM,
@@ -52,6 +58,9 @@ _NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
 """The choice for a fast link is one bucket; these settings make several, to test their order and communicators."""
 _STEPS_PER_PERIOD = 4
 """A period of LocalSGD is at most the steps divided by this, so that several occur."""
+
+_MOST_BYTES = 2**24
+"""Of the parameters of SEVERAL_BUCKETS: 1.4 MB."""
 
 Values = dict[str, Array]
 
@@ -106,6 +115,71 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     outcome = {"end": digest(run.end), "moved": run.moved, "difference": difference}
     everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
+
+
+def check_stream(job: Job, options: Options, stream: str, folder: Path) -> Iterator[Result]:
+    """``collective_stream``: calc is compared with one process, and rank 0 keeps its parameters in ``folder``; the
+    others are compared with those. On CPUs, also on an engine of streams whose collectives end late."""
+    ways: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {backend_name(): contextlib.nullcontext}
+    if job.engine.side_by_side and stream != GRAPH:
+        ways["late doubles"] = lambda: _late(job)
+    for way, prepared in ways.items():
+        with prepared():
+            yield _check_stream(job, options.steps, stream, way, folder / f"calc_with_{way.replace(' ', '_')}")
+
+
+@contextlib.contextmanager
+def _late(job: Job) -> Iterator[None]:
+    usual = job.engine
+    job.engine, calls, _ = late_engine(job, job.cluster.rank)
+    try:
+        yield
+    finally:
+        job.engine.stop()
+        calls.stop()
+        job.engine = usual
+
+
+def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Result:
+    began, label = time.perf_counter(), f"{stream} with {way}"
+    profile = Profile(
+        collective_stream=stream,  # type: ignore[arg-type]
+        nccl_comm_num=1,
+        fuse_grad_size_in_MB=1.0,
+        divergence_check_steps=0,
+        collective_timeout_seconds=timeouts.SELFTEST_TRAINING_SECONDS,
+    )
+    paddle.seed(job.cluster.rank)  # a different start on every rank, and the same one in the other jobs
+    trained = Trained(SEVERAL_BUCKETS, lambda inner: fleet.distributed_optimizer(inner, profile), _optimizer)
+    run = _train(job, trained, steps, seed=0)
+    outcome = {"end": digest(run.end), "moved": run.moved, "difference": 0.0}
+    if job.cluster.rank == 0 and stream == CALC:
+        data = batches(steps, SAMPLES_PER_RANK * job.world_size, 0)
+        outcome["difference"] = _from_joint_batch(SEVERAL_BUCKETS, run, data)
+        write_new(kept, save(run.end))
+    elif job.cluster.rank == 0:
+        outcome["difference"] = run.difference(run.end, load(read_regular(kept, _MOST_BYTES)))
+    everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
+    carried_out = job.engine.stream if isinstance(job.engine, StreamEngine) and stream != GRAPH else stream
+    bound = 0.0 if stream == OWN and not computes_on_gpu() else tolerance_of(profile, on_gpu=computes_on_gpu())
+    return judge_stream(job, label, stream, carried_out, steps, everybody, bound, time.perf_counter() - began)
+
+
+def judge_stream(
+    job: Job, label: str, stream: str, carried_out: str, steps: int, everybody: Mapping[int, Mapping[str, Any]],
+    tolerance: float, seconds: float,
+) -> Result:  # fmt: skip
+    """``carried_out``: the stream at the end; ``everybody``: as for `judge`, compared with calc, or one process."""
+    reference = "one process with the joint batch" if stream == CALC else "calc"
+    difference = float(everybody[0]["difference"])
+    figures = {"steps": steps, "difference": difference, "tolerance": tolerance, "carried_out": carried_out}
+    words = why_wrong(job, steps, everybody, reference, tolerance)
+    if not words and carried_out != stream:
+        words = f"the proof has found results that differ, and all ranks went on with {carried_out}"
+    if words:
+        return Result("streams", label, FAIL, words, seconds, figures)
+    near = f"{difference:.1e} from {reference} ({tolerance:.0e} allowed)" if difference else f"the bits of {reference}"
+    return Result("streams", label, OK, f"{steps} steps, {near}, replicas bit-equal", seconds, figures)
 
 
 def fit(profile: Profile, steps: int) -> Fitted:
@@ -210,16 +284,25 @@ def judge(
         "buckets": len(plan.buckets) if plan is not None else 0,
         "changed": dict(fitted.changed),
     }
+    wrong = why_wrong(job, steps, everybody, _reference(profile), tolerance)
+    if wrong:
+        return Result("profiles", label, FAIL, wrong, seconds, figures)
+    return Result("profiles", label, OK, _words(fitted, steps, difference, tolerance), seconds, figures)
+
+
+def why_wrong(
+    job: Job, steps: int, everybody: Mapping[int, Mapping[str, Any]], reference: str, tolerance: float
+) -> str:
+    """What is wrong with the outcomes of `judge`, or nothing."""
+    difference = float(everybody[0]["difference"])
     unequal = [rank for rank, outcome in everybody.items() if outcome["end"] != everybody[0]["end"]]
     if unequal:
         words = f"after {steps} steps {job.cluster.describe(unequal[0])} holds other parameters than rank 0"
-        return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)
+        return f"{words}; do not train on this cluster"
     if not difference <= tolerance:
-        words = f"after {steps} steps {difference:.1e} from {_reference(profile)}, {tolerance:.0e} is allowed"
-        return Result("profiles", label, FAIL, f"{words}; do not train on this cluster", seconds, figures)
-    if not everybody[0]["moved"] > 10 * tolerance:
-        return Result("profiles", label, FAIL, "the parameters have not changed", seconds, figures)
-    return Result("profiles", label, OK, _words(fitted, steps, difference, tolerance), seconds, figures)
+        words = f"after {steps} steps {difference:.1e} from {reference}, {tolerance:.0e} is allowed"
+        return f"{words}; do not train on this cluster"
+    return "" if everybody[0]["moved"] > 10 * tolerance else "the parameters have not changed"
 
 
 def tolerance_of(profile: Profile, *, on_gpu: bool) -> float:

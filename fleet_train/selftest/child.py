@@ -20,6 +20,8 @@ from fleet_train.launch.report import last_lines
 
 SUBJECT = "fleet_train.selftest.subject"
 _LAST_LINES = 8
+_LINES_OF_NCCL = 10
+_CHATTER = " NCCL INFO "
 _LONGEST_LINE = 16 * 1024
 # Variables of the selftest's own launch that the subject must not see: its profiles come from the checks.
 # Its ranks train on their own, too, to compare.
@@ -84,7 +86,13 @@ class Child(Process):
 
     def last_lines(self) -> tuple[str, ...]:
         """The end of its output, to explain a failure."""
-        return last_lines(end_of(self._log), _LAST_LINES, _LONGEST_LINE)
+        lines = (line for line in end_of(self._log).split("\n") if _CHATTER not in line)
+        return last_lines("\n".join(lines), _LAST_LINES, _LONGEST_LINE)
+
+    def lines_of_nccl(self) -> tuple[str, ...]:
+        """NCCL's last lines (NCCL_DEBUG)."""
+        lines = (line for line in end_of(self._log).split("\n") if "NCCL" in line)
+        return last_lines("\n".join(lines), _LINES_OF_NCCL)
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,11 @@ class End:
     began: str
     """What it had begun last, by its reports; empty if it had done all."""
     last_lines: tuple[str, ...]
+    lines_of_nccl: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> End:
-        return cls(**data | {"last_lines": tuple(data["last_lines"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
     @property
     def how(self) -> str:

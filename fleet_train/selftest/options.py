@@ -28,6 +28,8 @@ class Options:
     """``groups``: the checks to run. Times in seconds."""
 
     groups: tuple[str, ...] = tuple(GROUPS)
+    ladder: bool = False
+    """Instead of the groups: the steps of `fleet_train.selftest.ladder`."""
     steps: int = 50
     rounds: int = 9
     fault_timeout_seconds: int = 4
@@ -49,9 +51,9 @@ class Options:
 _QUICK = {"steps": 20, "rounds": 3}
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False) -> Options:
+def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False, ladder: bool = False) -> Options:
     """The options of the flags. Raises ClusterError if nothing is left to do."""
-    return Options(chosen_groups(GROUPS, only, skip, "check; the checks"), **(_QUICK if quick else {}))
+    return Options(chosen_groups(GROUPS, only, skip, "check; the checks"), ladder, **(_QUICK if quick else {}))
 
 
 def chosen_groups(groups: Iterable[str], only: Sequence[str], skip: Sequence[str], what: str) -> tuple[str, ...]:

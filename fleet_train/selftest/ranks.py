@@ -209,7 +209,8 @@ class Peers:
                     on_report(report)
                 if has_ended:
                     assert child.status is not None
-                    return End(child.status, self.clock(), why_killed, began, child.last_lines()), cluster
+                    lines = child.last_lines(), child.lines_of_nccl()
+                    return End(child.status, self.clock(), why_killed, began, *lines), cluster
                 if time.monotonic() > next_check:
                     next_check = time.monotonic() + timeouts.ASK_STORE_SECONDS
                     self._check_others()

@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -70,6 +71,7 @@ def make(
 def command_of(options: Options) -> str:
     """The command without details of this cluster."""
     only = [f"--only {group}" for group in options.groups] if options.groups != tuple(GROUPS) else []
+    only += ["--ladder"] if options.ladder else []
     return " ".join(["python -m fleet_train selftest", *only, *(["--quick"] if options.is_quick else [])])
 
 
@@ -105,13 +107,25 @@ def without_names(text: str, cluster: Cluster) -> str:
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> Path:
-    """``<date>-selftest-<backend>-<nodes>x<ranks>.json``, and a page of the same name; returns the first one's path."""
+    """``<date>-selftest-<backend>-<nodes>x<ranks>.json`` (``ladder`` for ``selftest``), and a page of the same name;
+    returns the first one's path."""
+    what = "ladder" if record["options"]["ladder"] else "selftest"
     ranks = "x".join(map(str, (record["nodes"], max(record["ranks"]))))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['circumstances']['date'][:10]}-selftest-{record['backend']}-{ranks}.json"
+    path = folder / f"{record['circumstances']['date'][:10]}-{what}-{record['backend']}-{ranks}.json"
     write_new(path, f"{json.dumps(record, indent=1)}\n".encode())
     write_new(path.with_suffix(".md"), page(record).encode())
     return path
+
+
+def how_to_send(path: Path, code: int) -> str:
+    """What to do with a record that was written. The address is the one in the package's metadata, if it has one."""
+    page = "the project's page"
+    with suppress(metadata.PackageNotFoundError):
+        links = dict(entry.split(", ", 1) for entry in metadata.metadata("fleet-train").get_all("Project-URL") or ())
+        page = links.get("Issues", page)
+    more = ", and the lines above," if code else ""
+    return f"send it in, whatever it says: attach {path} and {path.with_suffix('.md').name}{more} to an issue on {page}"
 
 
 def page(record: Mapping[str, Any]) -> str:

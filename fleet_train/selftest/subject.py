@@ -5,18 +5,23 @@ It joins the subjects' cluster through the facade, as any training script does, 
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import paddle
 
 from fleet_train import fleet, role_maker
+from fleet_train.collectives.engines import CALC, GRAPH, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, training
+from fleet_train.selftest.ladder import COST_OF
 from fleet_train.selftest.options import TOGETHER, Options, Result
 
 Check = Callable[[Job, Options], Iterator[Result]]
@@ -30,13 +35,26 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def examine(job: Job, options: Options, reports: Path) -> None:
-    """Every requested check, on all ranks; rank 0 writes the results."""
-    for group, check in CHECKS.items():
-        if group not in options.groups:
-            continue
-        write_report(reports, begins=group)
-        for result in check(job, options):
+def ladder(folder: Path) -> dict[str, list[Check]]:
+    """The checks of each step that is not a fault. ``folder``: of what one step keeps for the next."""
+    streams = {name: [partial(check_profiles.check_stream, stream=name, folder=folder)] for name in (CALC, OWN, GRAPH)}
+    costs = {
+        f"{COST_OF}{name}": [partial(check, stream=name) for check in (check_overlap.check, check_overlap.check_memory)]
+        for name in (OWN, GRAPH)
+    }
+    return {
+        "devices": [check_collectives.check_devices, check_collectives.check_place],
+        "dtypes": [lambda job, _: iter([check_collectives.check_kind(job, "all_reduce sum")])],
+        **streams,
+        **costs,
+    }
+
+
+def examine(job: Job, options: Options, reports: Path, checks: Mapping[str, Sequence[Check]]) -> None:
+    """Every check, on all ranks; rank 0 writes the results."""
+    for name, several in checks.items():
+        write_report(reports, begins=name)
+        for result in itertools.chain.from_iterable(check(job, options) for check in several):
             if job.cluster.rank == 0:
                 write_report(reports, result=result.to_json())
     write_report(reports, begins="")
@@ -50,13 +68,19 @@ def write_report(path: Path, **report: Any) -> None:
 
 def main(name: str, reports_path: str, options_text: str) -> None:
     options, reports = Options.from_json(json.loads(options_text)), Path(reports_path)
+    if options.ladder:
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     job = current().job
+    steps = ladder(reports.parent)
     if name == TOGETHER:
-        examine(job, options, reports)
+        examine(job, options, reports, {group: [check] for group, check in CHECKS.items() if group in options.groups})
+    elif name in steps:
+        examine(job, options, reports, {name: steps[name]})
     else:
-        training.train_and_fail(name, job, options, lambda: write_report(reports, fault=name))
+        saved = reports.with_suffix(".saved")
+        training.train_and_fail(name, job, options, lambda: write_report(reports, fault=name), saved)
     fleet.shutdown()
 
 

@@ -19,12 +19,15 @@ from fleet_train.selftest.ranks import Command, Peers, Where, start_on_ranks
 FAULT_KINDS = ("skips a collective", "is stopped", "is killed")
 
 
-def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None) -> int:
-    """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here."""
+def start(
+    options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None, make: type[Supervisor]
+) -> int:
+    """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here; ``make``: of a
+    rank's supervisor."""
     began = time.monotonic()
 
     def supervise(peers: Peers) -> dict[str, Any]:
-        results, machines = Supervisor(peers, options).run()
+        results, machines = make(peers, options).run()
         seconds = time.monotonic() - began
         content: dict[str, Any] = peers.gather(
             "record",
@@ -34,6 +37,8 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
             path = record.write(folder, content)
             peers.show(verdict(results, seconds))
             peers.show(f"record: {path} (and .md); logs: {folder / 'log'}")
+            if options.ladder:
+                peers.show(record.how_to_send(path, content["exit_code"]))
         return content
 
     return start_on_ranks(command_of(options, folder, as_json, outcome), where, supervise)
@@ -42,6 +47,7 @@ def start(options: Options, where: Where, folder: Path, as_json: bool, outcome: 
 def command_of(options: Options, folder: Path, as_json: bool = False, outcome: Path | None = None) -> Command:
     arguments = ["--record", str(folder.absolute())]
     arguments += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
+    arguments += ["--ladder"] if options.ladder else []
     arguments += ["--quick"] if options.is_quick else []
     return Command("selftest", arguments, folder, options.join_timeout_seconds, as_json, outcome)
 
@@ -58,6 +64,12 @@ class Supervisor:
     def run(self) -> tuple[list[Result], list[dict[str, Any]]]:
         """Runs every job. Returns the results, and the facts of each node; the same on all ranks."""
         facts = self.peers.gather("facts", record.facts())
+        self.run_jobs()
+        shared = self.peers.gather("results", [result.to_json() for result in self.results])[0]  # rank 0's count
+        firsts = [self.cluster.ranks_on_node(node)[0] for node in range(self.cluster.node_num)]
+        return [Result.from_json(content) for content in shared], [facts[rank] for rank in firsts]
+
+    def run_jobs(self) -> None:
         if set(self.options.groups) & set(TOGETHER_GROUPS):
             limit = timeouts.SELFTEST_SECONDS + timeouts.SELFTEST_SECONDS_PER_RANK * self.cluster.world_size
             ends, subjects = self.run_job(TOGETHER, limit)
@@ -65,9 +77,6 @@ class Supervisor:
                 self.add([result, *not_done(self.options.groups, result.group)])
         if "faults" in self.options.groups:
             self._run_faults()
-        shared = self.peers.gather("results", [result.to_json() for result in self.results])[0]  # rank 0's count
-        firsts = [self.cluster.ranks_on_node(node)[0] for node in range(self.cluster.node_num)]
-        return [Result.from_json(content) for content in shared], [facts[rank] for rank in firsts]
 
     def add(self, results: Iterable[Result]) -> None:
         """Final results."""
@@ -80,14 +89,19 @@ class Supervisor:
             self.add([Result("faults", "faults", SKIP, "one rank has no peer that could fail")])
             return
         for kind in FAULT_KINDS:
-            began = time.monotonic()
-            ends, subjects = self.run_job(kind, timeouts.SELFTEST_FAULT_COMES_SECONDS)
-            fault_at = self.peers.noted(f"fault of {kind}")
-            others = {rank: end for rank, end in ends.items() if rank != self._at_fault}
-            if fault_at is None:
-                self.add([_no_fault(subjects, kind, others)])
-                continue
+            self.run_fault(kind)
+
+    def run_fault(self, kind: str) -> dict[int, End]:
+        """A job in which the last rank fails in this way; returns how the others ended."""
+        began = time.monotonic()
+        ends, subjects = self.run_job(kind, timeouts.SELFTEST_FAULT_COMES_SECONDS)
+        fault_at = self.peers.noted(f"fault of {kind}")
+        others = {rank: end for rank, end in ends.items() if rank != self._at_fault}
+        if fault_at is None:
+            self.add([_no_fault(subjects, kind, others)])
+        else:
             self.add([judge_faults(subjects, kind, self.options, others, fault_at, time.monotonic() - began)])
+        return others
 
     @property
     def _at_fault(self) -> int:
@@ -134,12 +148,19 @@ class Supervisor:
 def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
     """The failures of subjects that should have ended with 0: names the first one that ended without having lost
     another. The failed group is ``began`` of its end."""
-    wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
-    if not wrong:
+    rank = first_to_fail(ends)
+    if rank is None:
         return []
-    rank, end = min(wrong.items(), key=lambda item: (item[1].exit_code == WorkerFailed.exit_code, item[1].ended_at))
+    end = ends[rank]
     how = "did not end and was killed" if end.why_killed else f"ended with {end.how}"
     return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {end.last_words}")]
+
+
+def first_to_fail(ends: Mapping[int, End]) -> int | None:
+    wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
+    return min(
+        wrong, key=lambda rank: (wrong[rank].exit_code == WorkerFailed.exit_code, wrong[rank].ended_at), default=None
+    )
 
 
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleet_train import fleet, timeouts
-from fleet_train.collectives.engine import Stage, Stages
+from fleet_train.collectives.engine import CallContext, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.profile import Profile
 from fleet_train.selftest.options import Options
@@ -158,28 +159,63 @@ def digest(arrays: Mapping[str, Any]) -> str:
 FAULT_STEP = 4
 _DIFFERENT_BATCHES = 8
 
+IN_PROBE, IN_STEP, IN_SAVE = (f"is killed in {where}" for where in ("the probe", "a step", "a save"))
+
 T = TypeVar("T")
 
 
-def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], None]) -> None:
+def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], None], folder: Path) -> None:
     """Check 4, in the subjects: train until the others end, or this rank, the last one, fails on purpose. ``note`` is
-    called right before the fault."""
+    called right before the fault; ``folder``: of what is saved."""
+    fails = job.cluster.rank == job.world_size - 1
+    if fails and kind == IN_PROBE:
+        die_in_a_collective(job, note, "probe")
     profile = Profile(collective_timeout_seconds=options.fault_timeout_seconds, nccl_comm_num=2)
     trained = Trained(
-        SEVERAL_BUCKETS, lambda inner: fleet.distributed_optimizer(inner, profile), lambda: paddle.optimizer.SGD(0.01)
+        BATCH_NORM if kind == IN_SAVE else SEVERAL_BUCKETS,  # a save averages its statistics
+        lambda inner: fleet.distributed_optimizer(inner, profile),
+        lambda: paddle.optimizer.SGD(0.01),
     )
+    if kind == IN_PROBE:
+        sys.exit("the link was not measured")
     data = batches(_DIFFERENT_BATCHES, SAMPLES_PER_RANK * job.world_size, seed=0)
     mine = share(job.cluster.rank)
     job.barrier("selftest: ready")  # the time until here does not count
     for step in itertools.count(1):
-        if step == FAULT_STEP and job.cluster.rank == job.world_size - 1:
-            note()
-            if kind == "skips a collective":
-                skip(job)
-            else:
-                os.kill(os.getpid(), {"is stopped": signal.SIGSTOP, "is killed": signal.SIGKILL}[kind])
+        if step == FAULT_STEP and fails:
+            fail(kind, job, note)
+        if step == FAULT_STEP and kind == IN_SAVE:
+            with paddle.static.scope_guard(trained.scope):
+                fleet.save_persistables(trained.exe, folder, trained.main)
         features, labels = data[step % _DIFFERENT_BATCHES]
         trained.step(features[mine], labels[mine])
+
+
+def fail(kind: str, job: Job, note: Callable[[], None]) -> None:
+    if kind in (IN_STEP, IN_SAVE):
+        die_in_a_collective(job, note)
+        return
+    note()
+    if kind == "skips a collective":
+        skip(job)
+    else:
+        os.kill(os.getpid(), {"is stopped": signal.SIGSTOP, "is killed": signal.SIGKILL}[kind])
+
+
+def die_in_a_collective(job: Job, note: Callable[[], None], moment: str = "") -> None:
+    """Of this rank's next collectives, the first one whose moment begins like this kills it."""
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def start(stages: Stages[T], context: CallContext, *args: Any, **options: Any) -> Any:
+            if context.moment.startswith(moment):
+                note()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(stages, context, *args, **options)
+
+        return start
+
+    engine: Any = job.engine
+    engine.start, engine.run_here = deadly(engine.start), deadly(engine.run_here)
 
 
 def skip(job: Job) -> None:

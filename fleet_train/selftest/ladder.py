@@ -1,0 +1,101 @@
+"""``selftest --ladder``: what the first hour on GPUs should find out.
+
+Steps from the cheapest on, each with its own processes. The first one that fails is the last one that runs; it says
+what to do, and which setting goes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fleet_train import timeouts
+from fleet_train.selftest.child import End
+from fleet_train.selftest.options import FAIL, SKIP, Result, failed
+from fleet_train.selftest.supervisor import Supervisor, first_to_fail, judge_ends
+
+COST_OF = "overlap and memory of "
+
+
+@dataclass(frozen=True)
+class Step:
+    """``name`` is that of its job, too."""
+
+    name: str
+    advice: str
+    is_fault: bool = False
+    """Whether its job is one in which the last rank fails on purpose."""
+
+
+_LINK = (
+    "do not train here yet; NCCL_P2P_DISABLE: 1 or NCCL_IB_DISABLE: 1 in the profile's environment show whether a link "
+    "is at fault"
+)
+_LOST = (
+    "a lost rank may hold up the others here; a shorter collective_timeout_seconds bounds it, and --max_restarts of "
+    "launch needs it to end"
+)
+_COST = (
+    "nothing is computed wrongly; collective_stream: calc exposes the communication, and needs no further stream or "
+    "buffer"
+)
+STEPS = (
+    Step("devices", "give each rank a GPU of its own: --selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
+    Step("dtypes", _LINK),
+    Step("calc", f"{_LINK}, and amp_level: O0 whether a precision is"),
+    Step("own", "set collective_stream: calc"),
+    Step("graph", "set collective_stream: calc"),
+    Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe", is_fault=True),
+    Step("is killed in a step", _LOST, is_fault=True),
+    Step("is killed in a save", _LOST, is_fault=True),
+    Step(f"{COST_OF}own", _COST),
+    Step(f"{COST_OF}graph", _COST),
+)
+
+
+class Ladder(Supervisor):
+    """A rank's supervisor for the steps."""
+
+    _advice = ""
+
+    def run_jobs(self) -> None:
+        steps = STEPS if self.cluster.world_size > 1 else STEPS[:1]
+        why = "one rank has no peer"
+        for number, step in enumerate(steps, 1):
+            if not self._passes(step):
+                steps, why = steps[:number], f"not run: '{step.name}' has failed"
+                break
+        self.add(Result("ladder", step.name, SKIP, why) for step in STEPS[len(steps) :])
+
+    def add(self, results: Iterable[Result]) -> None:
+        super().add(advised(result, self._advice) for result in results)
+
+    def _passes(self, step: Step) -> bool:
+        """Run it; whether it has passed on rank 0, which has all results."""
+        number, self._advice = len(self.results), step.advice
+        ends = self.run_fault(step.name) if step.is_fault else self._run_checks(step)
+        found = self.results[number:]
+        if not found and self.cluster.rank == 0:
+            self.add([Result("ladder", step.name, FAIL, "its ranks ended without a result")])
+        passes: bool = self.peers.gather(f"outcome of {step.name}", not failed(self.results[number:]))[0]
+        if not passes:
+            for line in lines_of_nccl(ends):
+                self.peers.show(f"      {line}")
+        return passes
+
+    def _run_checks(self, step: Step) -> Mapping[int, End]:
+        limit = timeouts.SELFTEST_STEP_SECONDS + timeouts.SELFTEST_SECONDS_PER_RANK * self.cluster.world_size
+        ends, subjects = self.run_job(step.name, limit)
+        self.add(replace(result, name=step.name) for result in judge_ends(subjects, ends))
+        return ends
+
+
+def advised(result: Result, advice: str) -> Result:
+    """With what to do, if it has failed."""
+    return replace(result, words=f"{result.words}; what to do: {advice}") if result.status == FAIL else result
+
+
+def lines_of_nccl(ends: Mapping[int, End]) -> tuple[str, ...]:
+    """Of the rank that failed first, or of rank 0 if only a result is wrong."""
+    rank = first_to_fail(ends)
+    return ends[rank or 0].lines_of_nccl if ends else ()
