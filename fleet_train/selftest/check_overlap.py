@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ def check(job: Job, options: Options, stream: str = AUTO) -> Iterator[Result]:
     times = _measure(job, _turns(job, size, stream), size.steps_per_turn, options.rounds)
     everybody = job.all_gather("selftest overlap", times)
     slowest = {turn: np.max([rank_times[turn] for rank_times in everybody.values()], axis=0).tolist() for turn in TURNS}
-    yield judge(slowest, computes_on_gpu(), time.perf_counter() - began)
+    result = judge(slowest, computes_on_gpu(), time.perf_counter() - began)
+    yield result if stream == AUTO else replace(result, name=f"overlap of {stream}")
 
 
 Turn = Callable[[], None]

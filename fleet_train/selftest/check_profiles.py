@@ -143,9 +143,10 @@ def _late(job: Job) -> Iterator[None]:
 def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Result:
     began, label = time.perf_counter(), f"{stream} with {way}"
     profile = Profile(
-        collective_stream=stream,  # type: ignore[arg-type]
+        collective_stream=stream,
         nccl_comm_num=1,
         fuse_grad_size_in_MB=1.0,
+        last_comm_group_size_MB=0.25,
         divergence_check_steps=0,
         collective_timeout_seconds=timeouts.SELFTEST_TRAINING_SECONDS,
     )

@@ -111,7 +111,7 @@ class End:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> End:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        return cls(**data | {name: tuple(data[name]) for name in ("last_lines", "lines_of_nccl")})
 
     @property
     def how(self) -> str:

@@ -6,7 +6,7 @@ what to do, and which setting goes around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_train import timeouts
@@ -32,8 +32,8 @@ _LINK = (
     "is at fault"
 )
 _LOST = (
-    "a lost rank may hold up the others here; a shorter collective_timeout_seconds bounds it, and --max_restarts of "
-    "launch needs it to end"
+    "a rank that is lost here may hold up the others: a lower collective_timeout_seconds bounds that; if it does not, "
+    "end such a job yourself"
 )
 _COST = (
     "nothing is computed wrongly; collective_stream: calc exposes the communication, and needs no further stream or "
@@ -59,7 +59,7 @@ class Ladder(Supervisor):
     _advice = ""
 
     def run_jobs(self) -> None:
-        steps = STEPS if self.cluster.world_size > 1 else STEPS[:1]
+        steps: Sequence[Step] = STEPS if self.cluster.world_size > 1 else STEPS[:1]
         why = "one rank has no peer"
         for number, step in enumerate(steps, 1):
             if not self._passes(step):

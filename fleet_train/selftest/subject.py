@@ -37,17 +37,16 @@ CHECKS: dict[str, Check] = {
 
 def ladder(folder: Path) -> dict[str, list[Check]]:
     """The checks of each step that is not a fault. ``folder``: of what one step keeps for the next."""
-    streams = {name: [partial(check_profiles.check_stream, stream=name, folder=folder)] for name in (CALC, OWN, GRAPH)}
-    costs = {
-        f"{COST_OF}{name}": [partial(check, stream=name) for check in (check_overlap.check, check_overlap.check_memory)]
-        for name in (OWN, GRAPH)
-    }
-    return {
+    checks: dict[str, list[Check]] = {
         "devices": [check_collectives.check_devices, check_collectives.check_place],
         "dtypes": [lambda job, _: iter([check_collectives.check_kind(job, "all_reduce sum")])],
-        **streams,
-        **costs,
     }
+    for stream in (CALC, OWN, GRAPH):
+        checks[stream] = [partial(check_profiles.check_stream, stream=stream, folder=folder)]
+    for stream in (OWN, GRAPH):
+        both = (check_overlap.check, check_overlap.check_memory)
+        checks[f"{COST_OF}{stream}"] = [partial(check, stream=stream) for check in both]
+    return checks
 
 
 def examine(job: Job, options: Options, reports: Path, checks: Mapping[str, Sequence[Check]]) -> None:
