@@ -1,7 +1,8 @@
 """Named ``sitecustomize`` in a folder on PYTHONPATH by a test: corrupts what checks of a selftest communicate.
 
 FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce, and averages whose last bit is
-wrong in one place), ``every average`` (all ranks get the same, 1 % too large).
+wrong in one place), ``every average`` (all ranks get the same, 1 % too large), ``early reads`` (collectives on own
+streams send what the buffer held before).
 """
 
 from __future__ import annotations
@@ -59,7 +60,17 @@ def spoil_averages() -> None:
     check_profiles.profile_names = lambda: names  # type: ignore[attr-defined]
 
 
-if IS_SUBJECT and KIND:
+def read_early() -> None:
+    from functools import partial
+
+    from fleet_train.selftest import check_profiles, late
+
+    check_profiles.late_engine = partial(late.late_engine, reads_early=True)  # type: ignore[attr-defined]
+
+
+if IS_SUBJECT and KIND == "early reads":
+    read_early()
+elif IS_SUBJECT and KIND:
     if KIND == "one value":
         spoil_collectives()
     spoil_averages()

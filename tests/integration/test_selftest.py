@@ -15,6 +15,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.profile import profile_names
 from fleet_train.selftest.check_collectives import KINDS as ALL_KINDS
 from fleet_train.selftest.check_overlap import TURNS
+from fleet_train.selftest.ladder import STEPS
 from fleet_train.selftest.options import Options
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
@@ -80,6 +81,64 @@ def test_every_check_is_there_and_nothing_has_failed(tmp_path: Path) -> None:
     assert figures["a rank is stopped"]["seconds"]["0"] > 2  # it was waited for
 
 
+def sabotaged(kind: str, folder: Path) -> dict[str, str]:
+    code = (ROOT / "tests/integration/sabotaged_selftest.py").read_text()
+    return every_python_runs(code, folder / "shim") | {"FLEET_TRAIN_TEST_SABOTAGE": kind}
+
+
+LADDER = (
+    *("backend", "devices", "place", "all_reduce sum"),
+    *("calc with gloo", "calc with late doubles", "own with gloo", "own with late doubles", "graph with gloo"),
+    *("a rank is killed in the probe", "a rank is killed in a step", "a rank is killed in a save"),
+    *("overlap of own", "memory of own", "overlap of graph", "memory of graph"),
+)
+
+
+def test_the_ladder_passes_and_says_how_to_send_in_its_record(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--ladder", "--quick", "--record", "here")
+    assert ended.exit_code == 0, ended.output
+    (path,) = (tmp_path / "here").glob("*-ladder-gloo-1x2.json")
+    record = json.loads(path.read_text())
+    assert record["circumstances"]["command"] == "python -m fleet_train selftest --ladder --quick"
+    statuses = {check["name"]: check["status"] for check in record["checks"]}
+    assert tuple(statuses) == LADDER
+    skipped = {name for name, status in statuses.items() if status == "skip"}
+    assert skipped == {"devices", "memory of own", "memory of graph"}
+    assert {statuses.pop(name) for name in ("overlap of own", "overlap of graph")} <= {"ok", "warn"}
+    assert set(statuses.values()) == {"ok", "skip"}
+    figures = {check["name"]: check["figures"] for check in record["checks"]}
+    for name in LADDER[4:9]:
+        assert figures[name]["steps"] == 20
+        assert figures[name]["carried_out"] == name.partition(" ")[0]
+        assert figures[name]["difference"] <= figures[name]["tolerance"] / 4, name
+    assert figures["own with late doubles"]["tolerance"] == 0.0
+    for name in LADDER[9:12]:
+        assert figures[name]["exit_codes"] == {"0": WorkerFailed.exit_code}
+    of_save, of_step = ((tmp_path / f"here/log/is_killed_in_a_{where}.0.log").read_text() for where in ("save", "step"))
+    assert "measuring the ranks: rank 1" in (tmp_path / "here/log/is_killed_in_the_probe.0.log").read_text()
+    assert "WorkerFailed: step 4, bucket" in of_step
+    assert "WorkerFailed: all_reduce" in of_save  # of batch norm's statistics, which a save averages
+    logs = [path.read_text() for path in sorted((tmp_path / "here/log").glob("own.*.log"))]
+    assert [("on streams of their own gave on every rank" in log) for log in logs] == [True, False]  # rank 0 says it
+    assert ended.output.splitlines()[-1] == (
+        f"send it in, whatever it says: attach here/{path.name} and {path.stem}.md to an issue on the project's page"
+    )
+
+
+def test_own_streams_that_read_early_end_the_ladder_with_what_to_do(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--ladder", "--quick", environ=sabotaged("early reads", tmp_path))
+    assert ended.exit_code == 1, ended.output
+    lines = [line for line in ended.output.splitlines() if re.match(r"(ok|warn|skip|FAIL) ", line)]
+    assert [line[6:].partition(":")[0] for line in lines[:8]] == list(LADDER[:8])
+    assert lines[7] == (
+        "FAIL  own with late doubles: the proof has found results that differ, and all ranks went on with calc; what "
+        "to do: set collective_stream: calc"
+    )
+    assert lines[8:] == [f"skip  {step.name}: not run: 'own' has failed" for step in STEPS[4:]]
+    assert "\nFAILED: own with late doubles; 6 ok, 7 skip" in ended.output
+    assert list((tmp_path / "runs/selftest/log").glob("graph.*")) == []
+
+
 @pytest.mark.parametrize(
     ("sabotage", "groups", "told"),
     [
@@ -101,9 +160,7 @@ def test_every_check_is_there_and_nothing_has_failed(tmp_path: Path) -> None:
 def test_wrong_communication_fails_and_is_named(
     tmp_path: Path, sabotage: str, groups: tuple[str, ...], told: list[str]
 ) -> None:
-    code = (ROOT / "tests/integration/sabotaged_selftest.py").read_text()
-    environ = every_python_runs(code, tmp_path / "shim") | {"FLEET_TRAIN_TEST_SABOTAGE": sabotage}
-    ended = run(tmp_path, "--quick", *groups, environ=environ)
+    ended = run(tmp_path, "--quick", *groups, environ=sabotaged(sabotage, tmp_path))
     assert ended.exit_code == 1, ended.output
     assert [words for words in told if not re.search(words, ended.output)] == [], ended.output
     assert "\nFAILED: " in ended.output

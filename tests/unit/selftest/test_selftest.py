@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import socket
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from fleet_train.cli.selftest import command
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, record, supervisor
-from fleet_train.selftest.child import End
+from fleet_train.selftest.child import Child, End
+from fleet_train.selftest.ladder import STEPS, Ladder, lines_of_nccl
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
 from fleet_train.selftest.ranks import Where, is_rank, request_of
 from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
@@ -95,6 +99,177 @@ class TestFaults:
         result = self.judged(seconds=13.9)
         assert result.status == OK
         assert result.words.endswith("ended within 13.9 s (14 s allowed) and named rank 3 (10.0.0.2:6171)")
+
+
+class PlayedPeers:
+    """Supervisors whose ranks all see what rank 0 does. ``results``: of a step's job; ``ends``: of its ranks."""
+
+    FAULT = End(WorkerFailed.exit_code, 101.0, "", "", ("fleet_train: rank 1 (10.0.0.1:6171) was lost",))
+
+    def __init__(self, ranks: int, results: dict[str, list[Result]], ends: dict[str, list[End]]) -> None:
+        self.cluster = Cluster(assign(["10.0.0.1"], ranks, 6170), 0)
+        self.shown: list[str] = []
+        self.jobs: dict[str, float] = {}
+        self._results, self._ends, self._job = results, ends, ""
+
+    def run(self, job: str, argument: Any, limit: float, on_report: Any, _: Any) -> tuple[End, Cluster]:
+        assert argument["ladder"]
+        self.jobs[job], self._job = limit, job
+        if job.startswith("is killed"):
+            self._ends.setdefault(job, [self.FAULT, End(-9, 100.0, "", "", ())])
+        else:
+            for result in self._results.get(job, [Result("devices", job, OK, "good")]):
+                on_report({"result": result.to_json()})
+        return self._ends_now()[0], self.cluster
+
+    def _ends_now(self) -> list[End]:
+        return self._ends.get(self._job, [End(0, 1.0, "", "", ())] * self.cluster.world_size)
+
+    def gather(self, name: str, value: Any = None, _: float | None = None) -> dict[int, Any]:
+        values = self._ends_now() if name.startswith("ends of") else [value] * self.cluster.world_size
+        return {rank: vars(one) if isinstance(one, End) else one for rank, one in enumerate(values)}
+
+    def note(self, key: str) -> None: ...
+
+    def noted(self, key: str) -> float | None:
+        return 100.0 if key.startswith("fault of is killed") else None
+
+    def clock(self) -> float:
+        return 100.0
+
+    def show(self, text: str) -> None:
+        self.shown.append(text)
+
+
+class TestLadder:
+    NAMES = tuple(step.name for step in STEPS)
+
+    def climbed(
+        self, ranks: int = 2, results: dict[str, list[Result]] | None = None, ends: dict[str, list[End]] | None = None
+    ) -> tuple[list[Result], PlayedPeers]:
+        peers: Any = PlayedPeers(ranks, results or {}, ends or {})
+        found, _ = Ladder(peers, chosen([], [], quick=True, ladder=True)).run()
+        return found, peers
+
+    def test_every_step_runs_in_its_order_and_waits_for_a_bounded_time(self) -> None:
+        results, peers = self.climbed()
+        assert [result.name.removeprefix("a rank ") for result in results] == list(self.NAMES)
+        assert {result.status for result in results} == {OK}
+        assert exit_code(results) == 0
+        assert tuple(peers.jobs) == self.NAMES
+        assert max(peers.jobs.values()) <= 320
+        assert not any("what to do" in line for line in peers.shown)
+
+    def test_what_is_skipped_or_warned_of_ends_nothing(self) -> None:
+        skipped = {"devices": [Result("devices", "devices", SKIP, "the ranks compute on CPUs")]}
+        results, _ = self.climbed(results=skipped | {self.NAMES[-1]: [Result("overlap", "overlap", WARN, "busy")]})
+        assert len(results) == len(STEPS)
+        assert exit_code(results) == 0
+
+    def test_one_rank_has_devices_only(self) -> None:
+        results, peers = self.climbed(ranks=1)
+        assert tuple(peers.jobs) == ("devices",)
+        assert {(result.status, result.words) for result in results[1:]} == {(SKIP, "one rank has no peer")}
+        assert [result.name for result in results[1:]] == list(self.NAMES[1:])
+
+    @pytest.mark.parametrize(
+        ("step", "setting"),
+        [
+            ("devices", "--selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
+            ("dtypes", "NCCL_P2P_DISABLE: 1 or NCCL_IB_DISABLE: 1"),
+            ("calc", "amp_level: O0"),
+            ("own", "set collective_stream: calc"),
+            ("graph", "set collective_stream: calc"),
+            ("overlap and memory of own", "collective_stream: calc exposes the communication"),
+        ],
+    )
+    def test_the_first_failure_ends_it_and_says_which_setting_goes_around_it(self, step: str, setting: str) -> None:
+        good, bad = Result("devices", "first", OK, "good"), Result("devices", "second", FAIL, "wrong")
+        results, peers = self.climbed(results={step: [good, bad]})
+        done = self.NAMES.index(step)
+        assert tuple(peers.jobs) == self.NAMES[: done + 1]
+        assert [result.status for result in results] == [OK] * (done + 1) + [FAIL] + [SKIP] * (len(STEPS) - done - 1)
+        failed = results[done + 1]
+        assert failed.words.startswith("wrong; what to do: ")
+        assert setting in failed.words
+        assert {result.words for result in results[done + 2 :]} <= {f"not run: '{step}' has failed"}
+        assert exit_code(results) == 1
+
+    def test_a_rank_that_crashes_or_hangs_fails_its_step_and_nccls_lines_are_shown(self) -> None:
+        crashed = End(-11, 5.0, "", "graph", ("Segmentation fault",), ("NCCL WARN Cuda failure",))
+        lost = End(WorkerFailed.exit_code, 4.0, "", "graph", ("rank 1 was lost",), ("NCCL INFO comm destroyed",))
+        results, peers = self.climbed(ends={"graph": [lost, crashed]})
+        failed = next(result for result in results if result.status == FAIL)
+        assert failed.line.startswith(
+            "FAIL  graph: rank 1 (10.0.0.1:6171) ended with signal 11: Segmentation fault; what"
+        )
+        assert "      NCCL WARN Cuda failure" in peers.shown
+        assert not any("comm destroyed" in line for line in peers.shown)
+        hangs = End(-9, 500.0, "did not end within 320 s", "start", ())
+        results, _ = self.climbed(results={"dtypes": []}, ends={"dtypes": [hangs, hangs]})
+        assert results[1].line.startswith("FAIL  dtypes: rank 0 (10.0.0.1:6170) did not end and was killed")
+
+    def test_a_step_without_a_result_has_not_passed(self) -> None:
+        results, _ = self.climbed(results={"own": []})
+        assert results[3].line.startswith("FAIL  own: its ranks ended without a result; what to do: set")
+
+    def test_a_kill_that_the_others_survive_for_too_long_fails(self) -> None:
+        slow = replace(PlayedPeers.FAULT, ended_at=130.0, lines_of_nccl=("NCCL INFO waits",))
+        kind = "is killed in a save"
+        results, peers = self.climbed(ends={kind: [slow, End(-9, 100.0, "", "", ())]})
+        failed = next(result for result in results if result.status == FAIL)
+        assert failed.words.startswith("rank 0 (10.0.0.1:6170) ended after 30.0 s, 14 s are allowed; rank 1")
+        assert "was killed in a save; what to do: " in failed.words
+        assert "collective_timeout_seconds" in failed.words
+        assert peers.shown[peers.shown.index(failed.line) + 1] == "      NCCL INFO waits"
+
+    def test_nccls_lines_are_those_of_who_failed_first_or_of_rank_0(self) -> None:
+        good = End(0, 1.0, "", "", (), ("of 0",))
+        assert lines_of_nccl({0: good, 1: replace(good, lines_of_nccl=("of 1",))}) == ("of 0",)
+        assert lines_of_nccl({0: good, 1: replace(good, exit_code=1, lines_of_nccl=("of 1",))}) == ("of 1",)
+        assert lines_of_nccl({}) == ()
+
+    def test_it_is_asked_for_alone_and_is_in_the_commands(self, tmp_path: Path) -> None:
+        options = chosen([], [], quick=True, ladder=True)
+        assert Options.from_json(options.to_json()) == options
+        assert record.command_of(options) == "python -m fleet_train selftest --ladder --quick"
+        assert command_of(options, tmp_path).arguments[-2:] == ["--ladder", "--quick"]
+        assert "--ladder" not in command_of(chosen([], []), tmp_path).arguments
+        for flag in ("--only", "--skip"):
+            refused = CliRunner().invoke(command, ["--ladder", flag, "faults"])
+            assert refused.exit_code == 2
+            assert "leave out --only and --skip" in refused.output
+
+
+class TestStreams:
+    def judged(self, stream: str = "own", carried_out: str = "own", tolerance: float = 0.0, **changes: Any) -> Result:
+        first = {"end": "a", "moved": 0.5, "difference": 0.0} | changes
+        everybody = {0: first, 1: {"end": "a", "moved": 0.5, "difference": 0.0}}
+        job: Any = SimpleNamespace(cluster=CLUSTER)
+        return check_profiles.judge_stream(job, "label", stream, carried_out, 20, everybody, tolerance, 1.0)
+
+    def test_equal_bits_pass_and_so_does_what_is_near(self) -> None:
+        assert self.judged().line == "ok    label: 20 steps, the bits of calc, replicas bit-equal"
+        near = self.judged("calc", "calc", 1e-5, difference=2e-6)
+        assert (
+            near.words == "20 steps, 2.0e-06 from one process with the joint batch (1e-05 allowed), replicas bit-equal"
+        )
+        assert self.judged("graph", "graph", 1e-5).status == OK
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"difference": 1e-9}, "after 20 steps 1.0e-09 from calc, 0e+00 is allowed"),
+            ({"difference": float("nan"), "tolerance": 1e-5}, "after 20 steps nan from calc"),
+            ({"end": "b"}, "after 20 steps rank 1 (10.0.0.1:6171) holds other parameters than rank 0"),
+            ({"moved": 0.0}, "the parameters have not changed"),
+            ({"carried_out": "calc"}, "the proof has found results that differ, and all ranks went on with calc"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, changes: dict[str, Any], reason: str) -> None:
+        result = self.judged(**changes)
+        assert result.status == FAIL
+        assert result.words.startswith(reason)
 
 
 class TestEnds:
@@ -197,6 +372,12 @@ class TestOverlap:
         assert (figures["overlap"], figures["control"]) == (pytest.approx(0.8), pytest.approx(-0.05))
 
 
+def test_memory_is_that_of_the_rank_with_the_most_beside_paddles_own_program() -> None:
+    result = check_overlap.judge_memory("own", {0: [100 * 2**20, 110 * 2**20], 1: [90 * 2**20, 130 * 2**20]}, 1.0)
+    assert (result.name, result.status, result.figures["extra_bytes"]) == ("memory of own", OK, 40 * 2**20)
+    assert result.words.startswith("40 MiB beside the 90 MiB of Paddle's own program on one rank")
+
+
 class TestFitting:
     @pytest.mark.parametrize(("name", "steps"), list(itertools.product(profile_names(), [20, 50])))
     def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
@@ -287,3 +468,26 @@ def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
     assert chosen([], skipped, "--quick" in words) == options
     assert request_of(command, Where(), tmp_path).processes_per_node == 2
+
+
+def test_nccls_lines_are_kept_and_its_chatter_hides_no_error(tmp_path: Path) -> None:
+    text = "fleet_train: rank 1 was lost\n" + "".join(f"node:1:2 [0] NCCL INFO line {i}\n" for i in range(20))
+    script = tmp_path / "talks.py"
+    script.write_text(f"print({text + 'node:1:2 NCCL WARN failure'!r})")
+    child = Child("job", {}, {"PYTHONPATH": str(tmp_path)}, tmp_path / "a.log", "talks")
+    assert child.wait(30) == 0
+    assert child.last_lines() == ("fleet_train: rank 1 was lost", "node:1:2 NCCL WARN failure")
+    assert child.lines_of_nccl()[0] == "node:1:2 [0] NCCL INFO line 11"
+    assert child.lines_of_nccl()[-1] == "node:1:2 NCCL WARN failure"
+    child.kill()
+
+
+def test_a_record_is_sent_to_the_address_of_the_packages_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, links = tmp_path / "r.json", Message()
+    monkeypatch.setattr(record.metadata, "metadata", lambda _: links)
+    assert record.how_to_send(path, 0).endswith("r.json and r.md to an issue on the project's page")
+    links["Project-URL"] = "Issues, https://example.org/issues"
+    sentence = record.how_to_send(path, 1)
+    assert sentence.endswith("r.json and r.md, and the lines above, to an issue on https://example.org/issues")
