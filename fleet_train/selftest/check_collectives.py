@@ -151,22 +151,18 @@ def check_place(job: Job, _: Options) -> Iterator[Result]:
     """A program of an executor on ``fleet.place()`` keeps its values on this rank's device."""
     began = time.perf_counter()
     program = SmallProgram(BATCH_NORM, lambda *_: None)
-    places = {str(value._place()) for value in program.main.state_dict("all", program.scope).values()}
-    wrong = {rank: found for rank, found in job.all_gather("selftest place", _elsewhere(job, places)).items() if found}
-    words = [f"{job.cluster.describe(rank)}: a program's values are on {found}" for rank, found in wrong.items()]
-    status = FAIL if words else OK
-    yield Result(
-        "devices",
-        "place",
-        status,
-        (words or [f"a program's values are on {job.place}"])[0],
-        time.perf_counter() - began,
-    )
+    places = sorted({str(value._place()) for value in program.main.state_dict("all", program.scope).values()})
+    everybody = job.all_gather("selftest place", [places, str(job.place)])
+    yield judge_places(job, everybody, time.perf_counter() - began)
 
 
-def _elsewhere(job: Job, places: set[str]) -> str:
-    other = sorted(places - {str(job.place)})
-    return f"{', '.join(other)}, its rank's device is {job.place}" if other else ""
+def judge_places(job: Job, everybody: Mapping[int, tuple[list[str], str]], seconds: float) -> Result:
+    """``everybody``: by rank, the places of its program's values, and its device."""
+    for rank, (found, device) in everybody.items():
+        if found != [device]:
+            words = f"{job.cluster.describe(rank)}'s device is {device}, a program's values are on {', '.join(found)}"
+            return Result("devices", "place", FAIL, words, seconds)
+    return Result("devices", "place", OK, "a program's values are on each rank's device", seconds)
 
 
 def check_devices(job: Job, _: Options) -> Iterator[Result]:

@@ -174,11 +174,10 @@ def judge_stream(
     reference = "one process with the joint batch" if stream == CALC else "calc"
     difference = float(everybody[0]["difference"])
     figures = {"steps": steps, "difference": difference, "tolerance": tolerance, "carried_out": carried_out}
-    words = why_wrong(job, steps, everybody, reference, tolerance)
-    if not words and carried_out != stream:
-        words = f"the proof has found results that differ, and all ranks went on with {carried_out}"
-    if words:
-        return Result("streams", label, FAIL, words, seconds, figures)
+    given_up = "the proof has found results that differ: all ranks went on with calc" if carried_out != stream else ""
+    wrong = [words for words in (given_up, why_wrong(job, steps, everybody, reference, tolerance)) if words]
+    if wrong:
+        return Result("streams", label, FAIL, "; ".join(wrong), seconds, figures)
     near = f"{difference:.1e} from {reference} ({tolerance:.0e} allowed)" if difference else f"the bits of {reference}"
     return Result("streams", label, OK, f"{steps} steps, {near}, replicas bit-equal", seconds, figures)
 
@@ -287,7 +286,7 @@ def judge(
     }
     wrong = why_wrong(job, steps, everybody, _reference(profile), tolerance)
     if wrong:
-        return Result("profiles", label, FAIL, wrong, seconds, figures)
+        return Result("profiles", label, FAIL, f"{wrong}; do not train on this cluster", seconds, figures)
     return Result("profiles", label, OK, _words(fitted, steps, difference, tolerance), seconds, figures)
 
 
@@ -298,11 +297,9 @@ def why_wrong(
     difference = float(everybody[0]["difference"])
     unequal = [rank for rank, outcome in everybody.items() if outcome["end"] != everybody[0]["end"]]
     if unequal:
-        words = f"after {steps} steps {job.cluster.describe(unequal[0])} holds other parameters than rank 0"
-        return f"{words}; do not train on this cluster"
+        return f"after {steps} steps {job.cluster.describe(unequal[0])} holds other parameters than rank 0"
     if not difference <= tolerance:
-        words = f"after {steps} steps {difference:.1e} from {reference}, {tolerance:.0e} is allowed"
-        return f"{words}; do not train on this cluster"
+        return f"after {steps} steps {difference:.1e} from {reference}, {tolerance:.0e} is allowed"
     return "" if everybody[0]["moved"] > 10 * tolerance else "the parameters have not changed"
 
 

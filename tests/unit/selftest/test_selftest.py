@@ -263,7 +263,11 @@ class TestStreams:
             ({"difference": float("nan"), "tolerance": 1e-5}, "after 20 steps nan from calc"),
             ({"end": "b"}, "after 20 steps rank 1 (10.0.0.1:6171) holds other parameters than rank 0"),
             ({"moved": 0.0}, "the parameters have not changed"),
-            ({"carried_out": "calc"}, "the proof has found results that differ, and all ranks went on with calc"),
+            ({"carried_out": "calc"}, "the proof has found results that differ: all ranks went on with calc"),
+            (
+                {"carried_out": "calc", "end": "b"},
+                "the proof has found results that differ: all ranks went on with calc; a",
+            ),
         ],
     )
     def test_what_is_wrong_is_said(self, changes: dict[str, Any], reason: str) -> None:
@@ -340,6 +344,16 @@ class TestDevices:
         assert shared.status == FAIL
         assert shared.words.startswith("rank 2 (10.0.0.2:6170) and rank 3 (10.0.0.2:6171) compute on one GPU")
         assert self.judged("a", "").words.startswith("the UUID of rank 1 (10.0.0.1:6171)'s GPU is unknown")
+
+    def test_values_are_on_the_device_of_their_rank(self) -> None:
+        job: Any = SimpleNamespace(cluster=CLUSTER)
+        good = {rank: (["Place(gpu:0)"], "Place(gpu:0)") for rank in range(2)}
+        assert check_collectives.judge_places(job, good, 1.0).status == OK
+        elsewhere = check_collectives.judge_places(job, good | {1: (["Place(cpu)"], "Place(gpu:1)")}, 1.0)
+        assert elsewhere.status == FAIL
+        assert elsewhere.words == (
+            "rank 1 (10.0.0.1:6171)'s device is Place(gpu:1), a program's values are on Place(cpu)"
+        )
 
 
 class TestOverlap:
