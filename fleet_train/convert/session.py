@@ -100,8 +100,11 @@ class Session:
         return feed, fetch_list
 
     def _on_device(self, value: Any) -> Any:
-        is_array = isinstance(value, np.ndarray) and value.dtype != np.object_
-        return self.job.engine.device.to_device(value).get_tensor() if is_array else value
+        if not isinstance(value, np.ndarray) or value.dtype == np.object_:
+            return value
+        eager, fed = self.job.engine.device.to_device(value), paddle.base.core.DenseTensor()
+        fed._share_data_with(eager.get_tensor())  # which itself is a reference that does not keep the values
+        return fed
 
     def _is_drifting(self, program: Any) -> bool:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
