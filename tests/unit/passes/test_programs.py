@@ -19,6 +19,7 @@ from paddle.incubate.optimizer import LarsMomentumOptimizer
 from paddle.nn import functional as F
 
 from fleet_train import compat
+from fleet_train.collectives.engine import HostDevice
 from fleet_train.convert import process, session
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
 from fleet_train.convert.passes.program import run_if, updates_alone
@@ -237,6 +238,20 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
         process.put_back()
     assert (value.item(), seen) == (1.0, [["x", "y"]])
     assert paddle.static.Executor.run is before
+
+
+def test_what_a_device_is_fed_keeps_its_values() -> None:
+    """Paddle's ``get_tensor`` is a reference: the memory of an eager tensor that has gone would be given away."""
+    job: Any = SimpleNamespace(engine=SimpleNamespace(device=HostDevice()))
+    fed_by_hand = object()
+    arrays = {f"x{number}": np.full([500, 3], number, "float32") for number in range(8)}
+    given = {**arrays, "none": np.zeros([0, 3], "int64"), "one": np.array(7.0)}
+    feed, fetched = session.Session(job).feed_through_pinned_memory(None, {**given, "else": fed_by_hand}, ["loss"])
+    others = [paddle.full([500, 3], -1.0) for _ in range(16)]
+    assert feed.pop("else") is fed_by_hand
+    assert {name: np.array(value).tolist() for name, value in feed.items()} == {n: v.tolist() for n, v in given.items()}
+    assert [np.array(value).dtype for value in feed.values()] == [value.dtype for value in given.values()]
+    assert (len(others), fetched) == (16, ["loss"])
 
 
 def test_a_loader_that_is_made_after_a_shutdown_feeds_its_program_too() -> None:
