@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.profile import COMMUNICATORS, EDGE, SIZE, open_knobs
-from fleet_train.selftest.late import late_engine
+from fleet_train.selftest.late import ending_late
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
 from fleet_train.selftest.training import (
     BATCH_NORM,
@@ -58,9 +57,6 @@ _NUMBERS = {COMMUNICATORS: 2, SIZE: 16.0, EDGE: 1.0}
 """The choice for a fast link is one bucket; these settings make several, to test their order and communicators."""
 _STEPS_PER_PERIOD = 4
 """A period of LocalSGD is at most the steps divided by this, so that several occur."""
-
-_MOST_BYTES = 2**24
-"""Of the parameters of SEVERAL_BUCKETS: 1.4 MB."""
 
 Values = dict[str, Array]
 
@@ -120,24 +116,10 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
 def check_stream(job: Job, options: Options, stream: str, folder: Path) -> Iterator[Result]:
     """``collective_stream``: calc is compared with one process, and rank 0 keeps its parameters in ``folder``; the
     others are compared with those. On CPUs, also on an engine of streams whose collectives end late."""
-    ways: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {backend_name(): contextlib.nullcontext}
+    yield _check_stream(job, options.steps, stream, backend_name(), folder / "parameters")
     if job.engine.side_by_side and stream != GRAPH:
-        ways["late doubles"] = lambda: _late(job)
-    for way, prepared in ways.items():
-        with prepared():
-            yield _check_stream(job, options.steps, stream, way, folder / f"calc_with_{way.replace(' ', '_')}")
-
-
-@contextlib.contextmanager
-def _late(job: Job) -> Iterator[None]:
-    usual = job.engine
-    job.engine, calls, _ = late_engine(job, job.cluster.rank)
-    try:
-        yield
-    finally:
-        job.engine.stop()
-        calls.stop()
-        job.engine = usual
+        with ending_late(job):
+            yield _check_stream(job, options.steps, stream, "late doubles", folder / "parameters_late")
 
 
 def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Result:
@@ -159,7 +141,7 @@ def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Re
         outcome["difference"] = _from_joint_batch(SEVERAL_BUCKETS, run, data)
         write_new(kept, save(run.end))
     elif job.cluster.rank == 0:
-        outcome["difference"] = run.difference(run.end, load(read_regular(kept, _MOST_BYTES)))
+        outcome["difference"] = run.difference(run.end, load(read_regular(kept, 2**24)))
     everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
     carried_out = job.engine.stream if isinstance(job.engine, StreamEngine) and stream != GRAPH else stream
     bound = 0.0 if stream == OWN and not computes_on_gpu() else tolerance_of(profile, on_gpu=computes_on_gpu())

@@ -23,8 +23,6 @@ class Step:
 
     name: str
     advice: str
-    is_fault: bool = False
-    """Whether its job is one in which the last rank fails on purpose."""
 
 
 _LINK = (
@@ -35,19 +33,16 @@ _LOST = (
     "a rank that is lost here may hold up the others: a lower collective_timeout_seconds bounds that; if it does not, "
     "end such a job yourself"
 )
-_COST = (
-    "nothing is computed wrongly; collective_stream: calc exposes the communication, and needs no further stream or "
-    "buffer"
-)
+_COST = "nothing is computed wrongly; collective_stream: calc exposes the communication, and needs no second stream"
 STEPS = (
     Step("devices", "give each rank a GPU of its own: --selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
     Step("dtypes", _LINK),
     Step("calc", f"{_LINK}, and amp_level: O0 whether a precision is"),
     Step("own", "set collective_stream: calc"),
     Step("graph", "set collective_stream: calc"),
-    Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe", is_fault=True),
-    Step("is killed in a step", _LOST, is_fault=True),
-    Step("is killed in a save", _LOST, is_fault=True),
+    Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe"),
+    Step("is killed in a step", _LOST),
+    Step("is killed in a save", _LOST),
     Step(f"{COST_OF}own", _COST),
     Step(f"{COST_OF}graph", _COST),
 )
@@ -73,7 +68,7 @@ class Ladder(Supervisor):
     def _passes(self, step: Step) -> bool:
         """Run it; whether it has passed on rank 0, which has all results."""
         number, self._advice = len(self.results), step.advice
-        ends = self.run_fault(step.name) if step.is_fault else self._run_checks(step)
+        ends = (self.run_fault if step.name.startswith("is killed") else self._run_checks)(step.name)
         found = self.results[number:]
         if not found and self.cluster.rank == 0:
             self.add([Result("ladder", step.name, FAIL, "its ranks ended without a result")])
@@ -83,10 +78,10 @@ class Ladder(Supervisor):
                 self.peers.show(f"      {line}")
         return passes
 
-    def _run_checks(self, step: Step) -> Mapping[int, End]:
+    def _run_checks(self, name: str) -> dict[int, End]:
         limit = timeouts.SELFTEST_STEP_SECONDS + timeouts.SELFTEST_SECONDS_PER_RANK * self.cluster.world_size
-        ends, subjects = self.run_job(step.name, limit)
-        self.add(replace(result, name=step.name) for result in judge_ends(subjects, ends))
+        ends, subjects = self.run_job(name, limit)
+        self.add(replace(result, name=name) for result in judge_ends(subjects, ends))
         return ends
 
 

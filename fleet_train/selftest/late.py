@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,19 @@ def late_engine(job: Job, seed: int, reads_early: bool = False) -> tuple[StreamE
     device, calls = LateDevice(), LateCalls(job.place, seed, reads_early=reads_early)
     watchdog = Watchdog(job._end_stuck, job._is_hopeless)
     return StreamEngine(device, job.attribute_failure, watchdog, calls), calls, device
+
+
+@contextmanager
+def ending_late(job: Job) -> Iterator[None]:
+    """Meanwhile the job has such an engine."""
+    usual = job.engine
+    job.engine, calls, _ = late_engine(job, job.cluster.rank)
+    try:
+        yield
+    finally:
+        job.engine.stop()
+        calls.stop()
+        job.engine = usual
 
 
 def _poison_of(tensor: Any) -> float:

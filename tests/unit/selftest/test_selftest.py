@@ -392,6 +392,30 @@ def test_memory_is_that_of_the_rank_with_the_most_beside_paddles_own_program() -
     assert result.words.startswith("40 MiB beside the 90 MiB of Paddle's own program on one rank")
 
 
+def test_memory_is_the_most_of_each_program_beside_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's calls, played: the counts are those of one process, in which the plain program stays."""
+    steps: list[Any] = []
+    allocated, most = iter([100, 120]), iter([150, 200])
+    device = SimpleNamespace(
+        reset_max_memory_allocated=lambda: steps.append("reset"),
+        memory_allocated=lambda: next(allocated),
+        max_memory_allocated=lambda: next(most),
+    )
+
+    def program(_: Any, settings: Any, *__: Any) -> Any:
+        steps.append(settings)
+        return SimpleNamespace(step=lambda *_: steps.append("step"))
+
+    monkeypatch.setattr(check_overlap.paddle.device, "cuda", device)
+    monkeypatch.setattr(check_overlap.paddle.device, "synchronize", lambda: steps.append("done"))
+    monkeypatch.setattr(check_overlap, "computes_on_gpu", lambda: True)
+    monkeypatch.setattr(check_overlap, "_program", program)
+    job: Any = SimpleNamespace(cluster=CLUSTER, all_gather=lambda _, value: {0: value})
+    (result,) = check_overlap.check_memory(job, Options(), "graph")
+    assert result.figures == {"plain_bytes": 50, "our_bytes": 80, "extra_bytes": 30}
+    assert steps == ["reset", None, *["step"] * 5, "done", "reset", {}, *["step"] * 5, "done"]
+
+
 class TestFitting:
     @pytest.mark.parametrize(("name", "steps"), list(itertools.product(profile_names(), [20, 50])))
     def test_every_profile_is_past_its_warm_up(self, name: str, steps: int) -> None:
