@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 from fleet_train import timeouts
 from fleet_train.selftest.child import End
-from fleet_train.selftest.options import FAIL, SKIP, Result, failed
+from fleet_train.selftest.options import COST_OF, FAIL, SKIP, Result, failed
 from fleet_train.selftest.supervisor import Supervisor, first_to_fail, judge_ends
-
-COST_OF = "overlap and memory of "
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ GROUPS = {
 """The values of ``--only`` and ``--skip``, in the order of execution."""
 TOGETHER = "together"
 """The job of all checks that one process per rank can run in sequence."""
+COST_OF = "overlap and memory of "
+"""Before a stream: a job of the ladder."""
 TOGETHER_GROUPS = tuple(group for group in GROUPS if group != "faults")
 DEFAULT_FOLDER = Path("runs/selftest")
 

@@ -21,8 +21,7 @@ from fleet_train.collectives.engines import CALC, GRAPH, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, training
-from fleet_train.selftest.ladder import COST_OF
-from fleet_train.selftest.options import TOGETHER, Options, Result
+from fleet_train.selftest.options import COST_OF, TOGETHER, Options, Result
 
 Check = Callable[[Job, Options], Iterator[Result]]
 
