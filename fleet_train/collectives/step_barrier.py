@@ -10,8 +10,9 @@ from fleet_train.collectives.replica_check import FirstGradients
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
 
-# The first step compiles and connects; its time is reported at the second step's barrier.
-_FIRST_STEPS = 2
+# The first step compiles and connects, and its time is reported at the second step's barrier; the third one's compares
+# the first two steps' gradients.
+_FIRST_STEPS = 3
 
 _SAME_GRADIENTS = (
     "all ranks computed the same gradient twice in a row: they read the same samples; share them: "

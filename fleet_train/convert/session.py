@@ -110,7 +110,8 @@ class Session:
         return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
 
 
-_OF_A_BACKEND = re.compile(r"gloo|nccl|all_reduce", re.IGNORECASE)
+_OF_A_BACKEND = re.compile(r"gloo|nccl|all_reduce|^std::exception$", re.IGNORECASE)
+"""Gloo's own errors have no text where the executor raises them again."""
 
 prescribed_profile: Profile | None = None
 """For trials: the profile that is used, whatever the script or the launcher names."""

@@ -180,7 +180,7 @@ class CommunicationKnobs(BaseModel):
         "sets the timeout: a rank that pauses for more than 30 s between two barriers fails the job. On NCCL the "
         "timeout is `collective_timeout_seconds`, and the value is 10 unless it is set: the host, which is ahead of "
         "the device, waits at a barrier.",
-        reason="With more than 1, these steps have a barrier: the first two of a program, every n-th one (n is this "
+        reason="With more than 1, these steps have a barrier: the first 3 of a program, every n-th one (n is this "
         "value), the first one after a call that all ranks make together (saves, evaluations that gather, "
         "fleet.barrier_worker, the comparisons of `divergence_check_steps`) or after another program's steps, and "
         "every step while the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the "

@@ -31,18 +31,20 @@ STOPS: dict[str, tuple[int, dict[str, Any], int]] = {
     "local sgd, period": (4, SHORT, 6),
 }
 STEPS, EVERY, SLOW = 12, 5, "a slow step"
-ALONE = Profile(divergence_check_steps=0)  # without comparisons, which are synchronization points, too
+ALONE = Profile(
+    divergence_check_steps=0, barrier_every_steps=1
+)  # without comparisons, which are synchronization points, too
 # With the steps that have a barrier where only each fifth has to. The slow step is the seventh, told at the tenth.
 FEW: dict[str, tuple[Profile, list[int]]] = {
-    "default": (ALONE, [1, 2, 5, 10]),
-    SLOW: (ALONE, [1, 2, 5, 10, 11]),
-    "small buckets": (ALONE.with_settings("test", fuse_parameter_groups_size=1, nccl_comm_num=2), [1, 2, 5, 10]),
+    "default": (ALONE, [1, 2, 3, 5, 10]),
+    SLOW: (ALONE, [1, 2, 3, 5, 10, 11]),
+    "small buckets": (ALONE.with_settings("test", fuse_parameter_groups_size=1, nccl_comm_num=2), [1, 2, 3, 5, 10]),
     "local_sgd": (
         ALONE.with_settings("test", use_local_sgd=True, local_sgd_is_warm_steps=7, local_sgd_steps=2),
-        [1, 2, 5],
+        [1, 2, 3, 5],
     ),
-    "merge": (ALONE.with_settings("test", accumulate_steps=2), [1, 2, 5]),
-    "compared": (Profile(divergence_check_steps=4), []),
+    "merge": (ALONE.with_settings("test", accumulate_steps=2), [1, 2, 3, 5]),
+    "compared": (Profile(divergence_check_steps=4, barrier_every_steps=1), []),
 }
 SAMPLES = {
     "default": Profile(),
@@ -88,7 +90,7 @@ def stop(step_of_request: int, settings: dict[str, Any], _: int) -> list[str | N
     notes = _current().job.notes
     notes.stop = notes._stop_reason = None  # a job has one stop in its life, this one has one per case
     known: list[str | None] = []
-    for step, _program in enumerate(trained(Profile(**settings), STOP_STEPS), 1):
+    for step, _program in enumerate(trained(Profile(**{"barrier_every_steps": 1} | settings), STOP_STEPS), 1):
         known.append(fleet.stop_requested())
         if step == step_of_request and fleet.worker_index() == fleet.worker_num() - 1:
             fleet.request_stop("the machine is needed")

@@ -177,8 +177,8 @@ _ALL = [
         8,
         {"divergence_check_steps": 12},
         steps=20,
-        # The first two, each eighth, and those behind the comparisons at steps 1 and 13.
-        barriers=[1, 2, 8, 14, 16],
+        # The first three, each eighth, and those behind the comparisons at steps 1 and 13.
+        barriers=[1, 2, 3, 8, 14, 16],
         sending_steps=list(range(1, 21)),
         counted=20 * 9376,
         said="barrier_every_steps: 8 (set by the caller): between two barriers Gloo waits for a rank for 30 s, which "
