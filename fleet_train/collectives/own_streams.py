@@ -1,8 +1,9 @@
 """The proof that collectives on streams of their own read what has been computed.
 
 If NCCL read a buffer before the calculation stream has written it, all ranks would get the same wrong sum, and the
-comparison of replicas would pass. So in a program's first steps each collective on a stream of its own is repeated on
-the calculation stream, with a copy of what it was given; the copy's result is used, and both are compared.
+comparison of replicas would pass. So for a program's start values and in its first steps each collective on a stream of
+its own is repeated on the calculation stream, with a copy of what it was given; the copy's result is used, and both are
+compared.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class _Compared:
 
 
 class OwnStreamProof:
-    """The comparisons of one program's first ``PROOF_STEPS`` updates. All ranks make the calls in the same order.
+    """The comparisons of one program's start values and first ``PROOF_STEPS`` updates.
 
-    Where a result differs on any rank, all ranks go on with the calculation stream. Nothing wrong has been used: until
-    then, a collective's result is that of the calculation stream.
+    All ranks make the calls in the same order. Where a result differs on any rank, all ranks go on with the calculation
+    stream. Nothing wrong has been used: until then, a collective's result is that of the calculation stream.
     """
 
     def __init__(self, job: Job, engine: StreamEngine) -> None:
@@ -47,10 +48,12 @@ class OwnStreamProof:
         self._compared: list[_Compared] = []
         self._copies: list[tuple[list[_Compared], HostCopy]] = []
         self._number = 0
+        engine.proof = self if PROOF_STEPS else None  # of the start values, too
 
     def begin_update(self) -> None:
         """Called at the start of each update, before its first collective."""
         if self._updates > PROOF_STEPS + 1:
+            self._engine.proof = None
             return
         if self._updates and self._engine.stream == OWN:
             self._agree()

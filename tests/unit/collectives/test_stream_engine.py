@@ -15,7 +15,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.engines import CALC, OWN, InFlight, OnCalcStream, StreamCalls, StreamEngine
-from fleet_train.collectives.own_streams import OwnStreamProof, wrong_elements
+from fleet_train.collectives.own_streams import PROOF_STEPS, OwnStreamProof, wrong_elements
 from fleet_train.errors import FleetTrainError, ProfileError, ScheduleMismatch, WorkerFailed
 from fleet_train.log import logger
 from tests.support.agreeing import AgreeingJob
@@ -349,6 +349,41 @@ def test_own_streams_are_compared_for_three_updates_and_nothing_wrong_is_used(
         assert device.begun_on == [*[OWN, OWN, CALC, CALC] * bad, *[CALC, CALC] * (5 - bad)]
         assert f"step {bad}, bucket {wrong_from % 2}: 3 of 3 elements differ" in caplog.text
         assert "all ranks go on with calc" in caplog.text
+
+
+def test_start_values_are_compared_too_and_a_proven_program_is_not_compared_for_another_ones_sake(
+    engine_of: Make,
+) -> None:
+    device, job = Device(wrong_from=0), AgreeingJob(Cluster.imagined(2, 1), paddle.CPUPlace())
+    engine = engine_of(device)
+    engine.calls = SimpleNamespace(  # type: ignore[assignment]
+        on_own_stream=lambda each: device.call(OWN, each), on_calc_stream=lambda each: device.call(CALC, each)
+    )
+
+    def start_value() -> Stages[Any]:
+        tensor = paddle.full([3], 1.0)
+        yield Stage((Collective("broadcast", ALL, tensor, 0),))
+        return tensor
+
+    proof = OwnStreamProof(job, engine)
+    assert engine.start(start_value(), CallContext("start state", "start value of 'w'")).result().tolist() == [2.0] * 3
+    proof.begin_update()
+    assert engine.stream == OWN
+    proof.end_update()
+    proof.begin_update()
+    assert engine.stream == CALC  # it was wrong on its own stream
+
+    engine = engine_of(Device(wrong_from=99))
+    first = OwnStreamProof(job, engine)
+    for _ in range(PROOF_STEPS + 2):
+        first.begin_update()
+        first.end_update()
+    second = OwnStreamProof(job, engine)
+    assert engine.proof is second
+    first.begin_update()
+    assert engine.proof is None
+    second.begin_update()
+    assert engine.proof is second
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int32", "uint8"])
