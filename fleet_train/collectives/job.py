@@ -347,12 +347,12 @@ class Job:
         """What is enqueued is not done: a process that ends takes its part of the last collectives with it. Wait for
         the device, and for the other ranks' devices; both bounded, and without an error: this rank has no further use
         for them."""
-        if not self.engine.drain(timeouts.LEAVE_SECONDS):
-            logger.warning(
-                "rank %d leaves, but its device has not ended its work within %d s",
-                self.cluster.rank,
-                timeouts.LEAVE_SECONDS,
-            )
+        try:
+            is_done = self.engine.drain(timeouts.LEAVE_SECONDS)
+        except Exception as error:  # a device that has failed
+            is_done, self.failure = False, FleetTrainError(str(error))
+        if not is_done:
+            logger.warning("rank %d leaves, but its device has not ended its work", self.cluster.rank)
         with contextlib.suppress(FleetTrainError):
             self.store.barrier("leaving", None, *self._everybody(timeouts.LEAVE_SECONDS))
 

@@ -144,6 +144,9 @@ _SWITCHES = {
         "; periods grow up to local_sgd_max_steps, Fleet's up to 16",
     ),
     "collective_mode": Switch("local_sgd", (("use_local_sgd", True),)),
+    **dict.fromkeys(
+        ("calc_comm_same_stream", "_calc_comm_same_stream"), Switch(True, (("collective_stream", "calc"),))
+    ),
 }
 
 # Fields that only made the old executor faster or smaller: on or off, the numbers are the same.
@@ -230,8 +233,6 @@ _REFUSED = {
     "heter_ccl_mode": "joins different kinds of devices in one job, which is not supported; leave it off",
     "mode": "only the collective mode is supported; leave it out",
     "collective_mode": "allowed: grad_allreduce or local_sgd",
-    "calc_comm_same_stream": "would keep communication from overlapping the backward pass; leave it off",
-    "_calc_comm_same_stream": "would keep communication from overlapping the backward pass; leave it off",
     "without_graph_optimization": "the old graph passes do not run on PIR programs; leave it at True",
     "gradient_scale_configs": "gradients are averaged, sum over ranks / world size; for another scale, scale the loss",
     "build_strategy": _OLD_PASS,

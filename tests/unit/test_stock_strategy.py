@@ -49,6 +49,7 @@ O2 = {"amp_level": "O2", "amp_dtype": "float16"}
         ),
         ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4, "avg": True}}, {"accumulate_steps": 4}),
         ({"fp16_allreduce": True}, {"compression": "fp16"}),
+        ({"calc_comm_same_stream": True}, {"collective_stream": "calc"}),
         (
             {"dgc": True, "dgc_configs": DGC},
             {"compression": "dgc", "dgc_rampup_begin_step": 10, "dgc_rampup_steps": 5, "dgc_sparsity": 0.99},
@@ -85,7 +86,6 @@ REFUSED = {
     "elastic": "changes the number of ranks",
     "auto": "automatic parallelism",
     "without_graph_optimization": "leave it at True",
-    "calc_comm_same_stream": "keep communication from overlapping",
     "asp": "paddle.incubate.asp",
     "fuse_grad_merge": "merged gradients are not fused",
     "adam_d2sum": "wrap the optimizer that you want",
