@@ -24,7 +24,7 @@ Without ``one_resident`` there is no choice at all, and one interleaving decides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,9 +206,8 @@ def replay(
     interleavings: int,
     random: np.random.Generator,
     one_resident: bool = True,
-    on_done: Callable[[int], None] = lambda _: None,
 ) -> Found:
-    """Let so many interleavings go on until nothing can; ``on_done`` is told how many more are over."""
+    """Let so many interleavings go on until nothing can."""
     state, found = _State(schedule, interleavings, random, one_resident), Found(interleavings)
     while state.size:
         over = ~state.turn()
@@ -217,7 +216,6 @@ def replay(
         for one in np.flatnonzero(over & ~state.is_complete()):
             found.deadlocks += 1
             found.example = found.example or state.describe(int(one))
-        on_done(int(np.count_nonzero(over)))
         state.keep(~over)
     return found
 

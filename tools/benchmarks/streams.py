@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,9 +98,7 @@ def cases(names: Sequence[str] = ()) -> list[Case]:
     return [case for case in found if not names or case.name in names]
 
 
-def replay_case(
-    case: Case, shape: tuple[int, int], interleavings: int, steps: int, seed: int, on_done: Callable[[int], None]
-) -> dict[str, Any]:
+def replay_case(case: Case, shape: tuple[int, int], interleavings: int, steps: int, seed: int) -> dict[str, Any]:
     """One row: the results of random interleavings of the new engine's traces."""
     began, traces = time.process_time(), traced(case.profile, Cluster.imagined(*shape), steps)
     row: dict[str, Any] = {
@@ -115,7 +113,7 @@ def replay_case(
     }
     row["choice"] = has_choice(traces)
     number = interleavings if row["choice"] else min(interleavings, WITHOUT_CHOICE)
-    found = Found() if row["mismatches"] else _replay(traces, number, seed, on_done)
+    found = Found() if row["mismatches"] else _replay(traces, number, seed)
     row |= {"interleavings": found.interleavings, "deadlocks": found.deadlocks}
     row |= {"example": wait_cycle(found.example) if found.example else []}
     return row | {"seconds": round(time.process_time() - began, 1)}
@@ -126,7 +124,7 @@ def has_choice(traces: Sequence[Trace]) -> bool:
     return any(len(trace.groups) > 1 for trace in traces)
 
 
-def _replay(traces: list[Trace], interleavings: int, seed: int, on_done: Callable[[int], None]) -> Found:
+def _replay(traces: list[Trace], interleavings: int, seed: int) -> Found:
     whole, steps = schedule_of(traces), schedule_of([from_first_step(trace) for trace in traces])
     free, started = interleavings // FREE_SHARE, interleavings // WHOLE_SHARE
     kinds = ((whole, True, started), (steps, False, free), (steps, True, interleavings - free - started))
@@ -134,15 +132,15 @@ def _replay(traces: list[Trace], interleavings: int, seed: int, on_done: Callabl
     for schedule, one_resident, number in kinds:
         for first in range(0, number, BATCH):
             random = np.random.default_rng([seed, schedule is whole, one_resident, first])
-            found.add(replay(schedule, min(BATCH, number - first), random, one_resident, on_done))
+            found.add(replay(schedule, min(BATCH, number - first), random, one_resident))
     return found
 
 
-def rows_of(case: Case, interleavings: int, steps: int, seed: int, on_done: Callable[[int], None]) -> list[Any]:
+def rows_of(case: Case, interleavings: int, steps: int, seed: int) -> list[Any]:
     """One row per cluster; the interleavings are divided among them."""
     share, rest = divmod(round(interleavings * case.share), len(case.shapes))
     return [
-        replay_case(case, shape, share + (number < rest), steps, seed + number, on_done)
+        replay_case(case, shape, share + (number < rest), steps, seed + number)
         for number, shape in enumerate(case.shapes)
     ]
 
@@ -269,10 +267,8 @@ def main(steps: int, seed: int, names: tuple[str, ...], rounds: int, keep: Keep)
         "controls": [control_row(control, seed) for control in tqdm(CONTROLS, desc="controls", leave=False)],
         "exposed": [exposed(case, rates, steps) for case in tqdm(chosen, desc="exposed time", leave=False)],
     }  # fmt: skip
-    total = sum(round(rounds * case.share) for case in chosen)
-    with tqdm(total=total, unit="interleaving", unit_scale=True) as bar:
-        update: Any = bar.update
-        record["replays"] = [row for case in chosen for row in rows_of(case, rounds, steps, seed, update)]
+    replayed = tqdm(chosen, desc="replays")
+    record["replays"] = [row for case in replayed for row in rows_of(case, rounds, steps, seed)]
     record["failures"] = failures_of(record)
     keep(record, page(record))
     click.echo("\n".join(page(record)))
