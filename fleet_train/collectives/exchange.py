@@ -126,9 +126,8 @@ class GradientExchange:
         ``boundary`` (bool [1], None for always): whether this run of the program ends with an update; the first bucket
         decides for all.
         """
-        if index == 0 and self.step == 0:
-            self._job.refuse_other_place(gradients[0])
         if index == 0:
+            self._job.refuse_other_place(gradients[0])
             self._next_step(boundary is None or self._boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
@@ -159,8 +158,7 @@ class GradientExchange:
 
     def begin_in_graph(self, flat: Any) -> None:
         """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""
-        if self.step == 0:
-            self._job.refuse_other_place(flat)
+        self._job.refuse_other_place(flat)
         self._next_step(True)
         self.barrier.first_gradients.see([flat], self.step)
         self.barrier.wait(on_any_engine=True)
