@@ -57,6 +57,8 @@ LONG = pytest.mark.long
         ),
         pytest.param("exit with text", [LOST, 1], [r"\) stopped with sys.exit: no disk left$"], marks=LONG),
         pytest.param("leave early", [LOST, 0], [RANK_1, GONE], marks=LONG),
+        # Where calls are enqueued, a rank that leaves waits for the others.
+        pytest.param("late leave early", [OTHER, 0], [RANK_1 + r"\d+\) at 'leaving'"], marks=LONG),
         pytest.param("command", [LOST, DataError.exit_code], ["no such folder on this machine"], marks=LONG),
         pytest.param(
             "save on rank 0",

@@ -10,6 +10,8 @@ import pytest
 
 from fleet_train.collectives.methods import registry
 from fleet_train.collectives.methods.dense import (
+    CastAllreduce,
+    cast_for,
     cast_on_host,
     cut_for,
     flatten,
@@ -50,6 +52,32 @@ def test_flat_sum_is_one_stage_with_a_collective_for_each_buffer(more: bool) -> 
         CollectiveSpec("all_reduce", (0, 1, 2), "float32", 4, more),
         CollectiveSpec("all_reduce", (0, 1, 2), "int64", 2, more),
     ]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("arguments", [(1, 0), (1, 2), (1, 2, "float16")], ids=["flat", "groups", "groups, float16"])
+def test_means_are_divided_before_they_are_added_where_the_backend_does_that(
+    arguments: tuple[Any, ...], averages: bool
+) -> None:
+    """float16 ends at 65504: four times 30000 is infinite on the way, unless it is divided first."""
+    ranks = ranks_of(4)
+    for rank in ranks:
+        rank.engine.averages = averages
+    every = [make_allreduces(rank, *arguments)[0] for rank in ranks]  # type: ignore[arg-type]
+    found, sent = in_turn([one.sum([paddle.full([4], 30000.0)], divide_by=4) for one in every])
+    is_in_range = averages or len(arguments) == 2
+    assert [total.tolist() for (total,) in found] == [[30000.0 if is_in_range else float("inf")] * 4] * 4
+    assert len(sent) == (1 if arguments == (1, 0) else 5)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_bucket_on_the_wire_in_16_bits_keeps_its_range_where_the_backend_averages(averages: bool) -> None:
+    ranks = ranks_of(4)
+    for rank in ranks:
+        rank.engine.averages = averages
+    every = [CastAllreduce(make_allreduces(rank, 1, 0)[0], "float16", cast_for(False)) for rank in ranks]  # type: ignore[arg-type]
+    found, _ = in_turn([one.sum([paddle.full([4], 30000.0)], divide_by=4) for one in every])
+    assert [total.tolist() for (total,) in found] == [[30000.0 if averages else float("inf")] * 4] * 4
 
 
 @MORE

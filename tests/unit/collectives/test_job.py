@@ -358,6 +358,14 @@ def test_on_streams_a_rank_leaves_when_its_device_and_the_other_ranks_are_done(
     assert ("its device has not ended its work" in caplog.text) is not is_done
 
 
+def test_a_call_of_the_facade_waits_for_the_device_with_other_threads_running(make: Callable[..., Made]) -> None:
+    job, waited = make(gone={}).job, list[float]()
+    job.engine.stop()
+    job.engine = SimpleNamespace(drain=waited.append, stop=lambda: None)  # type: ignore[assignment]
+    with job.inside("fleet.save_persistables('out')"):
+        assert waited == [float("inf")]
+
+
 def test_a_rank_that_failed_does_not_wait_for_the_others_to_leave(make: Callable[..., Made]) -> None:
     made = make(gone={})
     made.job.engine.stop()
