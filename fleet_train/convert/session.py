@@ -87,8 +87,9 @@ class Session:
     def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
         """The error for a run in which an operator of the program itself could not communicate."""
         exchange = exchange_of(program or paddle.static.default_main_program())
-        is_ours = exchange is not None and exchange.is_in_graph and _OF_A_BACKEND.search(str(error))
-        return exchange.why_failed(error) if exchange is not None and is_ours else None
+        if exchange is None or not exchange.is_in_graph or isinstance(error, MemoryError):
+            return None
+        return exchange.why_failed(error) if _OF_A_BACKEND.search(str(error)) else None
 
     def feed_through_pinned_memory(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
         """For a device: the executor itself would copy arrays with Python's lock, after all that is enqueued, and no

@@ -23,6 +23,7 @@ from fleet_train.collectives.engine import HostDevice
 from fleet_train.convert import process, session
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
 from fleet_train.convert.passes.program import run_if, updates_alone
+from fleet_train.errors import WorkerFailed
 from tests.support.processes import ROOT, clean_environ
 
 Loss = Callable[[Any, Any, Any], Any]
@@ -238,6 +239,41 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
         process.put_back()
     assert (value.item(), seen) == (1.0, [["x", "y"]])
     assert paddle.static.Executor.run is before
+
+
+@pytest.mark.parametrize(
+    ("error", "is_in_graph", "is_explained"),
+    [
+        (RuntimeError("std::exception"), True, True),
+        (OSError("NCCL error(5), unhandled system error"), True, True),
+        (RuntimeError("std::exception"), False, False),
+        (ValueError("(InvalidArgument) shapes of pd_op.matmul"), True, False),
+        (MemoryError("Out of memory in pd_op.all_reduce_"), True, False),
+    ],
+)
+def test_what_an_operator_of_the_program_raises_is_explained_if_it_could_not_communicate(
+    error: Exception, is_in_graph: bool, is_explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, job = paddle.static.Program(), SimpleNamespace()
+    lost = WorkerFailed("step 4: rank 1 was lost")
+    exchange = SimpleNamespace(is_in_graph=is_in_graph, why_failed=lambda _: lost)
+    made = session.Session(job, exchanges=[(main, exchange)])  # type: ignore[arg-type, list-item]
+    monkeypatch.setattr(session, "_session", made)
+    assert made.why_failed(main, error) is (lost if is_explained else None)
+    assert made.why_failed(paddle.static.Program(), error) is None
+
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(paddle.static.Executor, "run", run)
+    try:
+        process.before_each_run(lambda _, feed, fetched: (feed, fetched))
+        process.explain_failed_runs(made.why_failed)
+        with pytest.raises(WorkerFailed if is_explained else type(error)) as raised:
+            paddle.static.Executor().run(main)
+    finally:
+        process.put_back()
+    assert raised.value.__cause__ is (error if is_explained else None)
 
 
 def test_what_a_device_is_fed_keeps_its_values() -> None:
