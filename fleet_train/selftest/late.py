@@ -163,20 +163,15 @@ class LateDevice(HostDevice):
         return _to_tensor(array)
 
 
-def late_engine(job: Job, seed: int, reads_early: bool = False) -> tuple[StreamEngine, LateCalls, LateDevice]:
-    """A stream engine for a job on CPUs, whose collectives are Gloo's, late."""
-    device, calls = LateDevice(), LateCalls(job.place, seed, reads_early=reads_early)
-    watchdog = Watchdog(job._end_stuck, job._is_hopeless)
-    return StreamEngine(device, job.attribute_failure, watchdog, calls), calls, device
-
-
 @contextmanager
-def ending_late(job: Job) -> Iterator[None]:
-    """Meanwhile the job has such an engine."""
-    usual = job.engine
-    job.engine, calls, _ = late_engine(job, job.cluster.rank)
+def ending_late(job: Job, seed: int = 0, reads_early: bool = False) -> Iterator[tuple[LateCalls, LateDevice]]:
+    """Meanwhile a job on CPUs has a stream engine, whose collectives are Gloo's, late; ``seed``: how late, by rank."""
+    usual, device = job.engine, LateDevice()
+    calls = LateCalls(job.place, 100 * seed + job.cluster.rank, reads_early=reads_early)
+    watchdog = Watchdog(job._end_stuck, job._is_hopeless)
+    job.engine = StreamEngine(device, job.attribute_failure, watchdog, calls)
     try:
-        yield
+        yield calls, device
     finally:
         job.engine.stop()
         calls.stop()

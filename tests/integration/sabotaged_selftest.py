@@ -65,7 +65,7 @@ def read_early() -> None:
 
     from fleet_train.selftest import late
 
-    late.late_engine = partial(late.late_engine, reads_early=True)
+    late.LateCalls = partial(late.LateCalls, reads_early=True)
 
 
 if IS_SUBJECT and KIND == "early reads":

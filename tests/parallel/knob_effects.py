@@ -35,7 +35,7 @@ from fleet_train.convert.passes import pipeline, precision
 from fleet_train.convert.session import current
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.profile import Profile
-from fleet_train.selftest.late import late_engine
+from fleet_train.selftest.late import ending_late
 from fleet_train.train import Trainer, TrainerSettings
 from tests.support.worker import report
 
@@ -284,15 +284,8 @@ def linear(
 
 def on_streams(profile: Profile, steps: int = 2) -> Ran:
     """As ``linear`` on the engine of NCCL, whose collectives are Gloo's, late."""
-    job = current().job
-    usual = job.engine
-    job.engine, calls, _ = late_engine(job, job.cluster.rank)
-    try:
+    with ending_late(current().job):
         return linear(profile, steps)
-    finally:
-        job.engine.stop()
-        calls.stop()
-        job.engine = usual
 
 
 def layers(profile: Profile) -> Ran:

@@ -30,7 +30,7 @@ from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.convert.fleet import _current
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.profile import Profile
-from fleet_train.selftest.late import late_engine
+from fleet_train.selftest.late import ending_late
 from fleet_train.selftest.training import (
     CLASSES,
     FEATURES,
@@ -285,15 +285,9 @@ def on_streams(
     case: Case, seed: int, start: Arrays, threads: Arrays, stream: str, reads_early: bool = False
 ) -> dict[str, Any]:
     job = _current().job
-    usual = job.engine
-    job.engine, calls, device = late_engine(job, seed * 100 + job.cluster.rank, reads_early)
-    try:
+    with ending_late(job, seed, reads_early) as (calls, device):
         _, streams = train(case, seed, start, device, stream)
         ended_on = job.engine.stream
-    finally:
-        job.engine.stop()
-        calls.stop()
-        job.engine = usual
     same = [name for name in threads if np.array_equal(threads[name], streams.get(name), equal_nan=True)]
     return {
         "differing": sorted(threads.keys() - same) + sorted(streams.keys() - threads.keys()),
