@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from fleet_train.cli.options import (
     DASHES_ALLOWED,
+    Command,
     NumberRange,
     WholeNumber,
     WholeNumberRange,
@@ -53,7 +54,6 @@ or 12 after SIGTERM if the state was saved.
 
 
 _POLICY = FaultPolicy()
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # Flags of paddle.distributed.launch that have another form here.
 _STOCK_FLAGS = {
@@ -77,7 +77,7 @@ class _LaunchCommand(click.Command):
             raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None
 
 
-def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Callable[[_Command], _Command]:
+def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Callable[[Command], Command]:
     """An option that takes seconds, with its default in the help."""
     return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
 

@@ -6,11 +6,11 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleet_train.cli.options import DASHES_ALLOWED, WholeNumberRange, set_option
+from fleet_train.cli.options import DASHES_ALLOWED, Command, WholeNumberRange, all_of, set_option
 from fleet_train.errors import ClusterError
 from fleet_train.files import publish_where_linked
 
@@ -52,21 +52,9 @@ checkpoints' volume at once (ReadWriteMany).
 """
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def _options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    def decorate(function: Command) -> Command:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
 def _of_training(engines: Callable[[Any], Any] | None = None) -> Callable[[Command], Command]:
     """The flags of every engine about the training; ``engines``: how often that one starts it again."""
-    return _options(
+    return all_of(
         click.option(
             "--nodes", type=WholeNumberRange(1, 100_000), required=True, metavar="N", help="Machines, or pods."
         ),
@@ -108,7 +96,7 @@ def _number(
     return click.option(flag, type=kind, default=default, show_default=True, metavar=metavar, help=what)
 
 
-_of_pods = _options(
+_of_pods = all_of(
     click.option("--image", required=True, metavar="IMAGE", help="With Python, Paddle, fleet_train and the script."),
     click.option("--namespace", metavar="NAME", help="[default: kubectl's own]"),
     click.option("--cpu", metavar="N", help="Processors of a pod: 8, 500m."),

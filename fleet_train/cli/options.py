@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -111,15 +112,28 @@ def shown(value: str) -> str:
     return repr(value if len(value) <= 60 else f"{value[:60]}...")
 
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Several options as one decorator."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 # ``--verbose`` of commands that import Paddle into this process: without it, Paddle's start-up lines are hidden.
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 # A process that sets these shows or keeps its ranks' output: a log must be complete.
 _LAUNCHERS = ("FLEET_TRAIN_STORE", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_LOCAL_RANK")
 
 
-def verbose_option(command: _Command) -> _Command:
+def verbose_option(command: Command) -> Command:
     """Add the flag to a command."""
     return click.option(
         "--verbose",
@@ -151,12 +165,9 @@ def quieten(environ: MutableMapping[str, str]) -> None:
 # Options of the commands that examine a whole cluster: which machines, from which port.
 
 
-Command = TypeVar("Command", bound=Callable[..., object])
-
-
 def where(ranks: str) -> Callable[[Command], Command]:
     """The fields of `fleet_train.selftest.ranks.Where`. ``ranks``: the ranks of a machine without --nproc."""
-    options = (
+    return all_of(
         click.option(
             "--nproc",
             "--nproc_per_node",
@@ -171,12 +182,24 @@ def where(ranks: str) -> Callable[[Command], Command]:
         ),
     )
 
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return add
+def recorded(folder: Path, what: str, as_json: str) -> Callable[[Command], Command]:
+    """Where a command whose ranks meet leaves its results; ``as_json``: the help of ``--json``."""
+    return all_of(
+        click.option(
+            "--record",
+            type=Path,
+            default=folder,
+            show_default=True,
+            metavar="DIR",
+            help=what,
+            shell_complete=folders,
+        ),
+        click.option("--json", "as_json", is_flag=True, help=as_json),
+        click.option(
+            "--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started."
+        ),
+    )
 
 
 # What commands have in common: click's settings, ``--set``, the flags of a program that runs in this process.
@@ -190,7 +213,7 @@ DASHES_ALLOWED: dict[str, Any] = {**BEFORE_A_SCRIPT, "token_normalize_func": lam
 """``--log-dir`` is ``--log_dir``."""
 
 
-def set_option(command: _Command) -> _Command:
+def set_option(command: Command) -> Command:
     """Add the flag to a command, as ``settings``."""
     return click.option(
         "--set",

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleet_train.cli.options import (
     BEFORE_A_SCRIPT,
+    Command,
     NumberRange,
     WholeNumberRange,
     ask_here,
@@ -63,10 +64,9 @@ _DEFAULTS = {
     "inside_bandwidth_mbps": 10000.0,
     "compute_ms": 0.0,
 }
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _positive(flag: str, help_text: str) -> Callable[[Function], Function]:
+def _positive(flag: str, help_text: str) -> Callable[[Command], Command]:
     """An option that takes a number above 0; its default is applied later, where it can be marked as assumed."""
     name = flag.removeprefix("--")
     smallest = NumberRange(min=0, min_open="bandwidth" in name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options import BEFORE_A_SCRIPT, NumberRange, WholeNumberRange, files, folders, set_option, where
+from fleet_train.cli.options import BEFORE_A_SCRIPT, NumberRange, WholeNumberRange, files, recorded, set_option, where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
 
 _EPILOG = """\b
@@ -57,17 +57,7 @@ Exit codes:
     help="The profile to write.",
     shell_complete=files,
 )
-@click.option(
-    "--record",
-    type=Path,
-    default=DEFAULT_FOLDER,
-    show_default=True,
-    metavar="DIR",
-    help="Logs.",
-    shell_complete=folders,
-)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
-@click.option("--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started.")
+@recorded(DEFAULT_FOLDER, "Logs.", "Print everything as JSON on stdout, and the lines on stderr.")
 @click.option(
     "--script",
     required=True,

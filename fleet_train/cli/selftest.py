@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fleet_train.cli.options import HELP, folders, where
+from fleet_train.cli.options import HELP, recorded, where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -51,22 +51,11 @@ Exit codes:
     help="Steps from the cheapest on instead, which end at the first failure and say what to do about it: for GPUs "
     "that have not trained with this package yet.",
 )
-@click.option(
-    "--record",
-    type=Path,
-    default=DEFAULT_FOLDER,
-    show_default=True,
-    metavar="DIR",
-    help="Folder of the record and logs.",
-    shell_complete=folders,
+@recorded(
+    DEFAULT_FOLDER,
+    "Folder of the record and logs.",
+    "Print the record on stdout, and the lines on stderr. (launch merges the two: read the record's file.)",
 )
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print the record on stdout, and the lines on stderr. (launch merges the two: read the record's file.)",
-)
-@click.option("--outcome", type=Path, hidden=True, help="File for the outcome of a rank that this command started.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], quick: bool, ladder: bool, record: Path, as_json: bool,
     outcome: Path | None, **machines: Any,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from fleet_train.cli.options import (
     HELP,
+    Command,
     Number,
     WholeNumber,
     WholeNumberRange,
@@ -36,10 +37,7 @@ def _epochs(context: click.Context, parameter: click.Parameter, value: str) -> t
         raise click.BadParameter(f"{value!r} is not a list such as 30,60,80", context, parameter) from None
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Function], Function]:
+def _option(flag: str, help_text: str, **settings: Any) -> Callable[[Command], Command]:
     """An option whose default is the config's field of the same name."""
     name = flag.removeprefix("--")
     settings.setdefault("default", getattr(_DEFAULT, name, None))
