@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ def one_line() -> str:
 
 
 _ROOT = Path("/")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
 """Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
 _CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNORECASE)
@@ -132,7 +133,7 @@ _CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNOR
 
 def system(root: Path = _ROOT) -> str:
     """``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
-    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', _text(root / "etc/os-release"), re.MULTILINE)
+    named = re.search(r'^PRETTY_NAME="?([^"\n]*)', text_of(root / "etc/os-release"), re.MULTILINE)
     libc = " ".join(part for part in platform.libc_ver() if part)
     kernel = f"{platform.system()} {platform.release()}"
     return ", ".join(part for part in (named[1] if named else "", kernel, platform.machine(), libc) if part)
@@ -140,7 +141,7 @@ def system(root: Path = _ROOT) -> str:
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name; the architecture if the system does not report it."""
-    lines = _text(cpuinfo).splitlines()
+    lines = text_of(cpuinfo).splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 
@@ -152,7 +153,7 @@ def cores() -> dict[str, int]:
 
 def memory(root: Path = _ROOT) -> dict[str, int]:
     """Bytes of the machine, and those available to a new program; empty if the system does not report them."""
-    sizes = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
+    sizes = dict(re.findall(r"^(MemTotal|MemAvailable): +(\d+) kB$", text_of(root / "proc/meminfo"), re.MULTILINE))
     names = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
     return {names[name]: 1024 * int(sizes[name]) for name in names if name in sizes}
 
@@ -162,30 +163,48 @@ def limits(root: Path = _ROOT) -> dict[str, float]:
 
     A group's limit is the smallest of its own and those above it.
     """
-    values_of: dict[str, list[float]] = {"cores": [], "memory_bytes": []}
-    for folder in _groups(root):
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
-        if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
-        if quota.isdigit() and period.isdigit() and int(period):
-            values_of["cores"].append(int(quota) / int(period))
-        most = (_text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")).strip()
-        if most.isdigit() and int(most) < _UNLIMITED:
-            values_of["memory_bytes"].append(int(most))
+    mounted, groups = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    most = [limit for group in control_groups("memory", mounted, groups) if (limit := memory_limit(group)) is not None]
+    values_of: dict[str, Sequence[float]] = {"cores": core_limits(mounted, groups), "memory_bytes": most}
     return {name: min(values) for name, values in values_of.items() if values}
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and of those above them, version 2's and version 1's."""
-    mounted = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
-        bases = [mounted / each for each in {controllers, *controllers.split(",")}] if controllers else [mounted]
-        for base in bases:
-            # In a container the path may be the machine's, which does not exist: then the base is the group.
-            parts = [part for part in path.split("/") if part not in ("", "..")]
-            for depth in range(len(parts), -1, -1):
-                yield base.joinpath(*parts[:depth])
+def control_groups(controller: str, mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> Iterator[Path]:
+    """The control groups of this process for ``memory`` or ``cpu``, the innermost first: each may limit it.
+
+    In a container the path in /proc may be the host's, which does not exist: the root is then its own.
+    """
+    for line in text_of(groups).splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if names and controller not in names.split(","):
+            continue
+        tops = (mounted / names, mounted / controller) if names else (mounted, mounted / "unified")
+        for top in tops:
+            if not top.is_dir():
+                continue
+            inner = top / path.lstrip("/")
+            yield from (
+                group for group in (inner, *inner.parents) if group == top or (top in group.parents and group.is_dir())
+            )
+            break
+
+
+def core_limits(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> list[float]:
+    """In processors, of each control group that has one."""
+    limits = []
+    for group in control_groups("cpu", mounted, groups):
+        quota, _, period = text_of(group / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = text_of(group / "cpu.cfs_quota_us").strip(), text_of(group / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            limits.append(int(quota) / int(period))
+    return limits
+
+
+def memory_limit(group: Path) -> int | None:
+    """In bytes, of a control group; None if it has none."""
+    most = (text_of(group / "memory.max") or text_of(group / "memory.limit_in_bytes")).strip()
+    return int(most) if most.isdigit() and int(most) < _UNLIMITED else None
 
 
 def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
@@ -196,8 +215,8 @@ def container(environ: Mapping[str, str], root: Path = _ROOT) -> str:
         return "Podman"
     if (root / ".dockerenv").exists():
         return "Docker"
-    named = re.search(r"(?:^|\0)container=([\w-]+)", _text(root / "proc/1/environ"))
-    group = _CONTAINERS.search(_text(root / "proc/1/cgroup"))
+    named = re.search(r"(?:^|\0)container=([\w-]+)", text_of(root / "proc/1/environ"))
+    group = _CONTAINERS.search(text_of(root / "proc/1/cgroup"))
     return named[1] if named else group[0].lower() if group else ""
 
 
@@ -207,14 +226,14 @@ def gpus(root: Path = _ROOT) -> dict[str, object]:
     models = [
         model[1].strip()
         for each in sorted(folder.glob("gpus/*/information"))
-        if (model := re.search(r"^Model:(.*)$", _text(each), re.MULTILINE))
+        if (model := re.search(r"^Model:(.*)$", text_of(each), re.MULTILINE))
     ]
-    driver = re.search(r"Kernel Module.*?  (\d+[\d.]+)", _text(folder / "version"))
+    driver = re.search(r"Kernel Module.*?  (\d+[\d.]+)", text_of(folder / "version"))
     facts: dict[str, object] = {"models": models} if models else {}
     return facts | ({"driver": driver[1]} if driver else {})
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")

@@ -11,14 +11,24 @@ import platform
 import re
 import resource
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import fleet_train
 from fleet_train import timeouts
+from fleet_train.cluster import installed
 from fleet_train.cluster.at_import import usable_processors
-from fleet_train.cluster.installed import installed_paddle, processor
+from fleet_train.cluster.installed import (
+    CGROUPS,
+    OWN_CGROUPS,
+    control_groups,
+    core_limits,
+    installed_paddle,
+    memory_limit,
+    processor,
+    text_of,
+)
 from fleet_train.doctor.facts import UNLIMITED, Gpu, Gpus, Limits, Memory, Processors, Software
 from fleet_train.doctor.measure_apart import run_apart
 from fleet_train.errors import FleetTrainError
@@ -29,8 +39,8 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 def memory() -> Memory:
     """Without psutil: from /proc and the control groups."""
-    system = meminfo()
-    total, available = system.get("MemTotal", 0), system.get("MemAvailable", 0)
+    system = installed.memory()
+    total, available = system.get("total_bytes", 0), system.get("available_bytes", 0)
     limit, left, kills = memory_quota()
     if limit != UNLIMITED and limit < total:
         available = min(available, left)
@@ -38,16 +48,6 @@ def memory() -> Memory:
         limit = UNLIMITED
     shm_total, shm_free = space_of(_SHM)
     return Memory(total, available, limit, kills, shm_total, shm_free)
-
-
-def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by name; empty if the system does not report them."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split() for line in lines)
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) == 3}
 
 
 def space_of(folder: Path) -> tuple[int, int]:
@@ -81,46 +81,16 @@ def processors() -> Processors:
     return Processors(processor(), usable_processors(), processor_quota(), gflops, share)
 
 
-_ROOT = Path("/sys/fs/cgroup")
-_CGROUPS = Path("/proc/self/cgroup")
-# Version 1 has no value for "no limit": it shows the largest number of whole pages.
-_NO_LIMIT_OF_V1 = 1 << 60
-
-
-def folders(controller: str, root: Path = _ROOT, cgroups: Path = _CGROUPS) -> Iterator[Path]:
-    """The control groups of this process for ``memory`` or ``cpu``, the innermost first: each may limit it.
-
-    In a container the path in /proc may be the host's, which does not exist: the root is then its own.
-    """
-    try:
-        lines = cgroups.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        tops = (root / names, root / controller) if names else (root, root / "unified")
-        for top in tops:
-            if not top.is_dir():
-                continue
-            inner = top / path.lstrip("/")
-            yield from (
-                group for group in (inner, *inner.parents) if group == top or (top in group.parents and group.is_dir())
-            )
-            break
-
-
-def memory_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int, int]:
+def memory_quota(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> tuple[int, int, int]:
     """(limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n) without a limit."""
     limit, left, kills = UNLIMITED, UNLIMITED, 0
-    for index, folder in enumerate(folders("memory", root, cgroups)):
-        most = _first_number(folder, "memory.max", "memory.limit_in_bytes")
+    for index, folder in enumerate(control_groups("memory", mounted, groups)):
+        most = memory_limit(folder)
         if index == 0:
             kills = _field(folder, "oom_kill", "memory.events", "memory.oom_control")
-        if most is None or most >= _NO_LIMIT_OF_V1:
+        if most is None:
             continue
-        used = _first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
+        used = _whole((text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")).strip())
         # The page cache in it is reclaimed on demand.
         cached = _field(folder, "inactive_file", "memory.stat") or _field(folder, "total_inactive_file", "memory.stat")
         free = max(0, most - used + cached)
@@ -129,42 +99,18 @@ def memory_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> tuple[int, int
     return limit, left, kills
 
 
-def processor_quota(root: Path = _ROOT, cgroups: Path = _CGROUPS) -> float:
+def processor_quota(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> float:
     """Number of processors; UNLIMITED without a quota."""
-    quotas = [quota for folder in folders("cpu", root, cgroups) if (quota := _quota(folder)) is not None]
-    return min(quotas, default=float(UNLIMITED))
-
-
-def _quota(folder: Path) -> float | None:
-    words = _text(folder / "cpu.max").split()
-    if len(words) == 2 and words[0].isdigit():
-        return int(words[0]) / int(words[1])
-    quota, period = _first_number(folder, "cpu.cfs_quota_us"), _first_number(folder, "cpu.cfs_period_us")
-    return quota / period if quota and period and quota > 0 else None
-
-
-def _first_number(folder: Path, *names: str) -> int | None:
-    for name in names:
-        text = _text(folder / name).strip()
-        if text.lstrip("-").isdigit():
-            return int(text)
-    return None
+    return min(core_limits(mounted, groups), default=float(UNLIMITED))
 
 
 def _field(folder: Path, field: str, *names: str) -> int:
     for name in names:
-        for line in _text(folder / name).splitlines():
+        for line in text_of(folder / name).splitlines():
             words = line.split()
             if len(words) == 2 and words[0] == field and words[1].isdigit():
                 return int(words[1])
     return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 # Never run on a GPU so far: the formats are those of nvidia-smi's manual.
