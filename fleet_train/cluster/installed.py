@@ -73,10 +73,8 @@ def git(root: Path, *arguments: str) -> str:
 def installed_paddle() -> tuple[str, str]:
     """(distribution, version) of the installed Paddle; empty strings if there is none."""
     for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
-        try:
-            return distribution, metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+        if version := version_of(distribution):
+            return distribution, version
     return "", ""
 
 

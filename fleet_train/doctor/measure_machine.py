@@ -175,12 +175,8 @@ def parse_links(status: str) -> dict[int, int]:
 
 def nccl_version() -> str:
     """Of the package that Paddle's GPU build installs with it; empty: unknown."""
-    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    names = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
+    return next(filter(None, map(installed.version_of, names)), "")
 
 
 _DIGITS = 16
