@@ -155,3 +155,11 @@ class NotSaved(FleetTrainError):
     """The training has ended or was stopped, but its last checkpoint, or a copy that was asked for, is missing."""
 
     exit_code = 14
+
+
+_USAGE = 2  # the exit code of argparse and click
+MISTAKES = frozenset({_USAGE}) | {
+    kind.exit_code
+    for kind in (PaddleUnusable, ProfileError, ConversionError, CheckpointError, DataError, NotFinite, NotSaved)
+}
+"""Exit codes after which another start, with the same files and flags, would fail again."""

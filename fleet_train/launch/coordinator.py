@@ -15,20 +15,7 @@ from enum import Enum
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.errors import (
-    CheckpointError,
-    ClusterError,
-    ConversionError,
-    DataError,
-    FleetTrainError,
-    JoinTimeout,
-    NotFinite,
-    NotSaved,
-    PaddleUnusable,
-    ProfileError,
-    ScheduleMismatch,
-    WorkerFailed,
-)
+from fleet_train.errors import MISTAKES, ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.rendezvous import Facts, refuse_other_launcher
 from fleet_train.launch.report import WorkerResult, counted, headline
@@ -294,21 +281,7 @@ def what_failed(attempt: Attempt, result: RunResult) -> str:
     return f"attempt {attempt.number}: {result.message}"
 
 
-_USAGE = 2  # the exit code of argparse and click
-FAILS_AGAIN = {_USAGE} | {
-    kind.exit_code
-    for kind in (
-        PaddleUnusable,
-        ProfileError,
-        ClusterError,
-        ConversionError,
-        ScheduleMismatch,
-        CheckpointError,
-        DataError,
-        NotFinite,
-        NotSaved,
-    )
-}
+FAILS_AGAIN = MISTAKES | {ClusterError.exit_code, ScheduleMismatch.exit_code}
 # These come from outside: an operator, the kernel out of memory, a batch system.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 

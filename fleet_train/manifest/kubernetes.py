@@ -17,17 +17,7 @@ from typing import Any
 import yaml
 
 from fleet_train import timeouts
-from fleet_train.errors import (
-    CheckpointError,
-    ClusterError,
-    ConversionError,
-    DataError,
-    NotFinite,
-    NotSaved,
-    PaddleUnusable,
-    Preempted,
-    ProfileError,
-)
+from fleet_train.errors import MISTAKES, ClusterError, Preempted
 from fleet_train.manifest.checks import (
     Training,
     about,
@@ -45,17 +35,9 @@ from fleet_train.manifest.checks import (
 SHARED_MEMORY = "/dev/shm"
 # The words of the command line that are the interpreter's and the launcher's; the rest are its arguments.
 _COMMAND_WORDS = 4
-_USAGE = 2
 # A ClusterError (5, 6) or a difference between nodes (8) may be a pod that started while the others were still those of
 # an earlier start: such a failure is counted and retried.
-MISTAKES = sorted(
-    {_USAGE}
-    | {
-        kind.exit_code
-        for kind in (PaddleUnusable, ProfileError, ConversionError, CheckpointError, DataError, NotFinite, NotSaved)
-    }
-)
-"""Exit codes after which another start would fail again."""
+_FAILS_AGAIN = sorted(MISTAKES)
 _NO_SIDECAR = {"metadata": {"labels": {"sidecar.istio.io/inject": "false"}}}
 
 
@@ -84,7 +66,7 @@ def indexed_job(training: Training, pods: Pods, retries: int = 6) -> str:
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "Ignore", "onExitCodes": exits([Preempted.exit_code])},
-                {"action": "FailJob", "onExitCodes": exits(MISTAKES)},
+                {"action": "FailJob", "onExitCodes": exits(_FAILS_AGAIN)},
             ]
         },
         "template": {
@@ -94,7 +76,7 @@ def indexed_job(training: Training, pods: Pods, retries: int = 6) -> str:
     }
     ends = {
         "  evicted, or exit code 12": "a new pod replaces it, elsewhere; this is not counted",
-        f"  exit code {', '.join(map(str, MISTAKES))}": "the Job fails at once: a restart would fail again",
+        f"  exit code {', '.join(map(str, _FAILS_AGAIN))}": "the Job fails at once: a restart would fail again",
         "  any other": f"it is restarted, at most {retries} times for each index (backoffLimitPerIndex);\n"
         "then the whole Job fails (maxFailedIndexes: 0)",
     }
