@@ -168,8 +168,11 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
         return request
     _refuse_several_here(started)
     logger.info(started.in_words())
-    if started.count == 1:
-        return _alone(request, started)
+    request = replace(
+        request, processes_per_node=_processes(request, started), restarts=started.restarts, run=started.run
+    )
+    if started.count == 1:  # no other node has to find it
+        return request if request.started_port is not None else replace(request, started_port=started.port)
     if started.hosts and not started.engine.startswith("Slurm"):
         _await_names(started, request.join_timeout_seconds)
         hosts, port, by_name = started.hosts, started.port, True
@@ -181,21 +184,7 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
         node_host=request.node_host or hosts[started.index],
         by_name=by_name,
         started_port=request.started_port if request.started_port is not None else port,
-        processes_per_node=_processes(request, started),
-        restarts=started.restarts,
-        run=started.run,
         job_id=request.job_id or environ.get(JOB_ID) or started.job,
-    )
-
-
-def _alone(request: LaunchRequest, started: Started) -> LaunchRequest:
-    """The only node: no other has to find it."""
-    return replace(
-        request,
-        started_port=request.started_port if request.started_port is not None else started.port,
-        processes_per_node=_processes(request, started),
-        restarts=started.restarts,
-        run=started.run,
     )
 
 
