@@ -24,7 +24,7 @@ from fleet_train.log import logger
 
 GROUP = "node"
 _STOP = "launch/stop"
-_ZERO = "launch/zero"
+_ZERO = "launch/zero"  # when all launchers had joined, on the store's clock
 _ENDS = "launch/ends/"
 # How many requests of all launchers together the leader gets per second.
 _NODES_PER_SECOND = 250
@@ -74,8 +74,9 @@ class Rendezvous:
         deadline = time.monotonic() + timeout_seconds
         count = len(self.node.addresses)
         try:
-            brought = self._compare(facts, deadline, timeout_seconds)
-            refuse_variants(self.node, facts, brought)
+            for ranges, theirs in self._compare(facts, deadline, timeout_seconds):
+                if theirs is not None and theirs != facts:
+                    refuse_other_launcher(self.node, facts, ranges[0][0], theirs)
             left = max(1.0, deadline - time.monotonic())
             proposals = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
             self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
@@ -148,7 +149,7 @@ class Rendezvous:
         try:
             gone = self._client.gone(GROUP)
             entries = self._client.failures()
-            zero = self._zero() if entries else 0.0
+            zero = float(self._client.get(_ZERO) or 0.0) if entries else 0.0
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
@@ -174,10 +175,6 @@ class Rendezvous:
         with suppress(FleetTrainError):
             return self.failures()[1]
         return []
-
-    def _zero(self) -> float:
-        """When all launchers had joined, on the store's clock."""
-        return float(self._client.get(_ZERO) or 0.0)
 
     def fail(self, message: str, exit_code: int, *, no_root_cause: bool = False, final: bool = False) -> None:
         """Report to all why the attempt ends; the first report counts. ``final``: there is no further attempt."""
@@ -283,13 +280,6 @@ class Rendezvous:
 def polling_seconds(node: Node, least: float) -> float:
     """How often a launcher polls the leader: the more launchers there are, the less often."""
     return max(least, len(node.addresses) / _NODES_PER_SECOND)
-
-
-def refuse_variants(node: Node, ours: Facts, brought: Variants) -> None:
-    """Raises ScheduleMismatch with the first node that was started differently from this one."""
-    for ranges, theirs in brought:
-        if theirs is not None and theirs != ours:
-            refuse_other_launcher(node, ours, ranges[0][0], theirs)
 
 
 def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
