@@ -91,16 +91,17 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
 
     def __post_init__(self) -> None:
-        _check_choice("--model", self.model, MODELS)
-        _check_choice("--optimizer", self.optimizer, OPTIMIZERS)
-        _check_choice("--on_nan", self.on_nan, ON_NAN)
-        _check_choice("--lr_schedule", self.lr_schedule, SCHEDULES)
+        choices = {"model": MODELS, "optimizer": OPTIMIZERS, "on_nan": ON_NAN, "lr_schedule": SCHEDULES}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise FleetTrainError(f"--{name} {value!r} is unknown; use one of {', '.join(known)}")
         for name in ("batch_size", "keep_checkpoints", "checkpoint_timeout", "checkpoint_copies"):
             at_least(name, getattr(self, name), 1)
         for name in ("weight_decay", "warmup_epochs", "clip_norm"):
             at_least(name, getattr(self, name), 0)
         for name in ("label_smoothing", "ema_decay"):
-            _share(name, getattr(self, name))
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise FleetTrainError(f"--{name} {value}: must be at least 0 and below 1")
         LoaderSettings.__post_init__(self)
         TrainerSettings.__post_init__(self)
         self.schedule(steps_per_epoch=1)  # checks its own settings
@@ -138,13 +139,3 @@ class TrainConfig(TrainerSettings, LoaderSettings):
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise FleetTrainError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise FleetTrainError(f"--{name} {value}: must be at least 0 and below 1")
