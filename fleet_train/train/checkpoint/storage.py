@@ -335,7 +335,7 @@ def _ours(checkpoints: Path) -> list[Path]:
 
 def _remove(folder: Path) -> None:
     """Remove a folder if it exists. An interrupted removal must not leave a folder that looks complete."""
-    if _is_own_folder(folder):
+    if folder.is_dir() and not folder.is_symlink():  # a link's target must not be removed
         shutil.rmtree(_marked_for_removal(folder))
     else:
         folder.unlink(missing_ok=True)
@@ -349,11 +349,6 @@ def _marked_for_removal(folder: Path) -> Path:
     _remove(doomed)
     os.replace(folder, doomed)
     return doomed
-
-
-def _is_own_folder(path: Path) -> bool:
-    """Whether it is a folder and not a link to one: a link's target must not be removed."""
-    return path.is_dir() and not path.is_symlink()
 
 
 def _sync(path: Path) -> None:

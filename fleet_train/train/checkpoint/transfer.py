@@ -336,11 +336,11 @@ class Channel:
     def receive(self, seconds: float = timeouts.COPY_STALL_SECONDS) -> dict[str, Any]:
         """The other side's next message."""
         deadline = time.monotonic() + seconds
-        magic, length, signature = _HEADER.unpack(self._receive_exactly(_HEADER.size, seconds))
+        magic, length, signature = _HEADER.unpack(self.receive_bytes(_HEADER.size, seconds))
         most = _MOST_UNPROVEN_BYTES if self._keys is None else _MOST_MESSAGE_BYTES
         if magic != _MAGIC or length > most:
             raise CheckpointError(f"the other side sent no message of this protocol, or one of more than {most} bytes")
-        body = self._receive_exactly(length, deadline - time.monotonic())
+        body = self.receive_bytes(length, deadline - time.monotonic())
         expected = bytes(32) if self._keys is None else _signature(self._keys[1], self._received, body)
         if not hmac.compare_digest(signature, expected):
             raise CheckpointError("a message was altered on its way (its HMAC differs)")
@@ -361,11 +361,8 @@ class Channel:
         except OSError as error:
             raise _lost(error, timeouts.COPY_STALL_SECONDS) from None
 
-    def receive_bytes(self, count: int) -> bytes:
-        """Exactly this many bytes of a file, within COPY_STALL_SECONDS."""
-        return self._receive_exactly(count, timeouts.COPY_STALL_SECONDS)
-
-    def _receive_exactly(self, count: int, seconds: float) -> bytes:
+    def receive_bytes(self, count: int, seconds: float = timeouts.COPY_STALL_SECONDS) -> bytes:
+        """Exactly this many bytes."""
         deadline = time.monotonic() + seconds
         content = bytearray(count)
         view, filled = memoryview(content), 0
