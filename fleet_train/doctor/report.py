@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
+from fleet_train.cluster.installed import text_of
 from fleet_train.cluster.network import connect_from
 from fleet_train.doctor import judge, measure_apart, measure_machine
 from fleet_train.doctor.channel import outcome_of
@@ -132,18 +133,14 @@ class AfterFailure:
     def _unreachable(self, host: str) -> Iterator[Finding]:
         """Nodes that do not even refuse a connection: off, cut off, or behind a firewall."""
         others = [index for index in range(len(self._node.addresses)) if index != self._node.index][:_MOST_DIALLED]
-        for index, outcome in zip(others, self._dialled(others), strict=True):
+        with ThreadPoolExecutor(max(1, len(others)), "doctor dials") as pool:
+            outcomes = list(pool.map(self._dial, others))
+        for index, outcome in zip(others, outcomes, strict=True):
             if outcome:
                 there = self._node.describe(index)
                 measured = f"a connection to port {self._node.store_port}: {outcome}"
                 fix = f"ping {there.split('(')[-1][:-1]}"
                 yield Finding("network", "port", FAIL, (host, there), measured, "answered or refused", fix)
-
-    def _dialled(self, others: Sequence[int]) -> list[str]:
-        if not others:
-            return []
-        with ThreadPoolExecutor(len(others), "doctor dials") as pool:
-            return list(pool.map(self._dial, others))
 
     def _dial(self, index: int) -> str:
         try:
@@ -166,8 +163,5 @@ def _name(host: str, address: str) -> Iterator[Finding]:
 
 def oom_kills(path: Path = _VMSTAT) -> int:
     """Processes that the kernel's OOM killer has ended since the machine started, in any control group."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
+    lines = text_of(path).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
