@@ -21,9 +21,10 @@ def explain(plan: CommPlan) -> str:
     ]
     for bucket in plan.buckets:
         names = f"{bucket.gradients[0].name} .. {bucket.gradients[-1].name}"
+        method = bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
         lines.append(
             f"{bucket.index:>6}  {len(bucket.gradients):>9}  {bucket.nbytes / MEGABYTE:>9.3f}  {bucket.dtype:<9} "
-            f"{bucket.communicator:>12}  {_describe_method(bucket):<12} "
+            f"{bucket.communicator:>12}  {method:<12} "
             f"{names if len(bucket.gradients) > 1 else bucket.gradients[0].name}"
         )
     lines += [
@@ -68,10 +69,6 @@ def _mb(nbytes: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _describe_method(bucket: Bucket) -> str:
-    return bucket.algorithm if bucket.compression == "none" else f"{bucket.algorithm}, {bucket.compression}"
 
 
 def notes_of(

@@ -88,9 +88,6 @@ SENDER_BYTES_PER_MESSAGE = 96
 """Gloo's notification and header, 48 bytes each, from the sender."""
 RECEIVER_BYTES_PER_MESSAGE = 48
 """Gloo's "ready" of the receiver, against the direction of the payload."""
-FRAME_OVERHEAD = 66 / 1448
-"""Ethernet, IP and TCP headers per payload byte at an MTU of 1500; an interface with segmentation offload counts less.
-The wire itself adds 24 bytes per frame (preamble, checksum, gap)."""
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,8 @@ def knobs_page() -> str:
         if not lines:
             parts.append("No knob at present; refused fields of Fleet's own strategies are listed below.\n")
             continue
-        parts.append(
-            f"| knob | default | allowed | meaning | {_last_column(fate)} |\n| --- | --- | --- | --- | --- |\n"
-        )
+        last = {"carried out": "how", "mapped": "to what", "refused": "reason, and alternative"}[fate]
+        parts.append(f"| knob | default | allowed | meaning | {last} |\n| --- | --- | --- | --- | --- |\n")
         parts += lines
     others = [field for path, field in STOCK_FIELDS.items() if field.knob != path]
     parts += [COMPATIBILITY_HEAD, *(_pair_line(*entry) for entry in entries())]
@@ -108,10 +107,6 @@ def knobs_page() -> str:
 
 def _pair_line(first: Strategy, second: Strategy, entry: Verdict) -> str:
     return f"| {first.title} | {second.title} | {'yes' if entry.allowed else 'refused'} | {entry.words} |\n"
-
-
-def _last_column(fate: str) -> str:
-    return {"carried out": "how", "mapped": "to what", "refused": "reason, and alternative"}[fate]
 
 
 def _knob_line(knob: Knob) -> str:

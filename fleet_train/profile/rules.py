@@ -222,11 +222,8 @@ def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
 
 def _is_about_auto(details: Any) -> bool:
     """Whether pydantic's error only says that a value is not ``auto``: another error has the real problem."""
-    return (
-        KNOBS[str(details["loc"][0])].auto and details["type"] == "literal_error"
-        if details["loc"][0] in KNOBS
-        else False
-    )
+    knob = KNOBS.get(str(details["loc"][0]))
+    return knob is not None and knob.auto and details["type"] == "literal_error"
 
 
 def _in_our_words(details: Any) -> Problem:
