@@ -56,7 +56,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     from fleet_train.port import script
 
     scripts, skipped = script.scripts_in(paths)
-    ported = script.port_all(scripts)
+    ported = [script.port(path.read_bytes(), str(path)) for path in scripts]  # all, before one is written
     changed = [result for result in ported if result.changed]
     for result in changed:
         if write:

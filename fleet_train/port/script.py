@@ -307,11 +307,6 @@ def _below(folder: Path) -> tuple[list[Path], list[Skipped]]:
     return sorted(scripts), sorted(skipped, key=lambda entry: entry.folder)
 
 
-def port_all(paths: Sequence[Path]) -> list[Ported]:
-    """Every script ported, in memory. Raises ConversionError for the first one that cannot be parsed."""
-    return [port(path.read_bytes(), str(path)) for path in paths]
-
-
 def difference(ported: Ported) -> str:
     """A unified diff, empty if nothing changes."""
     before, after = (text.decode(errors="replace").splitlines(keepends=True) for text in (ported.old, ported.new))
