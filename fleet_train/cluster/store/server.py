@@ -83,7 +83,7 @@ class StoreServer:
         self._known: set[Session] = set()
         self._refused: set[str] = set()
         self._opening: set[str] = set()
-        self._names = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
+        self.names = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
         self._printed: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
@@ -236,10 +236,6 @@ class StoreServer:
 
     # connections; from here on only the loop's thread calls
 
-    def new_name(self) -> str:
-        """For a connection; no other server of the job gives the same."""
-        return next(self._names)
-
     def admit(self, session: Session, address: str) -> bool:
         """Whether a connection from there may authenticate itself."""
         if self._callers is None or self._callers.hears(address):
@@ -318,7 +314,7 @@ class Session(Connection):
         super().__init__(server.clock, STRANGERS_BYTES)
         self._server = server
         self._challenge = challenge(server.access)
-        self._name = server.new_name()
+        self._name = next(server.names)
         """Distinguishes this connection from all others of the job: its members are present by way of it."""
         self._began = server.clock()
         self._namespace: StoreNamespace | None = None
