@@ -181,7 +181,10 @@ def settle(loader: Loader, gather: Callable[[Any], list[Any]]) -> int:
     own_data = isinstance(sampler, OwnDataSampler)
     answers = gather(_facts_of(loader))
     for name, fix in {**_LABELS, **({} if own_data else _FILES)}.items():
-        _must_be_equal(name, [answer[name] for answer in answers], fix)
+        values = [answer[name] for answer in answers]
+        if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+            shown = ", ".join(f"{values[rank]} on rank {rank}" for rank in (0, *others[:3]))
+            raise DataError(f"the training data differs between ranks in its {name}: {shown}; {fix}")
     counts = [answer["steps"] for answer in answers]
     if isinstance(sampler, OwnDataSampler):
         return sampler.agree(counts)
@@ -204,10 +207,3 @@ def _facts_of(loader: Loader) -> dict[str, Any]:
         "contents": digest if images is None else None,
         "steps": sampler.proposed_steps if isinstance(sampler, OwnDataSampler) else len(sampler),
     }
-
-
-def _must_be_equal(name: str, values: list[Any], fix: str) -> None:
-    others = [rank for rank, value in enumerate(values) if value != values[0]]
-    if others:
-        shown = ", ".join(f"{values[rank]} on rank {rank}" for rank in (0, *others[:3]))
-        raise DataError(f"the training data differs between ranks in its {name}: {shown}; {fix}")
