@@ -51,6 +51,11 @@ Values of --env are plain text in the manifest: put no secret there. Several mac
 checkpoints' volume at once (ReadWriteMany).
 """
 
+# Flags that go on under their own name.
+_SAME_IN_TRAINING = ("program", "nodes", "is_module", "python", "strategy", "settings", "max_restarts")
+_SAME_IN_BATCH = ("cpus", "gpus", "time", "partition", "account", "qos", "options", "setup", "log_dir", "max_requeues")
+_SAME_IN_PODS = ("image", "namespace", "cpu", "memory", "gpus", "gpu_resource", "environment")
+
 
 def _of_training(engines: Callable[[Any], Any] | None = None) -> Callable[[Command], Command]:
     """The flags of every engine about the training; ``engines``: how often that one starts it again."""
@@ -153,20 +158,11 @@ def slurm(**given: Any) -> None:
     signal_seconds = given["signal_seconds"]
     batch = Batch(
         name=given["name"] or training.default_name(),
-        cpus=given["cpus"],
-        gpus=given["gpus"],
         memory=given["mem"],
-        time=given["time"],
-        partition=given["partition"],
-        account=given["account"],
-        qos=given["qos"],
-        options=given["options"],
         venv=None if given["venv"] is None else os.path.expanduser(given["venv"]),
-        setup=given["setup"],
         working_folder=given["workdir"],
-        log_dir=given["log_dir"],
         signal_seconds=training.grace_seconds + 60 if signal_seconds is None else signal_seconds,
-        max_requeues=given["max_requeues"],
+        **{name: given[name] for name in _SAME_IN_BATCH},
     )
     _write(batch_script(training, batch), given, "sbatch")
 
@@ -225,17 +221,11 @@ def _read_training(given: dict[str, Any], gpus: int, grace_seconds: int) -> Trai
 
     asked = given["grace_seconds"]
     training = Training(
-        program=given["program"],
-        nodes=given["nodes"],
         processes=given["processes"] or gpus or 1,
-        is_module=given["is_module"],
-        python=given["python"],
-        strategy=given["strategy"],
-        settings=given["settings"],
-        max_restarts=given["max_restarts"],
         grace_seconds=grace_seconds if asked is None else asked,
         join_timeout_seconds=given["join_timeout"],
         launch_flags=_launch_flags(given["launch_flags"]),
+        **{name: given[name] for name in _SAME_IN_TRAINING},
     )
     _check_launch(training)
     return training
@@ -272,17 +262,11 @@ def _read_pods(given: dict[str, Any], training: Training) -> Pods:
 
     return Pods(
         name=given["name"] or training.default_name(),
-        image=given["image"],
-        namespace=given["namespace"],
-        cpu=given["cpu"],
-        memory=given["memory"],
-        gpus=given["gpus"],
-        gpu_resource=given["gpu_resource"],
         shared_memory=None if given["shm"] == "0" else given["shm"],
         volumes=tuple(Volume.read(text) for text in given["volumes"]),
-        environment=given["environment"],
         working_folder=given["workdir"],
         port=given.get("port", 0),
+        **{name: given[name] for name in _SAME_IN_PODS},
     )
 
 
