@@ -191,7 +191,7 @@ class HierarchicalAllreduce:
     """
 
     def __init__(
-        self, local_group: Any, leader: int, is_leader: bool, between: Allreduce | None, averages: bool = False
+        self, local_group: Any, leader: int, is_leader: bool, between: Allreduce, averages: bool = False
     ) -> None:
         self.averages = averages
         self._local_group = local_group
@@ -201,20 +201,16 @@ class HierarchicalAllreduce:
 
     @property
     def stages(self) -> int:
-        return 2 + self._stages_between
-
-    @property
-    def _stages_between(self) -> int:
-        return self._between.stages if self._between is not None else 0
+        return 2 + self._between.stages
 
     def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
         if self.averages:
             buffers, divide_by = divided(buffers, divide_by), 1
         yield self._inside("reduce", buffers, more=True)
-        if self._is_leader and self._between is not None:
+        if self._is_leader:
             buffers = yield from self._between.sum(buffers, more=True)
         else:
-            for _ in range(self._stages_between):
+            for _ in range(self._between.stages):
                 yield Stage(more=True)
         yield self._inside("broadcast", buffers, more)
         return divided(buffers, divide_by)
@@ -224,7 +220,7 @@ class HierarchicalAllreduce:
         between = self._between.inner if isinstance(self._between, CastAllreduce) else self._between
         return self.with_between(between)
 
-    def with_between(self, between: Allreduce | None) -> HierarchicalAllreduce:
+    def with_between(self, between: Allreduce) -> HierarchicalAllreduce:
         """The same local groups, with another allreduce between the leaders."""
         return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between, self.averages)
 
@@ -235,7 +231,7 @@ class HierarchicalAllreduce:
 
     @property
     def leaders_group(self) -> Any:
-        """The leaders' group; None if there is only one local group."""
+        """The leaders' group; None if they do not meet in one."""
         plain = self.without_cast()._between
         return plain.group if isinstance(plain, FlatAllreduce) else None
 
@@ -258,9 +254,8 @@ def make_allreduces(job: Job, number: int, group_size: int, between_dtype: str =
 def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str) -> Allreduce:
     mine = next(local_group for local_group in members if job.cluster.rank in local_group)
     groups = {local_group[0]: new_group(job, local_group) if len(local_group) > 1 else None for local_group in members}
-    leaders = leaders_of(members)
-    between: Allreduce | None = FlatAllreduce(new_group(job, leaders)) if len(leaders) > 1 else None
-    if between is not None and between_dtype != "float32":
+    between: Allreduce = FlatAllreduce(new_group(job, leaders_of(members)))
+    if between_dtype != "float32":
         between = CastAllreduce(between, between_dtype, cast_for(job.engine.reads_values))
     return HierarchicalAllreduce(groups[mine[0]], mine[0], job.cluster.rank == mine[0], between, job.engine.averages)
 
