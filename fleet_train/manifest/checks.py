@@ -71,19 +71,16 @@ def quantity(flag: str, text: str) -> Decimal:
     """The value of a Kubernetes quantity, above 0. Raises ClusterError."""
     match = _QUANTITY.fullmatch(text)
     if match is None or len(text) > 40:
+        example = "8" if flag == "--cpu" else "32Gi"
         raise ClusterError(
             f"{flag}={text[:60]!r} is not a Kubernetes quantity: a number followed by Ki, Mi, Gi, Ti (powers of 1024), "
-            f"k, M, G, T (of 1000), m (a thousandth) or nothing, without a space; as in {flag}={_example(flag)}"
+            f"k, M, G, T (of 1000), m (a thousandth) or nothing, without a space; as in {flag}={example}"
         )
     number, suffix, exponent = match.groups()
     value = Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _FACTORS[suffix or ""])
     if value <= 0:
         raise ClusterError(f"{flag}={text}: give more than 0, or leave it out for no request")
     return value
-
-
-def _example(flag: str) -> str:
-    return "8" if flag == "--cpu" else "32Gi"
 
 
 def check_cpu(text: str) -> str:
@@ -175,14 +172,14 @@ class Training:
             if "\0" in word:
                 raise ClusterError(f"{word[:60]!r} has a NUL in it, which no argument of a program can have; remove it")
 
-    def launch(self, *flags: str) -> list[str]:
-        """The launcher's command line, with flags of the engine's own."""
+    def launch(self) -> list[str]:
+        """The launcher's command line."""
         words = [self.python, "-m", "fleet_train", "launch", f"--nproc_per_node={self.processes}"]
         words += [f"--strategy={self.strategy}"] if self.strategy else []
         words += [f"--set={text}" for text in self.settings]
         words += [f"--join_timeout={self.join_timeout_seconds}", f"--grace_seconds={self.grace_seconds}"]
         words += [f"--max_restarts={self.max_restarts}"] if self.max_restarts else []
-        words += [*flags, *self.launch_flags]
+        words += self.launch_flags
         return [*words, *(["-m"] if self.is_module else []), *self.program]
 
     def shape(self) -> str:
@@ -192,11 +189,6 @@ class Training:
     def is_trainer(self) -> bool:
         """Whether it is the reference trainer, whose flags are known."""
         return self.is_module and self.program[:2] == ("fleet_train", "train")
-
-    @property
-    def starts_anew(self) -> bool:
-        """Whether a second start would not continue from the state that the first one saved, as far as is known."""
-        return self.is_trainer and "--resume" not in self.program
 
     def default_name(self) -> str:
         """A name for the job, derived from the script's."""
@@ -224,7 +216,7 @@ def about(training: Training, what: str, counts_starts: bool = False) -> list[st
     """The first paragraphs. ``counts_starts``: the engine tells a job that it was started before."""
     shape = f"nodes x ranks per node = {training.shape()}"
     lines = paragraph(f"{what}: {shape}. Written by `python -m fleet_train manifest`.")
-    if training.starts_anew and not counts_starts:
+    if training.is_trainer and "--resume" not in training.program and not counts_starts:
         lines += paragraph(
             "NOTE: the reference trainer is started without --resume. Restarted by the engine, it refuses the "
             "checkpoints that it finds; write --resume after `fleet_train train`."
