@@ -13,6 +13,7 @@ from fleet_train.profile.knobs import FATES, hidden, shown
 from fleet_train.profile.loader import shown_path
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 
+_SHOWN = [name for name in KNOBS if name not in DESCRIPTIVE]
 EXPLAINED = {
     "carried out": "does what it says",
     "mapped": "what it asked for is done differently today",
@@ -67,14 +68,10 @@ def knob_table(profile: Profile, width: int) -> str:
     lines += [_wrapped("measured: ", line, width) for line in profile.measured]
     for fate in FATES:
         lines += ["", f"{fate.upper()} ({EXPLAINED[fate]})"]
-        for name in _rows():
+        for name in _SHOWN:
             if KNOBS[name].fate == fate:
                 lines += _knob_lines(profile, KNOBS[name], width)
     return "\n".join(lines)
-
-
-def _rows() -> list[str]:
-    return [name for name in KNOBS if name not in DESCRIPTIVE]
 
 
 def _knob_lines(profile: Profile, knob: Knob, width: int) -> list[str]:
@@ -114,7 +111,7 @@ def details(profile: Profile) -> dict[str, Any]:
             "reason": KNOBS[name].reason,
             "set_at": profile.origin(name) if name in profile.explicit else None,
         }
-        for name in _rows()
+        for name in _SHOWN
         if name not in FLAG_KNOBS
     }
     return {
