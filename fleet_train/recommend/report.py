@@ -50,7 +50,9 @@ def pick(results: Results, options: Options) -> Candidate | None:
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
     """The table, excluded profiles, and the bandwidths at which the choice would change."""
     best = pick(results, options)
-    lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", *_ruled_out(results)]
+    lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", "ruled out:"]
+    lines += [f"  {name}: {trial.failure}" for name, trial in results.tried.items() if trial.failure]
+    lines += [f"  {profile.name}: {profile.reason}" for profile in results.ruled_out]
     lines += ["", *_changes(results, options, cluster)]
     if best is None:
         lines += ["", "no profile is recommended: no trial completed; the reasons are listed above"]
@@ -191,12 +193,6 @@ def _row(candidate: Candidate, results: Results, options: Options) -> dict[str, 
         "memory_bytes": tried.memory_bytes if tried else 0,
         "chosen": candidate.plan.chosen,
     }
-
-
-def _ruled_out(results: Results) -> list[str]:
-    failed = [f"  {name}: {trial.failure}" for name, trial in results.tried.items() if trial.failure]
-    rest = [f"  {profile.name}: {profile.reason}" for profile in results.ruled_out]
-    return ["ruled out:", *failed, *rest]
 
 
 def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
