@@ -75,21 +75,19 @@ class Supervisor:
             ends, subjects = self.run_job(TOGETHER, limit)
             for result in judge_ends(subjects, ends):
                 self.add([result, *not_done(self.options.groups, result.group)])
-        if "faults" in self.options.groups:
-            self._run_faults()
+        if "faults" not in self.options.groups:
+            return
+        if self.cluster.world_size == 1:
+            self.add([Result("faults", "faults", SKIP, "one rank has no peer that could fail")])
+            return
+        for kind in FAULT_KINDS:
+            self.run_fault(kind)
 
     def add(self, results: Iterable[Result]) -> None:
         """Final results."""
         for result in results:
             self.results.append(result)
             self.peers.show(result.line)
-
-    def _run_faults(self) -> None:
-        if self.cluster.world_size == 1:
-            self.add([Result("faults", "faults", SKIP, "one rank has no peer that could fail")])
-            return
-        for kind in FAULT_KINDS:
-            self.run_fault(kind)
 
     def run_fault(self, kind: str) -> dict[int, End]:
         """A job in which the last rank fails in this way; returns how the others ended."""

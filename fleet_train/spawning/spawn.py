@@ -75,7 +75,9 @@ def spawn(
             join_timeout_seconds=timeout_seconds,
             import_path=import_path_for_ranks(),
         )
-        _say_kept(base)
+        if base.kept:
+            names = ", ".join(base.kept)
+            show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
         greeting = shipping.create()
         stack.callback(os.close, greeting)
         shipping.write(greeting, _greeting(train), body)
@@ -196,12 +198,6 @@ def _log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     check_log_dir(path)
     path.mkdir(parents=True, exist_ok=True)
     return path.absolute()
-
-
-def _say_kept(base: LaunchEnvironment) -> None:
-    if base.kept:
-        names = ", ".join(base.kept)
-        show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
 
 
 _MOST_RANKS = 1024
