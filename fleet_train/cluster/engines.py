@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -187,11 +186,8 @@ def _look_up(host: str) -> str:
 def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
     """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.SCONTROL_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in answer.stdout.splitlines())
+    lines = network.output_of(command, timeouts.SCONTROL_SECONDS).splitlines()
+    pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in lines)
     return {match[1]: match[2] for match in pairs if match is not None}
 
 

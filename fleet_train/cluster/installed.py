@@ -10,7 +10,6 @@ import ast
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster.at_import import usable_processors
+from fleet_train.cluster.network import output_of
 
 # Packages that results and errors depend on, besides Paddle; also optional ones, whose absence is reported.
 _PACKAGES = ("numpy", "visualdl", "numba", "pillow", "safetensors", "protobuf", "scikit-learn", "click", "psutil")
@@ -61,13 +61,7 @@ def _checkout() -> Path | None:
 
 def git(root: Path, *arguments: str) -> str:
     """The output of git in a checkout; empty if there is none."""
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=timeouts.TOOL_SECONDS
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout.strip()
+    return output_of(["git", "-C", str(root), *arguments], timeouts.TOOL_SECONDS).strip()
 
 
 def installed_paddle() -> tuple[str, str]:

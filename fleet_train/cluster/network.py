@@ -1,4 +1,4 @@
-"""The addresses, interfaces and ports of this machine, from the operating system."""
+"""The addresses, interfaces and ports of this machine, from the operating system, and the output of its tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleet_train.errors import ClusterError
@@ -28,6 +29,14 @@ class PortOwner:
         if self.pid is None:
             return "a process of another user"
         return f"process {self.pid} ({self.program or 'name unknown'})"
+
+
+def output_of(command: Sequence[str], seconds: float) -> str:
+    """What a tool prints; empty if it is not installed, fails, or does not end in that time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:

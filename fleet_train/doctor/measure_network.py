@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,13 +61,7 @@ def _route(address: str, interfaces: dict[str, tuple[str, ...]]) -> Route:
 def _interface_by_route(address: str) -> str:
     """From ``ip``, because a packet may leave by another interface than the one that has its source address."""
     command = ["ip", "-o", "-4", "route", "get", address]
-    try:
-        output = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeouts.DOCTOR_IP_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    match = re.search(r"\bdev (\S+)", output)
+    match = re.search(r"\bdev (\S+)", addresses_here.output_of(command, timeouts.DOCTOR_IP_SECONDS))
     return match[1] if match else ""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -271,11 +270,8 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
 
 def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.TOOL_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if is_number(line.strip()))
+    lines = network.output_of(command, timeouts.TOOL_SECONDS).splitlines()
+    return tuple(line.strip() for line in lines if is_number(line.strip()))
 
 
 # Variables of an outer job (ours, PaddleCloud's, an older launcher's), and those that override flags of Paddle's own

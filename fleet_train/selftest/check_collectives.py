@@ -7,7 +7,6 @@ import csv
 import io
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import paddle
 
 import fleet_train
 from fleet_train import timeouts
+from fleet_train.cluster.network import output_of
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version
@@ -200,20 +200,16 @@ def _backend_words(job: Job, versions: Mapping[str, Any]) -> str:
 
 def _device(index: int) -> dict[str, Any]:
     properties = paddle.device.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", "")
+    if not uuid:
+        command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+        uuid = uuid_of(index, os.environ, output_of(command, timeouts.TOOL_SECONDS))
     return {
         "name": str(properties.name),
         "memory_bytes": int(properties.total_memory),
         "capability": f"{properties.major}.{properties.minor}",
-        "uuid": str(getattr(properties, "uuid", "") or uuid_of(index, os.environ, _ask_nvidia_smi())),
+        "uuid": str(uuid),
     }
-
-
-def _ask_nvidia_smi() -> str:
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.TOOL_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def uuid_of(visible_index: int, environ: Mapping[str, str], table: str) -> str:
