@@ -54,8 +54,7 @@ class SkipNotFinite:
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
         scale = paddle.full([1], 1.0, "float32")
         values, is_broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], scale)
-        zero = paddle.nn.initializer.Constant(0.0)
-        skipped = paddle.pir.core.create_persistable_value(paddle.int64, [1], "skipped_updates", initializer=zero)
+        skipped = _persistable("skipped_updates", paddle.int64, [1])
         paddle.assign(skipped + is_broken.reshape([1]).astype("int64"), skipped)
         self._skipped = skipped.name
         checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
@@ -63,7 +62,7 @@ class SkipNotFinite:
 
     def count(self) -> int:
         """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
-        return int(np.asarray(paddle.static.global_scope().find_var(self._skipped).get_tensor()).item())
+        return int(_read(self._skipped).item())
 
 
 def refuse_to_skip_with(profile: Profile) -> None:

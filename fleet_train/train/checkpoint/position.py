@@ -9,12 +9,12 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from fleet_train import __version__, fleet
+from fleet_train.cluster.installed import version_of
 from fleet_train.data import DataIdentity, OwnDataSampler
 from fleet_train.errors import CheckpointError, DataError, printable
 from fleet_train.plan import CommPlan
@@ -263,12 +263,7 @@ def _some(numbers: list[int]) -> str:
 def versions() -> dict[str, str]:
     """Name -> version of this package, Python, and those of the packages above that are installed."""
     known = {"fleet_train": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            known[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return known
+    return known | {name: version for name in _PACKAGES if (version := version_of(name))}
 
 
 def other_versions(saved: Mapping[str, Any]) -> list[str]:
