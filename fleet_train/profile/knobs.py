@@ -146,11 +146,7 @@ def knob(
     if needs:
         extra["needs"] = needs
     if only_with:
-        extra["only_with"] = {**asdict(only_with), "values": list(only_with.values)}
-        if only_with.either:
-            extra["only_with"]["either"] = [only_with.either[0], list(only_with.either[1])]
-        else:
-            del extra["only_with"]["either"]
+        extra["only_with"] = {name: value for name, value in asdict(only_with).items() if value is not None}
     if refused:
         extra["refused"] = refused
     start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
@@ -167,7 +163,6 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
     auto = Auto in get_args(field.annotation)
     numbers = get_args(field.annotation)[0] if auto else field.annotation
     kind = str if choices else (get_origin(numbers) or numbers)
-    with_values = extra.get("only_with")
     return Knob(
         name=name,
         fate=extra["fate"],
@@ -181,19 +176,9 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         maximum=bounds.get("le"),
         needs=extra.get("needs", ""),
         choices=choices,
-        only_with=_only_with_of(with_values) if with_values else None,
+        only_with=OnlyWith(**extra["only_with"]) if "only_with" in extra else None,
         refused=tuple(extra.get("refused", {}).items()),
         auto=auto,
-    )
-
-
-def _only_with_of(stored: dict[str, Any]) -> OnlyWith:
-    either = stored.get("either")
-    return OnlyWith(
-        stored["knob"],
-        tuple(stored["values"]),
-        stored["default_fits"],
-        (either[0], tuple(either[1])) if either else None,
     )
 
 
