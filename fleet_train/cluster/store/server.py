@@ -183,10 +183,6 @@ class StoreServer:
         for session in [*self._strangers, *self._known]:
             session.abort()
 
-    async def listen(self) -> asyncio.Server:
-        """Accept connections on the running loop. Raises OSError if the address cannot be bound."""
-        return await self._accept(self._bind())
-
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
