@@ -86,8 +86,13 @@ def detect(environ: Mapping[str, str], asked: str | None = None) -> Started | No
             f"--engine {choice} ({ENGINE}): none of its variables is set here, so this process was not started by it; "
             "leave the choice out"
         )
-    if choice == "auto":
-        _refuse_contradiction(first, read_torchrun(environ))
+    by_hand = read_torchrun(environ) if choice == "auto" else None
+    if by_hand is not None and (by_hand.index, by_hand.count) != (first.index, first.count):  # one of them is wrong
+        raise ClusterError(
+            f"RANK={by_hand.index} of WORLD_SIZE={by_hand.count}, but {first.engine} says that this is process "
+            f"{first.index} of {first.count}; unset RANK and WORLD_SIZE, or choose one: {ENGINE}=torchrun, or the "
+            "other's name (launch: --engine)"
+        )
     return first
 
 
@@ -100,16 +105,6 @@ def alone_in_allocation(environ: Mapping[str, str]) -> str:
         f"this process trains alone: Slurm allocated {nodes} nodes to the job, but srun did not start this "
         "command; write srun before it to use them"
     )
-
-
-def _refuse_contradiction(first: Started, by_hand: Started | None) -> None:
-    """RANK and WORLD_SIZE that contradict those of an MPI or Slurm task: one of the two must be wrong."""
-    if by_hand is not None and (by_hand.index, by_hand.count) != (first.index, first.count):
-        raise ClusterError(
-            f"RANK={by_hand.index} of WORLD_SIZE={by_hand.count}, but {first.engine} says that this is process "
-            f"{first.index} of {first.count}; unset RANK and WORLD_SIZE, or choose one: {ENGINE}=torchrun, or the "
-            "other's name (launch: --engine)"
-        )
 
 
 @dataclass(frozen=True)

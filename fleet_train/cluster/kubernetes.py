@@ -165,7 +165,12 @@ def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
         raise ClusterError(
             f"POD_IP={node_host} is not in PADDLE_TRAINERS={','.join(hosts)}; both describe this job's pods"
         )
-    _check_node_number(environ, hosts, node_host)
+    number = _number(environ, "PADDLE_TRAINER_ID")
+    if number is not None and number != hosts.index(node_host):
+        raise ClusterError(
+            f"PADDLE_TRAINER_ID={number} contradicts POD_IP={node_host}, which is number {hosts.index(node_host)} in "
+            "PADDLE_TRAINERS (on PaddleCloud it numbers the pods from 0, not the processes)"
+        )
     started_port = _number(environ, "PADDLE_PORT")
     ports = _number(environ, "TRAINER_PORTS_NUM")
     if ports == 0:
@@ -178,15 +183,6 @@ def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
     """The same, in a rank that another launcher started, which has overwritten two of the variables."""
     theirs = ("PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
     return read_paddlecloud({name: value for name, value in environ.items() if name not in theirs})
-
-
-def _check_node_number(environ: Mapping[str, str], hosts: tuple[str, ...], node_host: str) -> None:
-    number = _number(environ, "PADDLE_TRAINER_ID")
-    if number is not None and number != hosts.index(node_host):
-        raise ClusterError(
-            f"PADDLE_TRAINER_ID={number} contradicts POD_IP={node_host}, which is number {hosts.index(node_host)} in "
-            "PADDLE_TRAINERS (on PaddleCloud it numbers the pods from 0, not the processes)"
-        )
 
 
 def _check_endpoints(

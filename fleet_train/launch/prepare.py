@@ -166,7 +166,12 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
     started = detect(environ, request.engine)
     if started is None:
         return request
-    _refuse_several_here(started)
+    if (started.local_count or 1) > 1 or started.local_index > 0:
+        raise ClusterError(
+            f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
+            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
+            "--nproc_per_node=N, or start the ranks without it: srun python train.py"
+        )
     logger.info(started.in_words())
     request = replace(
         request, processes_per_node=_processes(request, started), restarts=started.restarts, run=started.run
@@ -191,15 +196,6 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
 def _processes(request: LaunchRequest, started: Started) -> int | None:
     given = request.processes_per_node is not None or request.selected_gpus is not None
     return request.processes_per_node if given else started.processes
-
-
-def _refuse_several_here(started: Started) -> None:
-    if (started.local_count or 1) > 1 or started.local_index > 0:
-        raise ClusterError(
-            f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
-            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
-            "--nproc_per_node=N, or start the ranks without it: srun python train.py"
-        )
 
 
 def _addresses(
