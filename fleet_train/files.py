@@ -60,12 +60,9 @@ def publish_where_linked(path: Path, content: bytes) -> Path:
 
 def where_linked(path: Path) -> Path:
     """The file that ``publish_where_linked`` writes."""
-    real = Path(os.path.realpath(path)) if _is_own_link(path) else path
+    is_own_link = path.is_symlink() and path.lstat().st_uid == os.geteuid()
+    real = Path(os.path.realpath(path)) if is_own_link else path
     return path if os.path.lexists(real) and not real.is_file() else real
-
-
-def _is_own_link(path: Path) -> bool:
-    return path.is_symlink() and path.lstat().st_uid == os.geteuid()
 
 
 class NotThatFile(OSError):

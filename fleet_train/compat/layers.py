@@ -234,10 +234,8 @@ def flatten(x: Any, axis: int = 1, name: str | None = None) -> Any:
     if axis == 0:
         return paddle.reshape(x, [1, -1])
     inner = [int(size) for size in x.shape[axis:]]
-    return paddle.reshape(x, [-1, math.prod(inner)]) if -1 not in inner else _flatten_open(x, axis)
-
-
-def _flatten_open(x: Any, axis: int) -> Any:
+    if -1 not in inner:
+        return paddle.reshape(x, [-1, math.prod(inner)])
     front = x if axis == 1 else paddle.flatten(x, 0, axis - 1)
     return front if len(front.shape) == 2 else paddle.flatten(front, 1)
 

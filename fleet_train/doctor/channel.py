@@ -203,17 +203,13 @@ _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_PMTUDISC_PROBE, _IP_MTU = 10, 2, 3, 14
 _HEAD = struct.Struct(">8sI")
 
 
-def sizes_up_to(mtu: int) -> list[int]:
-    """The sizes to try on an interface of this MTU, itself included."""
-    return sorted({size for size in SIZES if size < mtu} | {mtu})
-
-
 def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: int) -> tuple[int, int]:
     """(largest packet that was answered, the path's MTU according to the kernel); 0: none, unknown.
 
     UDP with Don't Fragment set: each packet that arrives is answered with its size.
     """
-    wanted = set(sizes_up_to(min(mtu, 65535)))
+    most = min(mtu, 65535)
+    wanted = {size for size in SIZES if size < most} | {most}
     answered: set[int] = set()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)

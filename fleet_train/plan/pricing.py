@@ -135,7 +135,7 @@ def _traffic_lines(title: str, figures: Traffic) -> list[str]:
         f"  sent by a rank: {high}" + (f" (the least: {low})" if low != high else ""),
         f"  between nodes: {figures.most_leaving / MEGABYTE:.3f} MB leave a node, and "
         f"{max(figures.protocol):.0f} bytes of Gloo's headers",
-        f"  inside a node: {figures.most_inside / MEGABYTE:.3f} MB",
+        f"  inside a node: {max(figures.inside) / MEGABYTE:.3f} MB",
     ]
 
 
@@ -198,10 +198,6 @@ class Traffic:
     @property
     def most_leaving(self) -> float:
         return max(self.leaving)
-
-    @property
-    def most_inside(self) -> float:
-        return max(self.inside)
 
     def to_json(self) -> dict[str, Any]:
         return {name: list(values) for name, values in asdict(self).items()}

@@ -31,7 +31,8 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
     if texts.get("append_batch_size", "True") not in ("True", "False"):
         return None
     value = cst.ensure_type(given["shape"].value, cst.List)
-    if texts.get("append_batch_size", "True") == "True" and not _is_open(value):
+    is_open = any(source(element.value).startswith(("-", "None")) for element in value.elements)
+    if texts.get("append_batch_size", "True") == "True" and not is_open:
         first = cst.Element(cst.Name("None"), comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
         value = value.with_changes(elements=[first, *value.elements])
     kept = [
@@ -51,10 +52,6 @@ def _is_plain(shape: cst.Arg | None) -> bool:
         return False
     sizes = [source(element.value) for element in shape.value.elements]
     return all(size.lstrip("-").isdigit() or size == "None" for size in sizes)
-
-
-def _is_open(shape: cst.List) -> bool:
-    return any(source(element.value).startswith(("-", "None")) for element in shape.elements)
 
 
 def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:

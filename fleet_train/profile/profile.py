@@ -176,19 +176,14 @@ def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]
             f"local_sgd_steps: 1 ({profile.origin('local_sgd_steps')}) averages the parameters after every step, which "
             "sends as much as averaging gradients in every step; 2 or more sends less."
         )
-    if profile.barrier_every_steps > 1:
-        sentences.append(_of_barriers(profile))
+    if (every := profile.barrier_every_steps) > 1:
+        sentences.append(
+            f"barrier_every_steps: {every} ({profile.origin('barrier_every_steps')}): between two barriers Gloo waits "
+            "for a rank for 30 s, which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for "
+            f"{profile.collective_timeout_seconds} s (collective_timeout_seconds). A stop request is known up to "
+            f"{every - 1} step{'s' if every > 2 else ''} later."
+        )
     return sentences
-
-
-def _of_barriers(profile: Profile) -> str:
-    every = profile.barrier_every_steps
-    return (
-        f"barrier_every_steps: {every} ({profile.origin('barrier_every_steps')}): between two barriers Gloo waits for "
-        "a rank for 30 s, which cannot be set: one that pauses for longer fails the job. NCCL's ranks wait for "
-        f"{profile.collective_timeout_seconds} s (collective_timeout_seconds). A stop request is known up to "
-        f"{every - 1} step{'s' if every > 2 else ''} later."
-    )
 
 
 def _averages_every_step(profile: Profile) -> bool:

@@ -96,7 +96,8 @@ def check(job: Job, options: Options) -> Iterator[Result]:
 def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     began, label = time.perf_counter(), f"profile {name}"
     fitted = fit(load_profile(name), steps)
-    precision = _precision_of(fitted.profile)
+    level, dtype = fitted.profile.amp_level, fitted.profile.amp_dtype
+    precision = None if level == "O0" else Profile(amp_level=level, amp_dtype=dtype)
     if precision is not None and (reason := _unusable(precision)):
         return Result("profiles", label, SKIP, reason)
     before = dict(os.environ)
@@ -183,13 +184,6 @@ def fit(profile: Profile, steps: int) -> Fitted:
 
 def _optimizer() -> Any:
     return paddle.optimizer.Momentum(0.01, 0.9)
-
-
-def _precision_of(profile: Profile) -> Profile | None:
-    """The knobs of mixed precision alone."""
-    if profile.amp_level == "O0":
-        return None
-    return Profile(amp_level=profile.amp_level, amp_dtype=profile.amp_dtype)
 
 
 def _unusable(precision: Profile) -> str:
