@@ -50,7 +50,7 @@ def test_each_machine_finds_its_place_and_the_interface_to_the_other(tmp_path: P
         command = launch_command(lab.nodes, script)
         result = run_launchers([command] * 2, folder=tmp_path, prefixes=[machine.prefix for machine in lab.nodes])
     logs = [(folder / "log" / "workerlog.0").read_text() for folder in result.folders]
-    assert logs == ["0 eth0 =eth0\n", "1 eth0 eth0\n"], result.report()
+    assert logs == ["0 eth0 =eth0\n", "1 eth0 =eth0\n"], result.report()
     assert "this is node 1 (10.78.0.2)" in result.nodes[1].output
 
 
