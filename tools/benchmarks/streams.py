@@ -214,7 +214,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         f"interleaving stands for all, and {WITHOUT_CHOICE} are replayed for each cluster.",
         "- A profile alone: collective_stream own, with its proof in the first three steps; then calc, and graph where "
         "the profile goes with it. graph's sums are noted where the executor enqueues them, by the rules of "
-        "`instruction_util.cc`.",
+        "`instruction_util.cc`. Its programs have more operators, and each counts as one that takes time: its exposed "
+        "time is not to be compared with the others'.",
         *told_circumstances(record["circumstances"]),
         f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else fine}.",
         "",
