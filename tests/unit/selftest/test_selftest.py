@@ -376,13 +376,13 @@ class TestOverlap:
         ],
     )
     def test_verdict(self, ours: float, control: float, on_gpu: bool, status: str) -> None:
-        assert check_overlap.judge(self.times(ours, control), on_gpu=on_gpu, seconds=1.0).status == status
+        assert check_overlap.judge(self.times(ours, control), overlaps=on_gpu, seconds=1.0).status == status
 
     def test_a_time_that_is_missing_fails_and_the_controls_share_is_told_beside_ours(self) -> None:
         for wrong in (0.0, float("nan"), float("inf")):
             times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
-            assert check_overlap.judge(times, on_gpu=False, seconds=1.0).status == FAIL
-        figures = check_overlap.judge(self.times(22.0, 30.5), on_gpu=True, seconds=1.0).figures
+            assert check_overlap.judge(times, overlaps=False, seconds=1.0).status == FAIL
+        figures = check_overlap.judge(self.times(22.0, 30.5), overlaps=True, seconds=1.0).figures
         assert (figures["overlap"], figures["control"]) == (pytest.approx(0.8), pytest.approx(-0.05))
 
 
