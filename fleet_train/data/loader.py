@@ -107,9 +107,6 @@ class Prefetcher(Generic[Item]):
         return False
 
 
-# What an executor on a GPU takes.
-
-
 def device_index(place: Any) -> int | None:
     """The GPU's number; None for a CPU or without a place."""
     return None if place is None or type(place).__name__ == "CPUPlace" else int(place.get_device_id())

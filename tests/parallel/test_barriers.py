@@ -31,9 +31,8 @@ STOPS: dict[str, tuple[int, dict[str, Any], int]] = {
     "local sgd, period": (4, SHORT, 6),
 }
 STEPS, EVERY, SLOW = 12, 5, "a slow step"
-ALONE = Profile(
-    divergence_check_steps=0, barrier_every_steps=1
-)  # without comparisons, which are synchronization points, too
+# Without comparisons, which are synchronization points, too.
+ALONE = Profile(divergence_check_steps=0, barrier_every_steps=1)
 # With the steps that have a barrier where only each fifth has to. The slow step is the seventh, told at the tenth.
 FEW: dict[str, tuple[Profile, list[int]]] = {
     "default": (ALONE, [1, 2, 3, 5, 10]),

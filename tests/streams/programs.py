@@ -196,7 +196,7 @@ class Control:
     def traces(self, steps: int) -> list[Trace]:
         profile = load_profile(self.profile).with_settings("a control", **self.settings)
         return record(
-            shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine, None, False
+            shortened(profile), Cluster.imagined(self.nodes, self.ranks_per_node), steps, self.engine, proves=False
         )
 
 

@@ -377,11 +377,9 @@ def _sums_of(recorder: Recorder) -> Callable[..., Any]:
 
 def _waits_of(recorder: Recorder) -> Callable[..., Any]:
     """In place of `unflatten` behind a sum: the executor lets the calculation stream wait before its first reader."""
-    real = unflatten
 
     def emit_split(mean: Any, shapes: Any) -> Any:
         number = recorder.sum_of[mean.id]
-
         program = id(paddle.static.default_main_program())
 
         def wait(tensor: Any) -> list[Any]:
@@ -392,7 +390,7 @@ def _waits_of(recorder: Recorder) -> Callable[..., Any]:
 
         outputs = [(mean.shape, mean.dtype)]
         recorder.chains[program], waited = host_ops.emit_link("split", wait, recorder.chains[program], [mean], outputs)
-        return real(waited, shapes)
+        return unflatten(waited, shapes)
 
     return emit_split
 
