@@ -42,6 +42,8 @@ from fleet_train.plan.price import Network
 
 # Set in the store by the first rank whose watchdog gives up on a collective.
 _GIVEN_UP = "a collective is given up"
+# One name for all steps: without a step barrier, a rank may already be in the next step.
+_ATTRIBUTION = "a collective that failed"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
@@ -291,10 +293,9 @@ class Job:
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         try:
             client = client or self.store
-            # One name for all steps: without a step barrier, a rank may already be in the next step.
-            client.barrier("a collective that failed", None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
+            client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
         except (JoinTimeout, WorkerFailed) as cause:
-            words = f"{what}: {cause} (the collective ended with: {detail[0]})"
+            words = f"{what}: {str(cause).removeprefix(f'{_ATTRIBUTION}: ')} (the collective ended with: {detail[0]})"
             if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
                 words = str(cause)
             return with_absent(WorkerFailed(words), cause.absent)

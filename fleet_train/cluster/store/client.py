@@ -251,14 +251,18 @@ class StoreClient:
         header = {"do": kind, "name": name, "count": count, "timeout": timeout_seconds, **header}
         if call:
             header["calls"] = [[call, [[self.member, self.member]]]]
+        where = call or name
         try:
-            return self._call(header, body, read, call or name, timeout_seconds)
+            return self._call(header, body, read, where, timeout_seconds)
         except JoinTimeout as error:
             on_all = self._messages.on_all(call)
-            timeout = JoinTimeout(f"{call or name}: {error} within {timeout_seconds:g} s{on_all}")
-            raise with_absent(timeout, error.absent, f" at {call or name} within {timeout_seconds:g} s") from None
+            timeout = JoinTimeout(f"{where}: {error} within {timeout_seconds:g} s{on_all}")
+            raise with_absent(timeout, error.absent, f" at {where} within {timeout_seconds:g} s") from None
         except WorkerFailed as error:
-            raise with_absent(error, error.absent, f" while others waited for it at {call or name}") from None
+            # A report that is passed on, and a member that left, name their places.
+            names_it = not error.absent or where in str(error)
+            lost = error if names_it else WorkerFailed(f"{where}: {error}")
+            raise with_absent(lost, error.absent, f" while others waited for it at {where}") from None
 
     # calls that do not wait for other members
 
