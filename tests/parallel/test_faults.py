@@ -48,7 +48,7 @@ LONG = pytest.mark.long
     ("case", "codes", "told"),
     [
         # The codes of the ranks, None for any; what is told by each rank that has a code of the package.
-        ("die", [LOST, None, LOST], ["WorkerFailed: " + RANK_1, "was lost"]),
+        ("die", [LOST, None, LOST], ["WorkerFailed: step 4: " + RANK_1, "was lost"]),
         ("throw", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"]),
         (
             "die in a sum of the program",
