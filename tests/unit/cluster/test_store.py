@@ -93,7 +93,7 @@ def test_a_forked_child_neither_sends_for_its_parent_nor_hides_its_death(server:
             until(lambda: one.get("forked") is not None)
             assert one.gone() == {}
             parent.kill()  # its child lives on, with what it has inherited
-            with pytest.raises(WorkerFailed, match="^step 1: rank 1 was lost"):
+            with pytest.raises(WorkerFailed, match=r"^step 1: rank 1 was lost"):
                 one.all_gather("step 1", None, 2, 20)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)

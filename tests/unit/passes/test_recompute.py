@@ -289,7 +289,8 @@ def vectors(features: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("network", "case"), product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)])
+    ("network", "case"),
+    list(product([vectors, convolutional, normalised], [("O0", 3), ("O1", 8), ("O2", 3), ("O2", 8)])),
 )
 def test_recompute_changes_no_bit_of_the_others(network: Any, case: tuple[str, int]) -> None:
     level, segments = case
