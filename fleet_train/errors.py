@@ -40,7 +40,8 @@ class Absence:
 
     member: int
     kind: str
-    """``missing`` (it may still be running), ``left`` (its process disconnected properly) or ``lost``."""
+    """``missing`` (it may still be running), ``elsewhere`` (it waits at another point), ``left`` (its process
+    disconnected properly) or ``lost``."""
     what: str
 
 

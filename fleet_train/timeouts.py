@@ -74,6 +74,24 @@ EARLY_BARRIER_SECONDS = 5.0
 GLANCE_SECONDS = 0.25
 """For the largest timed allreduces of a quick look at a link, which delays the start of a training."""
 
+# The flight recorder and its witness.
+RECORDER_POLL_SECONDS = 0.25
+"""Of the recorder's thread: how long a question for stacks may wait, and how old a heartbeat is at most."""
+STACKS_ANSWER_SECONDS = 1.0
+"""How long that thread has to get Python's lock and to write: then a signal makes it write without."""
+STACKS_SIGNAL_SECONDS = 0.5
+"""For the handler of that signal, which takes milliseconds."""
+STACKS_LOCK_SECONDS = 2.0
+"""For another process that asks the same rank meanwhile."""
+STACKS_POLL_SECONDS = 0.02
+STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 2.5, 0.1
+"""How long a rank that misses others waits to learn where they stand, and how often it looks: a witness asks the store
+twice a second, and a rank has its time to answer."""
+WITNESS_FIRST_SECONDS, WITNESS_LAST_SECONDS = 0.5, 10.0
+"""Between two searches for ranks that have not begun to record, at first and at most."""
+STACKS_NATIVE_SECONDS = 10.0
+"""For py-spy, which reads the symbols of all libraries."""
+
 # Data and manifests.
 DECODE_TASK_SECONDS = 120.0
 """How long one task (a few images) may take before its worker counts as hanging: a network file system may pause."""

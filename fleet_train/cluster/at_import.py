@@ -15,6 +15,8 @@ from collections.abc import Container, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet_train.cluster.flight import start_under_a_launcher
+
 if TYPE_CHECKING:
     from fleet_train.cluster.started import Started
 
@@ -29,6 +31,7 @@ def correct_this_process() -> None:
     """Correct ``os.environ``, once; called when fleet_train is imported."""
     if not _launched:
         _launched.update(correct(os.environ, parent_command()))
+    start_under_a_launcher()
 
 
 def correct(environ: MutableMapping[str, str], command: Sequence[str]) -> dict[str, str | None]:

@@ -140,7 +140,7 @@ class Averaging:
     def _start(self, what: str, step: int, stages: Stages[T]) -> tuple[Future[Passed], Running[T]]:
         moment = f"{what} after {self._barrier.moment(step)}"
         barrier = self._barrier.begin(f"{moment} {self._job.count(moment)}", step)
-        context = CallContext(moment, moment, self._timeout_seconds)
+        context = CallContext(moment, moment, self._timeout_seconds, what)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
             return barrier, self._job.engine.start(stages, context, barrier=barrier)
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import paddle
 
 from fleet_train import timeouts
+from fleet_train.cluster.flight import recorder
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
@@ -30,11 +31,13 @@ Result_co = TypeVar("Result_co", covariant=True)
 @dataclass(frozen=True)
 class CallContext:
     """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
-    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends."""
+    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends.
+    ``label``: what it is in every step, for the flight recorder."""
 
     moment: str
     what: str
     timeout_seconds: float = timeouts.COLLECTIVE_TIMEOUT_SECONDS
+    label: str = ""
 
 
 AttributeFailure = Callable[[CallContext, BaseException], FleetTrainError]
@@ -151,6 +154,11 @@ class Collective:
             output = [] if self.kind == "gather" else paddle.zeros_like(self.output)
         return replace(self, tensor=self.tensor.clone(), output=output)
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's part."""
+        return int(self.tensor.size) * int(self.tensor.element_size())
+
     def begin(self, sync_op: bool, use_calc_stream: bool = False) -> Any:
         """Call Paddle; with ``sync_op``, work enqueued later waits for it. Returns Paddle's task, or None."""
         with ensured_dynamic_mode():
@@ -175,6 +183,25 @@ class Collective:
             case "scatter":
                 return stream.scatter(self.tensor, self.parts, src=self.root, **common)
         raise AssertionError(f"unknown collective {self.kind!r}")
+
+
+def begin_wire(collective: Collective, context: CallContext) -> int:
+    """The collective's event begins; returns what the recorder's ``end`` takes."""
+    return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group))
+
+
+def name_of_group(group: Any) -> str:
+    """``allreduce's`` ranks in short, once for each group."""
+    name = _group_names.get(group.id)
+    if name is None:
+        ranks = list(group.ranks)
+        whole = ranks == list(range(ranks[0], ranks[-1] + 1))
+        shown = f"{ranks[0]}-{ranks[-1]}" if whole else ",".join(map(str, ranks))
+        name = _group_names[group.id] = f"group {group.id}: ranks {shown}"
+    return name
+
+
+_group_names: dict[int, str] = {}
 
 
 @dataclass(frozen=True)
@@ -203,14 +230,15 @@ class Progress(Generic[T]):
         self._context = context
         self.stage: Stage | None = None
         self.value: T | None = None
-        self.go_on()
+        self.go_on("copy")
 
     @property
     def is_done(self) -> bool:
         return self.stage is None
 
-    def go_on(self) -> None:
-        """The collectives of ``stage`` are complete: compute up to the next one."""
+    def go_on(self, kind: str = "code") -> None:
+        """The collectives of ``stage`` are complete: compute up to the next one, as an event of this kind."""
+        event = recorder.begin(kind, self._context.label)
         try:
             with ensured_dynamic_mode(), paddle.no_grad():
                 self.stage = next(self._stages)
@@ -218,6 +246,8 @@ class Progress(Generic[T]):
             self.stage, self.value = None, end.value
         except MemoryError as error:
             raise FleetTrainError(out_of_memory(self._context, error)) from error
+        finally:
+            recorder.end(event)
 
 
 def out_of_memory(context: CallContext, error: MemoryError) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from fleet_train import timeouts
+from fleet_train.cluster.flight import recorder
 from fleet_train.collectives.engine import (
     AttributeFailure,
     CallContext,
@@ -23,6 +24,7 @@ from fleet_train.collectives.engine import (
     Progress,
     Stages,
     WorkerThread,
+    begin_wire,
 )
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError, ProfileError
@@ -110,8 +112,10 @@ class ThreadEngine(Engine):
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
         while progress.stage is not None:
             for collective in progress.stage.collectives:
+                event = begin_wire(collective, context)
                 with self.attributing(context):
                     collective.begin(sync_op=True)
+                recorder.end(event)
                 self._move()
             progress.go_on()
         return progress.value  # type: ignore[return-value]
@@ -304,12 +308,13 @@ class StreamEngine(Engine):
 
     def _begin(self, collective: Collective, stream: str, running: InFlight[Any]) -> Any:
         call = self.calls.on_calc_stream if stream == CALC else self.calls.on_own_stream
+        event = begin_wire(collective, running.context)
         with self.attributing(running.context), self._watchdog.over_a_call(running.context):
             task = call(collective)
         if task is not None and stream == CALC:
             task = OnCalcStream(self.device.moment())  # Paddle's says that it is complete at once
         if task is not None:
-            self._watchdog.watch(task, running.context)
+            self._watchdog.watch(task, running.context, event)
         return task
 
 
@@ -340,6 +345,7 @@ class _Call:
 class _Watched:
     task: Any
     context: CallContext
+    event: int = -1
     has_ended: bool = False
 
 
@@ -364,13 +370,14 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._has_failed = False
 
-    def watch(self, task: Any, context: CallContext) -> None:
-        """``task``: Paddle's, with ``is_completed()``."""
+    def watch(self, task: Any, context: CallContext, event: int = -1) -> None:
+        """``task``: Paddle's, with ``is_completed()``. ``event``: of the flight recorder, which ends when this sees the
+        end of the task, up to `timeouts.WATCHDOG_POLL_SECONDS` later."""
         with self._lock:
             going_on = [watched for watched in self._watched if not watched.has_ended]
             if not going_on:
                 self._progressed = time.monotonic()
-            ended, self._watched = self._watched, [*going_on, _Watched(task, context)]
+            ended, self._watched = self._watched, [*going_on, _Watched(task, context, event)]
         del ended  # on this thread
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fleet_train watchdog", daemon=True)
@@ -417,6 +424,7 @@ class Watchdog:
             for watched in self._watched:
                 if not watched.has_ended and self._is_over(watched):
                     watched.has_ended, self._progressed = True, time.monotonic()
+                    recorder.end(watched.event)
             going_on = [watched.context for watched in self._watched if not watched.has_ended]
             return (going_on[0] if going_on else None), time.monotonic() - self._progressed
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from fleet_train.cluster.flight import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
 from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
@@ -65,6 +66,7 @@ class GradientExchange:
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
+        self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
         self._proof: OwnStreamProof | None = None
         if isinstance(job.engine, StreamEngine) and self._stream != AUTO:
@@ -140,7 +142,7 @@ class GradientExchange:
         self.barrier.wait()
         self._running[index] = self._job.engine.start(
             self._methods[index].average(gradients),
-            self._context(self._descriptions[index]),
+            self._context(self._descriptions[index], self._labels[index]),
             self._plan.buckets[index].communicator,
             self.barrier.running,
         )
@@ -150,7 +152,7 @@ class GradientExchange:
 
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with the ranks."""
-        with self._job.clock.exposed():
+        with self._job.clock.exposed(), recorder.event("wait", self._labels[index]):
             averages = self._running.pop(index).result()
         if index == len(self._plan.buckets) - 1 and self._updates:
             self._end_step()
@@ -172,8 +174,9 @@ class GradientExchange:
         """The error for a run of the program in which an operator of ours has raised ``error``: what it names."""
         return self._job.attribute_failure(self._context("the sums of its buckets"), error)
 
-    def _context(self, what: str) -> CallContext:
-        return CallContext(self._moment, f"{self._moment}, {what}", self._profile.collective_timeout_seconds)
+    def _context(self, what: str, label: str = "") -> CallContext:
+        seconds = self._profile.collective_timeout_seconds
+        return CallContext(self._moment, f"{self._moment}, {what}", seconds, label)
 
     def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
@@ -235,6 +238,7 @@ class GradientExchange:
         self._is_drained = False
         self._updates = updates
         self.step += updates
+        recorder.step = self.step
         if updates and self._proof is not None:
             self._proof.begin_update()
         self._job.clock.begin_step()

@@ -230,7 +230,7 @@ def broadcast(job: Job, tensor: Any, what: str) -> Any:
     flat = tensor.reshape([-1]).clone()
     if flat.shape[0] == 0:
         return tensor
-    context = CallContext("start state", what, job.timeout_seconds)
+    context = CallContext("start state", what, job.timeout_seconds, "start state")
     return job.engine.start(_broadcast(job, flat), context).result().reshape(tensor.shape)
 
 

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
 
 from fleet_train import timeouts
-from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster import Cluster, StoreClient, witness
+from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
@@ -47,6 +48,7 @@ _ATTRIBUTION = "a collective that failed"
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,10 @@ class Job:
         self.engine.drain(math.inf)
         before = self._call
         self._call = before or call
+        name = call.partition("(")[0]
         try:
-            yield
+            with recorder.event("save" if "save" in name else "call", name):
+                yield
         finally:
             self._call = before
 
@@ -173,7 +177,7 @@ class Job:
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
-        with self._remembering():
+        with self._remembering(), recorder.event("barrier"):
             answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
         return Passed(answer, time.perf_counter() - began)
 
@@ -192,11 +196,22 @@ class Job:
         try:
             yield
         except JoinTimeout as error:
-            self.failure = with_absent(WorkerFailed(str(error)), error.absent)
+            self.failure = with_absent(WorkerFailed(str(self.located(error))), error.absent)
             raise self.failure from None
         except FleetTrainError as error:
-            self.failure = error
+            self.failure = self.located(error)
             raise
+
+    def located(self, error: _Error) -> _Error:
+        """The error with the lines at which ranks stand that others wait for, if their witnesses know."""
+        absent = error.absent if isinstance(error, FleetTrainError) else ()
+        ranks = [absence.member for absence in absent if absence.kind in ("missing", "elsewhere")]
+        if ranks:
+            with contextlib.suppress(FleetTrainError):
+                nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
+                stands = witness.ask(self._watchdogs_store(), str(error), ranks, nodes)
+                error.args = ("; ".join([str(error), *(stand.sentence() for stand in stands)]),)
+        return error
 
     def agreed(self, plan: CommPlan) -> None:
         """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
@@ -232,7 +247,9 @@ class Job:
         if variants:
             arrays = "; ".join(f"rank {ranks[0][0]}: {array}" for ranks, array in variants)
             raise ConversionError(f"{name}: the ranks passed different arrays: {arrays}")
-        return self.engine.start(self._reduced(values, op), CallContext(name, name, self.timeout_seconds)).result()
+        return self.engine.start(
+            self._reduced(values, op), CallContext(name, name, self.timeout_seconds, "all_reduce")
+        ).result()
 
     def _reduced(self, values: Array, op: str) -> Stages[Array]:
         group = self.communicators(1)[0]
@@ -298,7 +315,7 @@ class Job:
             words = f"{what}: {str(cause).removeprefix(f'{_ATTRIBUTION}: ')} (the collective ended with: {detail[0]})"
             if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
                 words = str(cause)
-            return with_absent(WorkerFailed(words), cause.absent)
+            return self.located(with_absent(WorkerFailed(words), cause.absent))
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return LinkFailed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import statistics
@@ -18,9 +19,10 @@ from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.network import interface_towards, interface_variables, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
-from fleet_train.cluster.store.access import access_of
+from fleet_train.cluster.store.access import access_of, number_of_job
 from fleet_train.cluster.store.client import JOINED, Variants
 from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
@@ -40,6 +42,7 @@ def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
     the ranks, or has connected something else.
     """
     cluster, host = complete(cluster, timeout_seconds)
+    recorder.join(cluster.rank, cluster.world_size, number_of_job(cluster))
     place = choose_place(cluster)
     if cluster.world_size == 1:
         return Job(cluster, place)
@@ -51,7 +54,7 @@ def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
         _compare(job, timeout_seconds)
         _form_process_group(job, timeout_seconds)
     except BaseException as error:
-        job.report_failure(error, doing="could not join")
+        job.report_failure(job.located(error), doing="could not join")
         job.close()
         raise
     return job
@@ -120,7 +123,20 @@ def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds:
         if host is not None:
             host.release()
         raise
+    recorder.set_clock(*_clock_of(store))
     return Job(cluster, place, host=host, store=store, barriers=barriers, timeout_seconds=timeout_seconds)
+
+
+def _clock_of(store: StoreClient) -> tuple[float, float]:
+    """This machine's ``time.perf_counter`` minus the store's clock, and how wrong that can be, in seconds: half of the
+    quickest answer's time (Cristian, Probabilistic clock synchronization, 1989)."""
+    best = (0.0, math.inf)
+    for _ in range(_CLOCK_QUESTIONS):
+        began = time.perf_counter()
+        clock = store.clock()
+        error = (time.perf_counter() - began) / 2
+        best = min(best, (began + error - clock, error), key=lambda each: each[1])
+    return best
 
 
 def _compare(job: Job, timeout_seconds: float) -> None:
@@ -202,6 +218,7 @@ def _create_paddle_store(endpoint: str) -> None:
     send_at_once(int(endpoint.rpartition(":")[2]))
 
 
+_CLOCK_QUESTIONS = 5
 _SMALL_BYTES, _SCALE_BYTES = 4096, 256 * 1024
 _LARGE_BYTES = (4 * 2**20, 2 * 2**20, 2**20, 2**19)
 _MOST_REPEATS = 50

@@ -101,7 +101,7 @@ def _each_piece(
     """
     for name in parts[0]:
         flat = [part[name].reshape(-1).view(np.uint8) for part in parts]
-        context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds)
+        context = CallContext(f"{what} '{name}'", f"{what} '{name}'", job.timeout_seconds, what)
         for start in range(0, flat[0].size, size):
             job.engine.start(action([array[start : start + size] for array in flat]), context).result()
 

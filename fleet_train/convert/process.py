@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.store.reports import exit_status
 from fleet_train.errors import (
     ClusterError,
@@ -310,6 +311,7 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
                     places[place] = value
                 elif value is not given.get(name):
                     named[name] = value
+            event = recorder.begin("run")
             try:
                 return run(self, *places, **named)
             except Exception as error:
@@ -317,6 +319,8 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
                     if (cause := explain(program, error)) is not None:
                         raise cause from error
                 raise
+            finally:
+                recorder.end(event)
 
         replace(paddle.static.Executor, "run", run_with_hooks)
     hooks = _last_hooks if is_last else _hooks

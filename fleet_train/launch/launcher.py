@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import connections_at
+from fleet_train.cluster.witness import Stand
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.logs import LogFolder, take_log_dir
@@ -33,7 +35,16 @@ from fleet_train.launch.report import (
     with_reports,
 )
 from fleet_train.launch.terminal import Follower, StartupLines, messages_in_order, show_lines
-from fleet_train.launch.workers import Cause, GracefulStop, Monitor, RankProcess, Ranks, Verdict, WaitingNodes
+from fleet_train.launch.workers import (
+    Cause,
+    GracefulStop,
+    Monitor,
+    RankProcess,
+    Ranks,
+    Verdict,
+    WaitingNodes,
+    witness_of,
+)
 from fleet_train.log import logger
 
 
@@ -205,12 +216,18 @@ class WorkerGroup:
         passing = None if request.verbose else StartupLines()
         self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
         self.connections = Connections(node)
+        self.witness = witness_of(self.ranks, rendezvous.client)
         self.stop = GracefulStop(self.ranks, rendezvous, stopping, request.faults.grace_seconds, waiting_nodes)
 
     def run(self) -> RunResult:
         """Start the ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
         monitor = Monitor(
-            self.ranks, self.rendezvous, self.stop, wait=self._wait, look_at_connections=self.connections.look
+            self.ranks,
+            self.rendezvous,
+            self.stop,
+            wait=self._wait,
+            look_at_connections=self.connections.look,
+            witness=self.witness,
         )
         try:
             self._start()
@@ -225,6 +242,7 @@ class WorkerGroup:
             return self._stopped(request.number, request.exit_code)
         finally:
             self.ranks.close()
+            self.witness.close()
 
     def _start(self) -> None:
         try:
@@ -263,16 +281,21 @@ class WorkerGroup:
                 return _failure(message, WorkerFailed.exit_code, ends, store_lost=True)
 
     def _end(self) -> list[WorkerResult]:
-        """Stop everything; returns how every rank of this node ended, with its last lines."""
+        """Stop everything; returns how every rank of this node ended, with its last lines and where it stood."""
+        stands = {stand.rank: stand for stand in self.witness.stands(resume=True)}
+        self.logs.write_stands(stands.values(), self.witness.seen())
         self.ranks.stop()
-        return self._report_ends()
+        return self._report_ends(stands)
 
-    def _report_ends(self) -> list[WorkerResult]:
+    def _report_ends(self, stands: Mapping[int, Stand] = MappingProxyType({})) -> list[WorkerResult]:
         """Show the rest of the output; report to the other nodes how the ranks of this one ended."""
         if self.follower is not None:
             self.follower.close()
         ended = self.ranks.ends(self.rendezvous.start)
-        ends = [replace(end, last_lines=self.logs.tail(local)) for local, end in ended.items()]
+        ends = [
+            replace(end, last_lines=self.logs.tail(local, stopped=end.asked_to_stop), stand=stands.get(end.rank))
+            for local, end in ended.items()
+        ]
         self.rendezvous.report_results(ends)
         return ends
 

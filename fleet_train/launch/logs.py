@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fleet_train.cluster.witness import Seen, Stand
 from fleet_train.files import hold, holder, open_new, publish
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of
@@ -25,6 +27,21 @@ def log_name(local_rank: int) -> str:
 
 def record_name(local_rank: int) -> str:
     return f"workerend.{local_rank}.json"
+
+
+def stacks_name(local_rank: int) -> str:
+    return f"stacks.{local_rank}.txt"
+
+
+def flight_name(local_rank: int) -> str:
+    """The ring of its flight recorder, which ``timeline`` reads."""
+    return f"flight.{local_rank}.bin"
+
+
+# Paddle's handler of signals: its C++ frames are those of whatever thread the signal met.
+_STOPPED_BLOCK = re.compile(
+    r"\n*-{20,}\nC\+\+ Traceback \(most recent call last\):\n-{20,}\n.*?\[SignalInfo: [^\n]*\]\n?", re.DOTALL
+)
 
 
 class LogFolder:
@@ -45,12 +62,12 @@ class LogFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         for local in range(self._node.processes):
             (self._folder / record_name(local)).unlink(missing_ok=True)
-            log = self.file(local)
-            if self._attempt == 0:
-                for old in [log, *self._folder.glob(f"{log.name}.attempt*")]:
-                    old.unlink(missing_ok=True)
-            elif log.exists():
-                log.replace(log.with_name(f"{log.name}.attempt{self._attempt - 1}"))
+            for log in (self.file(local), self._folder / stacks_name(local), self._folder / flight_name(local)):
+                if self._attempt == 0:
+                    for old in [log, *self._folder.glob(f"{log.name}.attempt*")]:
+                        old.unlink(missing_ok=True)
+                elif log.exists():
+                    log.replace(log.with_name(f"{log.name}.attempt{self._attempt - 1}"))
 
     def file(self, local_rank: int) -> Path:
         return self._folder / log_name(local_rank)
@@ -84,10 +101,25 @@ class LogFolder:
         if self._reported.acquire(blocking=False):
             logger.warning(f"{trouble}; the job continues, logs are incomplete")
 
-    def tail(self, local_rank: int) -> tuple[str, ...]:
-        """The last lines of a rank's log."""
+    def write_stands(self, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
+        """Write the stacks of ranks, and the recorders of these and of ranks that have ended."""
+        files = {self._file_of(stacks_name, stand.rank): "\n".join(stand.lines(whole=True)) for stand in stands}
+        data = {path: f"{text}\n".encode() for path, text in files.items()}
+        data |= {self._file_of(flight_name, each.ring().rank): each.data() for each in seen}
+        for path, content in data.items():
+            try:
+                publish(path, content, f"{path.name}.tmp")
+            except OSError as error:
+                self._report_once(f"{path} cannot be written: {error.strerror}")
+
+    def _file_of(self, name: Callable[[int], str], rank: int) -> Path:
+        return self._folder / name(rank - self._node.ranks[0])
+
+    def tail(self, local_rank: int, stopped: bool = False) -> tuple[str, ...]:
+        """The last lines of a rank's log; ``stopped``: without what Paddle prints when it is ended by a signal."""
         end = end_of(self.file(local_rank))
-        return last_lines(end if self._verbose else without_startup_lines(end))
+        end = end if self._verbose else without_startup_lines(end)
+        return last_lines(_STOPPED_BLOCK.sub("", end) if stopped else end)
 
 
 # Of this process: requested folder -> assigned folder, and its lock.

@@ -53,7 +53,7 @@ class Rendezvous:
         self.addresses = node.addresses
         """The nodes' addresses in this attempt; known once all have joined."""
         self._host_left = False
-        self._client = StoreClient.connect(
+        self.client = StoreClient.connect(
             f"{node.store_endpoint}/{round_number}",
             node.index,
             group=GROUP,
@@ -78,14 +78,14 @@ class Rendezvous:
                 if theirs is not None and theirs != facts:
                     refuse_other_launcher(self.node, facts, ranges[0][0], theirs)
             left = max(1.0, deadline - time.monotonic())
-            proposals = self._client.all_gather("attempt", [attempt, self.node.address], count, left)
-            self.launched = self._client.broadcast("launched", launched, self.node.leader, count, left)
+            proposals = self.client.all_gather("attempt", [attempt, self.node.address], count, left)
+            self.launched = self.client.broadcast("launched", launched, self.node.leader, count, left)
         except FleetTrainError as error:
             self.fail(str(error), type(error).exit_code)
             raise
         self.start = time.monotonic()
         if self.node.is_leader:
-            self._client.set(_ZERO, self._client.clock())
+            self.client.set(_ZERO, self.client.clock())
         self.addresses = tuple(str(proposals[index][1]) for index in range(count))
         return int(max(number for number, _ in proposals.values()))
 
@@ -95,7 +95,7 @@ class Rendezvous:
         while True:
             left = deadline - time.monotonic()
             try:
-                return self._client.compare("facts", facts, count, max(0.1, min(patience, left)))
+                return self.client.compare("facts", facts, count, max(0.1, min(patience, left)))
             except JoinTimeout as error:
                 self._refuse_failure()
                 awaited = ", ".join(self.node.describe(each.member) for each in error.absent) or "the other nodes"
@@ -123,11 +123,11 @@ class Rendezvous:
         with suppress(OSError):  # the disk may be full by now: the others still wait for our result
             (folder / marker).touch()
         try:
-            markers = self._client.all_gather(
+            markers = self.client.all_gather(
                 "folders", marker, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS
             )
             shared = any((folder / markers[index]).exists() for index in range(self.node.index))
-            self._client.barrier("folders compared", None, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS)
+            self.client.barrier("folders compared", None, len(self.node.addresses), timeouts.COMPARE_FOLDERS_SECONDS)
             return shared
         finally:
             (folder / marker).unlink(missing_ok=True)
@@ -147,9 +147,9 @@ class Rendezvous:
         if self._host_left:
             return None, []
         try:
-            gone = self._client.gone(GROUP)
-            entries = self._client.failures()
-            zero = float(self._client.get(_ZERO) or 0.0) if entries else 0.0
+            gone = self.client.gone(GROUP)
+            entries = self.client.failures()
+            zero = float(self.client.get(_ZERO) or 0.0) if entries else 0.0
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "
@@ -180,28 +180,28 @@ class Rendezvous:
         """Report to all why the attempt ends; the first report counts. ``final``: there is no further attempt."""
         report = {"message": message, "exit_code": exit_code, "node": self.node.index, "no_root_cause": no_root_cause}
         with suppress(FleetTrainError):
-            self._client.fail({**report, "final": final})
+            self.client.fail({**report, "final": final})
 
     def report_finished(self, rank: int) -> None:
         """Its process ended with 0: ranks that wait for it in ``fleet.init`` learn that it will not connect."""
         with suppress(FleetTrainError):
-            self._client.ended("rank", rank)
+            self.client.ended("rank", rank)
 
     def ranks_have_joined(self) -> bool:
         """Whether all ranks have called ``fleet.init``; True if the store does not answer."""
         with suppress(FleetTrainError):
-            return self._client.get(JOINED) is not None
+            return self.client.get(JOINED) is not None
         return True
 
     def announce_stop(self, why: str, grace_seconds: float, *, again: bool = False) -> None:
         """Ask all ranks to save their state within that time. ``again``: there is another attempt."""
         with suppress(FleetTrainError):
-            self._client.set(_STOP, {"why": why, "grace_seconds": grace_seconds, "again": again})
+            self.client.set(_STOP, {"why": why, "grace_seconds": grace_seconds, "again": again})
 
     def stop_announced(self) -> dict[str, Any] | None:
         """The announcement of ``announce_stop`` on some node; None if there is none, or the store does not answer."""
         with suppress(FleetTrainError):
-            notice: dict[str, Any] | None = self._client.get(_STOP)
+            notice: dict[str, Any] | None = self.client.get(_STOP)
             return notice
         return None
 
@@ -209,7 +209,7 @@ class Rendezvous:
 
     def report_results(self, ends: list[WorkerResult]) -> None:
         with suppress(FleetTrainError):
-            self._client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
+            self.client.set(f"{_ENDS}{self.node.index}", [end.to_json() for end in ends])
 
     def results_of_others(self, timeout_seconds: float) -> tuple[list[WorkerResult], list[str]]:
         """(results of the other nodes' ranks, nodes that have not reported theirs within the bound).
@@ -222,10 +222,10 @@ class Rendezvous:
         silent: set[int] = set()
         with suppress(FleetTrainError):  # the store may be gone: then what has arrived is complete
             while missing - silent and time.monotonic() < deadline:
-                silent = {index for index, how in self._client.gone(GROUP).items() if how != "left"}
+                silent = {index for index, how in self.client.gone(GROUP).items() if how != "left"}
                 for index in sorted(missing & self._ended_nodes()):
                     missing.remove(index)
-                    results = self._client.get(f"{_ENDS}{index}") or []
+                    results = self.client.get(f"{_ENDS}{index}") or []
                     ends += [WorkerResult.from_json(end) for end in results]
                 time.sleep(self._poll_seconds if missing - silent else 0)
         return ends, [self.node.describe(index) for index in sorted(missing)]
@@ -239,7 +239,7 @@ class Rendezvous:
 
     def _ended_nodes(self) -> set[int]:
         """The nodes whose launchers have reported how their ranks ended."""
-        return {int(key.removeprefix(_ENDS)) for key in self._client.keys(_ENDS)}
+        return {int(key.removeprefix(_ENDS)) for key in self.client.keys(_ENDS)}
 
     @property
     def _poll_seconds(self) -> float:
@@ -259,7 +259,7 @@ class Rendezvous:
                 failure = self.failure()
                 missing -= self._ended_nodes()
                 # Lost nodes are not skipped: the next poll finds them, as a failure.
-                missing -= {index for index, how in self._client.gone(GROUP).items() if how == "left"}
+                missing -= {index for index, how in self.client.gone(GROUP).items() if how == "left"}
             except FleetTrainError:
                 return None  # the host has ended; our ranks succeeded
             if failure is not None or not missing or time.monotonic() > deadline:
@@ -273,8 +273,8 @@ class Rendezvous:
 
     def close(self) -> None:
         with suppress(FleetTrainError):
-            self._client.leave()
-        self._client.close()
+            self.client.leave()
+        self.client.close()
 
 
 def polling_seconds(node: Node, least: float) -> float:

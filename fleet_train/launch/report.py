@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleet_train.cluster.store.reports import FailureReport
+from fleet_train.cluster.witness import Stand
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch.node import Node
 
@@ -35,6 +36,8 @@ class WorkerResult:
     """The report about this rank's failure in the store, by itself or by a rank that missed it."""
     has_ended: bool = True
     """False if only its report is known: it still runs, or its node is silent."""
+    stand: Stand | None = None
+    """Where it stood before it was stopped."""
 
     @property
     def failed(self) -> bool:
@@ -108,7 +111,8 @@ class WorkerResult:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WorkerResult:
         report = None if data["report"] is None else FailureReport.from_json(data["report"])
-        return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report})
+        stand = None if data["stand"] is None else Stand.from_json(data["stand"])
+        return cls(**{**data, "last_lines": tuple(data["last_lines"]), "report": report, "stand": stand})
 
 
 def signal_name(number: int) -> str:
@@ -159,6 +163,7 @@ def last_lines(text: str, count: int = 15, width: int = 240) -> tuple[str, ...]:
 
 
 _ROWS_FOR_FOLLOWERS = 8
+_MOST_STACK_LINES = 30
 
 
 def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = ()) -> str:
@@ -170,7 +175,11 @@ def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = (
     root_cause = choose_root_cause(every)
     if root_cause is None:
         return "the job has failed, but no rank of the nodes that reported has"
-    parts = [_last_lines(root_cause), _table(root_cause, [end for end in every if end is not root_cause])]
+    parts = [
+        _last_lines(root_cause),
+        *_stack(root_cause),
+        _table(root_cause, [end for end in every if end is not root_cause]),
+    ]
     if silent_nodes:
         parts.append(f"not heard from: {', '.join(silent_nodes)}")
     return "\n".join(parts)
@@ -192,6 +201,14 @@ def _last_lines(root_cause: WorkerResult) -> str:
         return f"rank {root_cause.rank} wrote nothing to its log ({host}:{root_cause.log_file})"
     lines = "\n".join(f"  | {line}" for line in root_cause.last_lines)
     return f"last lines of rank {root_cause.rank} ({host}:{root_cause.log_file}):\n{lines}"
+
+
+def _stack(root_cause: WorkerResult) -> list[str]:
+    """Where a rank stood that had to be stopped."""
+    if root_cause.stand is None or not root_cause.asked_to_stop:
+        return []
+    first, *rest = root_cause.stand.lines()
+    return ["\n".join([first, *(f"  | {line}" for line in rest[:_MOST_STACK_LINES])])]
 
 
 def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:

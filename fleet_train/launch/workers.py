@@ -15,7 +15,9 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from fleet_train import timeouts
+from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
+from fleet_train.cluster.witness import Seen, Witness, ranks_here, session_of
 from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import (
@@ -177,6 +179,16 @@ class Cause(Enum):
     STORE_LOST = "the leader's launcher was lost"
 
 
+def witness_of(ranks: Ranks[Any], client: StoreClient) -> Witness:
+    """Of the ranks that this process has started, each in a session of its own, also below a wrapper of the script."""
+
+    def find() -> list[Seen]:
+        sessions = {rank.pid for rank in ranks.started}
+        return ranks_here(lambda pid: session_of(pid) in sessions)
+
+    return Witness(client, ranks.node.index, ranks.node.processes, find)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Why monitoring ended. ``report`` is the report in the store, if there is one."""
@@ -204,6 +216,7 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
         look_at_connections: Callable[[], None] = lambda: None,
         followers_seconds: float = 0.0,
+        witness: Witness | None = None,
     ) -> None:
         self.ranks = ranks
         self.rendezvous = rendezvous
@@ -212,6 +225,7 @@ class Monitor:
         self._clock = clock
         self._look_at_connections = look_at_connections
         self._followers_seconds = followers_seconds
+        self._witness = witness
         self._next_look_at_store = self._next_look_at_connections = 0.0
         self._failed_at: float | None = None
         self._in_store: list[FailureReport] = []
@@ -285,6 +299,8 @@ class Monitor:
 
     def _ask_store(self) -> Verdict | None:
         try:
+            if self._witness is not None:
+                self._witness.answer()
             notice, self._in_store = self.rendezvous.failures()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))

@@ -16,6 +16,7 @@ import yaml
 from numpy.typing import NDArray
 
 from fleet_train import fleet, timeouts
+from fleet_train.cluster.flight import recorder
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake
@@ -265,7 +266,8 @@ class StepMeter:
         while True:
             asked = self._clock()
             try:
-                batch = next(source)
+                with recorder.event("loader"):
+                    batch = next(source)
             except StopIteration:
                 return
             self._waited += self._clock() - asked

@@ -17,6 +17,7 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet, timeouts
+from fleet_train.cluster.flight import recorder
 from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted
@@ -263,7 +264,7 @@ class Trainer:
         if self._evaluator is None:
             return
         fleet.synchronize_parameters()  # values that LocalSGD and batch norm let drift between the ranks
-        with self._average.in_place() if self._average is not None else nullcontext():
+        with self._average.in_place() if self._average is not None else nullcontext(), recorder.event("evaluate"):
             result = self._evaluator(self._exe)
         self.outcome.evaluation = result
         self.outcome.skipped_updates = self._watch.skipped()

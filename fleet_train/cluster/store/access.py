@@ -53,6 +53,12 @@ def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Acc
     return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
 
 
+def number_of_job(cluster: Cluster) -> int:
+    """The same on all ranks of a job, and never 0; tells jobs of one machine apart."""
+    named = f"{access_of(cluster).job} {cluster.store_endpoint} {' '.join(cluster.endpoints)}"
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "little") | 1
+
+
 # The handshake of a connection: member and job, and the proof on both sides that the secret is known.
 
 

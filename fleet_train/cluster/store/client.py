@@ -101,12 +101,13 @@ class StoreClient:
         answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
     ) -> None:
         self.endpoint = endpoint
+        """With the namespace: what another connection to the same store is given."""
         self.member = member
         self.group = group
         self._sock = sock
         self._decoder = Decoder(most_bytes=1 << 31)
         self._lock = threading.Lock()
-        self._messages = Messages(endpoint, group, describe)
+        self._messages = Messages(endpoint.partition("/")[0], group, describe)
         self._describe = describe
         self._answer_seconds = answer_seconds
         self._is_in_child = False
@@ -155,7 +156,7 @@ class StoreClient:
                 f"{timeout_seconds:g} s ({error}); start the job on the first node, and check that the node "
                 "list is the same everywhere and that the port can be reached"
             ) from error
-        return cls(sock, address, member, group, describe, answer_seconds)
+        return cls(sock, endpoint, member, group, describe, answer_seconds)
 
     # barriers
 

@@ -191,7 +191,9 @@ class Messages:
                     f"says {other}; start every node with the same node list and the same number of processes"
                 )
             case "crossed":
-                return ScheduleMismatch(self._crossed(json.loads(body)))
+                where = sorted(json.loads(body))
+                elsewhere = [Absence(m, "elsewhere", _place(*at)) for who, *at in where for m in _few(who)]
+                return with_absent(ScheduleMismatch(self._crossed(where)), elsewhere[:_MOST_NAMED])
             case "store":
                 return WorkerFailed(self.lost_server(str(answer.get("why"))))
             case "large":
@@ -233,7 +235,6 @@ class Messages:
 
     def _crossed(self, where: list[list[Json]]) -> str:
         """``where``: ranges of members, the name of their barrier, and the call that they are in or an empty text."""
-        where = sorted(where)
         if sum(_size(who) for who, _, _ in where) <= _MOST_NAMED:
             each = sorted((member, name, call) for who, name, call in where for member in _few(who))
             parts = [f"{self._describe(m)} {_place(name, call)}" for m, name, call in each]

@@ -1,0 +1,263 @@
+"""The flight recorder: the last events of this rank, in memory that other processes of its machine can read.
+
+Always on. An event is two writes of some bytes into a ring, on the thread in which it happens; no lock, no message.
+The ring is an anonymous file (``memfd_create``): whoever may read this process's files reads it without this process's
+help (`witness`): while Python's lock is held, the process is stopped, or it sleeps in the kernel.
+
+The stacks of all threads are written behind the ring, on request, by a thread of the recorder. If that thread does not
+get Python's lock, a signal makes Python's ``faulthandler`` write them, which needs no lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from mmap import mmap
+
+from fleet_train import timeouts
+
+FILE_NAME = "fleet_train rank"
+"""Of the anonymous file, as ``/proc/<pid>/fd`` shows it."""
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""A real-time signal: scripts use SIGUSR1 and SIGUSR2."""
+EVENTS = 2048
+KINDS = (
+    *("run", "barrier", "copy", "code", "wire", "wait", "call"),
+    *("loader", "save", "evaluate", "forward", "backward", "update", "step"),
+)
+"""What an event is. ``run``: of a program; ``wire``: a collective; ``code``: packing and unpacking of a bucket;
+``wait``: the executor waits for a bucket; ``call``: a call of the facade that waits for other ranks."""
+_MAGIC = b"fleetfr1"
+# Process, rank, ranks, native id of the recorder's thread; identity of the main thread; the job.
+_WHO = struct.Struct("<8sIiiIQQ")
+_RANK, _RANK_AT = struct.Struct("<ii"), 12
+_HELPER_AT = 20
+_JOB, _JOB_AT = struct.Struct("<Q"), 32
+# The heartbeat; this machine's clock minus the job's, and its error.
+_CLOCK = struct.Struct("<ddd")
+_COUNT = struct.Struct("<I")
+_ASKED = struct.Struct("<II")
+_EVENT = struct.Struct("<dddqIIHHHH")
+_TIME, _ENDED = struct.Struct("<d"), 16
+_CLOCK_AT, _ASKED_AT, _NAMES_AT, _EVENTS_AT = 64, 128, 256, 32768
+RING_BYTES = _EVENTS_AT + EVENTS * _EVENT.size
+_MOST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Event:
+    """Times are of CLOCK_MONOTONIC (``time.perf_counter``), in seconds; 0 in ``ended``: it has not ended."""
+
+    kind: str
+    name: str
+    group: str
+    step: int
+    nbytes: int
+    enqueued: float
+    began: float
+    ended: float
+    thread: int
+    """Its native id, as in ``/proc/<pid>/task``."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A copy of a rank's ring: who it is, and its events in the order in which they were enqueued."""
+
+    pid: int
+    rank: int
+    """-1 until it is known."""
+    world_size: int
+    helper: int
+    main_ident: int
+    job: int
+    heartbeat: float
+    clock_offset: float
+    clock_error: float
+    asked: int
+    answered: int
+    events: tuple[Event, ...]
+
+    @property
+    def has_joined(self) -> bool:
+        return self.job != 0
+
+    @property
+    def step(self) -> int:
+        return max((event.step for event in self.events), default=0)
+
+
+def read_ring(data: bytes) -> Ring | None:
+    """The ring in a file's first `RING_BYTES`; None if it is something else."""
+    if len(data) < RING_BYTES or data[: len(_MAGIC)] != _MAGIC:
+        return None
+    _, pid, rank, world_size, helper, main_ident, job = _WHO.unpack_from(data)
+    heartbeat, offset, error = _CLOCK.unpack_from(data, _CLOCK_AT)
+    asked, answered = _ASKED.unpack_from(data, _ASKED_AT)
+    names = [name.decode(errors="replace") for name in data[_NAMES_AT:_EVENTS_AT].split(b"\0")]
+    events = []
+    for at in range(_EVENTS_AT, RING_BYTES, _EVENT.size):
+        enqueued, began, ended, nbytes, step, thread, kind, name, group, _ = _EVENT.unpack_from(data, at)
+        if enqueued and kind < len(KINDS) and max(name, group) < len(names):
+            event = Event(KINDS[kind], names[name], names[group], step, nbytes, enqueued, began, ended, thread)
+            events.append(event)
+    events.sort(key=lambda event: event.enqueued)
+    return Ring(
+        pid, rank, world_size, helper, main_ident, job, heartbeat, offset, error, asked, answered, tuple(events)
+    )
+
+
+def ask(file: int) -> None:
+    """Ask the process whose file this is for the stacks of its threads: they appear behind the ring."""
+    asked, _ = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
+    with mmap(file, RING_BYTES) as ring:  # a write to the file itself would go to its end
+        _COUNT.pack_into(ring, _ASKED_AT, (asked + 1) & 0xFFFFFFFF)
+
+
+class Recorder:
+    """Records the events of this process. Before `start`, and in a process that is no rank, it does nothing."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """The update under way, for the events that begin from now on; 0 before the first."""
+        self._map: mmap | None = None
+        self._file = -1
+        self._count = itertools.count()
+        self._newest = 0
+        self._names: dict[str, int] = {"": 0}
+        self._names_end = _NAMES_AT + 1
+        self._naming = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        return self._map is not None
+
+    def start(self, rank: int, world_size: int) -> None:
+        """Begin to record; the second time it does nothing. ``rank``: -1 if it is not known yet."""
+        if self._map is not None or not hasattr(os, "memfd_create"):
+            return
+        self._file = os.memfd_create(FILE_NAME)
+        os.ftruncate(self._file, RING_BYTES)
+        self._map = mmap(self._file, RING_BYTES)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_APPEND)
+        main = threading.main_thread().ident or 0
+        _WHO.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, world_size, 0, main, 0)
+        threading.Thread(target=self._answer, args=(self._map,), name="fleet_train recorder", daemon=True).start()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def join(self, rank: int, world_size: int, job: int) -> None:
+        """This process is a rank of a job, which all processes of its machine know by this number (not 0)."""
+        self.start(rank, world_size)
+        if self._map is not None:
+            _RANK.pack_into(self._map, _RANK_AT, rank, world_size)
+            _JOB.pack_into(self._map, _JOB_AT, job)
+
+    def set_clock(self, offset: float, error: float) -> None:
+        """This machine's ``time.perf_counter`` minus the job's clock, and how wrong that may be; in seconds."""
+        if self._map is not None:
+            _CLOCK.pack_into(self._map, _CLOCK_AT, time.perf_counter(), offset, error)
+
+    def begin(self, kind: str, name: str = "", nbytes: int = 0, group: str = "", enqueued: float = 0.0) -> int:
+        """An event begins now; returns what `end` takes. Events of unknown names share an empty one."""
+        if self._map is None:
+            return -1
+        number = self._newest = next(self._count)
+        now = time.perf_counter()
+        _EVENT.pack_into(
+            self._map,
+            _EVENTS_AT + number % EVENTS * _EVENT.size,
+            enqueued or now,
+            now,
+            0.0,
+            nbytes,
+            self.step,
+            threading.get_native_id(),
+            _KIND_OF[kind],
+            self._names.get(name) or self._number_of(name),
+            self._names.get(group) or self._number_of(group),
+            0,
+        )
+        return number
+
+    def end(self, number: int) -> None:
+        """The event ends now; nothing is written if newer events have taken its place."""
+        if self._map is not None and 0 <= number > self._newest - EVENTS:
+            at = _EVENTS_AT + number % EVENTS * _EVENT.size + _ENDED
+            _TIME.pack_into(self._map, at, time.perf_counter())
+
+    @contextmanager
+    def event(self, kind: str, name: str = "", nbytes: int = 0, group: str = "") -> Iterator[None]:
+        number = self.begin(kind, name, nbytes, group)
+        try:
+            yield
+        finally:
+            self.end(number)
+
+    def copy(self) -> bytes:
+        """The ring as it is now; empty in a process that is no rank."""
+        return b"" if self._map is None else self._map[:RING_BYTES]
+
+    def _number_of(self, name: str) -> int:
+        if not name:
+            return 0
+        assert self._map is not None
+        written = name.encode(errors="replace").replace(b"\0", b" ")[:_MOST_NAME] + b"\0"
+        with self._naming:
+            if name not in self._names:
+                end = self._names_end + len(written)
+                if end >= _EVENTS_AT:
+                    return 0
+                self._map[self._names_end : end] = written
+                self._names_end = end
+                self._names[name] = len(self._names)
+            return self._names[name]
+
+    def _answer(self, ring: mmap) -> None:
+        """The recorder's thread: shows that Python's lock can be had, and writes stacks when it is asked to."""
+        import faulthandler  # this process has other things to load first
+
+        faulthandler.register(STACKS_SIGNAL, self._file, all_threads=True, chain=False)
+        _COUNT.pack_into(ring, _HELPER_AT, threading.get_native_id())
+        while True:
+            _TIME.pack_into(ring, _CLOCK_AT, time.perf_counter())
+            asked, answered = _ASKED.unpack_from(ring, _ASKED_AT)
+            if asked != answered:
+                names = (f"# {thread.ident:#x} {thread.name}\n" for thread in threading.enumerate())
+                os.write(self._file, "".join(names).encode(errors="replace"))
+                faulthandler.dump_traceback(self._file, all_threads=True)
+                _COUNT.pack_into(ring, _ASKED_AT + _COUNT.size, asked)
+            time.sleep(timeouts.RECORDER_POLL_SECONDS)
+
+    def _forget(self) -> None:
+        """In a forked child: it has no place in the job."""
+        if self._map is not None:
+            self._map = None
+            with suppress(OSError):
+                os.close(self._file)
+
+
+_KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
+
+recorder = Recorder()
+"""Of this process."""
+
+_RANK_VARIABLES = ("PADDLE_TRAINER_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+
+
+def start_under_a_launcher() -> None:
+    """Begin to record when fleet_train is imported in a process that a launcher has started: it may hang before
+    ``fleet.init``. Not in our own helpers, which inherit the environment of a rank."""
+    words = sys.orig_argv
+    is_ours = any(word.startswith("fleet_train.") for before, word in itertools.pairwise(words) if before == "-m")
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
+    if rank is not None and not is_ours:
+        recorder.start(int(rank), 0)

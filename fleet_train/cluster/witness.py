@@ -1,0 +1,492 @@
+"""The witness: where the ranks of this machine stand, seen from another process.
+
+It finds ranks by the anonymous file of their flight recorders, asks each for the stacks of its threads, and reads from
+``/proc`` why one cannot answer: stopped, asleep in the kernel, or in native code that keeps Python's lock. Stacks name
+files, lines and functions; they hold no values of variables and nothing of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import linecache
+import os
+import re
+import shutil
+import signal
+import site
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fleet_train import timeouts
+from fleet_train.cluster import flight
+
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_NAME = re.compile(r"# (0x[0-9a-f]+) (.*)")
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LIBRARIES = tuple(
+    str(folder).rstrip(os.sep) + os.sep
+    for folder in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        os.path.dirname(os.__file__),
+    }
+)
+# Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
+_CALLS = {
+    "0": "read", "1": "write", "7": "poll", "17": "pread64", "18": "pwrite64", "23": "select", "42": "connect",
+    "45": "recvfrom", "47": "recvmsg", "61": "wait4", "74": "fsync", "75": "fdatasync", "202": "futex",
+    "230": "clock_nanosleep", "232": "epoll_wait", "247": "waitid", "257": "openat", "262": "newfstatat",
+    "270": "pselect6", "271": "ppoll", "281": "epoll_pwait",
+}
+_libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
+_MOST_TEXT_BYTES, _MOST_SOURCE, _MANY_FAULTS = 1 << 20, 120, 200
+_OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+    @property
+    def is_users(self) -> bool:
+        """Neither Python's, an installed package's, nor ours."""
+        return not self.file.startswith(("<frozen", "<string>", _PACKAGE, *_LIBRARIES))
+
+    def __str__(self) -> str:
+        source = f" `{self.source}`" if self.source else ""
+        return f"{os.path.basename(self.file)}:{self.line}{source}"
+
+    def in_stack(self) -> str:
+        """A line of a stack; the user's are marked."""
+        mark, source = ">" if self.is_users else " ", f": {self.source}" if self.source else ""
+        return f"    {mark} {self.file}:{self.line} in {self.function}{source}"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """``frames``: the innermost one first."""
+
+    name: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """A thread of this package in which no code of the user runs."""
+        return not self.is_main and (
+            self.name.startswith("fleet_train") or any(frame.file.startswith(_PACKAGE) for frame in self.frames)
+        )
+
+    @property
+    def place(self) -> Frame | None:
+        """The user's innermost line; where there is none, the innermost line."""
+        return next((frame for frame in self.frames if frame.is_users), self.frames[0] if self.frames else None)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
+
+    rank: int
+    pid: int
+    step: int
+    doing: str
+    """The innermost event that has not ended."""
+    state: str
+    threads: tuple[Thread, ...]
+    native: str = ""
+    """What py-spy shows, where it is installed."""
+
+    @property
+    def place(self) -> Frame | None:
+        return next((thread.place for thread in self.threads if thread.is_main), None)
+
+    def sentence(self) -> str:
+        """``rank 3 stands in train.py:41 `while not ready:` ``; nothing else if that is not known."""
+        where = f"stands in {self.place}" if self.place is not None else ""
+        return f"rank {self.rank} {' and '.join(filter(None, (self.state, where))) or 'gives no stack'}"
+
+    def lines(self, whole: bool = False) -> list[str]:
+        """The sentence, then the stacks of its threads, the main one first: the user's lines, and the innermost one.
+        ``whole``: all lines, of our own threads, too."""
+        what = f" (process {self.pid}, step {self.step}{self.doing and f', in {self.doing}'})"
+        lines = [self.sentence() + what]
+        for thread in sorted(self.threads, key=lambda thread: not thread.is_main):
+            if whole or not thread.is_ours:
+                lines.append(f"  {'main thread' if thread.is_main else f'thread {thread.name}'}, innermost line first")
+                lines += [f.in_stack() for n, f in enumerate(thread.frames) if whole or f.is_users or not n]
+        return lines + [f"  {line}" for line in self.native.splitlines()]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Stand:
+        threads = tuple(
+            Thread(str(t["name"]), bool(t["is_main"]), tuple(Frame(**frame) for frame in t["frames"]))
+            for t in data["threads"]
+        )
+        return cls(**{**data, "threads": threads})
+
+
+_WANTED, _WITNESS = "stacks/wanted/", "stacks/witness/"
+
+
+class Client(Protocol):
+    """What is needed of the store's client."""
+
+    def set(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str) -> Any: ...
+
+    def keys(self, prefix: str) -> list[str]: ...
+
+
+class Witness:
+    """Answers for the ranks of a node, which ``find`` finds, when a rank elsewhere asks over the job's store."""
+
+    def __init__(self, client: Client, node: int, processes: int, find: Callable[[], list[Seen]]) -> None:
+        """``processes``: how many ranks the node has."""
+        self._client = client
+        self._processes = processes
+        self._find = find
+        self._seen: list[Seen] = []
+        self._answered: set[str] = set()
+        self._look_again_at = 0.0
+        self._pause = timeouts.WITNESS_FIRST_SECONDS
+        self._node: int | None = node
+        """Not yet announced in the store."""
+
+    def answer(self) -> None:
+        """Called a few times a second. Raises FleetTrainError if the store does not answer."""
+        if self._node is not None:
+            self._client.set(f"{_WITNESS}{self._node}", True)
+            self._node = None
+        self.seen()
+        for key in sorted(set(self._client.keys(_WANTED)) - self._answered):
+            self._answered.add(key)
+            wanted = set(self._client.get(key) or ())
+            for stand in look([each for each in self.seen() if each.ring().rank in wanted]):
+                self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{stand.rank}", stand.to_json())
+
+    def seen(self) -> list[Seen]:
+        """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen, less and
+        less often."""
+        if len(self._seen) < self._processes and time.monotonic() >= self._look_again_at:
+            self._look_again_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
+            known = {each.pid for each in self._seen}
+            found = self._find()
+            for each in found:
+                if each.pid in known:
+                    each.close()
+            self._seen = one_of_each([*self._seen, *(each for each in found if each.pid not in known)])
+        return self._seen
+
+    def stands(self, *, resume: bool = False) -> list[Stand]:
+        """Where the node's running ranks stand."""
+        return look([each for each in self.seen() if session_of(each.pid) >= 0], resume=resume)
+
+    def close(self) -> None:
+        for each in self._seen:
+            each.close()
+
+
+def ask(client: Client, name: str, ranks: Iterable[int], nodes: Iterable[int]) -> list[Stand]:
+    """Where ranks of the job stand, by the witnesses of these nodes; without those that do not answer within seconds.
+
+    ``name``: the same for all that ask for the same reason, who then share the answer.
+    """
+    known = set(client.keys(_WITNESS))
+    if not all(f"{_WITNESS}{node}" in known for node in nodes):
+        return []
+    key = hashlib.sha256(name.encode()).hexdigest()[:16]
+    missing, stands = set(ranks), []
+    client.set(f"{_WANTED}{key}", sorted(missing))
+    until = time.monotonic() + timeouts.STACKS_ASK_SECONDS
+    while missing and time.monotonic() < until:
+        time.sleep(timeouts.STACKS_ASK_AGAIN_SECONDS)
+        for rank in sorted(missing):
+            if (answer := client.get(f"stacks/{key}/{rank}")) is not None:
+                missing.remove(rank)
+                stands.append(Stand.from_json(answer))
+    return stands
+
+
+class Seen:
+    """A rank of this machine whose recorder is open here: its ring can be read after its process has ended."""
+
+    def __init__(self, pid: int, descriptor: int, ring: flight.Ring) -> None:
+        self.pid = pid
+        self._file = descriptor
+        self._ring = ring
+
+    def data(self) -> bytes:
+        return os.pread(self._file, flight.RING_BYTES, 0)
+
+    def ring(self) -> flight.Ring:
+        self._ring = flight.read_ring(self.data()) or self._ring
+        return self._ring
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Ask for its stacks; in the body no other process does."""
+        self._lock()
+        try:
+            os.ftruncate(self._file, flight.RING_BYTES)
+            flight.ask(self._file)
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        until = time.monotonic() + timeouts.STACKS_LOCK_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(timeouts.STACKS_POLL_SECONDS)
+
+    def has_answered(self) -> bool:
+        """Whether its recorder's thread has written the stacks that were asked for."""
+        ring = self.ring()
+        return ring.answered == ring.asked
+
+    def text(self) -> str:
+        """The stacks that it has written so far."""
+        return os.pread(self._file, _MOST_TEXT_BYTES, flight.RING_BYTES).decode(errors="replace")
+
+    def signal(self, *, main: bool = False) -> bool:
+        """Make ``faulthandler`` write the stacks: on the recorder's thread, wherever the others are, or on the main
+        one, before it takes another step. False if it has no such handler yet: the signal would end it."""
+        helper = self.ring().helper
+        try:
+            caught = int(_field(f"/proc/{self.pid}/status", "SigCgt"), 16)
+            if not helper or not caught >> (flight.STACKS_SIGNAL - 1) & 1:
+                return False
+            return bool(_libc.syscall(_TGKILL, self.pid, self.pid if main else helper, flight.STACKS_SIGNAL) == 0)
+        except (OSError, ValueError):
+            return False
+
+
+def ranks_here(among: Callable[[int], bool] = lambda _: True) -> list[Seen]:
+    """The ranks of this machine whose process ``among`` accepts, and that this user may look at. Close them."""
+    seen: list[Seen] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and among(int(entry)):
+            seen += _opened(int(entry))
+    return seen
+
+
+def _opened(pid: int) -> Iterator[Seen]:
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            if not os.readlink(path).startswith(f"/memfd:{flight.FILE_NAME} "):
+                continue
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            ring = flight.read_ring(os.pread(descriptor, flight.RING_BYTES, 0))
+            if ring is not None and ring.pid == pid:  # a child may have inherited the file
+                yield Seen(pid, descriptor, ring)
+                return
+            os.close(descriptor)
+
+
+def session_of(pid: int) -> int:
+    """The session that a process belongs to; -1 if it has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
+    """One process for each rank: the one that has joined, not a child that has imported the package as well. Closes the
+    others."""
+    chosen: dict[int, Seen] = {}
+    for each in sorted(seen, key=lambda each: (not each.ring().has_joined, each.pid)):
+        if chosen.setdefault(each.ring().rank, each) is not each:
+            each.close()
+    return [chosen[rank] for rank in sorted(chosen)]
+
+
+def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) -> list[Stand]:
+    """Where these ranks stand; takes a second or two where one does not answer.
+
+    ``resume``: a rank that is stopped goes on (SIGCONT) and can answer: it is going to be ended anyway. ``native``:
+    with C++ frames, by py-spy, where that is installed.
+    """
+    with contextlib.ExitStack() as asked:
+        for each in seen:
+            asked.enter_context(each.asked())
+        before = {each.pid: _State.of(each.pid) for each in seen}
+        silent = [each for each in seen if not before[each.pid].is_stopped]
+        silent = _await(silent, Seen.has_answered, timeouts.STACKS_ANSWER_SECONDS)
+        kept = {each.pid for each in silent}  # Python's lock, or all of the processor
+        for each in seen:
+            if resume and before[each.pid].is_stopped:
+                each.signal(main=True)  # it waits there
+                with contextlib.suppress(OSError):
+                    os.kill(each.pid, signal.SIGCONT)
+                silent.append(each)
+        silent = [each for each in silent if each.pid not in kept or each.signal()]
+        _await(silent, _is_quiet(), timeouts.STACKS_SIGNAL_SECONDS)
+        return [_stand(each, before[each.pid], each.pid in kept, native) for each in seen]
+
+
+def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float) -> list[Seen]:
+    """Those that were not done in time."""
+    until, waiting = time.monotonic() + seconds, list(seen)
+    while waiting and time.monotonic() < until:
+        time.sleep(timeouts.STACKS_POLL_SECONDS)
+        waiting = [each for each in waiting if not is_done(each)]
+    return waiting
+
+
+def _is_quiet() -> Callable[[Seen], bool]:
+    """Whether a handler has written the main thread's stack, the last one, and no more since the last question."""
+    sizes: dict[int, int] = {}
+
+    def is_quiet(each: Seen) -> bool:
+        text = each.text()
+        before, sizes[each.pid] = sizes.get(each.pid, 0), len(text)
+        return 0 < before == len(text) and any(thread.is_main for thread in parse(text, each.ring().main_ident))
+
+    return is_quiet
+
+
+def _stand(each: Seen, before: _State, keeps_lock: bool, native: bool) -> Stand:
+    ring, now = each.ring(), _State.of(each.pid)
+    threads = parse(each.text(), ring.main_ident)
+    doing = next((event for event in reversed(ring.events) if not event.ended), None)
+    what = "" if doing is None else " ".join(filter(None, (doing.kind, doing.name)))
+    state = before.words(keeps_lock=keeps_lock, faults=now.faults - before.faults)
+    return Stand(ring.rank, each.pid, ring.step, what, state, threads, _native(each.pid) if native else "")
+
+
+def parse(text: str, main_ident: int) -> tuple[Thread, ...]:
+    """The threads in what ``faulthandler`` has written, each with its first stack there; lines of source are read from
+    the disk."""
+    linecache.checkcache()
+    names: dict[int, str] = {}
+    stacks: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if match := _NAME.match(line):
+            names[int(match[1], 16)] = match[2]
+        elif match := _THREAD.match(line):
+            frames = []
+            stacks.setdefault(int(match[1], 16), frames)
+        elif match := _FRAME.match(line):
+            number = int(match[2]) if match[2].isdecimal() else 0
+            frames.append(Frame(match[1], number, match[3], linecache.getline(match[1], number).strip()[:_MOST_SOURCE]))
+    return tuple(
+        Thread(names.get(ident, f"{ident:#x}"), ident == main_ident, tuple(frames)) for ident, frames in stacks.items()
+    )
+
+
+@dataclass(frozen=True)
+class _State:
+    """Of a process's main thread, by ``/proc``. ``letter``: as in ``ps``; empty if it has ended."""
+
+    letter: str = ""
+    kernel: str = ""
+    """The function of the kernel in which it sleeps, where the kernel tells that."""
+    call: str = ""
+    """The system call, with its file."""
+    faults: int = 0
+    """Pages that all its threads had to read from a disk."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.letter in ("T", "t")
+
+    @classmethod
+    def of(cls, pid: int) -> _State:
+        try:
+            letter = _stat(f"/proc/{pid}/task/{pid}/stat")[0]
+            faults = int(_stat(f"/proc/{pid}/stat")[9])
+        except (OSError, IndexError, ValueError):
+            return cls()
+        kernel = _first_line(f"/proc/{pid}/task/{pid}/wchan")
+        return cls(letter, kernel if kernel != "0" else "", _call_of(pid), faults)
+
+    def words(self, *, keeps_lock: bool, faults: int) -> str:
+        kernel = f", {self.kernel}" if self.kernel else ""
+        match self.letter:
+            case "":
+                return "has ended"
+            case "Z" | "X":
+                return "has ended and was not waited for"
+            case "T":
+                return "is stopped by a signal (state T; kill -CONT makes it go on)"
+            case "t":
+                return "is stopped by a debugger (state t)"
+            case "D":
+                return f"sleeps in the kernel (state D{kernel}{self.call and f', {self.call}'})"
+        if faults >= _MANY_FAULTS:
+            return f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
+        if keeps_lock and self.letter == "R":
+            return "computes in native code that keeps Python's lock (state R)"
+        if keeps_lock:
+            return f"waits in native code that keeps Python's lock (state {self.letter}{kernel}, {self.call})"
+        return ""
+
+
+def _call_of(pid: int) -> str:
+    """``read of /mnt/data/part-7``, ``futex``; empty if it is in none, or that may not be read."""
+    words = _first_line(f"/proc/{pid}/task/{pid}/syscall").split()
+    if len(words) < 2 or not words[0].isdecimal():
+        return ""
+    name = _CALLS.get(words[0], f"system call {words[0]}")
+    if name in _OF_A_FILE:
+        with contextlib.suppress(OSError, ValueError):
+            return f"{name} of {os.readlink(f'/proc/{pid}/fd/{int(words[1], 16)}')}"
+    return name
+
+
+def _stat(path: str) -> list[str]:
+    """The fields behind the command's name, which may hold anything."""
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text(errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    raise ValueError(f"{path} has no {name}")
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def _native(pid: int) -> str:
+    tool = shutil.which("py-spy")
+    if tool is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = [tool, "dump", "--native", "--nonblocking", "--pid", str(pid)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.STACKS_NATIVE_SECONDS)
+        return ended.stdout.strip() if ended.returncode == 0 else ""
+    return ""
