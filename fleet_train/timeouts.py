@@ -87,6 +87,8 @@ STACKS_POLL_SECONDS = 0.02
 STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 2.5, 0.1
 """How long a rank that misses others waits to learn where they stand, and how often it looks: a witness asks the store
 twice a second, and a rank has its time to answer."""
+STACKS_RECENT_SECONDS = 15.0
+"""How long a rank's report and the launchers' patience take after a question."""
 WITNESS_FIRST_SECONDS, WITNESS_LAST_SECONDS = 0.5, 10.0
 """Between two searches for ranks that have not begun to record, at first and at most."""
 STACKS_NATIVE_SECONDS = 10.0

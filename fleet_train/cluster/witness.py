@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from fleet_train import timeouts
 from fleet_train.cluster import flight
+from fleet_train.files import publish
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -43,10 +44,27 @@ _LIBRARIES = tuple(
 )
 # Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
 _CALLS = {
-    "0": "read", "1": "write", "7": "poll", "17": "pread64", "18": "pwrite64", "23": "select", "42": "connect",
-    "45": "recvfrom", "47": "recvmsg", "61": "wait4", "74": "fsync", "75": "fdatasync", "202": "futex",
-    "230": "clock_nanosleep", "232": "epoll_wait", "247": "waitid", "257": "openat", "262": "newfstatat",
-    "270": "pselect6", "271": "ppoll", "281": "epoll_pwait",
+    "0": "read",
+    "1": "write",
+    "7": "poll",
+    "17": "pread64",
+    "18": "pwrite64",
+    "23": "select",
+    "42": "connect",
+    "45": "recvfrom",
+    "47": "recvmsg",
+    "61": "wait4",
+    "74": "fsync",
+    "75": "fdatasync",
+    "202": "futex",
+    "230": "clock_nanosleep",
+    "232": "epoll_wait",
+    "247": "waitid",
+    "257": "openat",
+    "262": "newfstatat",
+    "270": "pselect6",
+    "271": "ppoll",
+    "281": "epoll_pwait",
 }
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES, _MOST_SOURCE, _MANY_FAULTS = 1 << 20, 120, 200
@@ -61,9 +79,13 @@ class Frame:
     source: str = ""
 
     @property
+    def is_ours(self) -> bool:
+        return self.file.startswith(_PACKAGE)
+
+    @property
     def is_users(self) -> bool:
         """Neither Python's, an installed package's, nor ours."""
-        return not self.file.startswith(("<frozen", "<string>", _PACKAGE, *_LIBRARIES))
+        return not self.is_ours and not self.file.startswith(("<frozen", "<string>", *_LIBRARIES))
 
     def __str__(self) -> str:
         source = f" `{self.source}`" if self.source else ""
@@ -86,9 +108,7 @@ class Thread:
     @property
     def is_ours(self) -> bool:
         """A thread of this package in which no code of the user runs."""
-        return not self.is_main and (
-            self.name.startswith("fleet_train") or any(frame.file.startswith(_PACKAGE) for frame in self.frames)
-        )
+        return not self.is_main and (self.name.startswith("fleet_train") or any(frame.is_ours for frame in self.frames))
 
     @property
     def place(self) -> Frame | None:
@@ -104,7 +124,9 @@ class Stand:
     pid: int
     step: int
     doing: str
-    """The innermost event that has not ended."""
+    """What it is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
+    waits: bool
+    """Whether that is a wait for other ranks."""
     state: str
     threads: tuple[Thread, ...]
     native: str = ""
@@ -127,7 +149,9 @@ class Stand:
         for thread in sorted(self.threads, key=lambda thread: not thread.is_main):
             if whole or not thread.is_ours:
                 lines.append(f"  {'main thread' if thread.is_main else f'thread {thread.name}'}, innermost line first")
-                lines += [f.in_stack() for n, f in enumerate(thread.frames) if whole or f.is_users or not n]
+                lines += [
+                    f.in_stack() for n, f in enumerate(thread.frames) if whole or f.is_users or not (n or f.is_ours)
+                ]
         return lines + [f"  {line}" for line in self.native.splitlines()]
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +166,8 @@ class Stand:
         return cls(**{**data, "threads": threads})
 
 
+_WAITS = ("wait", "call", "save", "barrier", "wire")
+_INNERMOST = ("run", "loader", "evaluate", "copy", "code", *_WAITS)
 _WANTED, _WITNESS = "stacks/wanted/", "stacks/witness/"
 
 
@@ -158,14 +184,24 @@ class Client(Protocol):
 class Witness:
     """Answers for the ranks of a node, which ``find`` finds, when a rank elsewhere asks over the job's store."""
 
-    def __init__(self, client: Client, node: int, processes: int, find: Callable[[], list[Seen]]) -> None:
-        """``processes``: how many ranks the node has."""
+    def __init__(
+        self,
+        client: Client,
+        node: int,
+        processes: int,
+        find: Callable[[], list[Seen]],
+        write: Callable[[Iterable[Stand], Iterable[Seen]], None] = lambda *_: None,
+    ) -> None:
+        """``processes``: how many ranks the node has. ``write`` gets what `write_files` does, after each question."""
         self._client = client
         self._processes = processes
         self._find = find
+        self._write = write
+        self.stands: dict[int, Stand] = {}
+        """Where each rank stood when it was last asked."""
         self._seen: list[Seen] = []
         self._answered: set[str] = set()
-        self._look_again_at = 0.0
+        self._look_again_at = self._looked_at = 0.0
         self._pause = timeouts.WITNESS_FIRST_SECONDS
         self._node: int | None = node
         """Not yet announced in the store."""
@@ -173,14 +209,18 @@ class Witness:
     def answer(self) -> None:
         """Called a few times a second. Raises FleetTrainError if the store does not answer."""
         if self._node is not None:
-            self._client.set(f"{_WITNESS}{self._node}", True)
+            self._client.set(f"{_WITNESS}{self._node}", self._processes)
             self._node = None
         self.seen()
-        for key in sorted(set(self._client.keys(_WANTED)) - self._answered):
-            self._answered.add(key)
-            wanted = set(self._client.get(key) or ())
-            for stand in look([each for each in self.seen() if each.ring().rank in wanted]):
-                self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{stand.rank}", stand.to_json())
+        new = set(self._client.keys(_WANTED)) - self._answered
+        if new:
+            self._answered |= new
+            self.look()
+        for key in sorted(new):
+            wanted = self._client.get(key)
+            for rank, stand in self.stands.items():
+                if not wanted or rank in wanted:
+                    self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{rank}", stand.to_json())
 
     def seen(self) -> list[Seen]:
         """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen, less and
@@ -196,34 +236,60 @@ class Witness:
             self._seen = one_of_each([*self._seen, *(each for each in found if each.pid not in known)])
         return self._seen
 
-    def stands(self, *, resume: bool = False) -> list[Stand]:
-        """Where the node's running ranks stand."""
-        return look([each for each in self.seen() if session_of(each.pid) >= 0], resume=resume)
+    def look(self, *, resume: bool = False) -> list[Stand]:
+        """Where the node's running ranks stand; see the function of this name.
+
+        With ``resume`` what a question has shown moments ago stays: since then its ranks have learned of the failure.
+        """
+        stands = look([each for each in self.seen() if is_alive(each.pid)], resume=resume)
+        is_known = resume and time.monotonic() - self._looked_at < timeouts.STACKS_RECENT_SECONDS
+        known = [stand.rank for stand in self.stands.values() if is_known and not stand.state]
+        self.stands |= {stand.rank: stand for stand in stands if stand.rank not in known}
+        self._looked_at = time.monotonic()
+        self._write([stand for stand in stands if stand.rank not in known], self.seen())
+        return stands
 
     def close(self) -> None:
         for each in self._seen:
             each.close()
 
 
-def ask(client: Client, name: str, ranks: Iterable[int], nodes: Iterable[int]) -> list[Stand]:
+def ask(client: Client, name: str, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> list[Stand]:
     """Where ranks of the job stand, by the witnesses of these nodes; without those that do not answer within seconds.
+    Without ``ranks``: all ranks of the nodes that have a witness.
 
     ``name``: the same for all that ask for the same reason, who then share the answer.
     """
     known = set(client.keys(_WITNESS))
-    if not all(f"{_WITNESS}{node}" in known for node in nodes):
+    wanted = sorted(ranks)
+    if not known.issuperset(f"{_WITNESS}{node}" for node in nodes):
         return []
+    count = len(wanted) or sum(int(client.get(key) or 0) for key in known)
     key = hashlib.sha256(name.encode()).hexdigest()[:16]
-    missing, stands = set(ranks), []
-    client.set(f"{_WANTED}{key}", sorted(missing))
+    client.set(f"{_WANTED}{key}", wanted)
+    answers: list[str] = []
     until = time.monotonic() + timeouts.STACKS_ASK_SECONDS
-    while missing and time.monotonic() < until:
+    while len(answers) < count and time.monotonic() < until:
         time.sleep(timeouts.STACKS_ASK_AGAIN_SECONDS)
-        for rank in sorted(missing):
-            if (answer := client.get(f"stacks/{key}/{rank}")) is not None:
-                missing.remove(rank)
-                stands.append(Stand.from_json(answer))
-    return stands
+        answers = client.keys(f"stacks/{key}/")
+    return sorted((Stand.from_json(client.get(answer)) for answer in answers), key=lambda stand: stand.rank)
+
+
+def stacks_name(rank: int) -> str:
+    return f"stacks.{rank}.txt"
+
+
+def flight_name(rank: int) -> str:
+    """The ring of its flight recorder, which ``timeline`` reads."""
+    return f"flight.{rank}.bin"
+
+
+def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
+    """Write the stacks of ranks, and the recorders of these and of ranks that have ended. Raises OSError."""
+    files = {stacks_name(stand.rank): "\n".join([*stand.lines(whole=True), ""]).encode() for stand in stands}
+    files |= {flight_name(each.ring().rank): each.data() for each in seen}
+    for name, content in files.items():
+        publish(folder / name, content, f"{name}.tmp")
 
 
 class Seen:
@@ -317,6 +383,10 @@ def session_of(pid: int) -> int:
         return -1
 
 
+def is_alive(pid: int) -> bool:
+    return session_of(pid) >= 0
+
+
 def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
     """One process for each rank: the one that has joined, not a child that has imported the package as well. Closes the
     others."""
@@ -375,10 +445,12 @@ def _is_quiet() -> Callable[[Seen], bool]:
 def _stand(each: Seen, before: _State, keeps_lock: bool, native: bool) -> Stand:
     ring, now = each.ring(), _State.of(each.pid)
     threads = parse(each.text(), ring.main_ident)
-    doing = next((event for event in reversed(ring.events) if not event.ended), None)
+    unfinished = [event for event in ring.events if not event.ended and event.kind in _INNERMOST]
+    doing = max(unfinished, key=lambda event: _INNERMOST.index(event.kind), default=None)
     what = "" if doing is None else " ".join(filter(None, (doing.kind, doing.name)))
+    waits = doing is not None and doing.kind in _WAITS
     state = before.words(keeps_lock=keeps_lock, faults=now.faults - before.faults)
-    return Stand(ring.rank, each.pid, ring.step, what, state, threads, _native(each.pid) if native else "")
+    return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
 
 
 def parse(text: str, main_ident: int) -> tuple[Thread, ...]:

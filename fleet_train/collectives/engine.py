@@ -187,11 +187,13 @@ class Collective:
 
 def begin_wire(collective: Collective, context: CallContext) -> int:
     """The collective's event begins; returns what the recorder's ``end`` takes."""
+    if not recorder.is_on:
+        return -1
     return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group))
 
 
 def name_of_group(group: Any) -> str:
-    """``allreduce's`` ranks in short, once for each group."""
+    """The ranks of a process group in short."""
     name = _group_names.get(group.id)
     if name is None:
         ranks = list(group.ranks)

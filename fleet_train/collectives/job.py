@@ -177,7 +177,7 @@ class Job:
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
-        with self._remembering(), recorder.event("barrier"):
+        with recorder.event("barrier"), self._remembering():
             answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
         return Passed(answer, time.perf_counter() - began)
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import connections_at
-from fleet_train.cluster.witness import Stand
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.logs import LogFolder, take_log_dir
@@ -216,7 +214,7 @@ class WorkerGroup:
         passing = None if request.verbose else StartupLines()
         self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
         self.connections = Connections(node)
-        self.witness = witness_of(self.ranks, rendezvous.client)
+        self.witness = witness_of(self.ranks, rendezvous.client, logs.write_stands)
         self.stop = GracefulStop(self.ranks, rendezvous, stopping, request.faults.grace_seconds, waiting_nodes)
 
     def run(self) -> RunResult:
@@ -282,18 +280,17 @@ class WorkerGroup:
 
     def _end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines and where it stood."""
-        stands = {stand.rank: stand for stand in self.witness.stands(resume=True)}
-        self.logs.write_stands(stands.values(), self.witness.seen())
+        self.witness.look(resume=True)
         self.ranks.stop()
-        return self._report_ends(stands)
+        return self._report_ends()
 
-    def _report_ends(self, stands: Mapping[int, Stand] = MappingProxyType({})) -> list[WorkerResult]:
+    def _report_ends(self) -> list[WorkerResult]:
         """Show the rest of the output; report to the other nodes how the ranks of this one ended."""
         if self.follower is not None:
             self.follower.close()
         ended = self.ranks.ends(self.rendezvous.start)
         ends = [
-            replace(end, last_lines=self.logs.tail(local, stopped=end.asked_to_stop), stand=stands.get(end.rank))
+            replace(end, last_lines=self.logs.tail(local, end.asked_to_stop), stand=self.witness.stands.get(end.rank))
             for local, end in ended.items()
         ]
         self.rendezvous.report_results(ends)

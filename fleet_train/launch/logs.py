@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.cluster.witness import Seen, Stand
+from fleet_train.cluster.witness import Seen, Stand, flight_name, stacks_name, write_files
 from fleet_train.files import hold, holder, open_new, publish
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of
@@ -27,15 +27,6 @@ def log_name(local_rank: int) -> str:
 
 def record_name(local_rank: int) -> str:
     return f"workerend.{local_rank}.json"
-
-
-def stacks_name(local_rank: int) -> str:
-    return f"stacks.{local_rank}.txt"
-
-
-def flight_name(local_rank: int) -> str:
-    """The ring of its flight recorder, which ``timeline`` reads."""
-    return f"flight.{local_rank}.bin"
 
 
 # Paddle's handler of signals: its C++ frames are those of whatever thread the signal met.
@@ -62,7 +53,8 @@ class LogFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         for local in range(self._node.processes):
             (self._folder / record_name(local)).unlink(missing_ok=True)
-            for log in (self.file(local), self._folder / stacks_name(local), self._folder / flight_name(local)):
+            rank = self._node.ranks[local]
+            for log in (self.file(local), self._folder / stacks_name(rank), self._folder / flight_name(rank)):
                 if self._attempt == 0:
                     for old in [log, *self._folder.glob(f"{log.name}.attempt*")]:
                         old.unlink(missing_ok=True)
@@ -102,18 +94,10 @@ class LogFolder:
             logger.warning(f"{trouble}; the job continues, logs are incomplete")
 
     def write_stands(self, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-        """Write the stacks of ranks, and the recorders of these and of ranks that have ended."""
-        files = {self._file_of(stacks_name, stand.rank): "\n".join(stand.lines(whole=True)) for stand in stands}
-        data = {path: f"{text}\n".encode() for path, text in files.items()}
-        data |= {self._file_of(flight_name, each.ring().rank): each.data() for each in seen}
-        for path, content in data.items():
-            try:
-                publish(path, content, f"{path.name}.tmp")
-            except OSError as error:
-                self._report_once(f"{path} cannot be written: {error.strerror}")
-
-    def _file_of(self, name: Callable[[int], str], rank: int) -> Path:
-        return self._folder / name(rank - self._node.ranks[0])
+        try:
+            write_files(self._folder, stands, seen)
+        except OSError as error:
+            self._report_once(f"{error.filename or self._folder} cannot be written: {error.strerror}")
 
     def tail(self, local_rank: int, stopped: bool = False) -> tuple[str, ...]:
         """The last lines of a rank's log; ``stopped``: without what Paddle prints when it is ended by a signal."""

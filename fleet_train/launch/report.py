@@ -177,7 +177,7 @@ def failure_report(ends: Iterable[WorkerResult], silent_nodes: Sequence[str] = (
         return "the job has failed, but no rank of the nodes that reported has"
     parts = [
         _last_lines(root_cause),
-        *_stack(root_cause),
+        *_stack(root_cause, every),
         _table(root_cause, [end for end in every if end is not root_cause]),
     ]
     if silent_nodes:
@@ -203,12 +203,30 @@ def _last_lines(root_cause: WorkerResult) -> str:
     return f"last lines of rank {root_cause.rank} ({host}:{root_cause.log_file}):\n{lines}"
 
 
-def _stack(root_cause: WorkerResult) -> list[str]:
-    """Where a rank stood that had to be stopped."""
-    if root_cause.stand is None or not root_cause.asked_to_stop:
+def _stack(root_cause: WorkerResult, ends: Iterable[WorkerResult]) -> list[str]:
+    """Where a rank stood that had to be stopped or waited for others, and where those waited meanwhile."""
+    if root_cause.stand is None or not (root_cause.asked_to_stop or root_cause.stand.waits):
         return []
-    first, *rest = root_cause.stand.lines()
-    return ["\n".join([first, *(f"  | {line}" for line in rest[:_MOST_STACK_LINES])])]
+    stands = [end.stand for end in ends if end.stand is not None and (end is root_cause or end.stand.waits)]
+    _, *stack = root_cause.stand.lines()
+    return ["\n".join([merged(stands), *(f"  | {line}" for line in stack[:_MOST_STACK_LINES])])]
+
+
+def merged(stands: Iterable[Stand]) -> str:
+    """``rank 3 stands in train.py:41 `while not ready:`; ranks 0-2, 4-7 wait for it in step 112, wire bucket 4``."""
+    every = list(stands)
+    standing = [stand.sentence() for stand in every if not stand.waits]
+    waiting: dict[str, list[int]] = {}
+    for stand in every:
+        if stand.waits:
+            at = "" if standing else f", at {stand.place}"
+            waiting.setdefault(f"step {stand.step}, {stand.doing}{at}", []).append(stand.rank)
+    for_it = " for it" if len(standing) == 1 else ""
+    return "; ".join([*standing, *(f"{_who(ranks)}{for_it} in {what}" for what, ranks in waiting.items())])
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {spans(ranks)} wait"
 
 
 def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:

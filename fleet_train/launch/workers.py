@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from fleet_train import timeouts
 from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
-from fleet_train.cluster.witness import Seen, Witness, ranks_here, session_of
+from fleet_train.cluster.witness import Seen, Stand, Witness, ranks_here, session_of
 from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import (
@@ -179,14 +179,16 @@ class Cause(Enum):
     STORE_LOST = "the leader's launcher was lost"
 
 
-def witness_of(ranks: Ranks[Any], client: StoreClient) -> Witness:
+def witness_of(
+    ranks: Ranks[Any], client: StoreClient, write: Callable[[Iterable[Stand], Iterable[Seen]], None] = lambda *_: None
+) -> Witness:
     """Of the ranks that this process has started, each in a session of its own, also below a wrapper of the script."""
 
     def find() -> list[Seen]:
         sessions = {rank.pid for rank in ranks.started}
         return ranks_here(lambda pid: session_of(pid) in sessions)
 
-    return Witness(client, ranks.node.index, ranks.node.processes, find)
+    return Witness(client, ranks.node.index, ranks.node.processes, find, write)
 
 
 @dataclass(frozen=True)

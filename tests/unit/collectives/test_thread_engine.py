@@ -36,6 +36,8 @@ GROUP = Group(0)
 class Blocking(Collective):
     """A collective that calls its ``tensor`` and blocks for as long as that takes."""
 
+    nbytes = 0
+
     def begin(self, sync_op: bool) -> None:
         assert sync_op, "the thread engine's calls block"
         self.tensor()

@@ -123,7 +123,7 @@ def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
 ) -> None:
     rank = StoreClient.connect(f"{server.endpoint}/0", 0, timeout_seconds=5)
     rank.fail(REPORT.to_json())
-    pair[1]._client.close()  # what the kernel does when the process is killed
+    pair[1].client.close()  # what the kernel does when the process is killed
     word = until(lambda: pair[0].failures()[0])
     assert "the launcher of node 1 (127.0.0.2) was lost" in word["message"]
     assert word["no_root_cause"]
@@ -163,8 +163,8 @@ def test_a_wait_without_a_timeout_ends_if_nodes_leave_or_are_lost(pair: list[Ren
     pair[1].close()
     assert waiting() is None
     assert messages == ["this node's ranks have ended; waiting for those of node 1 (127.0.0.2)"]
-    pair[1]._client = StoreClient.connect(pair[1].node.store_endpoint + "/0", 1, group="node", timeout_seconds=5.0)
-    pair[1]._client.close()  # without a goodbye
+    pair[1].client = StoreClient.connect(pair[1].node.store_endpoint + "/0", 1, group="node", timeout_seconds=5.0)
+    pair[1].client.close()  # without a goodbye
     lost = pair[0].exit_barrier(math.inf)
     assert lost is not None
     assert lost["exit_code"] == 11
