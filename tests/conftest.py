@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fleet_train.cluster.flight import recorder
 from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces
@@ -62,6 +63,12 @@ def no_leaked_variables() -> Iterator[None]:
         if name in before:
             os.environ[name] = before[name]
     assert not changed, f"this test leaked changes of environment variables: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_recorder() -> None:
+    """This process is no rank: its recorder would see the doubles of many tests. Theirs are started by themselves."""
+    recorder.start = lambda *_: None  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

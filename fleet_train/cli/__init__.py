@@ -27,6 +27,7 @@ COMMANDS = {
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
+    "stacks": "Show in which line each rank of a running job stands.",
     "version": "Show versions, machine, limits and engine for a bug report.",
 }
 

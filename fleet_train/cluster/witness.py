@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
+import json
 import linecache
 import os
 import re
 import shutil
 import signal
-import site
 import subprocess
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,16 +32,8 @@ from fleet_train.files import publish
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _NAME = re.compile(r"# (0x[0-9a-f]+) (.*)")
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARIES = tuple(
-    str(folder).rstrip(os.sep) + os.sep
-    for folder in {
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        os.path.dirname(os.__file__),
-    }
-)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/")
 # Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
 _CALLS = {
     "0": "read",
@@ -66,6 +58,8 @@ _CALLS = {
     "271": "ppoll",
     "281": "epoll_pwait",
 }
+# Found by name: the ranks may run another installation than the process that looks.
+_is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES, _MOST_SOURCE, _MANY_FAULTS = 1 << 20, 120, 200
 _OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
@@ -80,12 +74,14 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        return self.file.startswith(_PACKAGE)
+        """Of this package, wherever the rank has imported it from."""
+        _, found, name = self.file.rpartition(f"/{_PACKAGE.name}/")
+        return bool(found) and _is_module(name)
 
     @property
     def is_users(self) -> bool:
         """Neither Python's, an installed package's, nor ours."""
-        return not self.is_ours and not self.file.startswith(("<frozen", "<string>", *_LIBRARIES))
+        return not self.is_ours and not _LIBRARY.search(self.file)
 
     def __str__(self) -> str:
         source = f" `{self.source}`" if self.source else ""
@@ -282,6 +278,14 @@ def stacks_name(rank: int) -> str:
 def flight_name(rank: int) -> str:
     """The ring of its flight recorder, which ``timeline`` reads."""
     return f"flight.{rank}.bin"
+
+
+JOB_FILE = "job.json"
+
+
+def write_job(folder: Path, store: str, job: str) -> None:
+    """Write where a job's store is, for commands that are given its log folder. Raises OSError."""
+    publish(folder / JOB_FILE, json.dumps({"store": store, "job": job}).encode(), f"{JOB_FILE}.tmp")
 
 
 def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:

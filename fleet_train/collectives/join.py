@@ -24,7 +24,7 @@ from fleet_train.cluster.network import interface_towards, interface_variables, 
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of, number_of_job
 from fleet_train.cluster.store.client import JOINED, Variants
-from fleet_train.cluster.store.host import StoreHost, endpoint_of, is_host
+from fleet_train.cluster.store.host import StoreHost, endpoint_of, has_helper
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import formed, forming, held_port, new_group, send_at_once, warm_up
 from fleet_train.collectives.job import Job
@@ -105,8 +105,10 @@ def _refuse_foreign_address(cluster: Cluster) -> None:
 
 def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds: float) -> Job:
     endpoint = endpoint_of(cluster)
-    if host is None and is_host(cluster):
+    if host is None and has_helper(cluster):
         host = StoreHost.of(cluster, timeout_seconds)
+    if host is not None:
+        host.watch(cluster)
     try:
         store, barriers = (
             StoreClient.connect(

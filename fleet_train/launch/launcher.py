@@ -16,6 +16,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import connections_at
+from fleet_train.cluster.witness import write_job
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.logs import LogFolder, take_log_dir
@@ -127,6 +128,7 @@ def _run_one(
             launch = _with_own_log_dir(launch, rendezvous)
             logs = LogFolder(launch.node, launch.log_dir, number, launch.request.verbose)
             logs.prepare()
+            write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
         logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
         return attempt, WorkerGroup(launch, rendezvous, logs, environ, stopping, waiting_nodes).run()
     except (ClusterError, WorkerFailed) as error:

@@ -17,7 +17,7 @@ from typing import Any
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import FAN_IN, below, parent_of
 from fleet_train.cluster.store.access import Access, Callers
-from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.client import ROUND, StoreClient
 from fleet_train.cluster.store.relay import Parent
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -289,6 +289,7 @@ class Membership:
     def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
         """The server for this node's ranks in that round: the leader's if they are few, else their own node's, which
         relays. Raises ClusterError if its parent does not answer."""
+        self._server.publish("", ROUND, round_name)
         if node.world_size <= self._direct_ranks or len(node.addresses) == 1:
             return f"{node.store_endpoint}/{round_name}"
         order = [node.leader, *(index for index in range(len(node.addresses)) if index != node.leader)]

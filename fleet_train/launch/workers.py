@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.cluster.store.client import StoreClient
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
 from fleet_train.cluster.witness import Seen, Stand, Witness, ranks_here, session_of
 from fleet_train.errors import NotSaved, WorkerFailed
@@ -31,6 +30,9 @@ from fleet_train.launch.processes import (
 )
 from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
+
+if TYPE_CHECKING:
+    from fleet_train.cluster.store.client import StoreClient
 
 
 class RankProcess(Process):

@@ -66,10 +66,12 @@ _SIGNED = ("job", "nonce", "namespace", "group", "member", "role")
 
 
 class Refused(Exception):
-    """The server does not accept this connection. ``is_temporary``: it may accept it later."""
+    """The server does not accept this connection. ``is_temporary``: it may accept it later. ``job``: the server's, if
+    the caller named another."""
 
-    def __init__(self, message: str, *, kind: str = "", is_temporary: bool = False) -> None:
+    def __init__(self, message: str, *, kind: str = "", is_temporary: bool = False, job: str = "") -> None:
         super().__init__(message)
+        self.job = job
         self.kind = kind
         self.is_temporary = is_temporary
 
@@ -161,7 +163,7 @@ class Caller:
             case other:
                 why = f"it answered {other!r}"
         is_temporary = kind in ("closed", "full") or (kind == "address" and answer.get("later") is True)
-        return Refused(why, kind=kind, is_temporary=is_temporary)
+        return Refused(why, kind=kind, is_temporary=is_temporary, job=str(answer.get("job", ""))[:200])
 
 
 # Who may connect to a server: addresses of a job's hosts, and few that have not proved who they are.

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from fleet_train import timeouts
@@ -44,6 +45,8 @@ _CHUNK_BYTES = 1 << 18
 _MOST_SHOWN = 4
 JOINED = "joined"
 """Rank 0 sets it in the store once all ranks have joined."""
+ROUND = "round"
+"""The namespace of a launched job's present attempt, in the one without a name."""
 
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -396,6 +399,28 @@ def dial(
                 raise
             time.sleep(pause)
             pause = min(pause * 1.5, longest_pause)
+
+
+def job_at(address: str, access: Access) -> tuple[str, Access]:
+    """(the endpoint, with its namespace, of the job whose store is at ``host:port``; ``access`` with its id).
+
+    Raises ClusterError if nobody answers there, or another secret is needed.
+    """
+    identity: Header = {"namespace": "", "group": "visitor", "member": 0, "watched": False, "silence": None}
+    try:
+        dial(address, access, {**identity, "machine": ""}, 0.0).close()
+    except Refused as refusal:
+        if refusal.kind != "job":
+            raise ClusterError(f"the rendezvous store at {address} refuses this process: {refusal}") from None
+        access = replace(access, job=refusal.job)
+    except OSError as error:
+        raise ClusterError(f"no job answers at {address} ({error})") from None
+    client = StoreClient.connect(address, 0, group="visitor", timeout_seconds=0, watched=False, access=access)
+    try:
+        name = client.get(ROUND)
+    finally:
+        client.close()
+    return (address if name is None else f"{address}/{name}"), access
 
 
 def _greeted(sock: socket.socket, caller: Caller, answer_seconds: float) -> socket.socket:

@@ -1,5 +1,7 @@
 """Hosts the rendezvous store in a small process next to rank 0, for launch forms without our launcher.
 
+The same process is the witness of its node's ranks; nodes without a store have one that is nothing else.
+
 Not in rank 0 itself: Paddle holds the interpreter lock while it waits for peers in C++, and a store that shares that
 lock could not respond during that time. The process ends by itself once its parent and all members are gone. In a job
 of many ranks each node has one, next to its first rank; all but rank 0's are relays.
@@ -9,18 +11,22 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import FAN_IN, Cluster, below, parent_of
-from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of
-from fleet_train.cluster.store.client import close_after_fork
-from fleet_train.errors import ClusterError
+from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of, number_of_job
+from fleet_train.cluster.store.client import StoreClient, close_after_fork
+from fleet_train.cluster.witness import Seen, Stand, Witness, is_alive, ranks_here, write_files, write_job
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 
 if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
@@ -76,13 +82,19 @@ def is_host(cluster: Cluster) -> bool:
     return cluster.rank == 0 or (needs_relays(cluster) and cluster.local_rank == 0)
 
 
+def has_helper(cluster: Cluster) -> bool:
+    """Whether this rank starts such a process: no launcher of ours has, and it is the first of its node."""
+    return not cluster.store_endpoint and cluster.local_rank == 0
+
+
 class StoreHost:
     """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
 
-    def __init__(self, place: BindAddress, job_id: str) -> None:
+    def __init__(self, place: BindAddress | None, job_id: str) -> None:
+        """Without ``place`` it hosts nothing, and is a witness only."""
         root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(vars(place))]
+        command = [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(place and vars(place))]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -100,12 +112,25 @@ class StoreHost:
         self._process.stdout.close()
         if answer != _READY:
             self._process.wait()
-            raise ClusterError(answer or f"the rendezvous store on {place.host}:{place.port} did not start")
+            where = f" on {place.host}:{place.port}" if place is not None else ""
+            raise ClusterError(answer or f"the process of the rendezvous store{where} did not start")
 
     @classmethod
     def of(cls, cluster: Cluster, timeout_seconds: float) -> StoreHost:
         """For the node of this rank, in a cluster whose ranks are all known."""
-        return cls(BindAddress.of(cluster, timeout_seconds), access_of(cluster).job)
+        place = BindAddress.of(cluster, timeout_seconds) if is_host(cluster) else None
+        return cls(place, access_of(cluster).job)
+
+    def watch(self, cluster: Cluster) -> None:
+        """From now on it is the witness of the ranks of this node."""
+        node = cluster.this.node_index
+        ranks = Watched(
+            endpoint_of(cluster), cluster.this.host, node, len(cluster.ranks_on_node(node)), number_of_job(cluster)
+        )
+        if self._process.stdin is not None:
+            with suppress(OSError):  # it has ended: joining says so
+                self._process.stdin.write(json.dumps(vars(ranks)).encode() + b"\n")
+                self._process.stdin.flush()
 
     def release(self) -> None:
         """Let the process end once the members have left; does not wait for that."""
@@ -113,6 +138,67 @@ class StoreHost:
             self._process.stdin.close()
 
     close_in_child = release
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The ranks of a node that a process is the witness of. ``job``: see `number_of_job`."""
+
+    store: str
+    address: str
+    node: int
+    ranks: int
+    job: int
+
+
+class NodeWitness:
+    """Answers for these ranks, as a member of the job's store beside them."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._folder = os.environ.get("PADDLE_LOG_DIR", "")
+        self._witness: Witness | None = None
+        self._is_over = False
+
+    def answer(self) -> None:
+        """Called twice a second."""
+        if self._is_over:
+            return
+        try:
+            if self._witness is None:
+                self._witness = self._connected()
+            self._witness.answer()
+        except JoinTimeout:  # the store does not listen yet
+            pass
+        except FleetTrainError:
+            self._is_over = True
+
+    def _connected(self) -> Witness:
+        ranks = self._watched
+        access = Access.of(os.environ, ranks.address)
+        client = StoreClient.connect(
+            ranks.store, ranks.node, group="witness", timeout_seconds=0, watched=False, access=access
+        )
+        if self._folder and ranks.node == 0:
+            with suppress(OSError):
+                write_job(Path(self._folder), ranks.store, access.job)
+        return Witness(client, ranks.node, ranks.ranks, self._find, self._write)
+
+    def _find(self) -> list[Seen]:
+        found = ranks_here()
+        ours = [each for each in found if each.ring().job == self._watched.job]
+        for other in set(found).difference(ours):
+            other.close()
+        return ours
+
+    def _write(self, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
+        if self._folder:
+            with suppress(OSError):
+                write_files(Path(self._folder), stands, seen)
+
+    @property
+    def has_ranks(self) -> bool:
+        return self._witness is not None and any(is_alive(each.pid) for each in self._witness.seen())
 
 
 def _start(place: BindAddress) -> StoreServer:
@@ -135,26 +221,49 @@ def _start(place: BindAddress) -> StoreServer:
     return server
 
 
-def _serve(place: BindAddress) -> None:
+def _serve(place: BindAddress | None) -> None:
+    server: StoreServer | None = None
     try:
-        server = _start(place)
+        server = _start(place) if place is not None else None
     except ClusterError as error:
         print(error, flush=True)
         return
     print(_READY, flush=True)
-    sys.stdin.buffer.read()  # ends with the parent, however it ends
+    witness = _witness_while_parent_lives()
     deadline = time.monotonic() + timeouts.STORE_OUTLIVES_SECONDS
-    quiet_since = None
+    quiet_since, answer_at = None, 0.0
     while time.monotonic() < deadline:
-        if server.has_members():
+        if witness is not None and time.monotonic() >= answer_at:
+            answer_at = time.monotonic() + timeouts.ASK_STORE_SECONDS
+            witness.answer()
+        is_needed = server.has_members() if server is not None else witness is not None and witness.has_ranks
+        if is_needed:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
         elif time.monotonic() - quiet_since > timeouts.STORE_QUIET_SECONDS:
             break
         time.sleep(timeouts.STORE_POLL_SECONDS)
-    server.stop()
+    if server is not None:
+        server.stop()
+
+
+def _witness_while_parent_lives() -> NodeWitness | None:
+    """Until the parent ends, however it does. It may say, in a line, which ranks to be the witness of."""
+    witness: NodeWitness | None = None
+    said = b""
+    while True:
+        if select.select([0], [], [], timeouts.ASK_STORE_SECONDS)[0]:
+            piece = os.read(0, 1 << 16)
+            if not piece:
+                return witness
+            said += piece
+            if said.endswith(b"\n"):
+                witness, said = NodeWitness(Watched(**json.loads(said))), b""
+        if witness is not None:
+            witness.answer()
 
 
 if __name__ == "__main__":
-    _serve(BindAddress(**json.loads(sys.argv[1])))
+    given = json.loads(sys.argv[1])
+    _serve(None if given is None else BindAddress(**given))

@@ -153,6 +153,9 @@ class Connection:
     def fail(self, report: dict[str, Any]) -> None:
         self._world.did.append(f"fail: {report['message']}")
 
+    def clock(self) -> float:
+        return 0.0
+
     def leave(self) -> None:
         self._world.did.append("leave")
 
@@ -178,7 +181,7 @@ class World:
             "keep_freed_memory": lambda: self.did.append("keep freed memory"),
             "local_addresses": lambda: ("10.0.0.1", "10.0.0.2"),
             "interface_towards": lambda host: self.did.append(f"route to {host}") or "eth7",
-            "is_host": lambda cluster: cluster.rank == 0,
+            "has_helper": lambda cluster: cluster.rank == 0,
             "held_port": self._held_port,
             "send_at_once": lambda port: self.did.append(f"send at once to {port}"),
             "warm_up": lambda _, group: self.did.append(f"warm up {group}"),
@@ -192,6 +195,9 @@ class World:
         monkeypatch.setattr(StoreClient, "connect", self._connect)
         monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", self._create)
         monkeypatch.setattr(paddle.distributed, "init_parallel_env", self._form)
+
+    def watch(self, cluster: Cluster) -> None:
+        self.did.append(f"watch node {cluster.this.node_index}")
 
     def release(self) -> None:
         self.did.append("release the host")

@@ -245,7 +245,7 @@ def test_on_the_calculation_stream_nothing_is_waited_for_and_a_task_is_done_when
     recorder = Recorder()
     engine = engine_of(recorder)
     engine.stream, watched = CALC, list[Any]()
-    monkeypatch.setattr(engine._watchdog, "watch", lambda task, _: watched.append(task))
+    monkeypatch.setattr(engine._watchdog, "watch", lambda task, *_: watched.append(task))
     moments = [SimpleNamespace(has_passed=lambda: False), SimpleNamespace(has_passed=lambda: True)]
     monkeypatch.setattr(engine.device, "moment", lambda: moments.pop(0))
     first = engine.start(stages(one("a", ALL, more=True), one("b", Group(7)), result=1), PLACE)
