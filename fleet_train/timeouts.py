@@ -58,13 +58,14 @@ LEAVE_SECONDS = 60
 WATCHDOG_POLL_SECONDS = 0.1
 """Between two looks of the watchdog at what is in flight."""
 WATCHDOG_ASK_SECONDS = 2.0
-"""After a collective has waited this long, ask the store, and then as often. Less than half of `ATTRIBUTION_SECONDS`: a
+"""After a collective has waited this long, ask the store, and then as often. Less than half of an attribution: a
 rank whose own timeout has not passed must learn of an attribution that another rank has started, and join it in time.
 """
 STREAM_BARRIER_MARGIN_SECONDS = 8.0
 """What a step barrier waits beyond its timeout on streams: the watchdogs' question and the attribution come first."""
-ATTRIBUTION_SECONDS = 5.0
-"""After a collective failed: how long live ranks have to report, before the others count as missing."""
+EARLY_ATTRIBUTION_SECONDS, ATTRIBUTION_SECONDS = 1.5, 3.5
+"""After a collective failed: how long live ranks have to report, before witnesses are asked where the others stand, and
+from then on, before they count as missing: at once if none of them waits for other ranks."""
 PADDLE_STORE_SECONDS = 60
 """For a member of a process group to reach Paddle's own store, which is open before it tries."""
 QUICK_STEP_SECONDS = 1.0
@@ -84,7 +85,7 @@ STACKS_SIGNAL_SECONDS = 0.5
 STACKS_LOCK_SECONDS = 2.0
 """For another process that asks the same rank meanwhile."""
 STACKS_POLL_SECONDS = 0.02
-STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 2.5, 0.1
+STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 4.0, 0.1
 """How long a rank that misses others waits to learn where they stand, and how often it looks: a witness asks the store
 twice a second, and a rank has its time to answer."""
 STACKS_RECENT_SECONDS = 15.0
@@ -192,6 +193,8 @@ RANKS_START_SECONDS = 20.0
 """Before that, ranks may still be starting and have no handler for SIGTERM."""
 OTHER_RESULTS_SECONDS = 20.0
 """For the other nodes to report how their ranks ended: longer than all of the above together."""
+SLOW_EXIT_SECONDS = 30.0
+"""After a rank has ended with 0 until its launcher says where those stand that still run."""
 OTHERS_STOP_SECONDS = 30.0
 """After this node's ranks stopped gracefully: for those of the others."""
 LAUNCHERS_LEAVE_SECONDS = 12.0

@@ -60,8 +60,8 @@ def command(
 
     With --samples the lines are counted, for ranks that are slow and do not hang.
     """
+    from fleet_train.cluster.witness import merged
     from fleet_train.doctor import stacks
-    from fleet_train.launch.report import merged
 
     if log_dir is not None and ips is not None:
         raise click.UsageError("give --log_dir or --ips, not both")

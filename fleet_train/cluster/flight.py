@@ -141,6 +141,11 @@ class Recorder:
     def is_on(self) -> bool:
         return self._map is not None
 
+    @property
+    def helper(self) -> int:
+        """The native id of the thread that writes stacks; 0 until that can be asked."""
+        return 0 if self._map is None else int(_COUNT.unpack_from(self._map, _HELPER_AT)[0])
+
     def start(self, rank: int, world_size: int) -> None:
         """Begin to record; the second time it does nothing. ``rank``: -1 if it is not known yet."""
         if self._map is not None or not hasattr(os, "memfd_create"):

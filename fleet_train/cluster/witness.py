@@ -20,7 +20,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +61,9 @@ _CALLS = {
 # Found by name: the ranks may run another installation than the process that looks.
 _is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
-_MOST_TEXT_BYTES, _MOST_SOURCE, _MANY_FAULTS = 1 << 20, 120, 200
+_MOST_TEXT_BYTES, _MOST_SOURCE = 1 << 20, 80
+_MANY_FAULTS = 8, 50  # in all, and per second
+_ENDED = "has ended"
 _OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
 
 
@@ -122,7 +124,7 @@ class Stand:
     doing: str
     """What it is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
     waits: bool
-    """Whether that is a wait for other ranks."""
+    """Whether that is, or was when it ended, a wait for other ranks, and nothing else keeps it."""
     state: str
     threads: tuple[Thread, ...]
     native: str = ""
@@ -131,6 +133,10 @@ class Stand:
     @property
     def place(self) -> Frame | None:
         return next((thread.place for thread in self.threads if thread.is_main), None)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state == _ENDED
 
     def sentence(self) -> str:
         """``rank 3 stands in train.py:41 `while not ready:` ``; nothing else if that is not known."""
@@ -160,6 +166,34 @@ class Stand:
             for t in data["threads"]
         )
         return cls(**{**data, "threads": threads})
+
+
+def merged(stands: Iterable[Stand]) -> str:
+    """``rank 3 stands in train.py:41 `while not ready:`; ranks 0-2, 4-7 wait for it in step 112, wire bucket 4``."""
+    every = [stand for stand in stands if stand.waits or not stand.has_ended]
+    standing = [stand.sentence() for stand in every if not stand.waits]
+    waiting: dict[str, list[int]] = {}
+    for stand in every:
+        if stand.waits:
+            at = "" if standing or stand.place is None else f", at {stand.place}"
+            waiting.setdefault(f"step {stand.step}, {stand.doing}{at}", []).append(stand.rank)
+    for_it = " for it" if len(standing) == 1 else ""
+    return "; ".join([*standing, *(f"{_who(sorted(ranks))}{for_it} in {what}" for what, ranks in waiting.items())])
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {spans(ranks)} wait"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, span)) for span in runs)
 
 
 _WAITS = ("wait", "call", "save", "barrier", "wire")
@@ -197,7 +231,8 @@ class Witness:
         """Where each rank stood when it was last asked."""
         self._seen: list[Seen] = []
         self._answered: set[str] = set()
-        self._look_again_at = self._looked_at = 0.0
+        self._look_again_at = 0.0
+        self._failed_at: dict[int, float] = {}
         self._pause = timeouts.WITNESS_FIRST_SECONDS
         self._node: int | None = node
         """Not yet announced in the store."""
@@ -209,14 +244,14 @@ class Witness:
             self._node = None
         self.seen()
         new = set(self._client.keys(_WANTED)) - self._answered
-        if new:
-            self._answered |= new
-            self.look()
+        self._answered |= new
         for key in sorted(new):
-            wanted = self._client.get(key)
-            for rank, stand in self.stands.items():
-                if not wanted or rank in wanted:
-                    self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{rank}", stand.to_json())
+            wanted, resume = self._client.get(key)
+            answers = self.look(wanted or None, resume=resume)
+            for stand in answers:
+                self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{stand.rank}", stand.to_json())
+            if wanted:
+                self.look(resume=resume)  # of the others, while they still wait
 
     def seen(self) -> list[Seen]:
         """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen, less and
@@ -232,29 +267,34 @@ class Witness:
             self._seen = one_of_each([*self._seen, *(each for each in found if each.pid not in known)])
         return self._seen
 
-    def look(self, *, resume: bool = False) -> list[Stand]:
-        """Where the node's running ranks stand; see the function of this name.
+    def look(self, ranks: Collection[int] | None = None, *, resume: bool = False) -> list[Stand]:
+        """Where the node's ranks stand, or these; see the function of this name.
 
-        With ``resume`` what a question has shown moments ago stays: since then its ranks have learned of the failure.
+        ``resume`` means a failure. Where ranks stood a moment ago, when the first of them asked, is kept then: since
+        then they have learned of the failure, or have gone on.
         """
-        stands = look([each for each in self.seen() if is_alive(each.pid)], resume=resume)
-        is_known = resume and time.monotonic() - self._looked_at < timeouts.STACKS_RECENT_SECONDS
-        known = [stand.rank for stand in self.stands.values() if is_known and not stand.state]
-        self.stands |= {stand.rank: stand for stand in stands if stand.rank not in known}
-        self._looked_at = time.monotonic()
-        self._write([stand for stand in stands if stand.rank not in known], self.seen())
-        return stands
+        now = time.monotonic()
+        kept = {rank for rank, at in self._failed_at.items() if resume and now - at < timeouts.STACKS_RECENT_SECONDS}
+        asked = [each for each in self.seen() if ranks is None or each.ring().rank in ranks]
+        new = look([each for each in asked if each.ring().rank not in kept], resume=resume)
+        self.stands |= {stand.rank: stand for stand in new}
+        if resume:
+            self._failed_at |= {stand.rank: now for stand in new}
+        self._write(new, self.seen())
+        return [self.stands[each.ring().rank] for each in asked]
 
     def close(self) -> None:
         for each in self._seen:
             each.close()
 
 
-def ask(client: Client, name: str, ranks: Iterable[int] = (), nodes: Iterable[int] = ()) -> list[Stand]:
+def ask(
+    client: Client, name: str, ranks: Iterable[int] = (), nodes: Iterable[int] = (), *, resume: bool = False
+) -> list[Stand]:
     """Where ranks of the job stand, by the witnesses of these nodes; without those that do not answer within seconds.
     Without ``ranks``: all ranks of the nodes that have a witness.
 
-    ``name``: the same for all that ask for the same reason, who then share the answer.
+    ``name``: the same for all that ask for the same reason, who then share the answer. ``resume``: as of `look`.
     """
     known = set(client.keys(_WITNESS))
     wanted = sorted(ranks)
@@ -262,7 +302,7 @@ def ask(client: Client, name: str, ranks: Iterable[int] = (), nodes: Iterable[in
         return []
     count = len(wanted) or sum(int(client.get(key) or 0) for key in known)
     key = hashlib.sha256(name.encode()).hexdigest()[:16]
-    client.set(f"{_WANTED}{key}", wanted)
+    client.set(f"{_WANTED}{key}", [wanted, resume])
     answers: list[str] = []
     until = time.monotonic() + timeouts.STACKS_ASK_SECONDS
     while len(answers) < count and time.monotonic() < until:
@@ -388,7 +428,7 @@ def session_of(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    return session_of(pid) >= 0
+    return _State.of(pid).is_alive
 
 
 def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
@@ -408,13 +448,14 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
     with C++ frames, by py-spy, where that is installed.
     """
     with contextlib.ExitStack() as asked:
-        for each in seen:
-            asked.enter_context(each.asked())
         before = {each.pid: _State.of(each.pid) for each in seen}
-        silent = [each for each in seen if not before[each.pid].is_stopped]
+        alive = [each for each in seen if before[each.pid].is_alive]
+        for each in alive:
+            asked.enter_context(each.asked())
+        silent = [each for each in alive if not before[each.pid].is_stopped]
         silent = _await(silent, Seen.has_answered, timeouts.STACKS_ANSWER_SECONDS)
         kept = {each.pid for each in silent}  # Python's lock, or all of the processor
-        for each in seen:
+        for each in alive:
             if resume and before[each.pid].is_stopped:
                 each.signal(main=True)  # it waits there
                 with contextlib.suppress(OSError):
@@ -448,12 +489,12 @@ def _is_quiet() -> Callable[[Seen], bool]:
 
 def _stand(each: Seen, before: _State, keeps_lock: bool, native: bool) -> Stand:
     ring, now = each.ring(), _State.of(each.pid)
-    threads = parse(each.text(), ring.main_ident)
+    threads = parse(each.text(), ring.main_ident) if before.is_alive else ()
     unfinished = [event for event in ring.events if not event.ended and event.kind in _INNERMOST]
     doing = max(unfinished, key=lambda event: _INNERMOST.index(event.kind), default=None)
     what = "" if doing is None else " ".join(filter(None, (doing.kind, doing.name)))
-    waits = doing is not None and doing.kind in _WAITS
-    state = before.words(keeps_lock=keeps_lock, faults=now.faults - before.faults)
+    state = before.words(now, keeps_lock=keeps_lock)
+    waits = doing is not None and doing.kind in _WAITS and state in ("", _ENDED)
     return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
 
 
@@ -489,6 +530,12 @@ class _State:
     """The system call, with its file."""
     faults: int = 0
     """Pages that all its threads had to read from a disk."""
+    at: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, or might: not once its parent has only its exit code to read."""
+        return self.letter not in ("", "Z", "X")
 
     @property
     def is_stopped(self) -> bool:
@@ -502,23 +549,27 @@ class _State:
         except (OSError, IndexError, ValueError):
             return cls()
         kernel = _first_line(f"/proc/{pid}/task/{pid}/wchan")
-        return cls(letter, kernel if kernel != "0" else "", _call_of(pid), faults)
+        return cls(letter, kernel if kernel != "0" else "", _call_of(pid), faults, time.monotonic())
 
-    def words(self, *, keeps_lock: bool, faults: int) -> str:
+    def words(self, later: _State, *, keeps_lock: bool) -> str:
+        """What keeps the process, in words; empty if nothing of this kind does. ``later``: a moment afterwards."""
+        if not self.is_alive:
+            return _ENDED
         kernel = f", {self.kernel}" if self.kernel else ""
+        faults = later.faults - self.faults
+        pages = ""
+        if faults >= _MANY_FAULTS[0] and faults >= _MANY_FAULTS[1] * (later.at - self.at):
+            pages = f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
         match self.letter:
-            case "":
-                return "has ended"
-            case "Z" | "X":
-                return "has ended and was not waited for"
             case "T":
-                return "is stopped by a signal (state T; kill -CONT makes it go on)"
+                return "is stopped by a signal (state T)"
             case "t":
                 return "is stopped by a debugger (state t)"
             case "D":
-                return f"sleeps in the kernel (state D{kernel}{self.call and f', {self.call}'})"
-        if faults >= _MANY_FAULTS:
-            return f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
+                sleeps = f"sleeps in the kernel (state D{kernel}{self.call and f', {self.call}'})"
+                return " and ".join(filter(None, (sleeps, pages)))
+        if pages:
+            return pages
         if keeps_lock and self.letter == "R":
             return "computes in native code that keeps Python's lock (state R)"
         if keeps_lock:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
 from fleet_train.cluster.store.reports import FailureReport, report_of_exit, reports_of, with_absent
+from fleet_train.cluster.witness import Stand
 from fleet_train.collectives.engine import (
     HAND_OVER,
     REDUCTIONS,
@@ -36,7 +37,7 @@ from fleet_train.collectives.engine import (
 from fleet_train.collectives.engines import StreamCalls, StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_notes import StepClock, StepNotes
-from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, WorkerFailed
+from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, ScheduleMismatch, WorkerFailed
 from fleet_train.log import logger
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price import Network
@@ -177,8 +178,10 @@ class Job:
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
-        with recorder.event("barrier"), self._remembering():
+        event = recorder.begin("barrier")  # one that has failed does not end: the ring shows where this rank was
+        with self._remembering():
             answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
+        recorder.end(event)
         return Passed(answer, time.perf_counter() - began)
 
     def _times_up_to(self, barrier: int) -> dict[int, list[float]]:
@@ -204,14 +207,15 @@ class Job:
 
     def located(self, error: _Error) -> _Error:
         """The error with the lines at which ranks stand that others wait for, if their witnesses know."""
+        return _with_stands(error, self._stands_of(error))
+
+    def _stands_of(self, error: BaseException) -> list[Stand]:
         absent = error.absent if isinstance(error, FleetTrainError) else ()
         ranks = [absence.member for absence in absent if absence.kind in ("missing", "elsewhere")]
-        if ranks:
-            with contextlib.suppress(FleetTrainError):
-                nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
-                stands = witness.ask(self._watchdogs_store(), str(error), ranks, nodes)
-                error.args = ("; ".join([str(error), *(stand.sentence() for stand in stands)]),)
-        return error
+        nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
+        with contextlib.suppress(FleetTrainError):
+            return witness.ask(self._watchdogs_store(), str(error), ranks, nodes, resume=True) if ranks else []
+        return []
 
     def agreed(self, plan: CommPlan) -> None:
         """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
@@ -261,7 +265,8 @@ class Job:
 
     def attribute_failure(self, context: CallContext, error: BaseException) -> WorkerFailed:
         """Why a collective failed: the ranks that died, or that did not report the failure within seconds."""
-        self.failure = self._find_root_cause(context, error)
+        if not isinstance(self.failure, WorkerFailed):  # collectives that were behind this one fail as well
+            self.failure = self._find_root_cause(context, error)
         return self.failure
 
     def _is_hopeless(self) -> bool:
@@ -308,14 +313,25 @@ class Job:
     ) -> WorkerFailed:
         what = context.what
         detail = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        stands: list[Stand] = []
         try:
             client = client or self.store
-            client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
+            try:
+                client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.EARLY_ATTRIBUTION_SECONDS)
+            except JoinTimeout as early:
+                stands = self._stands_of(early)
+                if len(stands) < len(early.absent) or any(stand.waits for stand in stands):
+                    # Their own call may be about to fail as well.
+                    client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
+                else:
+                    raise
         except (JoinTimeout, WorkerFailed) as cause:
             words = f"{what}: {str(cause).removeprefix(f'{_ATTRIBUTION}: ')} (the collective ended with: {detail[0]})"
             if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
                 words = str(cause)
-            return self.located(with_absent(WorkerFailed(words), cause.absent))
+            absent = {absence.member for absence in cause.absent}
+            failed = with_absent(WorkerFailed(words), cause.absent)
+            return _with_stands(failed, [stand for stand in stands if stand.rank in absent])
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return LinkFailed(
@@ -381,6 +397,16 @@ class Job:
                 client.close()
         if self._host is not None:
             self._host.release()
+
+
+def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
+    """Ranks that did not arrive because they wait themselves are not the cause, if another one does not."""
+    if stands:
+        error.args = (f"{error}; {witness.merged(stands)}",)
+        causes = {stand.rank for stand in stands if not stand.waits}
+        if isinstance(error, FleetTrainError) and causes and not isinstance(error, ScheduleMismatch):
+            error.absent = tuple(absence for absence in error.absent if absence.member in causes)
+    return error
 
 
 def _end_process(error: FleetTrainError) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fleet_train.cluster.network import is_local, local_addresses
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient, job_at
 from fleet_train.cluster.witness import JOB_FILE, Seen, Stand, ask, look, one_of_each, ranks_here
@@ -35,7 +36,8 @@ def of_log_dir(folder: Path) -> tuple[str, Access]:
     path = folder / JOB_FILE
     try:
         job = parse_json(read_regular(path, _MOST_FILE_BYTES))
-        return str(job["store"]), Access.of(os.environ, job=str(job["job"]))
+        store = str(job["store"])
+        return store, _access(store, str(job["job"]))
     except FileNotFoundError:
         raise ClusterError(
             f"--log_dir={folder}: there is no {JOB_FILE}, which a job writes when it starts; give the folder that the "
@@ -52,10 +54,16 @@ def of_nodes(nodes: Sequence[str], port: int) -> tuple[str, Access]:
     for node in nodes:
         address = node if ":" in node else f"{node}:{port}"
         try:
-            return job_at(address, Access.of(os.environ))
+            return job_at(address, _access(address))
         except ClusterError as error:
             failures.append(str(error))
     raise ClusterError("; ".join(failures))
+
+
+def _access(address: str, job: str = "") -> Access:
+    """Where the store is on this machine, a connection to it comes from its own address: it may accept no other."""
+    host = address.partition(":")[0]
+    return Access.of(os.environ, host if is_local(host, local_addresses()) else "", job)
 
 
 def of_job(endpoint: str, access: Access) -> list[Stand]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,21 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import connections_at
-from fleet_train.cluster.witness import write_job
+from fleet_train.cluster.witness import merged, write_job
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
 from fleet_train.launch.prepare import Launch
-from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals, why_not_started
+from fleet_train.launch.processes import (
+    Stopping,
+    StopRequested,
+    asked_by,
+    request_name,
+    stopping_signals,
+    why_not_started,
+)
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import (
     WorkerResult,
@@ -216,6 +224,8 @@ class WorkerGroup:
         passing = None if request.verbose else StartupLines()
         self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
         self.connections = Connections(node)
+        self._stacks_asked = threading.Event()
+        self._said_slow_exit = False
         self.witness = witness_of(self.ranks, rendezvous.client, logs.write_stands)
         self.stop = GracefulStop(self.ranks, rendezvous, stopping, request.faults.grace_seconds, waiting_nodes)
 
@@ -231,7 +241,7 @@ class WorkerGroup:
         )
         try:
             self._start()
-            with self.stopping.gracefully():
+            with self.stopping.gracefully(), asked_by(signal.SIGQUIT) as self._stacks_asked:
                 verdict = monitor.watch()
             return self._conclude(verdict)
         except ClusterError as error:
@@ -259,7 +269,22 @@ class WorkerGroup:
     def _wait(self, seconds: float) -> None:
         if self.follower is not None:
             self.follower.pump()
+        if self._stacks_asked.is_set():
+            self._stacks_asked.clear()
+            stands = self.witness.look()
+            show_lines("\n".join([merged(stands), *(line for stand in stands for line in stand.lines())]))
+        self._report_slow_exit()
         time.sleep(seconds)
+
+    def _report_slow_exit(self) -> None:
+        """Say once which ranks still run, and where, long after another one of this node has ended well."""
+        ended = [rank.ended_at for rank in self.ranks.started if rank.status == 0 and rank.ended_at is not None]
+        if not ended or self._said_slow_exit or len(ended) == len(self.ranks.started):
+            return
+        seconds = time.monotonic() - max(ended)
+        if seconds >= timeouts.SLOW_EXIT_SECONDS:
+            self._said_slow_exit = True
+            logger.info(f"{counted(len(ended), 'rank')} ended {seconds:.0f} s ago; {merged(self.witness.look())}")
 
     def _conclude(self, verdict: Verdict) -> RunResult:
         match verdict.cause:
@@ -393,7 +418,8 @@ class WorkerGroup:
         still_there = self.ranks.running()
         if still_there and self.stop.is_over:
             message += (
-                f" ({counted(still_there, 'rank')} did not end within {self.launch.request.faults.grace_seconds:g} s)"
+                f" ({counted(still_there, 'rank')} did not end within {self.launch.request.faults.grace_seconds:g} s: "
+                f"{merged(self.witness.look())})"
             )
         self.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
         ends = self._end()

@@ -313,6 +313,17 @@ def stopping_signals() -> Iterator[Stopping]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def asked_by(number: int) -> Iterator[threading.Event]:
+    """Within the block this signal sets the event."""
+    asked = threading.Event()
+    before = signal.signal(number, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(number, before)
+
+
 def request_name(number: int) -> str:
     """``SIGTERM``; ``Ctrl-C`` for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal_name(number)

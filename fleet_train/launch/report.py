@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleet_train.cluster.store.reports import FailureReport
-from fleet_train.cluster.witness import Stand
+from fleet_train.cluster.witness import Stand, merged, spans
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch.node import Node
 
@@ -212,23 +212,6 @@ def _stack(root_cause: WorkerResult, ends: Iterable[WorkerResult]) -> list[str]:
     return ["\n".join([merged(stands), *(f"  | {line}" for line in stack[:_MOST_STACK_LINES])])]
 
 
-def merged(stands: Iterable[Stand]) -> str:
-    """``rank 3 stands in train.py:41 `while not ready:`; ranks 0-2, 4-7 wait for it in step 112, wire bucket 4``."""
-    every = list(stands)
-    standing = [stand.sentence() for stand in every if not stand.waits]
-    waiting: dict[str, list[int]] = {}
-    for stand in every:
-        if stand.waits:
-            at = "" if standing else f", at {stand.place}"
-            waiting.setdefault(f"step {stand.step}, {stand.doing}{at}", []).append(stand.rank)
-    for_it = " for it" if len(standing) == 1 else ""
-    return "; ".join([*standing, *(f"{_who(ranks)}{for_it} in {what}" for what, ranks in waiting.items())])
-
-
-def _who(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {spans(ranks)} wait"
-
-
 def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:
     rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", root_cause)]
     followers = [end for end in others if not end.succeeded or end.failed]
@@ -253,14 +236,3 @@ def _rest(role: str, ends: list[WorkerResult]) -> list[str]:
 def counted(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, span)) for span in runs)

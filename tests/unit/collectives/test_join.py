@@ -240,6 +240,7 @@ def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World
     assert world.did == [
         "keep freed memory",
         "host the store for 30 s",
+        "watch node 0",
         "compare join",
         "route to 10.0.0.2",
         "hold a port",
@@ -289,9 +290,9 @@ def test_ranks_that_differ_create_no_group_and_all_get_the_error(world: World) -
     world.brought = [([[0, 0]], {"backend": "gloo"}), ([[1, 1]], {"backend": "nccl"})]
     with pytest.raises(ScheduleMismatch, match=r"backend: .* has gloo, .* has nccl; all ranks must agree"):
         join(cluster_of(0), 30.0)
-    assert world.did[2] == "compare join"
-    assert "could not join: backend: " in world.did[3]
-    assert world.did[4:] == ["close barriers", "close store", "release the host"]
+    assert world.did[3] == "compare join"
+    assert "could not join: backend: " in world.did[4]
+    assert world.did[5:] == ["close barriers", "close store", "release the host"]
 
 
 def test_store_that_cannot_be_reached_is_not_hosted_any_longer(world: World) -> None:

@@ -131,7 +131,7 @@ def test_a_lost_launcher_says_more_than_ranks_that_miss_those_of_its_node(
 
 
 def test_the_host_that_left_is_not_missed(pair: list[Rendezvous]) -> None:
-    pair[0]._client.leave()
+    pair[0].client.leave()
     assert pair[1].failure() is None
     pair[0].close()
     assert pair[1].failure() is None

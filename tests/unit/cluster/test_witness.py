@@ -1,0 +1,215 @@
+"""The flight recorder of a process and what another process sees of it: real processes that hang in known lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet_train.cluster import flight, witness
+from fleet_train.cluster.witness import Seen, Stand, Witness
+from tests.support.processes import clean_environ, until
+
+# Each function hangs in the line that ends with its name.
+SCRIPT = """
+import ctypes, os, re, sys, threading, time
+from fleet_train.cluster.flight import recorder
+PASSWORD = "a-value-that-no-stack-shows"
+
+def loop(ready=False):
+    while not ready: time.sleep(0.01)  # loop
+
+def regex():
+    re.match(r"(a+)+b", "a" * 60)  # regex
+
+def native():
+    ctypes.PyDLL(None).pause()  # native
+
+def fifo():
+    open(sys.argv[2]).read()  # fifo
+
+def threads():
+    first, second = threading.Lock(), threading.Lock()
+    def other():
+        with second:
+            time.sleep(0.3)
+            first.acquire()  # other
+    threading.Thread(target=other, name="writer", daemon=True).start()
+    with first:
+        time.sleep(0.2)
+        second.acquire()  # threads
+
+def forked():
+    if os.fork() == 0:
+        time.sleep(60)
+    time.sleep(60)  # forked
+
+def events():
+    first = recorder.begin("run")
+    for step in range(3000):
+        recorder.step = step
+        with recorder.event("wire", f"bucket {step % 3}", 1000 + step, "ranks 0-3"):
+            pass
+    recorder.end(first)  # long gone: a newer event stays as it is
+    recorder.begin("wait", "bucket 2")
+    time.sleep(60)  # events
+
+def names():
+    for number in range(3000):
+        with recorder.event("call", f"a name of its own {number}"):
+            pass
+    time.sleep(60)  # names
+
+recorder.start(3, 4)
+recorder.join(3, 4, 77)
+while recorder.helper == 0: time.sleep(0.01)
+print("ready", flush=True)
+globals()[sys.argv[1]]()
+"""
+Start = Callable[[str], Seen]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    os.mkfifo(tmp_path / "pipe")
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> Seen:
+        command = [sys.executable, str(script), name, str(tmp_path / "pipe")]
+        environ = clean_environ({"SECRET_TOKEN": "a-secret-that-no-stack-shows"})
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (seen,) = witness.ranks_here(lambda pid: witness.session_of(pid) == process.pid)
+        assert (seen.pid, seen.ring().rank, seen.ring().world_size, seen.ring().job) == (process.pid, 3, 4, 77)
+        time.sleep(0.5)  # until it is in its line
+        return seen
+
+    yield begin
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def the_line(name: str) -> str:
+    (line,) = [line.strip() for line in SCRIPT.splitlines() if line.endswith(f"# {name}")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("loop", ""),
+        ("regex", "computes in native code that keeps Python's lock (state R)"),
+        ("native", "waits in native code that keeps Python's lock (state S"),
+        ("fifo", ""),
+        ("threads", ""),
+        ("forked", ""),
+    ],
+)
+def test_the_scripts_innermost_line_is_found(start: Start, name: str, state: str) -> None:
+    (stand,) = witness.look([start(name)])
+    assert stand.place is not None
+    assert (stand.rank, os.path.basename(stand.place.file), stand.place.source) == (3, "train.py", the_line(name))
+    assert stand.state.startswith(state)
+    assert bool(stand.state) is bool(state)
+    assert stand.sentence().endswith(f"stands in train.py:{stand.place.line} `{the_line(name)}`")
+    shown = "\n".join(stand.lines(whole=True))
+    assert f"in {name}: {the_line(name)}" in shown
+    assert "no-stack-shows" not in shown.replace(the_line(name), "")
+    assert Stand.from_json(stand.to_json()) == stand
+    others = [thread for thread in stand.threads if not thread.is_main and not thread.is_ours]
+    assert [(thread.name, str(thread.place).split("`")[1]) for thread in others] == (
+        [("writer", the_line("other"))] if name == "threads" else []
+    )
+
+
+def test_a_stopped_rank_is_named_as_such_and_shows_its_line_once_it_may_go_on(start: Start) -> None:
+    seen = start("loop")
+    os.kill(seen.pid, signal.SIGSTOP)
+    until(lambda: witness._State.of(seen.pid).is_stopped)
+    (stand,) = witness.look([seen])
+    assert stand.sentence() == "rank 3 is stopped by a signal (state T)"
+    (stand,) = witness.look([seen], resume=True)
+    assert stand.state.startswith("is stopped by a signal")
+    assert "stands in train.py" in stand.sentence()
+    assert not witness._State.of(seen.pid).is_stopped
+
+
+def test_a_rank_that_goes_on_is_asked_again_and_again_and_by_several(start: Start) -> None:
+    seen = start("loop")
+    (other,) = witness.ranks_here(lambda pid: pid == seen.pid)
+    for _ in range(3):
+        ((first,), (second,)) = witness.look([seen]), witness.look([other])
+        assert str(first.place) == str(second.place)
+        assert (first.state, second.state) == ("", "")
+
+
+def test_the_ring_keeps_the_newest_events_and_outlives_its_process(start: Start) -> None:
+    seen = start("events")
+    (stand,) = witness.look([seen])
+    assert (stand.step, stand.doing, stand.waits) == (2999, "wait bucket 2", True)
+    os.kill(seen.pid, signal.SIGKILL)
+    until(lambda: not witness.is_alive(seen.pid))
+    ring = flight.read_ring(seen.data())
+    assert ring is not None
+    *wires, last = ring.events
+    assert (len(ring.events), last.kind, last.name, last.ended) == (flight.EVENTS, "wait", "bucket 2", 0.0)
+    assert [event.step for event in wires] == list(range(3000 - flight.EVENTS + 1, 3000))
+    for event in wires:
+        assert (event.kind, event.name, event.group) == ("wire", f"bucket {event.step % 3}", "ranks 0-3")
+        assert event.nbytes == 1000 + event.step
+        assert event.enqueued <= event.began <= event.ended <= last.began
+
+
+def test_names_beyond_the_table_are_empty(start: Start) -> None:
+    names = [event.name for event in start("names").ring().events]
+    assert len(names) == flight.EVENTS
+    assert set(names[-100:]) == {""}
+
+
+def test_what_is_no_ring_is_none() -> None:
+    assert flight.read_ring(b"") is None
+    assert flight.read_ring(bytes(flight.RING_BYTES)) is None
+
+
+class Store(dict[str, object]):
+    """The store of a job, as a dictionary."""
+
+    def set(self, key: str, value: object) -> None:
+        self[key] = value
+
+    def keys(self, prefix: str = "") -> list[str]:  # type: ignore[override]
+        return [key for key in self if key.startswith(prefix)]
+
+
+def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tmp_path: Path) -> None:
+    seen, store = start("loop"), Store()
+    node = Witness(store, 1, 1, lambda: [seen], lambda *both: witness.write_files(tmp_path, *both))
+    node.answer()
+    assert store == {"stacks/witness/1": 1}
+    store.set("stacks/wanted/q", [[3], False])
+    for _ in range(2):
+        node.answer()
+    stand = Stand.from_json(store["stacks/q/3"])  # type: ignore[arg-type]
+    assert the_line("loop") in stand.sentence()
+    assert (tmp_path / "stacks.3.txt").read_text().startswith(stand.sentence())
+    assert flight.read_ring((tmp_path / "flight.3.bin").read_bytes()) is not None
+    store.set("stacks/wanted/another", [[2], False])
+    node.answer()
+    assert store.keys("stacks/another/") == []
+    node.close()
+
+
+def test_nobody_is_asked_where_no_witness_is() -> None:
+    assert witness.ask(Store(), "why", [3], nodes=[1]) == []
+    assert witness.ask(Store({"stacks/witness/0": 2}), "why", [3], nodes=[1]) == []
