@@ -24,6 +24,7 @@ from fleet_train.cli.options import (
 )
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
 from fleet_train.cluster.engines import CHOICES
+from fleet_train.cluster.trace import read_steps
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
 
 _EXAMPLES = """
@@ -205,6 +206,12 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     help="Ranks that train without each other, or on the same samples, are an error. [default: a message; or "
     "FLEET_TRAIN_STRICT=1]",
 )
+@click.option(
+    "--trace",
+    default="",
+    metavar="STEPS",
+    help="Trace these steps, such as 100-104, into LOG_DIR/trace.N.bin; then: python -m fleet_train timeline LOG_DIR.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
 @click.argument(
@@ -258,6 +265,8 @@ def read_request(
 ) -> LaunchRequest:
     """The launch request of the flags; ``same_names``: those that the request has, too. Raises ClusterError for a text
     that cannot be parsed."""
+    if steps := same_names.get("trace"):
+        read_steps(steps)
     hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
     ports_per_node = None
     if use_paddlecloud:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleet_train.cluster.cluster import (
     DEFAULT_JOIN_TIMEOUT_SECONDS,
@@ -24,10 +25,13 @@ from fleet_train.cluster.cluster import (
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.kubernetes import read_as_rank
 from fleet_train.cluster.partial import PartialCluster
+from fleet_train.cluster.trace import read_steps
 from fleet_train.errors import ClusterError
 
 SETTINGS = "FLEET_TRAIN_SET"
 """The variable with the settings of ``--set``: a JSON list of the texts ``knob=value``."""
+TRACE = "FLEET_TRAIN_TRACE"
+"""The variable with the steps of ``--trace``, such as ``100-104``."""
 
 
 def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[str] = ()) -> Cluster | PartialCluster:
@@ -134,6 +138,18 @@ def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: 
     words += [f"--set {knob}" for knob in lost]
     is_first = environ.get("PADDLE_TRAINER_ID", "0") == "0"
     return f"the launcher's {' and '.join(words)} is not used: the program has its own" if words and is_first else ""
+
+
+def asked_trace(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """First and last of the steps to trace (``--trace``), or None."""
+    text = environ.get(TRACE, "")
+    return read_steps(text, TRACE) if text else None
+
+
+def log_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where the launcher, ours or Paddle's, keeps this rank's log."""
+    folder = environ.get("PADDLE_LOG_DIR", "")
+    return Path(folder) if folder else None
 
 
 def is_strict(environ: Mapping[str, str]) -> bool:

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import mmap
@@ -47,8 +47,9 @@ _CLOCK = struct.Struct("<ddd")
 _COUNT = struct.Struct("<I")
 _ASKED = struct.Struct("<II")
 _EVENT = struct.Struct("<dddqIIHHHH")
-_TIME, _ENDED = struct.Struct("<d"), 16
-_CLOCK_AT, _ASKED_AT, _NAMES_AT, _EVENTS_AT = 64, 128, 256, 32768
+_TIME, _ENDED, _STEP = struct.Struct("<d"), 16, 4
+_STEPS = struct.Struct("<II")
+_CLOCK_AT, _ASKED_AT, _STEPS_AT, _ENDPOINT_AT, _NAMES_AT, _EVENTS_AT = 64, 128, 136, 144, 256, 32768
 RING_BYTES = _EVENTS_AT + EVENTS * _EVENT.size
 _MOST_NAME = 120
 
@@ -85,6 +86,10 @@ class Ring:
     clock_error: float
     asked: int
     answered: int
+    endpoint: str
+    """Empty until it is known."""
+    traced: tuple[int, int]
+    """First and last step of what `merged` has made; (0, 0): it is no trace."""
     events: tuple[Event, ...]
 
     @property
@@ -97,23 +102,44 @@ class Ring:
 
 
 def read_ring(data: bytes) -> Ring | None:
-    """The ring in a file's first `RING_BYTES`; None if it is something else."""
-    if len(data) < RING_BYTES or data[: len(_MAGIC)] != _MAGIC:
+    """The ring in a file's first `RING_BYTES`, or what `merged` has made; None if it is something else."""
+    if len(data) < _EVENTS_AT or data[: len(_MAGIC)] != _MAGIC:
         return None
     _, pid, rank, world_size, helper, main_ident, job = _WHO.unpack_from(data)
     heartbeat, offset, error = _CLOCK.unpack_from(data, _CLOCK_AT)
     asked, answered = _ASKED.unpack_from(data, _ASKED_AT)
     names = [name.decode(errors="replace") for name in data[_NAMES_AT:_EVENTS_AT].split(b"\0")]
     events = []
-    for at in range(_EVENTS_AT, RING_BYTES, _EVENT.size):
-        enqueued, began, ended, nbytes, step, thread, kind, name, group, _ = _EVENT.unpack_from(data, at)
+    for record in _records(data):
+        enqueued, began, ended, nbytes, step, thread, kind, name, group, _ = _EVENT.unpack(record)
         if enqueued and kind < len(KINDS) and max(name, group) < len(names):
             event = Event(KINDS[kind], names[name], names[group], step, nbytes, enqueued, began, ended, thread)
             events.append(event)
     events.sort(key=lambda event: event.enqueued)
+    endpoint = data[_ENDPOINT_AT:_NAMES_AT].partition(b"\0")[0].decode(errors="replace")
+    traced = _STEPS.unpack_from(data, _STEPS_AT)
+    clock = heartbeat, offset, error
     return Ring(
-        pid, rank, world_size, helper, main_ident, job, heartbeat, offset, error, asked, answered, tuple(events)
+        pid, rank, world_size, helper, main_ident, job, *clock, asked, answered, endpoint, traced, tuple(events)
     )
+
+
+def merged(copies: Sequence[bytes], first: int, last: int) -> bytes:
+    """Copies of one ring as a longer one of these steps: the last one's header, and each event once, as the last copy
+    with it has it."""
+    # What shows where the first step begins, the run that ended the step before, began in the one before that.
+    steps, events = range(first - 2, last + 1), {}
+    for record in (record for copy in copies for record in _records(copy)):
+        if _EVENT.unpack(record)[_STEP] in steps:
+            events[record[:_ENDED] + record[_ENDED + _TIME.size :]] = record
+    header = bytearray(copies[-1][:_EVENTS_AT])
+    _STEPS.pack_into(header, _STEPS_AT, first, last)
+    return bytes(header) + b"".join(events.values())
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    for at in range(_EVENTS_AT, len(data) - _EVENT.size + 1, _EVENT.size):
+        yield data[at : at + _EVENT.size]
 
 
 def ask(file: int) -> None:
@@ -159,10 +185,12 @@ class Recorder:
         threading.Thread(target=self._answer, args=(self._map,), name="fleet_train recorder", daemon=True).start()
         os.register_at_fork(after_in_child=self._forget)
 
-    def join(self, rank: int, world_size: int, job: int) -> None:
+    def join(self, rank: int, world_size: int, job: int, endpoint: str) -> None:
         """This process is a rank of a job, which all processes of its machine know by this number (not 0)."""
         self.start(rank, world_size)
         if self._map is not None:
+            written = endpoint.encode(errors="replace")[: _NAMES_AT - _ENDPOINT_AT]
+            self._map[_ENDPOINT_AT : _ENDPOINT_AT + len(written)] = written
             _RANK.pack_into(self._map, _RANK_AT, rank, world_size)
             _JOB.pack_into(self._map, _JOB_AT, job)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fleet_train.cluster.flight import recorder
 from fleet_train.collectives.engine import HAND_OVER, CallContext, HostCopy, Running, Stages
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
 from fleet_train.collectives.job import Job, Passed
@@ -103,7 +104,7 @@ class Averaging:
         if self._underway is None:
             return []
         underway, self._underway = self._underway, None
-        with self._job.clock.exposed():
+        with self._job.clock.exposed(), recorder.event("wait", "averaging"):
             correction = underway.correction.result()
         self._barrier.passed(underway.barrier)
         own = self.averager.held_of(underway.fragment, held)
@@ -146,7 +147,7 @@ class Averaging:
 
     def _run(self, what: str, step: int, stages: Stages[Any]) -> None:
         barrier, running = self._start(what, step, stages)
-        with self._job.clock.exposed():
+        with self._job.clock.exposed(), recorder.event("wait", what):
             running.result()
         self._barrier.passed(barrier)
 

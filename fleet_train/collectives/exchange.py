@@ -152,7 +152,7 @@ class GradientExchange:
 
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with the ranks."""
-        with self._job.clock.exposed(), recorder.event("wait", self._labels[index]):
+        with self._job.clock.exposed(), recorder.event("wait", self._labels[index] if self._updates else ""):
             averages = self._running.pop(index).result()
         if index == len(self._plan.buckets) - 1 and self._updates:
             self._end_step()

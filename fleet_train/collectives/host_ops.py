@@ -19,6 +19,7 @@ from typing import Any
 import paddle
 from paddle.static import MetaTensor, register_op
 
+from fleet_train.cluster.flight import recorder
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
@@ -115,7 +116,7 @@ def token() -> Any:
 
 
 _LINKS = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed")
-_OTHER_LINKS = ("barrier", "gather", "total", "broadcast")
+_OTHER_LINKS = ("barrier", "gather", "total", "broadcast", "loss")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
@@ -183,6 +184,11 @@ def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any],
     name = f"wait_{exchange.number}_{bucket.index}"
     link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
     return link, averages
+
+
+def emit_loss(loss: Any) -> None:
+    """Insert the operator that notes, for a trace, that the forward pass has computed ``loss``."""
+    emit_link("loss", lambda _: recorder.end(recorder.begin("backward")), token(), [loss])
 
 
 def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any) -> Any:

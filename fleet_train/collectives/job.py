@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 
 from fleet_train import timeouts
-from fleet_train.cluster import Cluster, StoreClient, witness
+from fleet_train.cluster import Cluster, StoreClient, trace, witness
 from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
@@ -368,6 +368,8 @@ class Job:
         """Graceful shutdown of this rank; the store stays up for ranks that are still running."""
         if self._left:
             return
+        if trace.current is not None and self.failure is None:
+            trace.current.end()
         if self._store is not None and self.failure is None and not self.engine.side_by_side:
             self._meet_to_leave()
         self._left = True

@@ -18,7 +18,7 @@ import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
-from fleet_train.cluster.environment import rank_variables
+from fleet_train.cluster.environment import asked_trace, rank_variables
 from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.network import interface_towards, interface_variables, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
@@ -42,7 +42,7 @@ def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
     the ranks, or has connected something else.
     """
     cluster, host = complete(cluster, timeout_seconds)
-    recorder.join(cluster.rank, cluster.world_size, number_of_job(cluster))
+    recorder.join(cluster.rank, cluster.world_size, number_of_job(cluster), cluster.this.endpoint)
     place = choose_place(cluster)
     if cluster.world_size == 1:
         return Job(cluster, place)
@@ -125,11 +125,11 @@ def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds:
         if host is not None:
             host.release()
         raise
-    recorder.set_clock(*_clock_of(store))
+    recorder.set_clock(*clock_of(store))
     return Job(cluster, place, host=host, store=store, barriers=barriers, timeout_seconds=timeout_seconds)
 
 
-def _clock_of(store: StoreClient) -> tuple[float, float]:
+def clock_of(store: StoreClient) -> tuple[float, float]:
     """This machine's ``time.perf_counter`` minus the store's clock, and how wrong that can be, in seconds: half of the
     quickest answer's time (Cristian, Probabilistic clock synchronization, 1989)."""
     best = (0.0, math.inf)
@@ -146,6 +146,7 @@ def _compare(job: Job, timeout_seconds: float) -> None:
         "Paddle version": installed_version(),
         "fleet_train version": fleet_train.__version__,
         "backend": backend_name(),
+        "the steps of --trace": str(asked_trace(os.environ)),
         "endpoints of all ranks": ",".join(job.cluster.endpoints),
     }
     refuse_other_ranks(job.store.compare("join", facts, job.world_size, timeout_seconds), job.cluster)

@@ -17,6 +17,7 @@ import numpy as np
 from fleet_train.cluster.at_import import warning_of
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.engines import alone_in_allocation, detect
+from fleet_train.cluster.trace import read_steps
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process
 from fleet_train.errors import ClusterError, ConversionError
@@ -99,6 +100,7 @@ __all__ = [
     "stop_requested",
     "stop_worker",
     "synchronize_parameters",
+    "trace",
     "util",
     "worker_endpoints",
     "worker_index",
@@ -390,6 +392,19 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
 def all_reduce_worker(input: Any, output: Any) -> None:
     """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
     output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+
+
+def trace(first: int, last: int | None = None, path: str | Path | None = None) -> None:
+    """Trace the steps (updates, counted from 1) ``first`` to ``last``: each rank writes its events to
+    ``trace.<rank>.bin`` in the folder ``path`` (default: the launcher's log folder, else the current one) when the last
+    of them has ended, and ``python -m fleet_train timeline`` shows them.
+
+    All ranks call it, with steps to come. Called before ``minimize`` it also shows where the backward pass begins.
+    """
+    last = first if last is None else last
+    read_steps(f"{first}-{last}", "fleet.trace")
+    agree("the steps of fleet.trace", [first, last])
+    session.trace_steps(first, last, None if path is None else Path(path))
 
 
 def agree(name: str, value: Any) -> None:

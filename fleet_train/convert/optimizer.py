@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.cluster import trace
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange
@@ -39,6 +40,7 @@ from fleet_train.convert.rewrite import (
     chain_in_program_order,
     insert_gradient_norm,
     insert_launches,
+    insert_mark_of_backward,
     insert_waits,
     make_start_equal,
     refuse_foreign_startup,
@@ -196,6 +198,8 @@ class DistributedOptimizer:
         log_once(exchange.notices, self._rank)
         sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange)
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
+        if trace.current is not None and self._loss is not None:
+            insert_mark_of_backward(self._loss)
         operators: list[Any] = []
         averaged: ParamsGrads = []
         for buckets in self._updated_together(plan):

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fleet_train.cluster import trace
 from fleet_train.cluster.flight import recorder
 from fleet_train.cluster.store.reports import exit_status
 from fleet_train.errors import (
@@ -313,7 +314,7 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
                     named[name] = value
             event = recorder.begin("run")
             try:
-                return run(self, *places, **named)
+                results = run(self, *places, **named)
             except Exception as error:
                 for explain in _explanations:
                     if (cause := explain(program, error)) is not None:
@@ -321,6 +322,8 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
                 raise
             finally:
                 recorder.end(event)
+            trace.after_run()
+            return results
 
         replace(paddle.static.Executor, "run", run_with_hooks)
     hooks = _last_hooks if is_last else _hooks

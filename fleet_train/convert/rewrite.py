@@ -18,6 +18,7 @@ from fleet_train.collectives.host_ops import (
     emit_begin,
     emit_broadcast,
     emit_launch,
+    emit_loss,
     emit_wait,
     is_barrier,
     is_link,
@@ -86,6 +87,13 @@ def insert_launches(
         behind = max(behind, position)
     paddle.pir.reset_insertion_point_to_end()
     return chain
+
+
+def insert_mark_of_backward(loss: Any) -> None:
+    """Insert the operator that shows a trace where the backward pass begins."""
+    paddle.pir.set_insertion_point_after(loss.get_defining_op())
+    emit_loss(loss)
+    paddle.pir.reset_insertion_point_to_end()
 
 
 def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.cluster import Cluster
-from fleet_train.cluster.environment import is_strict, join_timeout_seconds
+from fleet_train.cluster import Cluster, trace
+from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout_seconds, log_folder
 from fleet_train.cluster.store.client import Variants
+from fleet_train.cluster.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
-from fleet_train.collectives.join import join, probe
+from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
 from fleet_train.convert import process
 from fleet_train.convert.optimizer import DistributedOptimizer
@@ -140,7 +141,18 @@ def begin(role: Any, strategy: Any) -> Session:
         process.explain_failed_runs(_session.why_failed)
         if not job.engine.side_by_side:
             process.before_each_run(_session.feed_through_pinned_memory, is_last=True)
+    if not _imagined_job and (steps := asked_trace(os.environ)) is not None:
+        trace_steps(*steps)
     return _session
+
+
+def trace_steps(first: int, last: int, folder: Path | None = None) -> None:
+    """See ``fleet.trace``."""
+    job, folder = current().job, folder or log_folder(os.environ) or Path()
+    if job.world_size == 1:
+        log_once(["nothing is traced: a job of one process has no steps that communicate"], job.cluster.rank)
+    else:
+        trace.begin(Trace(first, last, folder, job.cluster.rank, lambda: clock_of(job.store)))
 
 
 def is_open() -> bool:

@@ -51,6 +51,9 @@ class LogFolder:
     def prepare(self) -> None:
         """Create the folder; remove an earlier job's files, keep the logs of this job's earlier attempts."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._attempt == 0:
+            for old in self._folder.glob("trace.*.bin"):
+                old.unlink(missing_ok=True)
         for local in range(self._node.processes):
             (self._folder / record_name(local)).unlink(missing_ok=True)
             rank = self._node.ranks[local]

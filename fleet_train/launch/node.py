@@ -17,7 +17,7 @@ from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import advice_for_rank, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
-from fleet_train.cluster.environment import SETTINGS, rank_variables
+from fleet_train.cluster.environment import SETTINGS, TRACE, rank_variables
 from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
@@ -331,12 +331,13 @@ def build_environment(
     hidden: frozenset[str] = frozenset(),
     strict: bool = False,
     settings: Sequence[str] = (),
+    trace: str = "",
 ) -> LaunchEnvironment:
     """What to set and what to remove. The user's own variables override the profile's and our advice.
 
     ``profile``: the variables of its environment section, whose names are ``hidden``, and of its knobs. ``strategy``:
     its name or absolute path. ``import_path``: the package's folder if it is not installed. ``settings``: the texts of
-    ``--set``.
+    ``--set``; ``trace``: that of ``--trace``.
     """
     refused = sorted(SCRUBBED & profile.keys())
     if refused:
@@ -350,6 +351,8 @@ def build_environment(
     ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}"}
     if strict:
         ours["FLEET_TRAIN_STRICT"] = "1"
+    if trace:
+        ours[TRACE] = trace
     if job_id:
         ours[JOB_ID] = job_id
     if secret_file is not None:

@@ -139,6 +139,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         hidden=frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
         strict=strict,
         settings=request.settings,
+        trace=request.trace,
     )
     check_faults(request.faults, node)
     return Launch(
@@ -268,6 +269,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
         "--min_nodes": request.faults.min_nodes or len(node.addresses),
         "--direct_ranks": request.direct_ranks,
         "--strict": request.strict,
+        "--trace": request.trace or "none",
         "the kind of device": "GPU" if node.devices else "CPU",
         "the Python version": ".".join(machine.versions["python"].split(".")[:2]),
         "the fleet_train version": machine.versions["fleet_train"],

@@ -77,6 +77,8 @@ class LaunchRequest:
     """Show Paddle's own start-up lines of rank 0 as well."""
     strict: bool = False
     """Whether ranks that train without each other, or on the same samples, are an error."""
+    trace: str = ""
+    """The steps to trace, such as ``100-104``."""
 
     @property
     def first_port(self) -> int:

@@ -295,6 +295,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "--min_nodes": 2,
         "--direct_ranks": 32,
         "--strict": False,
+        "--trace": "none",
         "the kind of device": "CPU",
         "the Python version": "3.11",
         "the fleet_train version": "0.1.0",
