@@ -28,6 +28,7 @@ COMMANDS = {
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
     "stacks": "Show in which line each rank of a running job stands.",
+    "timeline": "Show where the time of traced steps went, for all ranks on one clock.",
     "version": "Show versions, machine, limits and engine for a bug report.",
 }
 

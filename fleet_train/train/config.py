@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
+from fleet_train.cluster.trace import read_steps
 from fleet_train.data.images import DEFAULT_MAX_CORRUPT
 from fleet_train.data.open import LoaderSettings
 from fleet_train.errors import FleetTrainError
@@ -82,6 +83,8 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     """Reaction to a loss or gradient that is NaN or infinite: stop, or skip the update on every rank."""
     deterministic: bool = False
     """Ask Paddle for kernels that give the same bits in every run; slower on GPUs."""
+    trace: str = ""
+    """Steps to trace, such as ``100-104``, into the launcher's log folder, or output_dir without one. Empty = none."""
     prometheus_port: int | None = None
     """Rank 0 serves its newest record there, for Prometheus. None = no server."""
     prometheus_host: str = "127.0.0.1"
@@ -107,6 +110,8 @@ class TrainConfig(TrainerSettings, LoaderSettings):
         self.schedule(steps_per_epoch=1)  # checks its own settings
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise FleetTrainError(f"--lr {self.learning_rate}: the learning rate must be a finite number above 0")
+        if self.trace:
+            read_steps(self.trace)
         if self.prometheus_port is None and self.prometheus_host != TrainConfig.prometheus_host:
             raise FleetTrainError("--prometheus_host says where --prometheus_port is served: give the port, too")
         if self.resume and self.overwrite:

@@ -16,7 +16,8 @@ from typing import Any
 import paddle
 
 from fleet_train import DistributedStrategy, fleet, role_maker
-from fleet_train.cluster.environment import attempt, launched_job
+from fleet_train.cluster.environment import attempt, launched_job, log_folder
+from fleet_train.cluster.trace import read_steps
 from fleet_train.data import (
     Dataset,
     ImageSettings,
@@ -64,6 +65,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     agree_on_flags(config)
+    if config.trace:
+        fleet.trace(*read_steps(config.trace), path=log_folder(os.environ) or config.output_path)
     progress = make_progress(fleet.is_first_worker())
     with closing(_prometheus(config, progress)) as prometheus:
         summary = _train(config, progress, prometheus, began)

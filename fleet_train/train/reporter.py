@@ -6,7 +6,9 @@ that the others wait for; evaluations become pictures, drawn with Pillow.
 
 from __future__ import annotations
 
+import base64
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -16,12 +18,15 @@ import yaml
 from numpy.typing import NDArray
 
 from fleet_train import fleet, timeouts
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster import trace
+from fleet_train.cluster.flight import read_ring, recorder
+from fleet_train.cluster.timeline import common_steps, timelines
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake
 from fleet_train.train.metrics import MetricSink
 from fleet_train.train.progress import Progress
+from fleet_train.train.step_picture import step_picture
 
 if TYPE_CHECKING:
     from fleet_train.convert.fleet import Communication
@@ -34,7 +39,7 @@ _COMPARED = ("test/accuracy", "test/loss")
 # The place of a run and how it was started do not affect what it learns.
 _NO_SETTING = {
     *("output_dir", "resume", "resume_uncompared", "overwrite", "accept_changed_data", "stop_after_epochs"),
-    *("prometheus_port", "prometheus_host"),
+    *("prometheus_port", "prometheus_host", "trace"),
 }
 _SIDE_PIXELS = 640
 _MARGIN = 56
@@ -52,6 +57,7 @@ class Reporter:
         self._progress = progress
         self._stragglers = StragglerWatch(fleet.worker_endpoints(), straggler_factor)
         self._sent_bytes = 0.0
+        self._shown: trace.Trace | None = None
 
     def describe(self, step: int, description: Mapping[str, Any], evaluates: bool) -> None:
         """Report the run once at the start: settings to compare runs by, the profile and the plan to read."""
@@ -98,6 +104,18 @@ class Reporter:
         message = self._stragglers.check(communication.rank_step_ms, communication.rank_wait_ms)
         if message is not None:
             self._progress.say(message)
+
+    def traced(self, at: Position) -> None:
+        """Show a step of the trace that has ended, once. All ranks call it after the same step."""
+        ended = trace.current
+        if ended is None or ended is self._shown or not ended.data:
+            return
+        self._shown = ended
+        packed = base64.b64encode(zlib.compress(ended.of_last_step())).decode()
+        rings = [read_ring(zlib.decompress(base64.b64decode(each))) for each in fleet.gather(packed)]
+        ranks = timelines(ring for ring in rings if ring is not None)
+        if fleet.is_first_worker() and (steps := common_steps(ranks)):
+            self._sinks.image(at.updates, "timeline/step", step_picture(ranks, steps[-1]))
 
     def saved(self, at: Position, scalars: Mapping[str, float]) -> None:
         """Report the last checkpoint of this call, if there are metrics of it."""

@@ -246,6 +246,7 @@ class Trainer:
         if not is_whole:
             return
         self._progress.step(loss, samples)
+        self._reporter.traced(self.position)
         if loss is None or not self._begins_record(self.position.step):
             return
         self._reported = self.position.step - self._first_step
