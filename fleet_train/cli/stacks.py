@@ -60,7 +60,7 @@ def command(
 
     With --samples the lines are counted, for ranks that are slow and do not hang.
     """
-    from fleet_train.cluster.witness import merged
+    from fleet_train.cluster.stands import merged
     from fleet_train.doctor import stacks
 
     if log_dir is not None and ips is not None:

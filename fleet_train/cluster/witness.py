@@ -1,8 +1,7 @@
 """The witness: where the ranks of this machine stand, seen from another process.
 
 It finds ranks by the anonymous file of their flight recorders, asks each for the stacks of its threads, and reads from
-``/proc`` why one cannot answer: stopped, asleep in the kernel, or in native code that keeps Python's lock. Stacks name
-files, lines and functions; they hold no values of variables and nothing of the environment.
+``/proc`` why one cannot answer: stopped, asleep in the kernel, or in native code that keeps Python's lock.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import hashlib
 import json
-import linecache
 import os
 import re
 import shutil
@@ -21,179 +18,28 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fleet_train import timeouts
 from fleet_train.cluster import flight
+from fleet_train.cluster.stands import ENDED, Stand, parse
 from fleet_train.files import publish
 
-_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_NAME = re.compile(r"# (0x[0-9a-f]+) (.*)")
-_PACKAGE = Path(__file__).resolve().parents[1]
-_LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/")
 # Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
-_CALLS = {
-    "0": "read",
-    "1": "write",
-    "7": "poll",
-    "17": "pread64",
-    "18": "pwrite64",
-    "23": "select",
-    "42": "connect",
-    "45": "recvfrom",
-    "47": "recvmsg",
-    "61": "wait4",
-    "74": "fsync",
-    "75": "fdatasync",
-    "202": "futex",
-    "230": "clock_nanosleep",
-    "232": "epoll_wait",
-    "247": "waitid",
-    "257": "openat",
-    "262": "newfstatat",
-    "270": "pselect6",
-    "271": "ppoll",
-    "281": "epoll_pwait",
-}
-# Found by name: the ranks may run another installation than the process that looks.
-_is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
+_CALLS = dict(
+    re.findall(
+        r"(\d+) (\w+)",
+        "0 read, 1 write, 7 poll, 17 pread64, 18 pwrite64, 23 select, 42 connect, 45 recvfrom, 47 recvmsg, 61 wait4, "
+        "74 fsync, 75 fdatasync, 202 futex, 230 clock_nanosleep, 232 epoll_wait, 247 waitid, 257 openat, "
+        "262 newfstatat, 270 pselect6, 271 ppoll, 281 epoll_pwait",
+    )
+)
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
-_MOST_TEXT_BYTES, _MOST_SOURCE = 1 << 20, 80
+_MOST_TEXT_BYTES = 1 << 20
 _MANY_FAULTS = 8, 50  # in all, and per second
-_ENDED = "has ended"
 _OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
-
-
-@dataclass(frozen=True)
-class Frame:
-    file: str
-    line: int
-    function: str
-    source: str = ""
-
-    @property
-    def is_ours(self) -> bool:
-        """Of this package, wherever the rank has imported it from."""
-        _, found, name = self.file.rpartition(f"/{_PACKAGE.name}/")
-        return bool(found) and _is_module(name)
-
-    @property
-    def is_users(self) -> bool:
-        """Neither Python's, an installed package's, nor ours."""
-        return not self.is_ours and not _LIBRARY.search(self.file)
-
-    def __str__(self) -> str:
-        source = f" `{self.source}`" if self.source else ""
-        return f"{os.path.basename(self.file)}:{self.line}{source}"
-
-    def in_stack(self) -> str:
-        """A line of a stack; the user's are marked."""
-        mark, source = ">" if self.is_users else " ", f": {self.source}" if self.source else ""
-        return f"    {mark} {self.file}:{self.line} in {self.function}{source}"
-
-
-@dataclass(frozen=True)
-class Thread:
-    """``frames``: the innermost one first."""
-
-    name: str
-    is_main: bool
-    frames: tuple[Frame, ...]
-
-    @property
-    def is_ours(self) -> bool:
-        """A thread of this package in which no code of the user runs."""
-        return not self.is_main and (self.name.startswith("fleet_train") or any(frame.is_ours for frame in self.frames))
-
-    @property
-    def place(self) -> Frame | None:
-        """The user's innermost line; where there is none, the innermost line."""
-        return next((frame for frame in self.frames if frame.is_users), self.frames[0] if self.frames else None)
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Where a rank stands. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
-
-    rank: int
-    pid: int
-    step: int
-    doing: str
-    """What it is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
-    waits: bool
-    """Whether that is, or was when it ended, a wait for other ranks, and nothing else keeps it."""
-    state: str
-    threads: tuple[Thread, ...]
-    native: str = ""
-    """What py-spy shows, where it is installed."""
-
-    @property
-    def place(self) -> Frame | None:
-        return next((thread.place for thread in self.threads if thread.is_main), None)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state == _ENDED
-
-    def sentence(self) -> str:
-        """``rank 3 stands in train.py:41 `while not ready:` ``; nothing else if that is not known."""
-        where = f"stands in {self.place}" if self.place is not None else ""
-        return f"rank {self.rank} {' and '.join(filter(None, (self.state, where))) or 'gives no stack'}"
-
-    def lines(self, whole: bool = False) -> list[str]:
-        """The sentence, then the stacks of its threads, the main one first: the user's lines, and the innermost one.
-        ``whole``: all lines, of our own threads, too."""
-        what = f" (process {self.pid}, step {self.step}{self.doing and f', in {self.doing}'})"
-        lines = [self.sentence() + what]
-        for thread in sorted(self.threads, key=lambda thread: not thread.is_main):
-            if whole or not thread.is_ours:
-                lines.append(f"  {'main thread' if thread.is_main else f'thread {thread.name}'}, innermost line first")
-                lines += [
-                    f.in_stack() for n, f in enumerate(thread.frames) if whole or f.is_users or not (n or f.is_ours)
-                ]
-        return lines + [f"  {line}" for line in self.native.splitlines()]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Stand:
-        threads = tuple(
-            Thread(str(t["name"]), bool(t["is_main"]), tuple(Frame(**frame) for frame in t["frames"]))
-            for t in data["threads"]
-        )
-        return cls(**{**data, "threads": threads})
-
-
-def merged(stands: Iterable[Stand]) -> str:
-    """``rank 3 stands in train.py:41 `while not ready:`; ranks 0-2, 4-7 wait for it in step 112, wire bucket 4``."""
-    every = [stand for stand in stands if stand.waits or not stand.has_ended]
-    standing = [stand.sentence() for stand in every if not stand.waits]
-    waiting: dict[str, list[int]] = {}
-    for stand in every:
-        if stand.waits:
-            at = "" if standing or stand.place is None else f", at {stand.place}"
-            waiting.setdefault(f"step {stand.step}, {stand.doing}{at}", []).append(stand.rank)
-    for_it = " for it" if len(standing) == 1 else ""
-    return "; ".join([*standing, *(f"{_who(sorted(ranks))}{for_it} in {what}" for what, ranks in waiting.items())])
-
-
-def _who(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {spans(ranks)} wait"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, span)) for span in runs)
 
 
 _WAITS = ("wait", "call", "save", "barrier", "wire")
@@ -494,29 +340,8 @@ def _stand(each: Seen, before: _State, keeps_lock: bool, native: bool) -> Stand:
     doing = max(unfinished, key=lambda event: _INNERMOST.index(event.kind), default=None)
     what = "" if doing is None else " ".join(filter(None, (doing.kind, doing.name)))
     state = before.words(now, keeps_lock=keeps_lock)
-    waits = doing is not None and doing.kind in _WAITS and state in ("", _ENDED)
+    waits = doing is not None and doing.kind in _WAITS and state in ("", ENDED)
     return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
-
-
-def parse(text: str, main_ident: int) -> tuple[Thread, ...]:
-    """The threads in what ``faulthandler`` has written, each with its first stack there; lines of source are read from
-    the disk."""
-    linecache.checkcache()
-    names: dict[int, str] = {}
-    stacks: dict[int, list[Frame]] = {}
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if match := _NAME.match(line):
-            names[int(match[1], 16)] = match[2]
-        elif match := _THREAD.match(line):
-            frames = []
-            stacks.setdefault(int(match[1], 16), frames)
-        elif match := _FRAME.match(line):
-            number = int(match[2]) if match[2].isdecimal() else 0
-            frames.append(Frame(match[1], number, match[3], linecache.getline(match[1], number).strip()[:_MOST_SOURCE]))
-    return tuple(
-        Thread(names.get(ident, f"{ident:#x}"), ident == main_ident, tuple(frames)) for ident, frames in stacks.items()
-    )
 
 
 @dataclass(frozen=True)
@@ -554,7 +379,7 @@ class _State:
     def words(self, later: _State, *, keeps_lock: bool) -> str:
         """What keeps the process, in words; empty if nothing of this kind does. ``later``: a moment afterwards."""
         if not self.is_alive:
-            return _ENDED
+            return ENDED
         kernel = f", {self.kernel}" if self.kernel else ""
         faults = later.faults - self.faults
         pages = ""
@@ -582,7 +407,7 @@ def _call_of(pid: int) -> str:
     words = _first_line(f"/proc/{pid}/task/{pid}/syscall").split()
     if len(words) < 2 or not words[0].isdecimal():
         return ""
-    name = _CALLS.get(words[0], f"system call {words[0]}")
+    name = str(_CALLS.get(words[0], f"system call {words[0]}"))
     if name in _OF_A_FILE:
         with contextlib.suppress(OSError, ValueError):
             return f"{name} of {os.readlink(f'/proc/{pid}/fd/{int(words[1], 16)}')}"

@@ -18,11 +18,11 @@ import paddle
 from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient, trace, witness
 from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.stands import Stand, merged
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
 from fleet_train.cluster.store.reports import FailureReport, report_of_exit, reports_of, with_absent
-from fleet_train.cluster.witness import Stand
 from fleet_train.collectives.engine import (
     HAND_OVER,
     REDUCTIONS,
@@ -404,7 +404,7 @@ class Job:
 def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
     """Ranks that did not arrive because they wait themselves are not the cause, if another one does not."""
     if stands:
-        error.args = (f"{error}; {witness.merged(stands)}",)
+        error.args = (f"{error}; {merged(stands)}",)
         causes = {stand.rank for stand in stands if not stand.waits}
         if isinstance(error, FleetTrainError) and causes and not isinstance(error, ScheduleMismatch):
             error.absent = tuple(absence for absence in error.absent if absence.member in causes)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fleet_train.cluster.network import is_local, local_addresses
+from fleet_train.cluster.stands import Stand
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient, job_at
-from fleet_train.cluster.witness import JOB_FILE, Seen, Stand, ask, look, one_of_each, ranks_here
+from fleet_train.cluster.witness import JOB_FILE, Seen, ask, look, one_of_each, ranks_here
 from fleet_train.errors import ClusterError
 from fleet_train.files import parse_json, read_regular
 

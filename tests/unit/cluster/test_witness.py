@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from fleet_train.cluster import flight, witness
-from fleet_train.cluster.witness import Seen, Stand, Witness
+from fleet_train.cluster.stands import Stand
+from fleet_train.cluster.witness import Seen, Witness
 from tests.support.processes import clean_environ, until
 
 # Each function hangs in the line that ends with its name.
@@ -67,7 +68,7 @@ def names():
     time.sleep(60)  # names
 
 recorder.start(3, 4)
-recorder.join(3, 4, 77)
+recorder.join(3, 4, 77, "10.0.0.4:6170")
 while recorder.helper == 0: time.sleep(0.01)
 print("ready", flush=True)
 globals()[sys.argv[1]]()
