@@ -7,16 +7,19 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import detect
+from fleet_train.cluster.stands import Stand
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.server import StoreServer
+from fleet_train.cluster.witness import Seen, write_files
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.launch.logs import log_name
 from fleet_train.launch.node import (
@@ -30,7 +33,7 @@ from fleet_train.launch.node import (
 from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.rendezvous import Rendezvous
-from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Ranks
+from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Ranks, witness_of
 from fleet_train.spawning import shipping
 from fleet_train.spawning.ranks import Output, SpawnedRank, end, interrupts_held, results, show
 from fleet_train.spawning.shipping import name_of, shown
@@ -92,7 +95,14 @@ def spawn(
         try:
             _start(ranks)
             stop = GracefulStop(ranks, rendezvous, Stopping(), math.inf)
-            monitor = Monitor(ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS)
+            witness = witness_of(ranks, rendezvous.client, partial(_write, logs))
+            stack.callback(witness.close)
+            monitor = Monitor(
+                *(ranks, rendezvous, stop),
+                wait=output.read,
+                followers_seconds=timeouts.FOLLOWERS_SECONDS,
+                witness=witness,
+            )
             verdict = monitor.watch()
         finally:
             outcomes = end(ranks, output, rendezvous.start)
@@ -178,6 +188,12 @@ def _start(ranks: Ranks[SpawnedRank]) -> None:
         except OSError as error:
             index, count = len(ranks.started), ranks.node.processes
             raise ClusterError(f"rank {index} of {count} could not be started: {error}") from error
+
+
+def _write(logs: Path | None, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
+    if logs is not None:
+        with suppress(OSError):  # a full disk is no reason to end the job
+            write_files(logs, stands, seen)
 
 
 def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
