@@ -94,6 +94,11 @@ WITNESS_FIRST_SECONDS, WITNESS_LAST_SECONDS = 0.5, 10.0
 """Between two searches for ranks that have not begun to record, at first and at most."""
 STACKS_NATIVE_SECONDS = 10.0
 """For py-spy, which reads the symbols of all libraries."""
+TOP_REFRESH_SECONDS = 1.0
+TOP_LONG_SECONDS = 2.0
+"""From when ``top`` says what a rank is in, and that others wait for it: steps are shorter, or it is worth a look."""
+TOP_SILENT_SECONDS = 3.0
+"""Without a heartbeat, which comes four times a second: on a busy machine it may be late."""
 
 # Data and manifests.
 DECODE_TASK_SECONDS = 120.0

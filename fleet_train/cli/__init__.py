@@ -29,6 +29,7 @@ COMMANDS = {
     "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
     "stacks": "Show in which line each rank of a running job stands.",
     "timeline": "Show where the time of traced steps went, for all ranks on one clock.",
+    "top": "Show what the ranks of this machine do right now: steps, times, memory, state.",
     "version": "Show versions, machine, limits and engine for a bug report.",
 }
 
