@@ -32,6 +32,7 @@ MODULES = {
     "checkpoint": ("costs:checkpoint", "Checkpoints in the background and waited for, beside none."),
     "sync-batch-norm": ("costs:sync_batch_norm", "Synchronised batch norm beside the plain one."),
     "codec": ("costs:codec_cost", "Processor time of coding float32 in few bits, and of decoding it."),
+    "recorder": ("recorder", "What the flight recorder takes of a step's time, per profile."),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
 }

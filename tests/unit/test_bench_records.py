@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fleet_train.profile import load_profile, profile_names
-from tools.benchmarks import checkouts, costs, labs, quote, report
+from tools.benchmarks import checkouts, costs, labs, quote, recorder, report
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
 from tools.benchmarks.report import Window, family_of, predicted, summarise, window_of, wire_ms
 from tools.benchmarks.tasks import Batches, Task, judged
@@ -153,6 +153,18 @@ def test_shares_of_a_checkpoint_are_of_the_block_without_one_in_the_same_round()
     assert (found["background"]["share_percent"], found["waiting"]["share_percent"]) == (2.0, 15.0)
     assert found["background"]["processor_share_percent"] == 2.0
     assert (found["background"]["stood_ms"], found["waiting"]["stood_ms"]) == (7.0, 100.0)
+
+
+def test_what_the_recorder_takes_is_of_the_pair_of_blocks_beside_the_same_load() -> None:
+    # The machine is half as fast in every second pair, and once something else happens.
+    pairs = [[4.04 * load, 4.0 * load] for load in (1, 2) * 20] + [[9.0, 4.0]]
+    found = {"on_off_ms": pairs, "events": 8.0, "event_us": 5.0, "loop_us": 0.6, "helper_percent": 0.02}
+    figures = recorder.figures_of(found)
+    assert figures["counted_percent"] == pytest.approx(8 * 5e-3 / 4 * 100)
+    assert [figures["compared_percent"], *figures["interval_percent"]] == pytest.approx([1.0] * 3)
+    for path in FOLDER.glob("*-recorder.json"):
+        again = "\n".join([*recorder.page(json.loads(path.read_text())), ""])
+        assert again == path.with_suffix(".md").read_text(), path.name
 
 
 VALUES = np.array([1.0, 2.0, np.nan], np.float32)
