@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
@@ -133,15 +133,15 @@ def merged(copies: Sequence[bytes], first: int, last: int) -> bytes:
     steps, events = range(first - 2, last + 1), {}
     for record in (record for copy in copies for record in _records(copy)):
         if _EVENT.unpack(record)[_STEP] in steps:
-            events[record[:_ENDED] + record[_ENDED + _TIME.size :]] = record
+            events[record[:16] + record[24:]] = record
     header = bytearray(copies[-1][:_EVENTS_AT])
     _STEPS.pack_into(header, _STEPS_AT, first, last)
     return bytes(header) + b"".join(events.values())
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    for at in range(_EVENTS_AT, len(data) - _EVENT.size + 1, _EVENT.size):
-        yield data[at : at + _EVENT.size]
+    for at in range(_EVENTS_AT, len(data) - _EVENT_BYTES + 1, _EVENT_BYTES):
+        yield data[at : at + _EVENT_BYTES]
 
 
 def ask(file: int) -> None:
@@ -149,6 +149,12 @@ def ask(file: int) -> None:
     asked, _ = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
     with mmap(file, RING_BYTES) as ring:  # a write to the file itself would go to its end
         _COUNT.pack_into(ring, _ASKED_AT, (asked + 1) & 0xFFFFFFFF)
+
+
+def has_answered(file: int) -> bool:
+    """Whether they are all there."""
+    asked, answered = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
+    return bool(asked == answered)
 
 
 class Ending:

@@ -222,8 +222,7 @@ class Seen:
 
     def has_answered(self) -> bool:
         """Whether its recorder's thread has written the stacks that were asked for."""
-        ring = self.ring()
-        return ring.answered == ring.asked
+        return flight.has_answered(self._file)
 
     def text(self) -> str:
         """The stacks that it has written so far."""
