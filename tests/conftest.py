@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces

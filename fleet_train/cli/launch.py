@@ -24,7 +24,7 @@ from fleet_train.cli.options import (
 )
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
 from fleet_train.cluster.engines import CHOICES
-from fleet_train.cluster.trace import read_steps
+from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
 
 _EXAMPLES = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -235,3 +236,60 @@ def ask_here(strategy: str | None, settings: Sequence[str]) -> None:
         check_assignments(settings)
     if sentence := environment.ask_here(os.environ, strategy, settings):
         click.echo(f"fleet_train: {sentence}", err=True)
+
+
+# Options of the commands that look at a running job from outside.
+
+
+def of_a_job(command: Command) -> Command:
+    """Add the flags to a command, as ``log_dir``, ``ips`` and ``port``, the port of the store."""
+    from fleet_train.cluster.cluster import DEFAULT_STARTED_PORT
+
+    @functools.wraps(command)
+    def with_port(nproc: int, started_port: int, job_secret_file: Path | None, **named: Any) -> Any:
+        if named["log_dir"] is not None and named["ips"] is not None:
+            raise click.UsageError("give --log_dir or --ips, not both")
+        if job_secret_file is not None:
+            os.environ["FLEET_TRAIN_JOB_SECRET_FILE"] = str(job_secret_file)
+        return command(port=started_port + nproc, **named)
+
+    options = all_of(
+        click.option(
+            "--log_dir",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="The job's log folder, of its first node.",
+            shell_complete=folders,
+        ),
+        click.option(
+            "--ips",
+            "--cluster_node_ips",
+            metavar="A,B",
+            help="The job's machines, as given to launch: the first that answers is asked. HOST:PORT names a store.",
+        ),
+        click.option(
+            "--nproc",
+            "--nproc_per_node",
+            type=WholeNumberRange(1),
+            default=1,
+            show_default=True,
+            help="With --ips: ranks per machine.",
+        ),
+        click.option(
+            "--started_port",
+            "--start_port",
+            type=WholeNumber(),
+            default=DEFAULT_STARTED_PORT,
+            show_default=True,
+            metavar="PORT",
+            help="With --ips: first port, as for launch.",
+        ),
+        click.option(
+            "--job_secret_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="The job's secret, if it has one.",
+            shell_complete=files,
+        ),
+    )
+    return options(with_port)  # type: ignore[return-value]

@@ -8,44 +8,29 @@ from pathlib import Path
 
 import click
 
-from fleet_train import timeouts
-from fleet_train.cli.options import HELP, WholeNumber, WholeNumberRange, folders, seconds
-from fleet_train.cluster.cluster import DEFAULT_STARTED_PORT
-from fleet_train.errors import ClusterError, printable
+from fleet_train.cli.options import HELP, WholeNumberRange, of_a_job, seconds
+from fleet_train.errors import printable
+
+_EPILOG = """\b
+Examples:
+  python -m fleet_train stacks
+  python -m fleet_train stacks --log_dir mylog
+  python -m fleet_train stacks --ips 192.168.1.2,192.168.1.3 --nproc 2
+  python -m fleet_train stacks --samples 20
+"""
 
 
-@click.command(context_settings=HELP)
-@click.option(
-    "--log_dir", type=click.Path(path_type=Path), metavar="DIR", help="The job's log folder.", shell_complete=folders
-)
-@click.option(
-    "--ips",
-    "--cluster_node_ips",
-    metavar="A,B",
-    help="The job's machines, as given to launch; the first that answers is asked. HOST:PORT for a store elsewhere.",
-)
-@click.option(
-    "--nproc", "--nproc_per_node", type=WholeNumberRange(1), default=1, show_default=True, help="With --ips: as given."
-)
-@click.option(
-    "--started_port",
-    "--start_port",
-    type=WholeNumber(),
-    default=DEFAULT_STARTED_PORT,
-    show_default=True,
-    metavar="PORT",
-    help="With --ips: as given to launch.",
-)
+@click.command(epilog=_EPILOG, context_settings=HELP)
+@of_a_job
 @click.option("--samples", type=WholeNumberRange(1), default=1, show_default=True, help="Look so often.")
 @click.option("--every", type=seconds(min=0.05), default=0.5, show_default=True, help="Seconds between two looks.")
 @click.option("--native", is_flag=True, help="With C++ frames, on this machine, where py-spy is installed.")
 @click.option("--whole", is_flag=True, help="All lines of all threads, not only the script's.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of looks, each a list of jobs with their ranks.")
 def command(
     log_dir: Path | None,
     ips: str | None,
-    nproc: int,
-    started_port: int,
+    port: int,
     samples: int,
     every: float,
     native: bool,
@@ -60,46 +45,24 @@ def command(
 
     With --samples the lines are counted, for ranks that are slow and do not hang.
     """
-    from fleet_train.cluster.stands import merged
-    from fleet_train.doctor import stacks
+    from fleet_train.cluster.flight.stands import merged
+    from fleet_train.doctor.visit import nobody, sampled, visit
 
-    if log_dir is not None and ips is not None:
-        raise click.UsageError("give --log_dir or --ips, not both")
-    if log_dir is not None:
-        where = stacks.of_log_dir(log_dir)
-    elif ips is not None:
-        where = stacks.of_nodes([ip.strip() for ip in ips.split(",") if ip.strip()], started_port + nproc)
-    else:
-        where = None
+    where = visit(log_dir, ips, port)
     looks = []
     for number in range(samples):
         if number:
             time.sleep(every)
-        looks.append(stacks.of_this_machine(native) if where is None else [stacks.of_job(*where)])
-    jobs = [job for job in looks[-1] if job]
-    if not jobs:
-        raise ClusterError(_nobody(where is None))
+        looks.append([job for job in where.stands(native=native) if job])
+    if not looks[-1]:
+        raise nobody(where)
     if as_json:
-        click.echo(json.dumps([[[stand.to_json() for stand in job] for job in each] for each in looks]))
+        click.echo(json.dumps([[[stand.to_json() for stand in job] for job in look] for look in looks]))
         return
+    lines = []
     if samples > 1:
-        lines = stacks.sampled(job for each in looks for job in each)
+        lines = sampled(job for look in looks for job in look)
     else:
-        lines = [
-            line
-            for job in jobs
-            for line in (merged(job), "", *(line for each in job for line in each.lines(whole)), "")
-        ]
+        for job in looks[-1]:
+            lines += [merged(job), "", *(line for stand in job for line in stand.lines(whole)), ""]
     click.echo(printable("\n".join(lines).rstrip()))
-
-
-def _nobody(is_here: bool) -> str:
-    if is_here:
-        return (
-            "no process of this user on this machine is a rank that has imported fleet_train; for another machine's, "
-            "give --log_dir or --ips"
-        )
-    return (
-        f"no rank has answered within {timeouts.STACKS_ASK_SECONDS:g} s: the job has ended, or its ranks have not "
-        "called fleet.init yet"
-    )

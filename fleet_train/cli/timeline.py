@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from fleet_train.cli.options import HELP, WholeNumberRange, folders
-from fleet_train.cluster.flight import Ring, read_ring
-from fleet_train.cluster.timeline import RankTimeline, chrome_trace, common_steps, timelines, typical_step
+from fleet_train.cluster.flight.ring import Ring, read_ring
+from fleet_train.cluster.flight.timeline import RankTimeline, chrome_trace, common_steps, timelines, typical_step
 from fleet_train.errors import FleetTrainError
 from fleet_train.files import publish
 from fleet_train.log import logger

@@ -1,33 +1,40 @@
-"""``python -m fleet_train top``: what the ranks of this machine do right now."""
+"""``python -m fleet_train top``: what the ranks of a job do right now."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fleet_train import timeouts
-from fleet_train.cli.options import HELP, seconds
-from fleet_train.errors import FleetTrainError
+from fleet_train.cli.options import HELP, of_a_job, seconds
+from fleet_train.errors import printable
+
+if TYPE_CHECKING:
+    from fleet_train.cluster.flight.rows import Row
 
 _EPILOG = """\b
 Examples:
   python -m fleet_train top
-  python -m fleet_train top --once
+  python -m fleet_train top --log_dir mylog --once
   watch -n 5 'python -m fleet_train top --json | jq .[].step_ms'
 
 \b
 Exit codes:
   0        ranks were shown, or Ctrl-C
-  1        no rank of this user runs here
+  1        no rank of this user runs here, or none answers
 """
 
 
 @click.command(epilog=_EPILOG, context_settings=HELP)
+@of_a_job
 @click.option(
     "--interval",
     type=seconds(min=0.1),
@@ -38,28 +45,50 @@ Exit codes:
 )
 @click.option("--once", is_flag=True, help="Look once, as without a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Look once; print a list with an object for each rank.")
-def command(interval: float, once: bool, as_json: bool) -> None:
-    """Show the ranks of this machine while they train: step, times, memory, state; until Ctrl-C.
+def command(log_dir: Path | None, ips: str | None, port: int, interval: float, once: bool, as_json: bool) -> None:
+    """Show the ranks of a job while they train: step, times, memory, state; until Ctrl-C.
 
-    Reads what each rank has recorded, and /proc. The ranks are not asked for anything, and do not notice.
+    Without --log_dir or --ips: all ranks of this machine that belong to this user. What each rank has recorded is
+    read, and /proc. The ranks are not asked for anything, and do not notice.
     """
-    from fleet_train.doctor.top import Ranks, lines
+    from fleet_train.doctor.visit import nobody, visit
     from fleet_train.launch.processes import StopRequested, stopping_signals
 
     with suppress(StopRequested), stopping_signals():
-        ranks = Ranks()
-        rows = ranks.rows()
+        where = visit(log_dir, ips, port)
+        rows = where.rows()
         if not rows:
-            raise FleetTrainError(
-                "no rank runs on this machine that this user may look at: ranks appear once their script has imported "
-                "fleet_train; run this as the user, and in the container, of the job"
-            )
+            raise nobody(where)
         if as_json:
-            click.echo(json.dumps([asdict(row) for row in rows], indent=1))
+            click.echo(json.dumps([row.to_json() for row in rows], indent=1))
             return
         while not once and sys.stdout.isatty():
             click.clear()
             click.echo("\n".join(lines(rows)) if rows else "no rank runs any more")
             time.sleep(interval)
-            rows = ranks.rows()
+            rows = where.rows()
         click.echo("\n".join(lines(rows)))
+
+
+def lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A heading and a table for each job."""
+    from fleet_train.cluster.flight.rows import UPDATES
+
+    for job, group in groupby(rows, key=lambda row: row.job):
+        ranks = list(group)
+        yield f"job {job}: {len(ranks)} of {ranks[0].ranks} ranks" if job else "have not joined a job yet:"
+        yield _line("rank", "step", "step time", "exposed", "loader", "memory", "state")
+        for row in ranks:
+            times = (f"{ms:.1f} ms" if ms is not None else "-" for ms in (row.step_ms, row.exposed_ms, row.loader_ms))
+            state = "; ".join([row.state, *["slowest"] * row.is_slowest, *["others wait for it"] * row.is_waited_for])
+            yield _line(str(row.rank), str(row.step), *times, f"{row.memory_bytes / 1e6:,.0f} MB", printable(state))
+        yield ""
+    yield (
+        f"step time, exposed (it waits for buckets): median of the last {UPDATES} updates; loader: mean, since "
+        "it may deliver in bursts; memory: of the process on the host, without a GPU's"
+    )
+
+
+def _line(rank: str, step: str, *cells: str) -> str:
+    *numbers, state = cells
+    return f"{rank:>6} {step:>9} {' '.join(f'{cell:>12}' for cell in numbers)}  {state}"

@@ -15,7 +15,7 @@ from collections.abc import Container, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet_train.cluster.flight import start_under_a_launcher
+from fleet_train.cluster.flight.ring import start_under_a_launcher
 
 if TYPE_CHECKING:
     from fleet_train.cluster.started import Started

@@ -23,9 +23,9 @@ from fleet_train.cluster.cluster import (
     is_number,
 )
 from fleet_train.cluster.engines import detect
+from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.cluster.kubernetes import read_as_rank
 from fleet_train.cluster.partial import PartialCluster
-from fleet_train.cluster.trace import read_steps
 from fleet_train.errors import ClusterError
 
 SETTINGS = "FLEET_TRAIN_SET"

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.engine import HAND_OVER, CallContext, HostCopy, Running, Stages
 from fleet_train.collectives.fragments import Fragment, add, cut, flats, joined, parted, write
 from fleet_train.collectives.job import Job, Passed

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import paddle
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.engine import (
     AttributeFailure,
     CallContext,

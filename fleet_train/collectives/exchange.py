@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
 from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine

@@ -19,7 +19,7 @@ from typing import Any
 import paddle
 from paddle.static import MetaTensor, register_op
 
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange

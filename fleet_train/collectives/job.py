@@ -16,9 +16,10 @@ import numpy as np
 import paddle
 
 from fleet_train import timeouts
-from fleet_train.cluster import Cluster, StoreClient, trace, witness
-from fleet_train.cluster.flight import recorder
-from fleet_train.cluster.stands import Stand, merged
+from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.flight import trace, witness
+from fleet_train.cluster.flight.ring import recorder
+from fleet_train.cluster.flight.stands import Stand, merged
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
@@ -191,8 +192,10 @@ class Job:
     @contextlib.contextmanager
     def _sync_point(self) -> Iterator[None]:
         self.sync_points += 1
+        event = recorder.begin("barrier", self._call.partition("(")[0])
         with self._remembering():
             yield
+        recorder.end(event)
 
     @contextlib.contextmanager
     def _remembering(self) -> Iterator[None]:
@@ -214,7 +217,7 @@ class Job:
         ranks = [absence.member for absence in absent if absence.kind in ("missing", "elsewhere")]
         nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
         with contextlib.suppress(FleetTrainError):
-            return witness.ask(self._watchdogs_store(), str(error), ranks, nodes, resume=True) if ranks else []
+            return witness.ask_about(self._watchdogs_store(), str(error), ranks, nodes) if ranks else []
         return []
 
     def agreed(self, plan: CommPlan) -> None:

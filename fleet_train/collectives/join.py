@@ -19,7 +19,7 @@ from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import asked_trace, rank_variables
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.cluster.network import interface_towards, interface_variables, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.store.access import access_of, number_of_job

@@ -17,7 +17,7 @@ import numpy as np
 from fleet_train.cluster.at_import import warning_of
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.engines import alone_in_allocation, detect
-from fleet_train.cluster.trace import read_steps
+from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process
 from fleet_train.errors import ClusterError, ConversionError

@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.cluster import trace
+from fleet_train.cluster.flight import trace
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fleet_train.cluster import trace
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight import trace
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.cluster.store.reports import exit_status
 from fleet_train.errors import (
     ClusterError,

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.cluster import Cluster, trace
+from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout_seconds, log_folder
+from fleet_train.cluster.flight import trace
+from fleet_train.cluster.flight.trace import Trace
 from fleet_train.cluster.store.client import Variants
-from fleet_train.cluster.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.collectives.join import clock_of, join, probe

@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
-from fleet_train.cluster.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span, Step
+from fleet_train.cluster.flight.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span, Step
 
 LATE, NOTHING = "late", "nothing"
 Arrivals = dict[Span, tuple[int, float]]

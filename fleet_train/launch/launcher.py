@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from fleet_train import timeouts
+from fleet_train.cluster.flight.stands import merged
+from fleet_train.cluster.flight.witness import write_job
 from fleet_train.cluster.network import connections_at
-from fleet_train.cluster.stands import merged
-from fleet_train.cluster.witness import write_job
 from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
 from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
 from fleet_train.launch.logs import LogFolder, take_log_dir

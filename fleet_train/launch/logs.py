@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fleet_train.cluster.stands import Stand
-from fleet_train.cluster.witness import Seen, flight_name, stacks_name, write_files
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import Seen, flight_name, stacks_name, write_files
 from fleet_train.files import hold, holder, open_new, publish
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fleet_train.cluster.stands import Stand, merged, spans
+from fleet_train.cluster.flight.stands import Stand, merged, spans
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch.node import Node

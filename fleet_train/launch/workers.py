@@ -15,9 +15,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.cluster.stands import Stand
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import Seen, Witness, ranks_here, session_of
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
-from fleet_train.cluster.witness import Seen, Witness, ranks_here, session_of
 from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import (

@@ -16,10 +16,10 @@ from typing import Any
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import detect
-from fleet_train.cluster.stands import Stand
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import Seen, write_files
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.server import StoreServer
-from fleet_train.cluster.witness import Seen, write_files
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.launch.logs import log_name
 from fleet_train.launch.node import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster.trace import read_steps
+from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.data.images import DEFAULT_MAX_CORRUPT
 from fleet_train.data.open import LoaderSettings
 from fleet_train.errors import FleetTrainError

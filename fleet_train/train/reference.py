@@ -17,7 +17,7 @@ import paddle
 
 from fleet_train import DistributedStrategy, fleet, role_maker
 from fleet_train.cluster.environment import attempt, launched_job, log_folder
-from fleet_train.cluster.trace import read_steps
+from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.data import (
     Dataset,
     ImageSettings,

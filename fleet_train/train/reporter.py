@@ -18,9 +18,9 @@ import yaml
 from numpy.typing import NDArray
 
 from fleet_train import fleet, timeouts
-from fleet_train.cluster import trace
-from fleet_train.cluster.flight import read_ring, recorder
-from fleet_train.cluster.timeline import common_steps, timelines
+from fleet_train.cluster.flight import trace
+from fleet_train.cluster.flight.ring import read_ring, recorder
+from fleet_train.cluster.flight.timeline import common_steps, timelines
 from fleet_train.plan import explain
 from fleet_train.profile import Profile
 from fleet_train.train.evaluation import Evaluation, Mistake

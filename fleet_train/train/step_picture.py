@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_train.cluster.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span
+from fleet_train.cluster.flight.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span
 
 MOST_RANKS = 16
 _WIDTH, _LEFT, _RIGHT, _TOP = 1400, 190, 20, 56

@@ -17,7 +17,7 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet, timeouts
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError, NotSaved, Preempted

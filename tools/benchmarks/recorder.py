@@ -24,8 +24,8 @@ import click
 import numpy as np
 
 from fleet_train import fleet
-from fleet_train.cluster import flight
-from fleet_train.cluster.flight import read_ring, recorder
+from fleet_train.cluster.flight import ring
+from fleet_train.cluster.flight.ring import read_ring, recorder
 from fleet_train.files import publish_where_linked
 from fleet_train.profile import profile_names
 from tools.benchmarks.jobs import JobFailed, results_of, run_here
@@ -56,7 +56,7 @@ class Switch:
             time.sleep(seconds)
             self._runs.wait()
 
-        vars(flight)["time"] = SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
+        vars(ring)["time"] = SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
 
     def __call__(self, kind: str) -> None:
         vars(recorder).update(self._calls[kind])
@@ -85,9 +85,9 @@ def loop_seconds() -> float:
 
 def helper_seconds() -> float:
     """Processor time of the recorder's thread."""
-    ring = read_ring(recorder.copy())
-    assert ring is not None
-    return int(Path(f"/proc/self/task/{ring.helper}/schedstat").read_text().split()[0]) / 1e9
+    copy = read_ring(recorder.copy())
+    assert copy is not None
+    return int(Path(f"/proc/self/task/{copy.helper}/schedstat").read_text().split()[0]) / 1e9
 
 
 def measure(task: Task, ranks: int, pairs: int, steps: int) -> dict[str, Any]:

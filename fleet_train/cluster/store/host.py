@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import FAN_IN, Cluster, below, parent_of
-from fleet_train.cluster.stands import Stand
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import Seen, Witness, is_alive, ranks_here, write_files, write_job
 from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of, number_of_job
 from fleet_train.cluster.store.client import StoreClient, close_after_fork
-from fleet_train.cluster.witness import Seen, Witness, is_alive, ranks_here, write_files, write_job
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 
 if TYPE_CHECKING:

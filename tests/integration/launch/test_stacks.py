@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet_train.cluster import flight
+from fleet_train.cluster.flight.ring import read_ring
 from tests.integration.launch.conftest import HOSTS, SECRET, Bench
-from tests.support.processes import clean_environ, python, until
+from tests.support.processes import clean_environ, output_of, python, until
 
 # At step 4 rank 1 does what the first argument says; the second one is the timeout of a collective.
 SCRIPT = """
@@ -89,7 +89,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(bench: Bench, how: str, words:
     for node, rank in enumerate((0, 1)):
         folder = bench.folder / f"node{node}" / "log"
         assert (folder / f"stacks.{rank}.txt").read_text().startswith(f"rank {rank} ")
-        ring = flight.read_ring((folder / f"flight.{rank}.bin").read_bytes())
+        ring = read_ring((folder / f"flight.{rank}.bin").read_bytes())
         assert ring is not None
         assert (ring.rank, ring.world_size) == (rank, 2)
         assert {"run", "barrier", "copy", "wire", "code", "wait"} <= {event.kind for event in ring.events}
@@ -100,7 +100,11 @@ def test_ranks_that_wait_at_different_points_are_both_named_with_their_lines(ben
     bench.start_two(SCRIPT, "saves alone", "60")
     ended = bench.ended(120.0)
     assert [each.exit_code for each in ended] == [8, 8], bench.job.report()
-    (line,) = [line for line in ended[0].output.splitlines() if line.startswith("rank 0 waits in step 3, save")]
+    (line,) = [
+        line
+        for line in ended[0].output.splitlines()
+        if line.startswith("rank 0 waits in step 3, barrier fleet.save_persistables")
+    ]
     assert stands("saves") in line
     assert "rank 1 waits in step 4, barrier" in line
     assert stands("step") in line
@@ -127,8 +131,12 @@ def test_a_running_job_shows_where_it_stands_to_whoever_asks(bench: Bench) -> No
         assert SECRET not in asked.stdout
     counted = ask(bench, "--log_dir=node0/log", "--samples=3", "--every=0.1").stdout.splitlines()
     assert re.match(r"rank 0 \(process [0-9]+\), 3 samples", counted[0]), counted
-    (asked_json,) = json.loads(ask(bench, "--json", "--log_dir=node0/log").stdout)
-    assert [stand["rank"] for stand in asked_json[0]] == [0, 1]
+    (((first_stand, second_stand),),) = json.loads(ask(bench, "--json", "--log_dir=node0/log").stdout)
+    assert [first_stand["rank"], second_stand["rank"]] == [0, 1]
+    command = python("-m", "fleet_train", "top", "--json", nodes, f"--started_port={bench.first_port}")
+    rows = json.loads(output_of(command))
+    assert [(row["rank"], row["ranks"], row["is_waited_for"]) for row in rows] == [(0, 2, False), (1, 2, True)]
+    assert rows[0]["state"].startswith("barrier for ")
     os.kill(second.process.pid, signal.SIGQUIT)
     bench.job.wait_until(lambda: expected in second.output, 30.0, "the stacks on the launcher's terminal")
     os.kill(first.process.pid, signal.SIGINT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fleet_train.cluster.trace import trace_name
+from fleet_train.cluster.flight.trace import trace_name
 from tests.integration.launch.conftest import Bench
 from tests.support.processes import output_of, python
 

@@ -58,7 +58,7 @@ def test_top_sees_steps_advance_names_the_slow_rank_and_ends_with_ctrl_c(bench: 
     assert min(fast["step_ms"], slow["step_ms"]) >= 200
     assert fast["exposed_ms"] > 150 > slow["exposed_ms"]
     assert all(row["memory_bytes"] > 50_000_000 for row in (fast, slow))
-    assert f"job {fast['job']}: 2 of 2 ranks are here" in output_of(TOP)
+    assert f"job {fast['job']}: 2 of 2 ranks" in output_of(TOP)
 
     screen, terminal = os.openpty()
     live = subprocess.Popen(

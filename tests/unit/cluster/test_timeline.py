@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli.timeline import command
-from fleet_train.cluster import trace
-from fleet_train.cluster.flight import RING_BYTES, Event, Recorder, Ring, read_ring
-from fleet_train.cluster.timeline import RankTimeline, Span, Step, chrome_trace, common_steps, timelines
-from fleet_train.cluster.trace import Trace, read_steps
+from fleet_train.cluster.flight import trace
+from fleet_train.cluster.flight.ring import RING_BYTES, Event, Recorder, Ring, read_ring
+from fleet_train.cluster.flight.timeline import RankTimeline, Span, Step, chrome_trace, common_steps, timelines
+from fleet_train.cluster.flight.trace import Trace, read_steps
 from fleet_train.doctor.slow_steps import reasons
 from fleet_train.errors import ClusterError
 from fleet_train.train.step_picture import step_picture
@@ -22,7 +22,7 @@ PROGRAM, COMMUNICATOR = 10, 11
 
 
 def ring(rank: int, events: list[Event], *, host: str = "10.0.0.1", offset: float = 0.0, error: float = 1e-5) -> Ring:
-    return Ring(rank, rank, 2, 0, 0, 1, 0.0, offset, error, 0, 0, f"{host}:{6170 + rank}", (0, 0), tuple(events))
+    return Ring(rank, rank, 2, 0, 0, 1, 0.0, offset, error, f"{host}:{6170 + rank}", (0, 0), tuple(events))
 
 
 def one_step(

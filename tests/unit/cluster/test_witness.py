@@ -8,19 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fleet_train.cluster import flight, witness
-from fleet_train.cluster.stands import Stand
-from fleet_train.cluster.witness import Seen, Witness
+from fleet_train.cluster.flight import witness
+from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.ring import EVENTS, RING_BYTES, read_ring
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import Seen, Witness
 from tests.support.processes import clean_environ, until
 
 # Each function hangs in the line that ends with its name.
 SCRIPT = """
 import ctypes, os, re, sys, threading, time
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import recorder
 PASSWORD = "a-value-that-no-stack-shows"
 
 def loop(ready=False):
@@ -137,13 +140,13 @@ def test_the_scripts_innermost_line_is_found(start: Start, name: str, state: str
 def test_a_stopped_rank_is_named_as_such_and_shows_its_line_once_it_may_go_on(start: Start) -> None:
     seen = start("loop")
     os.kill(seen.pid, signal.SIGSTOP)
-    until(lambda: witness._State.of(seen.pid).is_stopped)
+    until(lambda: ProcessState.of(seen.pid).is_stopped)
     (stand,) = witness.look([seen])
     assert stand.sentence() == "rank 3 is stopped by a signal (state T)"
     (stand,) = witness.look([seen], resume=True)
     assert stand.state.startswith("is stopped by a signal")
     assert "stands in train.py" in stand.sentence()
-    assert not witness._State.of(seen.pid).is_stopped
+    assert not ProcessState.of(seen.pid).is_stopped
 
 
 def test_a_rank_that_goes_on_is_asked_again_and_again_and_by_several(start: Start) -> None:
@@ -161,11 +164,11 @@ def test_the_ring_keeps_the_newest_events_and_outlives_its_process(start: Start)
     assert (stand.step, stand.doing, stand.waits) == (2999, "wait bucket 2", True)
     os.kill(seen.pid, signal.SIGKILL)
     until(lambda: not witness.is_alive(seen.pid))
-    ring = flight.read_ring(seen.data())
+    ring = read_ring(seen.data())
     assert ring is not None
     *wires, last = ring.events
-    assert (len(ring.events), last.kind, last.name, last.ended) == (flight.EVENTS, "wait", "bucket 2", 0.0)
-    assert [event.step for event in wires] == list(range(3000 - flight.EVENTS + 1, 3000))
+    assert (len(ring.events), last.kind, last.name, last.ended) == (EVENTS, "wait", "bucket 2", 0.0)
+    assert [event.step for event in wires] == list(range(3000 - EVENTS + 1, 3000))
     for event in wires:
         assert (event.kind, event.name, event.group) == ("wire", f"bucket {event.step % 3}", "ranks 0-3")
         assert event.nbytes == 1000 + event.step
@@ -174,13 +177,13 @@ def test_the_ring_keeps_the_newest_events_and_outlives_its_process(start: Start)
 
 def test_names_beyond_the_table_are_empty(start: Start) -> None:
     names = [event.name for event in start("names").ring().events]
-    assert len(names) == flight.EVENTS
+    assert len(names) == EVENTS
     assert set(names[-100:]) == {""}
 
 
 def test_what_is_no_ring_is_none() -> None:
-    assert flight.read_ring(b"") is None
-    assert flight.read_ring(bytes(flight.RING_BYTES)) is None
+    assert read_ring(b"") is None
+    assert read_ring(bytes(RING_BYTES)) is None
 
 
 class Store(dict[str, object]):
@@ -198,19 +201,40 @@ def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tm
     node = Witness(store, 1, 1, lambda: [seen], lambda *both: witness.write_files(tmp_path, *both))
     node.answer()
     assert store == {"stacks/witness/1": 1}
-    store.set("stacks/wanted/q", [[3], False])
+    store.set("stacks/wanted/q", [5, witness.STACKS, [3]])
     for _ in range(2):
         node.answer()
-    stand = Stand.from_json(store["stacks/q/3"])  # type: ignore[arg-type]
+    number, answer = store["stacks/q/3"]  # type: ignore[misc]
+    stand = Stand.from_json(answer)
+    assert number == 5
     assert the_line("loop") in stand.sentence()
     assert (tmp_path / "stacks.3.txt").read_text().startswith(stand.sentence())
-    assert flight.read_ring((tmp_path / "flight.3.bin").read_bytes()) is not None
-    store.set("stacks/wanted/another", [[2], False])
+    assert read_ring((tmp_path / "flight.3.bin").read_bytes()) is not None
+    store.set("stacks/wanted/another", [1, witness.STACKS, [2]])
     node.answer()
     assert store.keys("stacks/another/") == []
     node.close()
 
 
 def test_nobody_is_asked_where_no_witness_is() -> None:
-    assert witness.ask(Store(), "why", [3], nodes=[1]) == []
-    assert witness.ask(Store({"stacks/witness/0": 2}), "why", [3], nodes=[1]) == []
+    assert witness.ask_about(Store(), "why", [3], [1]) == []
+    assert witness.ask_about(Store({"stacks/witness/0": 2}), "why", [3], [1]) == []
+    assert witness.ask(Store(), witness.ROWS) == []
+
+
+def test_visitors_get_rows_and_use_the_same_places_again(start: Start) -> None:
+    seen, store = start("loop"), Store()
+    node = Witness(store, 0, 1, lambda: [seen])
+    node.answer()
+    sizes = set()
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(witness.ask, store, witness.ROWS)
+            while not asked.done():
+                node.answer()
+        sizes.add(len(store))
+        (row,) = asked.result()
+        assert (row["rank"], row["pid"], row["state"], row["is_slowest"]) == (3, seen.pid, "starting", False)
+        assert row["memory_bytes"] > 1_000_000
+    assert len(sizes) == 1
+    node.close()

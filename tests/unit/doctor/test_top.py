@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli import cli
-from fleet_train.cluster.flight import EVENTS, Event, Ring
-from fleet_train.doctor import top
-from fleet_train.doctor.top import Facts, Ranks, Row, lines, rows_of
+from fleet_train.cli.top import lines
+from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.ring import EVENTS, Event, Ring
+from fleet_train.cluster.flight.rows import Row, rows_of
+from fleet_train.doctor import visit
 from fleet_train.errors import FleetTrainError
 
 NOW, JOB = 1000.0, 0xAB
@@ -28,13 +30,13 @@ def event(kind: str, step: int, began: float, seconds: float | None = 0.001, nam
 
 def ring(events: Iterable[Event] = (), rank: int = 0, **changed: Any) -> Ring:
     of = Ring(
-        100 + rank, rank, 2, 0, 0, JOB, NOW - 0.1, 0.0, 0.0, 0, 0, tuple(sorted(events, key=lambda e: e.enqueued))
+        100 + rank, rank, 2, 0, 0, JOB, NOW - 0.1, 0.0, 0.0, "", (0, 0), tuple(sorted(events, key=lambda e: e.enqueued))
     )
     return replace(of, **changed)
 
 
-def facts(of: Ring, letter: str = "S", **changed: Any) -> Facts:
-    return replace(Facts(of.pid, NOW, letter, 1, 350_000_000), **changed)
+def facts(of: Ring, letter: str = "S", **changed: Any) -> ProcessState:
+    return replace(ProcessState(of.pid, NOW, letter, 1, 350_000_000), **changed)
 
 
 def trained(steps: int, wait: float = 0.03, runs: int = 1, step_seconds: float = 0.1) -> list[Event]:
@@ -134,26 +136,26 @@ def test_jobs_have_headings_and_helpers_of_ranks_are_left_out() -> None:
     launcher, worker, starting = (ring((), pid=pid, job=0, world_size=0) for pid in (1, 5, 6))
     seen = [(each, facts(each)) for each in (*ranks, launcher)]
     seen += [(worker, facts(worker, parent=ranks[0].pid)), (starting, facts(starting, parent=99))]
-    rows = rows_of((of, Facts.from_json(json.loads(json.dumps(fact.to_json())))) for of, fact in seen)
+    rows = [Row.from_json(json.loads(json.dumps(row.to_json()))) for row in rows_of(seen)]
     assert [(row.job[-1:], row.rank, row.pid) for row in rows] == [
         ("", 0, 6), ("1", 0, 10), ("1", 1, 11), ("2", 0, 20), ("2", 1, 21)
     ]  # fmt: skip
     shown = list(lines(rows))
     assert [line for line in shown if line.startswith(("job", "have"))] == [
         "have not joined a job yet:",
-        *(f"job {job:016x}: 2 of 2 ranks are here" for job in (1, 2)),
+        *(f"job {job:016x}: 2 of 2 ranks" for job in (1, 2)),
     ]
     assert shown[6].split() == "0 20 100.0 ms 30.0 ms 5.0 ms 350 MB running".split()
 
 
 def test_a_process_that_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file can be read on, and what ``/proc`` has of it is gone."""
-    own = Facts.of(os.getpid())
-    assert (own.letter in "RS", own.parent, own.has_ended) == (True, os.getppid(), False)
+    own = ProcessState.of(os.getpid())
+    assert (own.letter in ("R", "S"), own.parent, own.has_ended) == (True, os.getppid(), False)
     assert own.memory_bytes > 10_000_000
-    assert Facts.of(2**22 + 1).has_ended
-    monkeypatch.setattr(top, "ranks_here", lambda _: [])
-    assert Ranks().rows() == []
+    assert ProcessState.of(2**22 + 1).has_ended
+    monkeypatch.setattr(visit, "ranks_here", lambda _: [])
+    assert visit.Here().rows() == []
     ended = CliRunner().invoke(cli, ["top", "--json"])
     assert isinstance(ended.exception, FleetTrainError)
     assert ended.exception.exit_code == 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import signal
 import struct
 import sys
@@ -36,6 +37,8 @@ KINDS = (
 )
 """What an event is. ``run``: of a program; ``wire``: a collective; ``code``: packing and unpacking of a bucket;
 ``wait``: the executor waits for a bucket; ``call``: a call of the facade that waits for other ranks."""
+_WAITS = ("wait", "barrier", "wire")
+_INNERMOST = ("run", "loader", "evaluate", "call", "save", "copy", "code", *_WAITS)
 _MAGIC = b"fleetfr1"
 # Process, rank, ranks, native id of the recorder's thread; identity of the main thread; the job.
 _WHO = struct.Struct("<8sIiiIQQ")
@@ -71,6 +74,11 @@ class Event:
     thread: int
     """Its native id, as in ``/proc/<pid>/task``."""
 
+    @property
+    def words(self) -> str:
+        """``barrier``, ``wire bucket 2``."""
+        return f"{self.kind} {self.name}".rstrip()
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -86,13 +94,22 @@ class Ring:
     heartbeat: float
     clock_offset: float
     clock_error: float
-    asked: int
-    answered: int
     endpoint: str
     """Empty until it is known."""
     traced: tuple[int, int]
     """First and last step of what `merged` has made; (0, 0): it is no trace."""
     events: tuple[Event, ...]
+
+    @property
+    def doing(self) -> Event | None:
+        """The innermost event that has not ended."""
+        open_ones = [event for event in self.events if not event.ended and event.kind in _INNERMOST]
+        return max(open_ones, key=lambda event: _INNERMOST.index(event.kind), default=None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether that is a wait for other ranks."""
+        return self.doing is not None and self.doing.kind in _WAITS
 
     @property
     def has_joined(self) -> bool:
@@ -109,7 +126,6 @@ def read_ring(data: bytes) -> Ring | None:
         return None
     _, pid, rank, world_size, helper, main_ident, job = _WHO.unpack_from(data)
     heartbeat, offset, error = _CLOCK.unpack_from(data, _CLOCK_AT)
-    asked, answered = _ASKED.unpack_from(data, _ASKED_AT)
     names = [name.decode(errors="replace") for name in data[_NAMES_AT:_EVENTS_AT].split(b"\0")]
     events = []
     for record in _records(data):
@@ -121,9 +137,7 @@ def read_ring(data: bytes) -> Ring | None:
     endpoint = data[_ENDPOINT_AT:_NAMES_AT].partition(b"\0")[0].decode(errors="replace")
     traced = _STEPS.unpack_from(data, _STEPS_AT)
     clock = heartbeat, offset, error
-    return Ring(
-        pid, rank, world_size, helper, main_ident, job, *clock, asked, answered, endpoint, traced, tuple(events)
-    )
+    return Ring(pid, rank, world_size, helper, main_ident, job, *clock, endpoint, traced, tuple(events))
 
 
 def merged(copies: Sequence[bytes], first: int, last: int) -> bytes:
@@ -144,7 +158,7 @@ def _records(data: bytes) -> Iterator[bytes]:
         yield data[at : at + _EVENT_BYTES]
 
 
-def ask(file: int) -> None:
+def ask_for_stacks(file: int) -> None:
     """Ask the process whose file this is for the stacks of its threads: they appear behind the ring."""
     asked, _ = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
     with mmap(file, RING_BYTES) as ring:  # a write to the file itself would go to its end
@@ -318,8 +332,7 @@ _RANK_VARIABLES = ("PADDLE_TRAINER_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", 
 def start_under_a_launcher() -> None:
     """Begin to record when fleet_train is imported in a process that a launcher has started: it may hang before
     ``fleet.init``. Not in our own helpers, which inherit the environment of a rank."""
-    words = sys.orig_argv
-    is_ours = any(word.startswith("fleet_train.") for before, word in itertools.pairwise(words) if before == "-m")
+    is_ours = re.search(r" -m fleet_train(\.| (?!train\b))", " ".join(sys.orig_argv))
     rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
-    if rank is not None and not is_ours:
+    if rank is not None and is_ours is None:
         recorder.start(int(rank), 0)

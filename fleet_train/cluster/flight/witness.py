@@ -12,38 +12,36 @@ import fcntl
 import hashlib
 import json
 import os
-import re
+import secrets
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fleet_train import timeouts
-from fleet_train.cluster import flight
-from fleet_train.cluster.stands import ENDED, Stand, parse
+from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.ring import (
+    FILE_NAME,
+    RING_BYTES,
+    STACKS_SIGNAL,
+    Ring,
+    ask_for_stacks,
+    has_answered,
+    read_ring,
+)
+from fleet_train.cluster.flight.rows import row_of
+from fleet_train.cluster.flight.stands import ENDED, Stand, parse
 from fleet_train.files import publish
 
-# Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
-_CALLS = dict(
-    re.findall(
-        r"(\d+) (\w+)",
-        "0 read, 1 write, 7 poll, 17 pread64, 18 pwrite64, 23 select, 42 connect, 45 recvfrom, 47 recvmsg, 61 wait4, "
-        "74 fsync, 75 fdatasync, 202 futex, 230 clock_nanosleep, 232 epoll_wait, 247 waitid, 257 openat, "
-        "262 newfstatat, 270 pselect6, 271 ppoll, 281 epoll_pwait",
-    )
-)
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES = 1 << 20
-_MANY_FAULTS = 8, 50  # in all, and per second
-_OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
 
 
-_WAITS = ("wait", "call", "save", "barrier", "wire")
-_INNERMOST = ("run", "loader", "evaluate", "copy", "code", *_WAITS)
+STACKS, ROWS, FAILURE = "stacks", "rows", "failure"
+"""What is asked. After a failure, a stopped rank goes on, to show its stack."""
 _WANTED, _WITNESS = "stacks/wanted/", "stacks/witness/"
 
 
@@ -76,7 +74,7 @@ class Witness:
         self.stands: dict[int, Stand] = {}
         """Where each rank stood when it was last asked."""
         self._seen: list[Seen] = []
-        self._answered: set[str] = set()
+        self._answered: dict[str, int] = {}
         self._look_again_at = 0.0
         self._failed_at: dict[int, float] = {}
         self._pause = timeouts.WITNESS_FIRST_SECONDS
@@ -88,16 +86,21 @@ class Witness:
         if self._node is not None:
             self._client.set(f"{_WITNESS}{self._node}", self._processes)
             self._node = None
-        self.seen()
-        new = set(self._client.keys(_WANTED)) - self._answered
-        self._answered |= new
-        for key in sorted(new):
-            wanted, resume = self._client.get(key)
-            answers = self.look(wanted or None, resume=resume)
-            for stand in answers:
-                self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{stand.rank}", stand.to_json())
-            if wanted:
-                self.look(resume=resume)  # of the others, while they still wait
+        seen = self.seen()
+        for key in self._client.keys(_WANTED):
+            number, what, wanted = self._client.get(key)
+            if self._answered.get(key) == number:
+                continue
+            self._answered[key] = number
+            if what == ROWS:
+                answers = {each.ring().rank: row_of(each.ring(), ProcessState.of(each.pid)).to_json() for each in seen}
+            else:
+                stands = self.look(wanted or None, resume=what == FAILURE)
+                answers = {stand.rank: stand.to_json() for stand in stands}
+            for rank, answer in answers.items():
+                self._client.set(f"{key.replace(_WANTED, 'stacks/')}/{rank}", [number, answer])
+            if what == FAILURE:
+                self.look(resume=True)  # of the others, while they still wait
 
     def seen(self) -> list[Seen]:
         """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen, less and
@@ -134,27 +137,37 @@ class Witness:
             each.close()
 
 
-def ask(
-    client: Client, name: str, ranks: Iterable[int] = (), nodes: Iterable[int] = (), *, resume: bool = False
-) -> list[Stand]:
-    """Where ranks of the job stand, by the witnesses of these nodes; without those that do not answer within seconds.
-    Without ``ranks``: all ranks of the nodes that have a witness.
-
-    ``name``: the same for all that ask for the same reason, who then share the answer. ``resume``: as of `look`.
+def ask(client: Client, what: str) -> list[Any]:
+    """For a visitor: the `Stand` or the `Row` of each rank of a job, as JSON, by rank; without those whose witness does
+    not answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our answer.
     """
-    known = set(client.keys(_WITNESS))
-    wanted = sorted(ranks)
-    if not known.issuperset(f"{_WITNESS}{node}" for node in nodes):
+    count = sum(int(client.get(key) or 0) for key in client.keys(_WITNESS))
+    return _ask(client, f"visitor {what}", [secrets.randbits(31), what, []], count)
+
+
+def ask_about(client: Client, failure: str, ranks: Collection[int], nodes: Collection[int]) -> list[Stand]:
+    """Where ranks of these nodes stand whom others miss, without those whose witness does not answer within seconds.
+
+    ``failure``: the same text for all that ask for the same reason, who then share the answer.
+    """
+    if not set(client.keys(_WITNESS)).issuperset(f"{_WITNESS}{node}" for node in nodes):
         return []
-    count = len(wanted) or sum(int(client.get(key) or 0) for key in known)
-    key = hashlib.sha256(name.encode()).hexdigest()[:16]
-    client.set(f"{_WANTED}{key}", [wanted, resume])
-    answers: list[str] = []
+    slot = hashlib.sha256(failure.encode()).hexdigest()[:16]
+    return [Stand.from_json(answer) for answer in _ask(client, slot, [0, FAILURE, sorted(ranks)], len(ranks))]
+
+
+def _ask(client: Client, slot: str, question: list[Any], count: int) -> list[Any]:
+    """The answers in a place of the store that each question of its kind uses again: a store has a limit."""
+    client.set(f"{_WANTED}{slot}", question)
+    answers: dict[int, Any] = {}
     until = time.monotonic() + timeouts.STACKS_ASK_SECONDS
     while len(answers) < count and time.monotonic() < until:
         time.sleep(timeouts.STACKS_ASK_AGAIN_SECONDS)
-        answers = client.keys(f"stacks/{key}/")
-    return sorted((Stand.from_json(client.get(answer)) for answer in answers), key=lambda stand: stand.rank)
+        for key in client.keys(f"stacks/{slot}/"):
+            number, answer = client.get(key)
+            if number == question[0]:
+                answers[int(key.rpartition("/")[2])] = answer
+    return [answers[rank] for rank in sorted(answers)]
 
 
 def stacks_name(rank: int) -> str:
@@ -185,16 +198,16 @@ def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> 
 class Seen:
     """A rank of this machine whose recorder is open here: its ring can be read after its process has ended."""
 
-    def __init__(self, pid: int, descriptor: int, ring: flight.Ring) -> None:
+    def __init__(self, pid: int, descriptor: int, ring: Ring) -> None:
         self.pid = pid
         self._file = descriptor
         self._ring = ring
 
     def data(self) -> bytes:
-        return os.pread(self._file, flight.RING_BYTES, 0)
+        return os.pread(self._file, RING_BYTES, 0)
 
-    def ring(self) -> flight.Ring:
-        self._ring = flight.read_ring(self.data()) or self._ring
+    def ring(self) -> Ring:
+        self._ring = read_ring(self.data()) or self._ring
         return self._ring
 
     def close(self) -> None:
@@ -206,8 +219,8 @@ class Seen:
         """Ask for its stacks; in the body no other process does."""
         self._lock()
         try:
-            os.ftruncate(self._file, flight.RING_BYTES)
-            flight.ask(self._file)
+            os.ftruncate(self._file, RING_BYTES)
+            ask_for_stacks(self._file)
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -222,21 +235,20 @@ class Seen:
 
     def has_answered(self) -> bool:
         """Whether its recorder's thread has written the stacks that were asked for."""
-        return flight.has_answered(self._file)
+        return has_answered(self._file)
 
     def text(self) -> str:
         """The stacks that it has written so far."""
-        return os.pread(self._file, _MOST_TEXT_BYTES, flight.RING_BYTES).decode(errors="replace")
+        return os.pread(self._file, _MOST_TEXT_BYTES, RING_BYTES).decode(errors="replace")
 
     def signal(self, *, main: bool = False) -> bool:
         """Make ``faulthandler`` write the stacks: on the recorder's thread, wherever the others are, or on the main
         one, before it takes another step. False if it has no such handler yet: the signal would end it."""
         helper = self.ring().helper
         try:
-            caught = int(_field(f"/proc/{self.pid}/status", "SigCgt"), 16)
-            if not helper or not caught >> (flight.STACKS_SIGNAL - 1) & 1:
+            if not helper or not _signals_caught(self.pid) >> (STACKS_SIGNAL - 1) & 1:
                 return False
-            return bool(_libc.syscall(_TGKILL, self.pid, self.pid if main else helper, flight.STACKS_SIGNAL) == 0)
+            return bool(_libc.syscall(_TGKILL, self.pid, self.pid if main else helper, STACKS_SIGNAL) == 0)
         except (OSError, ValueError):
             return False
 
@@ -254,10 +266,10 @@ def _opened(pid: int) -> Iterator[Seen]:
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
-            if not os.readlink(path).startswith(f"/memfd:{flight.FILE_NAME} "):
+            if not os.readlink(path).startswith(f"/memfd:{FILE_NAME} "):
                 continue
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            ring = flight.read_ring(os.pread(descriptor, flight.RING_BYTES, 0))
+            ring = read_ring(os.pread(descriptor, RING_BYTES, 0))
             if ring is not None and ring.pid == pid:  # a child may have inherited the file
                 yield Seen(pid, descriptor, ring)
                 return
@@ -273,7 +285,7 @@ def session_of(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    return _State.of(pid).is_alive
+    return not ProcessState.of(pid).has_ended
 
 
 def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
@@ -293,8 +305,8 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
     with C++ frames, by py-spy, where that is installed.
     """
     with contextlib.ExitStack() as asked:
-        before = {each.pid: _State.of(each.pid) for each in seen}
-        alive = [each for each in seen if before[each.pid].is_alive]
+        before = {each.pid: ProcessState.of(each.pid) for each in seen}
+        alive = [each for each in seen if not before[each.pid].has_ended]
         for each in alive:
             asked.enter_context(each.asked())
         silent = [each for each in alive if not before[each.pid].is_stopped]
@@ -332,104 +344,21 @@ def _is_quiet() -> Callable[[Seen], bool]:
     return is_quiet
 
 
-def _stand(each: Seen, before: _State, keeps_lock: bool, native: bool) -> Stand:
-    ring, now = each.ring(), _State.of(each.pid)
-    threads = parse(each.text(), ring.main_ident) if before.is_alive else ()
-    unfinished = [event for event in ring.events if not event.ended and event.kind in _INNERMOST]
-    doing = max(unfinished, key=lambda event: _INNERMOST.index(event.kind), default=None)
-    what = "" if doing is None else " ".join(filter(None, (doing.kind, doing.name)))
+def _stand(each: Seen, before: ProcessState, keeps_lock: bool, native: bool) -> Stand:
+    ring, now = each.ring(), ProcessState.of(each.pid)
+    threads = parse(each.text(), ring.main_ident) if not before.has_ended else ()
+    what = "" if ring.doing is None else ring.doing.words
     state = before.words(now, keeps_lock=keeps_lock)
-    waits = doing is not None and doing.kind in _WAITS and state in ("", ENDED)
+    waits = ring.waits and state in ("", ENDED)
     return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
 
 
-@dataclass(frozen=True)
-class _State:
-    """Of a process's main thread, by ``/proc``. ``letter``: as in ``ps``; empty if it has ended."""
-
-    letter: str = ""
-    kernel: str = ""
-    """The function of the kernel in which it sleeps, where the kernel tells that."""
-    call: str = ""
-    """The system call, with its file."""
-    faults: int = 0
-    """Pages that all its threads had to read from a disk."""
-    at: float = 0.0
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs, or might: not once its parent has only its exit code to read."""
-        return self.letter not in ("", "Z", "X")
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.letter in ("T", "t")
-
-    @classmethod
-    def of(cls, pid: int) -> _State:
-        try:
-            letter = _stat(f"/proc/{pid}/task/{pid}/stat")[0]
-            faults = int(_stat(f"/proc/{pid}/stat")[9])
-        except (OSError, IndexError, ValueError):
-            return cls()
-        kernel = _first_line(f"/proc/{pid}/task/{pid}/wchan")
-        return cls(letter, kernel if kernel != "0" else "", _call_of(pid), faults, time.monotonic())
-
-    def words(self, later: _State, *, keeps_lock: bool) -> str:
-        """What keeps the process, in words; empty if nothing of this kind does. ``later``: a moment afterwards."""
-        if not self.is_alive:
-            return ENDED
-        kernel = f", {self.kernel}" if self.kernel else ""
-        faults = later.faults - self.faults
-        pages = ""
-        if faults >= _MANY_FAULTS[0] and faults >= _MANY_FAULTS[1] * (later.at - self.at):
-            pages = f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
-        match self.letter:
-            case "T":
-                return "is stopped by a signal (state T)"
-            case "t":
-                return "is stopped by a debugger (state t)"
-            case "D":
-                sleeps = f"sleeps in the kernel (state D{kernel}{self.call and f', {self.call}'})"
-                return " and ".join(filter(None, (sleeps, pages)))
-        if pages:
-            return pages
-        if keeps_lock and self.letter == "R":
-            return "computes in native code that keeps Python's lock (state R)"
-        if keeps_lock:
-            return f"waits in native code that keeps Python's lock (state {self.letter}{kernel}, {self.call})"
-        return ""
-
-
-def _call_of(pid: int) -> str:
-    """``read of /mnt/data/part-7``, ``futex``; empty if it is in none, or that may not be read."""
-    words = _first_line(f"/proc/{pid}/task/{pid}/syscall").split()
-    if len(words) < 2 or not words[0].isdecimal():
-        return ""
-    name = str(_CALLS.get(words[0], f"system call {words[0]}"))
-    if name in _OF_A_FILE:
-        with contextlib.suppress(OSError, ValueError):
-            return f"{name} of {os.readlink(f'/proc/{pid}/fd/{int(words[1], 16)}')}"
-    return name
-
-
-def _stat(path: str) -> list[str]:
-    """The fields behind the command's name, which may hold anything."""
-    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
-
-
-def _field(path: str, name: str) -> str:
-    for line in Path(path).read_text(errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return line.partition(":")[2].strip()
-    raise ValueError(f"{path} has no {name}")
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace").partition("\n")[0]
-    except OSError:
-        return ""
+def _signals_caught(pid: int) -> int:
+    """A bit for each signal that it has a handler of."""
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        if line.startswith("SigCgt:"):
+            return int(line.partition(":")[2], 16)
+    return 0
 
 
 def _native(pid: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fleet_train.cluster.flight import Event, Ring
+from fleet_train.cluster.flight.ring import Event, Ring
 
 BOTH_PASSES = "forward and backward"
 """The piece of a program that was converted without a mark where the backward pass begins."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fleet_train.cluster import flight
-from fleet_train.cluster.flight import recorder
+from fleet_train.cluster.flight.ring import merged, recorder
 from fleet_train.errors import ClusterError, FleetTrainError
 from fleet_train.files import publish
 from fleet_train.log import logger
@@ -35,7 +34,7 @@ def read_steps(text: str, name: str = "--trace") -> tuple[int, int]:
 
 
 class Trace:
-    """Of this rank. ``clock``: measures this machine's clock, as `flight.Recorder.set_clock` takes it."""
+    """Of this rank. ``clock``: measures this machine's clock, as `recorder.Recorder.set_clock` takes it."""
 
     def __init__(
         self, first: int, last: int, folder: Path, rank: int, clock: Callable[[], tuple[float, float]]
@@ -77,7 +76,7 @@ class Trace:
             return
         with suppress(FleetTrainError):  # the store is gone: the clock of the start has to do
             recorder.set_clock(*self._clock())
-        self.data = flight.merged([*self._copies, recorder.copy()], self._first, self._last)
+        self.data = merged([*self._copies, recorder.copy()], self._first, self._last)
         self._copies.clear()
         path = self._folder / trace_name(self._rank)
         try:
@@ -91,7 +90,7 @@ class Trace:
 
     def of_last_step(self) -> bytes:
         """The part of ``data`` that one picture needs."""
-        return flight.merged([self.data], self._last, self._last)
+        return merged([self.data], self._last, self._last)
 
 
 current: Trace | None = None

@@ -1,0 +1,1 @@
+"""What ranks do and did: the events that each records, and where it stands, seen from other processes."""

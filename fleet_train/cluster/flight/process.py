@@ -1,0 +1,108 @@
+"""What ``/proc`` says of a rank's process: its state, the call of the kernel that it is in, its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from fleet_train.cluster.flight.stands import ENDED
+
+# Of x86-64, those in which a rank can wait long; other numbers are shown as they are.
+_CALLS: dict[str, str] = dict(
+    re.findall(
+        r"(\d+) (\w+)",
+        "0 read, 1 write, 7 poll, 17 pread64, 18 pwrite64, 23 select, 42 connect, 45 recvfrom, 47 recvmsg, 61 wait4, "
+        "74 fsync, 75 fdatasync, 202 futex, 230 clock_nanosleep, 232 epoll_wait, 247 waitid, 257 openat, "
+        "262 newfstatat, 270 pselect6, 271 ppoll, 281 epoll_pwait",
+    )
+)
+_OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "recvfrom", "recvmsg")
+_MANY_FAULTS = 8, 50  # in all, and per second
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """``letter``: of its main thread, as in ``ps``; empty if it has ended. ``at``: of ``time.perf_counter``."""
+
+    pid: int
+    at: float
+    letter: str = ""
+    parent: int = 0
+    memory_bytes: int = 0
+    """Resident, on the host."""
+    faults: int = 0
+    """Pages that its threads had to read from a disk."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessState:
+        at = perf_counter()
+        try:
+            letter = _stat(f"/proc/{pid}/task/{pid}/stat")[0]
+            fields = _stat(f"/proc/{pid}/stat")
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            return cls(pid, at, letter, int(fields[1]), pages * os.sysconf("SC_PAGE_SIZE"), int(fields[9]))
+        except (OSError, IndexError, ValueError):
+            return cls(pid, at)
+
+    @property
+    def has_ended(self) -> bool:
+        """Or only waits for its parent to read its exit code."""
+        return self.letter in ("", "Z", "X")
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.letter in ("T", "t")
+
+    def words(self, later: ProcessState, *, keeps_lock: bool) -> str:
+        """What keeps the process, in words; empty if nothing of this kind does. ``later``: a moment afterwards."""
+        if self.has_ended:
+            return ENDED
+        faults = later.faults - self.faults
+        pages = ""
+        if faults >= _MANY_FAULTS[0] and faults >= _MANY_FAULTS[1] * (later.at - self.at):
+            pages = f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
+        function = _first_line(f"/proc/{self.pid}/task/{self.pid}/wchan")
+        kernel = ", ".join(filter(None, (function if function != "0" else "", _call_of(self.pid))))
+        match self.letter:
+            case "T":
+                return "is stopped by a signal (state T)"
+            case "t":
+                return "is stopped by a debugger (state t)"
+            case "D":
+                sleeps = f"sleeps in the kernel (state D{kernel and f', {kernel}'})"
+                return " and ".join(filter(None, (sleeps, pages)))
+        if pages:
+            return pages
+        if keeps_lock and self.letter == "R":
+            return "computes in native code that keeps Python's lock (state R)"
+        if keeps_lock:
+            return f"waits in native code that keeps Python's lock (state {self.letter}{kernel and f', {kernel}'})"
+        return ""
+
+
+def _call_of(pid: int) -> str:
+    """``read of /mnt/data/part-7``, ``futex``; empty if it is in none, or that may not be read."""
+    words = _first_line(f"/proc/{pid}/task/{pid}/syscall").split()
+    if len(words) < 2 or not words[0].isdecimal():
+        return ""
+    name = _CALLS.get(words[0], f"system call {words[0]}")
+    if name in _OF_A_FILE:
+        with contextlib.suppress(OSError, ValueError):
+            return f"{name} of {os.readlink(f'/proc/{pid}/fd/{int(words[1], 16)}')}"
+    return name
+
+
+def _stat(path: str) -> list[str]:
+    """The fields behind the command's name, which may hold anything."""
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return ""

@@ -1,0 +1,136 @@
+"""The ranks of a job, for whoever looks at it from outside: of this machine by ``/proc``, of all by the job's store."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fleet_train import timeouts
+from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.rows import Row, marked, rows_of
+from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.witness import JOB_FILE, ROWS, STACKS, Seen, ask, look, one_of_each, ranks_here
+from fleet_train.cluster.network import is_local, local_addresses
+from fleet_train.cluster.store.access import Access
+from fleet_train.cluster.store.client import StoreClient, job_at
+from fleet_train.errors import ClusterError, FleetTrainError
+from fleet_train.files import parse_json, read_regular
+
+_MOST_FILE_BYTES = 1 << 16
+
+
+class Here:
+    """The ranks of this machine that this user may look at. One that has ended stays while others of its job run."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Seen] = {}
+
+    def stands(self, *, native: bool) -> list[list[Stand]]:
+        """By job."""
+        self._find()
+        jobs: dict[int, list[Seen]] = {}
+        for each in self._seen.values():
+            jobs.setdefault(each.ring().job, []).append(each)
+        self._seen.clear()
+        chosen = [one_of_each(job) for job in jobs.values()]
+        self._seen = {each.pid: each for job in chosen for each in job}
+        return [look(job, native=native) for job in chosen]
+
+    def rows(self) -> list[Row]:
+        self._find()
+        looked = {pid: (each.ring(), ProcessState.of(pid)) for pid, each in self._seen.items()}
+        living = {ring.job for ring, process in looked.values() if ring.has_joined and not process.has_ended}
+        for pid, (ring, process) in looked.items():
+            if process.has_ended and ring.job not in living:
+                self._seen.pop(pid).close()
+        return rows_of(looked[pid] for pid in self._seen)
+
+    def _find(self) -> None:
+        known = {*self._seen, os.getpid()}
+        self._seen |= {each.pid: each for each in ranks_here(lambda pid: pid not in known)}
+
+
+class Job:
+    """All ranks of a job whose store is reached, by the witnesses of its machines."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+
+    def stands(self, *, native: bool) -> list[list[Stand]]:
+        del native  # only where its processes are
+        return [[Stand.from_json(answer) for answer in ask(self._client, STACKS)]]
+
+    def rows(self) -> list[Row]:
+        return marked(Row.from_json(answer) for answer in ask(self._client, ROWS))
+
+
+def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
+    """The job that these flags name, or without them the ranks of this machine. Raises ClusterError, JoinTimeout.
+
+    ``port``: of the stores on the nodes ``ips``; one that has a port of its own keeps that.
+    """
+    if log_dir is None and ips is None:
+        return Here()
+    nodes = [ip.strip() for ip in (ips or "").split(",") if ip.strip()]
+    endpoint, access = _of_log_dir(log_dir) if log_dir is not None else _of_nodes(nodes, port)
+    return Job(StoreClient.connect(endpoint, 0, group="visitor", timeout_seconds=0, watched=False, access=access))
+
+
+def nobody(where: Here | Job) -> FleetTrainError:
+    if isinstance(where, Here):
+        return FleetTrainError(
+            "no rank runs on this machine that this user may look at: ranks appear once their script has imported "
+            "fleet_train; run this as the user, and in the container, of the job, or give --log_dir or --ips"
+        )
+    return FleetTrainError(
+        f"no rank has answered within {timeouts.STACKS_ASK_SECONDS:g} s: the job has ended, or its ranks have not "
+        "called fleet.init yet"
+    )
+
+
+def _of_log_dir(folder: Path) -> tuple[str, Access]:
+    path = folder / JOB_FILE
+    try:
+        job = parse_json(read_regular(path, _MOST_FILE_BYTES))
+        store = str(job["store"])
+        return store, _access(store, str(job["job"]))
+    except FileNotFoundError:
+        raise ClusterError(
+            f"--log_dir={folder}: there is no {JOB_FILE}, which a job writes when it starts; give the folder that the "
+            "job's launcher names, on its first node, or --ips"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"{path} cannot be read: {error}") from None
+
+
+def _of_nodes(nodes: Sequence[str], port: int) -> tuple[str, Access]:
+    failures = []
+    for node in nodes:
+        address = node if ":" in node else f"{node}:{port}"
+        try:
+            return job_at(address, _access(address))
+        except ClusterError as error:
+            failures.append(str(error))
+    raise ClusterError("; ".join(failures) or "--ips names no machine")
+
+
+def _access(address: str, job: str = "") -> Access:
+    """Where the store is on this machine, a connection to it comes from its own address: it may accept no other."""
+    host = address.partition(":")[0]
+    return Access.of(os.environ, host if is_local(host, local_addresses()) else "", job)
+
+
+def sampled(stands: Iterable[Sequence[Stand]]) -> list[str]:
+    """For several looks: in which lines each rank stood, the most frequent one first."""
+    places: dict[tuple[int, int], Counter[str]] = {}
+    for each in stands:
+        for stand in each:
+            places.setdefault((stand.rank, stand.pid), Counter())[str(stand.place)] += 1
+    lines = []
+    for (rank, pid), counted in sorted(places.items()):
+        total = sum(counted.values())
+        shown = (f"  {100 * n // total:3d} % {place}" for place, n in counted.most_common(5))
+        lines += [f"rank {rank} (process {pid}), {total} samples", *shown]
+    return lines
