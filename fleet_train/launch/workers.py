@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -18,7 +19,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.flight.witness import Seen, Witness, ranks_here, session_of
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
-from fleet_train.errors import NotSaved, WorkerFailed
+from fleet_train.errors import FleetTrainError, NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import (
     Guard,
@@ -191,7 +192,12 @@ def witness_of(
         sessions = {rank.pid for rank in ranks.started}
         return ranks_here(lambda pid: session_of(pid) in sessions)
 
-    return Witness(client, ranks.node.index, ranks.node.processes, find, write)
+    def running() -> dict[int, int]:
+        return {
+            rank: each.pid for rank, each in zip(ranks.node.ranks, ranks.started, strict=False) if not each.has_ended
+        }
+
+    return Witness(client, ranks.node.index, ranks.node.processes, find, running, write)
 
 
 @dataclass(frozen=True)
@@ -304,9 +310,10 @@ class Monitor:
 
     def _ask_store(self) -> Verdict | None:
         try:
-            if self._witness is not None:
-                self._witness.answer()
             notice, self._in_store = self.rendezvous.failures()
+            if self._witness is not None:
+                with suppress(FleetTrainError):  # the next look finds out
+                    self._witness.answer()
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
         if notice is not None:

@@ -281,7 +281,7 @@ class PlayedWatchdog:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def watch(self, task: Any, context: CallContext) -> None:
+    def watch(self, task: Any, context: CallContext, event: int = -1) -> None:
         """Nothing gets stuck while a trace is recorded."""
 
     def over_a_call(self, context: CallContext) -> AbstractContextManager[None]:

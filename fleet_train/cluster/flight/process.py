@@ -83,6 +83,10 @@ class ProcessState:
             return f"waits in native code that keeps Python's lock (state {self.letter}{kernel and f', {kernel}'})"
         return ""
 
+    def words_of_unknown(self) -> str:
+        """Of a process that records nothing."""
+        return self.words(self, keeps_lock=False) or f"has not imported fleet_train yet (state {self.letter})"
+
 
 def _call_of(pid: int) -> str:
     """``read of /mnt/data/part-7``, ``futex``; empty if it is in none, or that may not be read."""

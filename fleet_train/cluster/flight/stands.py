@@ -17,7 +17,7 @@ from typing import Any
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _NAME = re.compile(r"# (0x[0-9a-f]+) (.*)")
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/")
 # Found by name: the ranks may run another installation than the process that looks.
 _is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())

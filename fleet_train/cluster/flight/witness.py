@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,12 +64,16 @@ class Witness:
         node: int,
         processes: int,
         find: Callable[[], list[Seen]],
+        running: Callable[[], Mapping[int, int]] = dict,
         write: Callable[[Iterable[Stand], Iterable[Seen]], None] = lambda *_: None,
     ) -> None:
-        """``processes``: how many ranks the node has. ``write`` gets what `write_files` does, after each question."""
+        """``processes``: how many ranks the node has. ``running``: rank -> process, for those that have been started
+        and not ended, where that is known. ``write`` gets what `write_files` does, after each question.
+        """
         self._client = client
         self._processes = processes
         self._find = find
+        self._running = running
         self._write = write
         self.stands: dict[int, Stand] = {}
         """Where each rank stood when it was last asked."""
@@ -126,11 +130,17 @@ class Witness:
         kept = {rank for rank, at in self._failed_at.items() if resume and now - at < timeouts.STACKS_RECENT_SECONDS}
         asked = [each for each in self.seen() if ranks is None or each.ring().rank in ranks]
         new = look([each for each in asked if each.ring().rank not in kept], resume=resume)
+        known = {each.ring().rank for each in self.seen()}
+        new += [
+            Stand(rank, pid, 0, "", False, ProcessState.of(pid).words_of_unknown(), ())
+            for rank, pid in self._running().items()
+            if rank not in known and rank not in kept and (ranks is None or rank in ranks)
+        ]
         self.stands |= {stand.rank: stand for stand in new}
         if resume:
             self._failed_at |= {stand.rank: now for stand in new}
         self._write(new, self.seen())
-        return [self.stands[each.ring().rank] for each in asked]
+        return [stand for rank, stand in sorted(self.stands.items()) if ranks is None or rank in ranks]
 
     def close(self) -> None:
         for each in self._seen:

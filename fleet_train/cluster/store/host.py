@@ -183,7 +183,7 @@ class NodeWitness:
         if self._folder and ranks.node == 0:
             with suppress(OSError):
                 write_job(Path(self._folder), ranks.store, access.job)
-        return Witness(client, ranks.node, ranks.ranks, self._find, self._write)
+        return Witness(client, ranks.node, ranks.ranks, self._find, write=self._write)
 
     def _find(self) -> list[Seen]:
         found = ranks_here()

@@ -183,5 +183,5 @@ def test_the_grace_has_an_end(bench: Bench) -> None:
     send(launcher, signal.SIGUSR1)
     assert launcher.process.wait(timeout=250) == 128 + signal.SIGUSR1
     assert time.monotonic() - began < 200.0
-    assert "(1 rank did not end within 1 s)" in launcher.output.splitlines()[-1]
+    assert "(1 rank did not end within 1 s: rank 0 " in launcher.output.splitlines()[-1]
     assert bench.job.leftovers() == []

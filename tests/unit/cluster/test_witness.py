@@ -198,7 +198,7 @@ class Store(dict[str, object]):
 
 def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tmp_path: Path) -> None:
     seen, store = start("loop"), Store()
-    node = Witness(store, 1, 1, lambda: [seen], lambda *both: witness.write_files(tmp_path, *both))
+    node = Witness(store, 1, 1, lambda: [seen], write=lambda *both: witness.write_files(tmp_path, *both))
     node.answer()
     assert store == {"stacks/witness/1": 1}
     store.set("stacks/wanted/q", [5, witness.STACKS, [3]])

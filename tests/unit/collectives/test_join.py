@@ -282,6 +282,7 @@ def test_paddle_gets_the_variables_it_needs_and_no_other_master(world: World, mo
         "Paddle version": paddle.__version__,
         "fleet_train version": fleet_train.__version__,
         "backend": "gloo",
+        "the steps of --trace": "None",
         "endpoints of all ranks": ",".join(cluster.endpoints),
     }
 
