@@ -80,8 +80,9 @@ RECORDER_POLL_SECONDS = 0.25
 """Of the recorder's thread: how long a question for stacks may wait, and how old a heartbeat is at most."""
 STACKS_ANSWER_SECONDS = 1.0
 """How long that thread has to get Python's lock and to write: then a signal makes it write without."""
-STACKS_SIGNAL_SECONDS = 0.5
-"""For the handler of that signal, which takes milliseconds."""
+STACKS_SIGNAL_SECONDS, STACKS_QUIET_SECONDS = 2.0, 0.2
+"""For the handler of that signal, which takes milliseconds where the machine is not busy; and how long after its last
+word it counts as done."""
 STACKS_LOCK_SECONDS = 2.0
 """For another process that asks the same rank meanwhile."""
 STACKS_POLL_SECONDS = 0.02

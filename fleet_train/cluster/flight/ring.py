@@ -158,11 +158,12 @@ def _records(data: bytes) -> Iterator[bytes]:
         yield data[at : at + _EVENT_BYTES]
 
 
-def ask_for_stacks(file: int) -> None:
-    """Ask the process whose file this is for the stacks of its threads: they appear behind the ring."""
-    asked, _ = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
+def ask_for_stacks(file: int, *, not_any_more: bool = False) -> None:
+    """Ask the process whose file this is for the stacks of its threads, which appear behind the ring, or take that
+    back."""
     with mmap(file, RING_BYTES) as ring:  # a write to the file itself would go to its end
-        _COUNT.pack_into(ring, _ASKED_AT, (asked + 1) & 0xFFFFFFFF)
+        asked, answered = _ASKED.unpack_from(ring, _ASKED_AT)
+        _COUNT.pack_into(ring, _ASKED_AT, answered if not_any_more else (asked + 1) & 0xFFFFFFFF)
 
 
 def has_answered(file: int) -> bool:

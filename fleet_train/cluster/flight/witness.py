@@ -38,6 +38,7 @@ from fleet_train.files import publish
 
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES = 1 << 20
+_OUTERMOST = ("<module>", "_run_module_as_main")
 
 
 STACKS, ROWS, FAILURE = "stacks", "rows", "failure"
@@ -247,6 +248,10 @@ class Seen:
         """Whether its recorder's thread has written the stacks that were asked for."""
         return has_answered(self._file)
 
+    def take_back(self) -> None:
+        """Its recorder's thread is not to write at the same time as a handler."""
+        ask_for_stacks(self._file, not_any_more=True)
+
     def text(self) -> str:
         """The stacks that it has written so far."""
         return os.pread(self._file, _MOST_TEXT_BYTES, RING_BYTES).decode(errors="replace")
@@ -324,12 +329,13 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
         kept = {each.pid for each in silent}  # Python's lock, or all of the processor
         for each in alive:
             if resume and before[each.pid].is_stopped:
+                each.take_back()
                 each.signal(main=True)  # it waits there
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, signal.SIGCONT)
                 silent.append(each)
         silent = [each for each in silent if each.pid not in kept or each.signal()]
-        _await(silent, _is_quiet(), timeouts.STACKS_SIGNAL_SECONDS)
+        _await(silent, _is_whole(), timeouts.STACKS_SIGNAL_SECONDS)
         return [_stand(each, before[each.pid], each.pid in kept, native) for each in seen]
 
 
@@ -342,16 +348,20 @@ def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float
     return waiting
 
 
-def _is_quiet() -> Callable[[Seen], bool]:
-    """Whether a handler has written the main thread's stack, the last one, and no more since the last question."""
-    sizes: dict[int, int] = {}
+def _is_whole() -> Callable[[Seen], bool]:
+    """Whether a handler has written the main thread's stack, the last one, to its outermost frame, or no more since."""
+    sizes: dict[int, tuple[int, float]] = {}
 
-    def is_quiet(each: Seen) -> bool:
-        text = each.text()
-        before, sizes[each.pid] = sizes.get(each.pid, 0), len(text)
-        return 0 < before == len(text) and any(thread.is_main for thread in parse(text, each.ring().main_ident))
+    def is_whole(each: Seen) -> bool:
+        text, now = each.text(), time.monotonic()
+        if sizes.get(each.pid, (-1, now))[0] != len(text):
+            sizes[each.pid] = len(text), now
+        threads = parse(text, each.ring().main_ident)
+        frames = next((thread.frames for thread in threads if thread.is_main), ())
+        is_outermost = bool(frames) and frames[-1].function in _OUTERMOST and text.endswith("\n")
+        return is_outermost or (bool(frames) and now - sizes[each.pid][1] >= timeouts.STACKS_QUIET_SECONDS)
 
-    return is_quiet
+    return is_whole
 
 
 def _stand(each: Seen, before: ProcessState, keeps_lock: bool, native: bool) -> Stand:

@@ -193,7 +193,7 @@ class Store(dict[str, object]):
         self[key] = value
 
     def keys(self, prefix: str = "") -> list[str]:  # type: ignore[override]
-        return [key for key in self if key.startswith(prefix)]
+        return [key for key in list(self) if key.startswith(prefix)]
 
 
 def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tmp_path: Path) -> None:
