@@ -11,11 +11,11 @@ Replaced are:
 
 All of these go through this module. ``fleet.shutdown`` puts them back, in one process and in several, unless it is
 called while an error of ours may be ending the script, which is still to be printed. With them it unregisters an
-``atexit`` function. Five things cannot be undone: the audit hook that sees an uncaught exception although another
-library has replaced ``sys.excepthook`` (it does nothing without a job); glibc's ``on_exit``, because
-Paddle's threads outlive the job; what forked children do with what they inherit (here, and for the store's connections
-and claims of folders); the allocator's thresholds; and variables of the environment that Paddle's C++ code reads
-(`collectives.join`).
+``atexit`` function. Six things cannot be undone: the flight recorder (a thread, an anonymous file, and a handler of a
+real-time signal); the audit hook that sees an uncaught exception although another library has replaced
+``sys.excepthook`` (it does nothing without a job); glibc's ``on_exit``, because Paddle's threads outlive the job; what
+forked children do with what they inherit (here, and for the store's connections and claims of folders); the
+allocator's thresholds; and variables of the environment that Paddle's C++ code reads (`collectives.join`).
 
 How a rank ends is reported to the other ranks with its reason, and to the user in one line; the exit code gives the
 kind. There are three cases. Python's audit event ``sys.excepthook`` announces an uncaught exception, even if a library
