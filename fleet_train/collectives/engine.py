@@ -185,11 +185,11 @@ class Collective:
         raise AssertionError(f"unknown collective {self.kind!r}")
 
 
-def begin_wire(collective: Collective, context: CallContext) -> int:
-    """The collective's event begins; returns what the recorder's ``end`` takes."""
+def begin_wire(collective: Collective, context: CallContext, enqueued: float = 0.0) -> int:
+    """The collective's event begins; returns what the recorder's ``end`` takes. ``enqueued``: when it was ready."""
     if not recorder.is_on:
         return -1
-    return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group))
+    return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group), enqueued)
 
 
 def name_of_group(group: Any) -> str:
@@ -232,6 +232,8 @@ class Progress(Generic[T]):
         self._context = context
         self.stage: Stage | None = None
         self.value: T | None = None
+        self.ready_at = 0.0
+        """When the collectives of ``stage`` could begin, of ``time.perf_counter``."""
         self.go_on("copy")
 
     @property
@@ -240,7 +242,7 @@ class Progress(Generic[T]):
 
     def go_on(self, kind: str = "code") -> None:
         """The collectives of ``stage`` are complete: compute up to the next one, as an event of this kind."""
-        event = recorder.begin(kind, self._context.label)
+        began = time.perf_counter()
         try:
             with ensured_dynamic_mode(), paddle.no_grad():
                 self.stage = next(self._stages)
@@ -249,7 +251,8 @@ class Progress(Generic[T]):
         except MemoryError as error:
             raise FleetTrainError(out_of_memory(self._context, error)) from error
         finally:
-            recorder.end(event)
+            recorder.add(kind, self._context.label, began)
+            self.ready_at = time.perf_counter()
 
 
 def out_of_memory(context: CallContext, error: MemoryError) -> str:

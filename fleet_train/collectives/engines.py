@@ -112,7 +112,7 @@ class ThreadEngine(Engine):
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
         while progress.stage is not None:
             for collective in progress.stage.collectives:
-                event = begin_wire(collective, context)
+                event = begin_wire(collective, context, progress.ready_at)
                 with self.attributing(context):
                     collective.begin(sync_op=True)
                 recorder.end(event)

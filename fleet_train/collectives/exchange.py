@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -152,8 +153,10 @@ class GradientExchange:
 
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with the ranks."""
-        with self._job.clock.exposed(), recorder.event("wait", self._labels[index] if self._updates else ""):
+        began = time.perf_counter()
+        with self._job.clock.exposed():
             averages = self._running.pop(index).result()
+        recorder.add("wait", self._labels[index] if self._updates else "", began)
         if index == len(self._plan.buckets) - 1 and self._updates:
             self._end_step()
         return averages

@@ -57,6 +57,10 @@ class ProcessState:
     def is_stopped(self) -> bool:
         return self.letter in ("T", "t")
 
+    def is_kept(self, later: ProcessState) -> bool:
+        """Whether the kernel keeps the process from going on, at both times: a moment in a read of the disk is none."""
+        return self.is_stopped or (self.letter == later.letter == "D")
+
     def words(self, later: ProcessState, *, keeps_lock: bool) -> str:
         """What keeps the process, in words; empty if nothing of this kind does. ``later``: a moment afterwards."""
         if self.has_ended:
@@ -67,14 +71,11 @@ class ProcessState:
             pages = f"waits for its memory to be read from the disk ({faults} page faults meanwhile: swapping?)"
         function = _first_line(f"/proc/{self.pid}/task/{self.pid}/wchan")
         kernel = ", ".join(filter(None, (function if function != "0" else "", _call_of(self.pid))))
-        match self.letter:
-            case "T":
-                return "is stopped by a signal (state T)"
-            case "t":
-                return "is stopped by a debugger (state t)"
-            case "D":
-                sleeps = f"sleeps in the kernel (state D{kernel and f', {kernel}'})"
-                return " and ".join(filter(None, (sleeps, pages)))
+        if self.is_stopped:
+            return f"is stopped by a {'signal' if self.letter == 'T' else 'debugger'} (state {self.letter})"
+        if self.is_kept(later):
+            sleeps = f"sleeps in the kernel (state D{kernel and f', {kernel}'})"
+            return " and ".join(filter(None, (sleeps, pages)))
         if pages:
             return pages
         if keeps_lock and self.letter == "R":

@@ -57,6 +57,7 @@ _CLOCK_AT, _ASKED_AT, _STEPS_AT, _ENDPOINT_AT, _NAMES_AT, _EVENTS_AT = 64, 128, 
 _ENDED_AT = _EVENTS_AT + 16  # behind the first two times
 RING_BYTES = _EVENTS_AT + EVENTS * _EVENT_BYTES
 _MOST_NAME = 120
+_SHORTEST_SECONDS = 50e-6
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ class Recorder:
     def __init__(self) -> None:
         self.step = 0
         """The update under way, for the events that begin from now on; 0 before the first."""
+        self.shortest_seconds = _SHORTEST_SECONDS
+        """What `add` leaves out; a trace has all."""
         self._map: mmap | None = None
         self._file = -1
         self._count = itertools.count()
@@ -212,12 +215,16 @@ class Recorder:
         return 0 if self._map is None else int(_COUNT.unpack_from(self._map, _HELPER_AT)[0])
 
     def start(self, rank: int, world_size: int) -> None:
-        """Begin to record; the second time it does nothing. ``rank``: -1 if it is not known yet."""
-        if self._map is not None or not hasattr(os, "memfd_create"):
+        """Begin to record; the second time it does nothing, nor where the kernel has no such files. ``rank``: -1 if it
+        is not known yet."""
+        if self._map is not None:
             return
-        self._file = os.memfd_create(FILE_NAME)
-        os.ftruncate(self._file, RING_BYTES)
-        self._map = mmap(self._file, RING_BYTES)
+        try:
+            self._file = os.memfd_create(FILE_NAME)
+            os.ftruncate(self._file, RING_BYTES)
+            self._map = mmap(self._file, RING_BYTES)
+        except OSError:
+            return
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_APPEND)
         main = threading.main_thread().ident or 0
         _WHO.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, world_size, 0, main, 0)
@@ -238,13 +245,15 @@ class Recorder:
         if self._map is not None:
             _CLOCK.pack_into(self._map, _CLOCK_AT, time.perf_counter(), offset, error)
 
-    def begin(self, kind: str, name: str = "", nbytes: int = 0, group: str = "", enqueued: float = 0.0) -> int:
-        """An event begins now; returns what `end` takes. Events of unknown names share an empty one."""
+    def begin(
+        self, kind: str, name: str = "", nbytes: int = 0, group: str = "", enqueued: float = 0.0, began: float = 0.0
+    ) -> int:
+        """An event begins now, or began; returns what `end` takes. Names beyond the room for them are empty."""
         ring = self._map
         if ring is None:
             return -1
         number = self._newest = next(self._count)
-        now = time.perf_counter()
+        began = began or time.perf_counter()
         try:
             named, grouped = self._names[name], self._names[group]
         except KeyError:
@@ -256,8 +265,8 @@ class Recorder:
         _pack_event(
             ring,
             _EVENTS_AT + number % EVENTS * _EVENT_BYTES,
-            enqueued or now,
-            now,
+            enqueued or began,
+            began,
             0.0,
             nbytes,
             self.step,
@@ -268,6 +277,11 @@ class Recorder:
             0,
         )
         return number
+
+    def add(self, kind: str, name: str, began: float) -> None:
+        """An event that began at this ``time.perf_counter`` has ended now; short ones are not worth their time."""
+        if self._map is not None and time.perf_counter() - began >= self.shortest_seconds:
+            self.end(self.begin(kind, name, began=began))
 
     def end(self, number: int) -> None:
         """The event ends now; nothing is written if newer events have taken its place."""

@@ -100,6 +100,7 @@ current: Trace | None = None
 def begin(trace: Trace) -> None:
     global current
     current = trace
+    recorder.shortest_seconds = 0.0
 
 
 def after_run() -> None:

@@ -33,7 +33,7 @@ from fleet_train.cluster.flight.ring import (
     read_ring,
 )
 from fleet_train.cluster.flight.rows import row_of
-from fleet_train.cluster.flight.stands import ENDED, Stand, parse
+from fleet_train.cluster.flight.stands import Stand, parse
 from fleet_train.files import publish
 
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
@@ -108,9 +108,10 @@ class Witness:
                 self.look(resume=True)  # of the others, while they still wait
 
     def seen(self) -> list[Seen]:
-        """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen, less and
-        less often."""
-        if len(self._seen) < self._processes and time.monotonic() >= self._look_again_at:
+        """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen join the
+        job, less and less often."""
+        joined = sum(each.ring().has_joined for each in self._seen)
+        if joined < self._processes and time.monotonic() >= self._look_again_at:
             self._look_again_at = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
             known = {each.pid for each in self._seen}
@@ -369,7 +370,7 @@ def _stand(each: Seen, before: ProcessState, keeps_lock: bool, native: bool) -> 
     threads = parse(each.text(), ring.main_ident) if not before.has_ended else ()
     what = "" if ring.doing is None else ring.doing.words
     state = before.words(now, keeps_lock=keeps_lock)
-    waits = ring.waits and state in ("", ENDED)
+    waits = ring.waits and not before.is_kept(now)
     return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
 
 

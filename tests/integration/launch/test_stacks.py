@@ -92,7 +92,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(bench: Bench, how: str, words:
         ring = read_ring((folder / f"flight.{rank}.bin").read_bytes())
         assert ring is not None
         assert (ring.rank, ring.world_size) == (rank, 2)
-        assert {"run", "barrier", "copy", "wire", "code", "wait"} <= {event.kind for event in ring.events}
+        assert {"run", "barrier", "wire"} <= {event.kind for event in ring.events}
     assert bench.files_with(SECRET) == []
 
 
