@@ -103,6 +103,13 @@ class Lab:
         """Take a node's link to the switch ``down``, or bring it ``up``."""
         _run("ip", "-n", self.switch, "link", "set", f"port{node}", state)
 
+    def set_hearing(self, node: int, hears: bool) -> None:
+        """Drop all that arrives at a node, which can still send; or end that."""
+        # The table of local addresses comes first, unless it is moved behind the rule.
+        before, after, change = ("100", "0", "del") if hears else ("0", "100", "add")
+        for rule in (f"add pref {after} lookup local", f"del pref {before}", f"{change} pref 10 iif eth0 blackhole"):
+            _run("ip", "-n", self.nodes[node].namespace, "rule", *rule.split())
+
     def end_processes(self) -> None:
         """Kill everything that runs on a node; the lab stays up."""
         _end_processes([node.namespace for node in self.nodes])

@@ -38,6 +38,26 @@ with socket.create_connection((sys.argv[1], 5001)) as connection:
     connection.recv(1)
     print(time.monotonic() - began)
 """
+_RECEIVE_DATAGRAM = """
+import socket, sys
+with socket.socket(type=socket.SOCK_DGRAM) as receiver:
+    receiver.bind((sys.argv[1], 5002))
+    print("ready", flush=True)
+    for _ in range(2):
+        receiver.sendto(b"back", receiver.recvfrom(16)[1])
+        print("heard", flush=True)
+"""
+_SEND_DATAGRAM = """
+import socket, sys
+with socket.socket(type=socket.SOCK_DGRAM) as sender:
+    sender.settimeout(1)
+    sender.sendto(b"there", (sys.argv[1], 5002))
+    try:
+        sender.recv(16)
+        print("answer")
+    except TimeoutError:
+        print("no answer")
+"""
 # Ends only when it is told to.
 _HOLD_A_LAB = """
 import sys, time
@@ -59,6 +79,23 @@ def name() -> Iterator[str]:
     chosen = f"test{os.getpid()}"
     yield chosen
     take_down(chosen)
+
+
+@pytest.mark.root
+def test_a_node_that_hears_nothing_can_still_send() -> None:
+    with Lab(2, "none") as nodes:
+        deaf, other = nodes.nodes[1], nodes.nodes[0]
+        nodes.set_hearing(deaf.index, False)
+        receive = [*other.prefix, sys.executable, "-c", _RECEIVE_DATAGRAM, other.address]
+        with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+            assert receiver.stdout is not None
+            assert receiver.stdout.readline() == "ready\n"
+            send = [*deaf.prefix, sys.executable, "-c", _SEND_DATAGRAM, other.address]
+            answers = [subprocess.run(send, capture_output=True, text=True, check=True).stdout]
+            nodes.set_hearing(deaf.index, True)
+            answers.append(subprocess.run(send, capture_output=True, text=True, check=True).stdout)
+            assert receiver.communicate()[0].split() == ["heard", "heard"]
+        assert answers == ["no answer\n", "answer\n"]
 
 
 @pytest.mark.root
