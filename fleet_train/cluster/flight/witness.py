@@ -107,11 +107,11 @@ class Witness:
             if what == FAILURE:
                 self.look(resume=True)  # of the others, while they still wait
 
-    def seen(self) -> list[Seen]:
+    def seen(self, *, now: bool = False) -> list[Seen]:
         """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen join the
-        job, less and less often."""
+        job, less and less often, or now."""
         joined = sum(each.ring().has_joined for each in self._seen)
-        if joined < self._processes and time.monotonic() >= self._look_again_at:
+        if joined < self._processes and (now or time.monotonic() >= self._look_again_at):
             self._look_again_at = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
             known = {each.pid for each in self._seen}
@@ -130,7 +130,7 @@ class Witness:
         """
         now = time.monotonic()
         kept = {rank for rank, at in self._failed_at.items() if resume and now - at < timeouts.STACKS_RECENT_SECONDS}
-        asked = [each for each in self.seen() if ranks is None or each.ring().rank in ranks]
+        asked = [each for each in self.seen(now=True) if ranks is None or each.ring().rank in ranks]
         new = look([each for each in asked if each.ring().rank not in kept], resume=resume)
         known = {each.ring().rank for each in self.seen()}
         new += [

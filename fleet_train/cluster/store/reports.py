@@ -8,15 +8,14 @@ refuses an answer, a client says which members are missing, lost, or elsewhere, 
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fleet_train.cluster.cluster import Rank
+from fleet_train.cluster.flight.stands import Frame
 from fleet_train.cluster.store.wire import Body, Header, Json, ProtocolError, parse, shortened
 from fleet_train.errors import (
     Absence,
@@ -32,7 +31,6 @@ NO_RANK = -1
 """The ``rank`` of a report by which no rank is to blame."""
 
 _TRACEBACK_LINES = 15
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _LINE_CHARACTERS = 240
 # What the store takes as a report.
 _MOST_REPORT_BYTES = 1 << 18
@@ -128,9 +126,10 @@ def exit_status(code: Any) -> int:
 
 def last_of_traceback(error: BaseException) -> tuple[str, ...]:
     shown = traceback.TracebackException.from_exception(error)
-    while isinstance(error, FleetTrainError) and len(shown.stack) > 1 and shown.stack[-1].filename.startswith(_PACKAGE):
-        shown.stack.pop()  # the script's own line is the last one
-    text = "".join(shown.format())
+    if isinstance(error, FleetTrainError):  # the script's own line is the last one
+        while shown.stack and not Frame(shown.stack[-1].filename, 0, "").is_users:
+            shown.stack.pop()
+    text = "".join(shown.format() if shown.stack else shown.format_exception_only())
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return tuple(line[:_LINE_CHARACTERS] for line in lines[-_TRACEBACK_LINES:])
 
