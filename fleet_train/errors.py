@@ -51,6 +51,8 @@ class FleetTrainError(Exception):
     exit_code = 1
     absent: tuple[Absence, ...] = ()
     """The members whose absence caused this error; empty if there are none or another rank has reported them."""
+    is_printed = False
+    """Whether the user has it already: a watchdog and the computing thread may end with the same error at once."""
     failed_rank: int | None = None
     """Whose failure it is, where all ranks raise the error of one; None: that of the rank that raises it."""
 

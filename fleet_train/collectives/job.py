@@ -285,7 +285,8 @@ class Job:
         try:
             client = self._watchdogs_store()
             client.set(_GIVEN_UP, context.moment)
-            self.failure = self._find_root_cause(context, stuck, client)
+            if not isinstance(self.failure, WorkerFailed):
+                self.failure = self._find_root_cause(context, stuck, client)
             self.report_failure(self.failure, client=client)
         except FleetTrainError as error:
             self.failure = WorkerFailed(f"{context.what}: {stuck}, and {error}")
@@ -417,7 +418,9 @@ def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
 def _end_process(error: FleetTrainError) -> None:
     """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
     sys.stdout.flush()
-    logger.error("%s: %s", type(error).__name__, error)
+    if not error.is_printed:
+        error.is_printed = True
+        logger.error("%s: %s", type(error).__name__, error)
     os._exit(error.exit_code)
 
 

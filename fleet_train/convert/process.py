@@ -217,6 +217,10 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
 
 
 def _print(cause: BaseException) -> None:
+    if isinstance(cause, FleetTrainError):
+        if cause.is_printed:
+            return
+        cause.is_printed = True
     sys.stdout.flush()
     print(f"fleet_train: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
 
