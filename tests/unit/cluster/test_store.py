@@ -66,6 +66,14 @@ def test_errors_say_what_became_of_those_who_are_missed(server: StoreServer) -> 
     assert told.value.absent == ()
 
 
+def test_another_connection_to_the_same_endpoint_is_in_the_same_namespace(server: StoreServer) -> None:
+    one, of_another_attempt = connect(server, 0, "/1"), connect(server, 0, "/2")
+    one.set("a collective is given up", "step 4")
+    watchdogs = StoreClient.connect(one.endpoint, 0, timeout_seconds=5, watched=False)
+    assert watchdogs.get("a collective is given up") == "step 4"
+    assert of_another_attempt.get("a collective is given up") is None
+
+
 _FORKS = """
 import os, sys, time
 from fleet_train.cluster.store.client import StoreClient

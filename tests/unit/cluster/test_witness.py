@@ -16,7 +16,7 @@ import pytest
 from fleet_train.cluster.flight import witness
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import EVENTS, RING_BYTES, read_ring
-from fleet_train.cluster.flight.stands import Stand
+from fleet_train.cluster.flight.stands import Frame, Stand
 from fleet_train.cluster.flight.witness import Seen, Witness
 from tests.support.processes import clean_environ, until
 
@@ -179,6 +179,37 @@ def test_names_beyond_the_table_are_empty(start: Start) -> None:
     names = [event.name for event in start("names").ring().events]
     assert len(names) == EVENTS
     assert set(names[-100:]) == {""}
+
+
+def test_what_proc_says_is_put_into_words() -> None:
+    def words(letter: str, later: str = "", faults: int = 0, keeps_lock: bool = False) -> str:
+        first = ProcessState(2**22 + 1, 10.0, letter)
+        return first.words(ProcessState(2**22 + 1, 10.5, later or letter, faults=faults), keeps_lock=keeps_lock)
+
+    assert words("S") == words("R") == words("S", faults=7) == words("D", "S") == ""
+    assert words("D") == "sleeps in the kernel (state D)"
+    assert words("t") == "is stopped by a debugger (state t)"
+    assert (
+        words("R", faults=40) == "waits for its memory to be read from the disk (40 page faults meanwhile: swapping?)"
+    )
+    assert words("R", keeps_lock=True) == "computes in native code that keeps Python's lock (state R)"
+    assert words("Z") == words("") == "has ended"
+
+
+def test_frames_are_the_users_wherever_the_packages_are() -> None:
+    ours = (
+        "/home/me/fleet_train/fleet_train/convert/process.py",
+        "/v/lib/python3.12/site-packages/fleet_train/fleet.py",
+    )
+    libraries = (
+        "/v/lib/python3.12/threading.py",
+        "/v/lib/python3.12/site-packages/paddle/base/executor.py",
+        "<string>",
+    )
+    users = ("/home/me/fleet_train/train.py", "/home/me/fleet_train/data/train.py", "train.py", "<ipython-input-3>")
+    frames = {file: Frame(file, 1, "f") for file in (*ours, *libraries, *users)}
+    assert [file for file, frame in frames.items() if frame.is_ours] == list(ours)
+    assert [file for file, frame in frames.items() if frame.is_users] == list(users)
 
 
 def test_what_is_no_ring_is_none() -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from fleet_train import timeouts
 from fleet_train.cluster import Cluster
+from fleet_train.cluster.flight import witness
+from fleet_train.cluster.flight.stands import Frame, Stand, Thread
 from fleet_train.cluster.store.client import StepAnswer, StepNote, StoreClient, Variants
 from fleet_train.collectives import transfer
 from fleet_train.collectives.engine import HAND_OVER, CallContext
@@ -125,6 +127,39 @@ def test_rank_that_does_not_reach_a_barrier_is_named_by_the_failure(make: Callab
     with pytest.raises(ScheduleMismatch):
         meet(made.job)
     assert made.job.failure is error
+
+
+def stand(rank: int, *, waits: bool) -> Stand:
+    frame = Frame("/home/me/train.py", 41, "<module>", "while not ready:")
+    return Stand(rank, 100 + rank, 3, "wire bucket 2" if waits else "", waits, "", (Thread("", True, (frame,)),))
+
+
+def test_of_the_ranks_that_are_missed_those_that_wait_themselves_are_not_to_blame(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = missing("step 4: rank 1, rank 2 did not arrive")
+    error.absent = (Absence(1, "missing", "did not arrive"), *ABSENT)
+    stands = [stand(1, waits=True), stand(2, waits=False)]
+    monkeypatch.setattr(witness, "ask_about", lambda *_: stands)
+    with pytest.raises(WorkerFailed) as raised:
+        make(barrier=error).job.step_barrier("step 4", 9.0)
+    assert raised.value.absent == ABSENT
+    assert str(raised.value).endswith(
+        "; rank 2 stands in train.py:41 `while not ready:`; rank 1 waits for it in step 3, wire bucket 2"
+    )
+
+
+@pytest.mark.parametrize("also_waits", [False, True])
+def test_ranks_that_wait_and_may_be_about_to_report_the_same_have_the_whole_time(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch, also_waits: bool
+) -> None:
+    error = missing()
+    error.absent = (*[Absence(1, "missing", "")] * also_waits, *ABSENT)
+    stands = [*[stand(1, waits=True)] * also_waits, stand(2, waits=False)]
+    monkeypatch.setattr(witness, "ask_about", lambda *_: stands)
+    made = make(barrier=error)
+    assert made.job.attribute_failure(PLACE, RuntimeError("lost")).absent == ABSENT
+    assert made.store.names == ["barrier"] * (1 + also_waits)
 
 
 def test_step_barrier_uses_its_own_connection_and_is_no_sync_point(make: Callable[..., Made]) -> None:
