@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
 
 _READY = "listening"
+_NODES_PER_SECOND = 250
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,12 @@ class StoreHost:
         """From now on it is the witness of the ranks of this node."""
         node = cluster.this.node_index
         ranks = Watched(
-            endpoint_of(cluster), cluster.this.host, node, len(cluster.ranks_on_node(node)), number_of_job(cluster)
+            store=endpoint_of(cluster),
+            address=cluster.this.host,
+            node=node,
+            nodes=cluster.node_num,
+            ranks=len(cluster.ranks_on_node(node)),
+            job=number_of_job(cluster),
         )
         if self._process.stdin is not None:
             with suppress(OSError):  # it has ended: joining says so
@@ -148,6 +154,7 @@ class Watched:
     store: str
     address: str
     node: int
+    nodes: int
     ranks: int
     job: int
 
@@ -159,12 +166,14 @@ class NodeWitness:
         self._watched = watched
         self._folder = os.environ.get("PADDLE_LOG_DIR", "")
         self._witness: Witness | None = None
+        self._next_at = 0.0
         self._is_over = False
 
     def answer(self) -> None:
-        """Called twice a second."""
-        if self._is_over:
+        """Called often; asks the store twice a second, less often in a job of many nodes."""
+        if self._is_over or time.monotonic() < self._next_at:
             return
+        self._next_at = time.monotonic() + max(timeouts.ASK_STORE_SECONDS, self._watched.nodes / _NODES_PER_SECOND)
         try:
             if self._witness is None:
                 self._witness = self._connected()
@@ -232,10 +241,9 @@ def _serve(place: BindAddress | None) -> None:
     print(_READY, flush=True)
     witness = _witness_while_parent_lives()
     deadline = time.monotonic() + timeouts.STORE_OUTLIVES_SECONDS
-    quiet_since, answer_at = None, 0.0
+    quiet_since = None
     while time.monotonic() < deadline:
-        if witness is not None and time.monotonic() >= answer_at:
-            answer_at = time.monotonic() + timeouts.ASK_STORE_SECONDS
+        if witness is not None:
             witness.answer()
         is_needed = server.has_members() if server is not None else witness is not None and witness.has_ranks
         if is_needed:
