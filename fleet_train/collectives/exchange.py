@@ -156,8 +156,9 @@ class GradientExchange:
         began = time.perf_counter()
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()
-        recorder.add("wait", self._labels[index] if self._updates else "", began)
-        if index == len(self._plan.buckets) - 1 and self._updates:
+        is_last = index == len(self._plan.buckets) - 1
+        recorder.add("wait", self._labels[index] if self._updates else "", began, is_worth_it=is_last)
+        if is_last and self._updates:
             self._end_step()
         return averages
 
@@ -171,6 +172,7 @@ class GradientExchange:
     def end_in_graph(self) -> None:
         """Called after the operators that wait for the last bucket."""
         self._job.engine.watch_step(self._context("the sums of its buckets"))
+        recorder.add("wait", "the program's sums", time.perf_counter(), is_worth_it=True)
         self._end_step()
 
     def why_failed(self, error: BaseException) -> WorkerFailed:

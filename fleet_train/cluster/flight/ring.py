@@ -278,9 +278,10 @@ class Recorder:
         )
         return number
 
-    def add(self, kind: str, name: str, began: float) -> None:
-        """An event that began at this ``time.perf_counter`` has ended now; short ones are not worth their time."""
-        if self._map is not None and time.perf_counter() - began >= self.shortest_seconds:
+    def add(self, kind: str, name: str, began: float, *, is_worth_it: bool = False) -> None:
+        """An event that began at this ``time.perf_counter`` has ended now. Short ones are not worth their time, but
+        where they show that a step has ended."""
+        if self._map is not None and (is_worth_it or time.perf_counter() - began >= self.shortest_seconds):
             self.end(self.begin(kind, name, began=began))
 
     def end(self, number: int) -> None:
