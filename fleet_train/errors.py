@@ -45,14 +45,24 @@ class Absence:
     what: str
 
 
+_printed: set[str] = set()
+
+
+def is_news(error: BaseException) -> bool:
+    """Whether this process asks for the first time with an error of this text: a watchdog and the computing thread may
+    end the process with the same one."""
+    text = str(error)
+    is_new = text not in _printed
+    _printed.add(text)
+    return is_new
+
+
 class FleetTrainError(Exception):
     """Base class: the message says what was given, the rule, and the fix."""
 
     exit_code = 1
     absent: tuple[Absence, ...] = ()
     """The members whose absence caused this error; empty if there are none or another rank has reported them."""
-    is_printed = False
-    """Whether the user has it already: a watchdog and the computing thread may end with the same error at once."""
     failed_rank: int | None = None
     """Whose failure it is, where all ranks raise the error of one; None: that of the rank that raises it."""
 

@@ -38,7 +38,15 @@ from fleet_train.collectives.engine import (
 from fleet_train.collectives.engines import StreamCalls, StreamEngine, ThreadEngine, Watchdog
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.step_notes import StepClock, StepNotes
-from fleet_train.errors import ConversionError, FleetTrainError, JoinTimeout, LinkFailed, ScheduleMismatch, WorkerFailed
+from fleet_train.errors import (
+    ConversionError,
+    FleetTrainError,
+    JoinTimeout,
+    LinkFailed,
+    ScheduleMismatch,
+    WorkerFailed,
+    is_news,
+)
 from fleet_train.log import logger
 from fleet_train.plan import CommPlan
 from fleet_train.plan.price import Network
@@ -418,8 +426,7 @@ def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
 def _end_process(error: FleetTrainError) -> None:
     """Exit as with an uncaught ``error``: the blocked computing thread cannot raise it."""
     sys.stdout.flush()
-    if not error.is_printed:
-        error.is_printed = True
+    if is_news(error):
         logger.error("%s: %s", type(error).__name__, error)
     os._exit(error.exit_code)
 

@@ -47,6 +47,7 @@ from fleet_train.errors import (
     Preempted,
     ScheduleMismatch,
     WorkerFailed,
+    is_news,
 )
 
 if TYPE_CHECKING:  # it imports Paddle, which is not checked yet
@@ -217,12 +218,9 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
 
 
 def _print(cause: BaseException) -> None:
-    if isinstance(cause, FleetTrainError):
-        if cause.is_printed:
-            return
-        cause.is_printed = True
     sys.stdout.flush()
-    print(f"fleet_train: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+    if is_news(cause):
+        print(f"fleet_train: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
 
 
 _CODE: Any = SystemExit.__dict__["code"]
