@@ -224,7 +224,7 @@ class Job:
         absent = error.absent if isinstance(error, FleetTrainError) else ()
         ranks = [absence.member for absence in absent if absence.kind in ("missing", "elsewhere")]
         nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
-        with contextlib.suppress(FleetTrainError):
+        with contextlib.suppress(FleetTrainError, TypeError, ValueError, KeyError):
             return witness.ask_about(self._watchdogs_store(), str(error), ranks, nodes) if ranks else []
         return []
 

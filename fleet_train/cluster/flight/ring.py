@@ -167,6 +167,11 @@ def ask_for_stacks(file: int, *, not_any_more: bool = False) -> None:
         _COUNT.pack_into(ring, _ASKED_AT, answered if not_any_more else (asked + 1) & 0xFFFFFFFF)
 
 
+def has_joined(file: int) -> bool:
+    """Whether the process whose file this is has joined a job; `Ring` has all the rest."""
+    return any(os.pread(file, _JOB.size, _JOB_AT))
+
+
 def has_answered(file: int) -> bool:
     """Whether they are all there."""
     asked, answered = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))

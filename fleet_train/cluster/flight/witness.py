@@ -30,6 +30,7 @@ from fleet_train.cluster.flight.ring import (
     Ring,
     ask_for_stacks,
     has_answered,
+    has_joined,
     read_ring,
 )
 from fleet_train.cluster.flight.rows import row_of
@@ -79,7 +80,8 @@ class Witness:
         self.stands: dict[int, Stand] = {}
         """Where each rank stood when it was last asked."""
         self._seen: list[Seen] = []
-        self._answered: dict[str, int] = {}
+        self._answered: dict[str, Any] = {}
+        self._all_joined = False
         self._look_again_at = 0.0
         self._failed_at: dict[int, float] = {}
         self._pause = timeouts.WITNESS_FIRST_SECONDS
@@ -93,10 +95,15 @@ class Witness:
             self._node = None
         seen = self.seen()
         for key in self._client.keys(_WANTED):
-            number, what, wanted = self._client.get(key)
-            if self._answered.get(key) == number:
+            question = self._client.get(key)
+            if question == self._answered.get(key):
                 continue
-            self._answered[key] = number
+            self._answered[key] = question
+            try:
+                number, what, wanted = question
+                wanted = [int(rank) for rank in wanted]
+            except (TypeError, ValueError):  # whoever may connect to the store may write anything
+                continue
             if what == ROWS:
                 answers = {each.ring().rank: row_of(each.ring(), ProcessState.of(each.pid)).to_json() for each in seen}
             else:
@@ -110,8 +117,8 @@ class Witness:
     def seen(self, *, now: bool = False) -> list[Seen]:
         """The node's ranks, by rank, also those that have ended since; looks for those that it has not seen join the
         job, less and less often, or now."""
-        joined = sum(each.ring().has_joined for each in self._seen)
-        if joined < self._processes and (now or time.monotonic() >= self._look_again_at):
+        self._all_joined = self._all_joined or sum(each.has_joined() for each in self._seen) >= self._processes
+        if not self._all_joined and (now or time.monotonic() >= self._look_again_at):
             self._look_again_at = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
             known = {each.pid for each in self._seen}
@@ -176,9 +183,10 @@ def _ask(client: Client, slot: str, question: list[Any], count: int) -> list[Any
     while len(answers) < count and time.monotonic() < until:
         time.sleep(timeouts.STACKS_ASK_AGAIN_SECONDS)
         for key in client.keys(f"stacks/{slot}/"):
-            number, answer = client.get(key)
-            if number == question[0]:
-                answers[int(key.rpartition("/")[2])] = answer
+            with contextlib.suppress(TypeError, ValueError):
+                number, answer = client.get(key)
+                if number == question[0]:
+                    answers[int(key.rpartition("/")[2])] = answer
     return [answers[rank] for rank in sorted(answers)]
 
 
@@ -217,6 +225,9 @@ class Seen:
 
     def data(self) -> bytes:
         return os.pread(self._file, RING_BYTES, 0)
+
+    def has_joined(self) -> bool:
+        return has_joined(self._file)
 
     def ring(self) -> Ring:
         self._ring = read_ring(self.data()) or self._ring
@@ -308,7 +319,7 @@ def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
     """One process for each rank: the one that has joined, not a child that has imported the package as well. Closes the
     others."""
     chosen: dict[int, Seen] = {}
-    for each in sorted(seen, key=lambda each: (not each.ring().has_joined, each.pid)):
+    for each in sorted(seen, key=lambda each: (not each.has_joined(), each.pid)):
         if chosen.setdefault(each.ring().rank, each) is not each:
             each.close()
     return [chosen[rank] for rank in sorted(chosen)]

@@ -241,6 +241,9 @@ def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tm
     assert the_line("loop") in stand.sentence()
     assert (tmp_path / "stacks.3.txt").read_text().startswith(stand.sentence())
     assert read_ring((tmp_path / "flight.3.bin").read_bytes()) is not None
+    for nonsense in (7, None, [], ["x"], [1, 2, 3], [1, witness.STACKS, ["a"]]):
+        store.set("stacks/wanted/nonsense", nonsense)
+        node.answer()
     store.set("stacks/wanted/another", [1, witness.STACKS, [2]])
     node.answer()
     assert store.keys("stacks/another/") == []
