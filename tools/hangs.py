@@ -53,7 +53,10 @@ _PROCESS_MADVISE, _MADV_PAGEOUT = 440, 21
 _STANDS = re.compile(r"rank (\d+) (?:stands|(?:is|computes|waits|sleeps) (?:(?!rank \d).)*stands) in (\S+?):(\d+)")
 _WAITS = re.compile(r"ranks? ([\d, -]+) waits? in [^;`]*, at (\S+?):(\d+)")
 _ACCUSED = re.compile(r"((?:rank \d+ \([^)]*\)(?:, )?)+) (?:did not arrive|was lost)|^failed first +(\d+) ")
-_NODE = re.compile(r"launcher of node (\d+) \(\S+\) was lost|store at 10\.78\.0\.(\d+):\d+ no longer answers")
+_NODE = re.compile(
+    r"launcher of node (\d+) \(\S+\)(?:, which hosts the job store at \S+,)? was lost|"
+    r"store at 10\.78\.0\.(\d+):\d+ no longer answers"
+)
 _SAYS = {"stopped": "is stopped by a signal", "lock": "keeps Python's lock"}
 _CROSSED = "wait for each other at different points"
 _ALARM = re.compile(r"fleet_train: (?:[A-Z]\w+: |.* failed)|stands in|did not arrive|was lost|different points")

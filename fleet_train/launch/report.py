@@ -74,6 +74,16 @@ class WorkerResult:
         )
 
     @property
+    def gave_up_waiting(self) -> bool:
+        """Gloo ended its process (SIGABRT) in a collective, as it does now and then where another rank hangs."""
+        return self.signal_number == signal.SIGABRT and self.stand is not None and self.stand.waits
+
+    @property
+    def is_kept(self) -> bool:
+        """It was stopped, slept in the kernel, or kept Python's lock: what other ranks wait for."""
+        return self.stand is not None and bool(self.stand.state) and not (self.stand.waits or self.stand.has_ended)
+
+    @property
     def shell_code(self) -> int:
         """The exit code that a shell would show: 128 + signal.
 
@@ -87,6 +97,8 @@ class WorkerResult:
 
     def how(self) -> str:
         """``exit code 3``, ``killed by SIGKILL``, ``exit code 1 (ValueError)``, ``... , then stopped by SIGTERM``."""
+        if self.report is None and self.is_kept and self.stand is not None:
+            return f"{self.stand.state}, then {self._end()}"
         if self.report is None or (self.report.kind == "lost" and self._says_enough):
             return self._end()
         if not self.has_ended:
@@ -126,14 +138,15 @@ def signal_name(number: int) -> str:
 def choose_root_cause(ends: Iterable[WorkerResult]) -> WorkerResult | None:
     """The rank that failed first by itself; None if all succeeded or stopped gracefully.
 
-    Secondary failures are considered only if there is no other failure, ranks that we stopped ourselves last.
+    Secondary failures are considered only if there is no other failure, ranks that we stopped ourselves last. A rank
+    that Gloo has ended while it waited is not to blame where another one is kept from going on.
     """
-    failed = [end for end in ends if end.failed]
-    return min(
-        failed,
+    failed = sorted(
+        (end for end in ends if end.failed),
         key=lambda end: (end.asked_to_stop and end.report is None, end.secondary, end.failed_seconds, end.rank),
-        default=None,
     )
+    kept = [end for end in failed if end.is_kept]
+    return kept[0] if kept and failed[0].gave_up_waiting else failed[0] if failed else None
 
 
 def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport], node: Node) -> list[WorkerResult]:
@@ -205,7 +218,7 @@ def _last_lines(root_cause: WorkerResult) -> str:
 
 def _stack(root_cause: WorkerResult, ends: Iterable[WorkerResult]) -> list[str]:
     """Where a rank stood that had to be stopped or waited for others, and where those waited meanwhile."""
-    if root_cause.stand is None or not (root_cause.asked_to_stop or root_cause.stand.waits):
+    if root_cause.stand is None or not (root_cause.asked_to_stop or root_cause.stand.waits or root_cause.is_kept):
         return []
     stands = [end.stand for end in ends if end.stand is not None and (end is root_cause or end.stand.waits)]
     _, *stack = root_cause.stand.lines()

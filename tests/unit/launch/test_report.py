@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_not_again
 from fleet_train.launch.node import Node
@@ -43,6 +44,20 @@ def test_the_root_cause_is_the_first_that_did_not_merely_follow(
     chosen = choose_root_cause(ends)
     assert (chosen and chosen.rank) == root_cause
     assert (chosen and chosen.shell_code) == shell_code
+
+
+def test_a_rank_that_gloo_ends_while_it_waits_is_not_to_blame_for_one_that_is_stopped() -> None:
+    stand = Stand(0, 100, 67, "wire bucket 0", True, "has ended", ())
+    aborted = replace(end(0, 33.5, signal=6), stand=stand)
+    waited = replace(end(2, 33.5, code=11), stand=replace(stand, rank=2))
+    stopped = replace(end(1, 34.7, code=11), stand=replace(stand, rank=1, waits=False, state="is stopped by a signal"))
+    assert choose_root_cause([aborted, waited, stopped]) is stopped
+    assert stopped.how() == "is stopped by a signal, then exit code 11 (another rank was lost)"
+    assert choose_root_cause([aborted, waited]) is aborted
+    assert choose_root_cause([replace(aborted, stand=None), waited, stopped]).rank == 0  # type: ignore[union-attr]
+    assert WorkerResult.from_json(json.loads(json.dumps(stopped.to_json()))) == stopped
+    report = failure_report([aborted, waited, stopped])
+    assert "rank 1 is stopped by a signal; ranks 0, 2 wait for it in step 67, wire bucket 0" in report
 
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
