@@ -15,7 +15,7 @@ from fleet_train.cluster.flight.witness import JOB_FILE, ROWS, STACKS, Seen, ask
 from fleet_train.cluster.network import is_local, local_addresses
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient, job_at
-from fleet_train.errors import ClusterError, FleetTrainError
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.files import parse_json, read_regular
 
 _MOST_FILE_BYTES = 1 << 16
@@ -67,7 +67,7 @@ class Job:
 
 
 def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
-    """The job that these flags name, or without them the ranks of this machine. Raises ClusterError, JoinTimeout.
+    """The job that these flags name, or without them the ranks of this machine. Raises ClusterError.
 
     ``port``: of the stores on the nodes ``ips``; one that has a port of its own keeps that.
     """
@@ -75,7 +75,11 @@ def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
         return Here()
     nodes = [ip.strip() for ip in (ips or "").split(",") if ip.strip()]
     endpoint, access = _of_log_dir(log_dir) if log_dir is not None else _of_nodes(nodes, port)
-    return Job(StoreClient.connect(endpoint, 0, group="visitor", timeout_seconds=0, watched=False, access=access))
+    try:
+        client = StoreClient.connect(endpoint, 0, group="visitor", timeout_seconds=0, watched=False, access=access)
+    except JoinTimeout:
+        raise ClusterError(f"no job answers at {endpoint}: it has ended, or cannot be reached from here") from None
+    return Job(client)
 
 
 def nobody(where: Here | Job) -> FleetTrainError:

@@ -147,6 +147,10 @@ def test_whoever_asks_for_no_job_is_told_so(bench: Bench) -> None:
     asked = ask(bench, "--log_dir=.")
     assert (asked.returncode, asked.stdout) == (5, "")
     assert "there is no job.json" in asked.stderr
+    (bench.folder / "job.json").write_text(json.dumps({"store": f"127.0.0.1:{bench.first_port}/0", "job": "ended"}))
+    asked = ask(bench, "--log_dir=.")
+    assert (asked.returncode, asked.stdout) == (5, "")
+    assert f"no job answers at 127.0.0.1:{bench.first_port}/0: it has ended" in asked.stderr
     asked = ask(bench, "--ips=127.0.0.1", f"--started_port={bench.first_port}")
     assert (asked.returncode, asked.stdout) == (5, "")
     assert f"no job answers at 127.0.0.1:{bench.first_port + 1}" in asked.stderr
