@@ -21,6 +21,7 @@ import paddle
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.ring import recorder
+from fleet_train.cluster.flight.stands import spans
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
@@ -196,10 +197,7 @@ def name_of_group(group: Any) -> str:
     """The ranks of a process group in short."""
     name = _group_names.get(group.id)
     if name is None:
-        ranks = list(group.ranks)
-        whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-        shown = f"{ranks[0]}-{ranks[-1]}" if whole else ",".join(map(str, ranks))
-        name = _group_names[group.id] = f"group {group.id}: ranks {shown}"
+        name = _group_names[group.id] = f"group {group.id}: ranks {spans(sorted(group.ranks))}"
     return name
 
 

@@ -187,7 +187,7 @@ class Job:
         """
         assert self._barrier_store is not None
         began = time.perf_counter()
-        event = recorder.begin("barrier")  # one that has failed does not end: the ring shows where this rank was
+        event = recorder.begin("barrier")  # one that fails does not end: the ring shows where this rank was
         with self._remembering():
             answer = self._barrier_store.barrier(name, note, self.world_size, timeout_seconds, self._call)
         recorder.end(event)
@@ -332,11 +332,9 @@ class Job:
                 client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.EARLY_ATTRIBUTION_SECONDS)
             except JoinTimeout as early:
                 stands = self._stands_of(early)
-                if len(stands) < len(early.absent) or any(stand.waits for stand in stands):
-                    # Their own call may be about to fail as well.
-                    client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
-                else:
-                    raise
+                if len(stands) == len(early.absent) and not any(stand.waits for stand in stands):
+                    raise  # a call of those that wait may be about to fail as well
+                client.barrier(_ATTRIBUTION, None, self.world_size, timeouts.ATTRIBUTION_SECONDS)
         except (JoinTimeout, WorkerFailed) as cause:
             words = f"{what}: {str(cause).removeprefix(f'{_ATTRIBUTION}: ')} (the collective ended with: {detail[0]})"
             if str(cause).startswith(f"{what}: "):  # another rank's report of the same failure
