@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -142,14 +142,20 @@ class Rendezvous:
         notice, reports = self.failures()
         return notice or (reports[0].to_json() if reports else None)
 
-    def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
-        """(the report of a launcher, or of a lost one; the reports of ranks). Raises as ``failure`` does."""
+    def failures(
+        self, ask_more: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, Any] | None, list[FailureReport]]:
+        """(the report of a launcher, or of a lost one; the reports of ranks). Raises as ``failure`` does.
+
+        ``ask_more`` has other questions to the store: whichever has no answer shows that it is lost.
+        """
         if self._host_left:
             return None, []
         try:
             gone = self.client.gone(GROUP)
             entries = self.client.failures()
             zero = float(self.client.get(_ZERO) or 0.0) if entries else 0.0
+            ask_more()
         except FleetTrainError:
             raise WorkerFailed(
                 f"the launcher of {self.node.describe(self.node.leader)}, which hosts the job store at "

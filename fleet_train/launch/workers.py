@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,7 +18,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.flight.witness import Seen, Witness, ranks_here, session_of
 from fleet_train.cluster.store.reports import NO_RANK, FailureReport
-from fleet_train.errors import FleetTrainError, NotSaved, WorkerFailed
+from fleet_train.errors import NotSaved, WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import (
     Guard,
@@ -236,7 +235,7 @@ class Monitor:
         self._clock = clock
         self._look_at_connections = look_at_connections
         self._followers_seconds = followers_seconds
-        self._witness = witness
+        self._answer = (lambda: None) if witness is None else witness.answer
         self._next_look_at_store = self._next_look_at_connections = 0.0
         self._failed_at: float | None = None
         self._in_store: list[FailureReport] = []
@@ -310,10 +309,7 @@ class Monitor:
 
     def _ask_store(self) -> Verdict | None:
         try:
-            notice, self._in_store = self.rendezvous.failures()
-            if self._witness is not None:
-                with suppress(FleetTrainError):  # the next look finds out
-                    self._witness.answer()
+            notice, self._in_store = self.rendezvous.failures(self._answer)
         except WorkerFailed as error:
             return Verdict(Cause.STORE_LOST, message=str(error))
         if notice is not None:

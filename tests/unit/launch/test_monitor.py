@@ -57,7 +57,7 @@ class World:
     def own_reports(self, _: float) -> list[FailureReport]:
         return self.answers
 
-    def failures(self) -> tuple[dict[str, Any] | None, list[FailureReport]]:
+    def failures(self, _: object = None) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         if self.store_is_lost:
             raise WorkerFailed("vanished")
         return self.word, self.reports
