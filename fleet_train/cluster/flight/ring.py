@@ -33,7 +33,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 EVENTS = 2048
 KINDS = (
     *("run", "barrier", "copy", "code", "wire", "wait", "call"),
-    *("loader", "save", "evaluate", "forward", "backward", "update", "step"),
+    *("loader", "save", "evaluate", "backward"),
 )
 """What an event is. ``run``: of a program; ``wire``: a collective; ``code``: packing and unpacking of a bucket;
 ``wait``: the executor waits for a bucket; ``call``: a call of the facade that waits for other ranks."""
