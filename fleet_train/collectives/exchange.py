@@ -112,6 +112,7 @@ class GradientExchange:
     def arrive(self) -> None:
         """Called at the start of a step that ends with an update."""
         self.barrier.mark_active_program()
+        recorder.step = self.step + 1
         if self._is_synchronous(self.step + 1):
             self.barrier.arrive(self.step + 1)
 

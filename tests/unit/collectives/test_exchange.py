@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Collective
 from fleet_train.collectives.engines import StreamEngine
@@ -57,6 +58,7 @@ def test_slow_ranks_wait_before_the_first_bucket_and_fast_ones_at_the_start(
     exchange.arrive()
     barrier = exchange.barrier.running
     assert (barrier is not None) is early
+    assert recorder.step == 4  # a barrier that has begun is of its own step, not of the one before
     exchange.launch(0, full(1.0))
     exchange.wait(0)
     assert job.barriers == [f"step {number}" for number in range(1, 5)]
