@@ -61,7 +61,7 @@ def monitor(folder: Path, *flags: str, **environ: str) -> Iterator[tuple[Job, St
 
 
 def address_of(job: Job, started: Started) -> str:
-    job.wait_until(lambda: "/app/scalar" in started.output, 40, "the address is printed")
+    job.wait_until(lambda: "/app/scalar" in started.output, 100, "the address is printed")
     (line,) = [line for line in started.output.splitlines() if line.startswith("http://")]
     return line.removesuffix("/app/scalar")
 
