@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from mmap import mmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleet_train.cluster.flight import ring
 from fleet_train.profile import load_profile, profile_names
 from tools.benchmarks import checkouts, costs, labs, quote, recorder, report
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
@@ -165,6 +167,22 @@ def test_what_the_recorder_takes_is_of_the_pair_of_blocks_beside_the_same_load()
     for path in FOLDER.glob("*-recorder.json"):
         again = "\n".join([*recorder.page(json.loads(path.read_text())), ""])
         assert again == path.with_suffix(".md").read_text(), path.name
+
+
+def test_every_call_of_the_recorder_can_be_switched_off_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "time", ring.time)
+    each = ring.Recorder()
+    monkeypatch.setattr(each, "_map", mmap(-1, ring.RING_BYTES))  # without the thread that `start` begins
+    monkeypatch.setattr(recorder, "recorder", each)
+    switch = recorder.Switch()
+    for kind, events in (("on", 0), ("off", 0), ("timed", 3)):
+        switch(kind)
+        each.end(each.begin("wire", "bucket 0", 8, "ranks 0-1", enqueued=1.0, began=2.0))
+        with each.event("call", "save"):
+            pass
+        each.add("wait", "bucket 0", 1.0, is_worth_it=True)
+        assert switch.events == events
+    assert len(switch.seconds) == 5
 
 
 VALUES = np.array([1.0, 2.0, np.nan], np.float32)

@@ -46,10 +46,12 @@ class Switch:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.events = 0
+        """Begun while calls are timed; those that are too short to be kept count, too."""
         self._runs, self._inside = threading.Event(), threading.local()
-        real = {name: getattr(recorder, name) for name in ("begin", "end", "event")}
-        nothing = {"begin": lambda *_: -1, "end": lambda _: None, "event": lambda *_: nullcontext()}
-        timed = {name: self._timed(call) for name, call in real.items()}
+        real = {name: getattr(recorder, name) for name in ("begin", "end", "event", "add")}
+        nothing = {name: lambda *_, **__: -1 for name in real} | {"event": lambda *_, **__: nullcontext()}
+        timed = {name: self._timed(call, begins=name != "end") for name, call in real.items()}
         self._calls: dict[str, dict[str, Any]] = {"on": real, "off": nothing, "timed": timed}
 
         def sleep(seconds: float) -> None:
@@ -62,14 +64,15 @@ class Switch:
         vars(recorder).update(self._calls[kind])
         self._runs.clear() if kind == "off" else self._runs.set()
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
-            if vars(self._inside):  # `event` calls `begin`
-                return call(*given)
+    def _timed(self, call: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            if vars(self._inside):  # `event` calls `begin`, `add` both
+                return call(*given, **named)
             self._inside.yes = True
             began = time.perf_counter()
-            result = call(*given)
+            result = call(*given, **named)
             self.seconds.append(time.perf_counter() - began)
+            self.events += begins
             del self._inside.yes
             return result
 
@@ -115,6 +118,7 @@ def measure(task: Task, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     switch("timed")
     train(steps)
     switch.seconds.clear()
+    switch.events = 0
     helped, began = helper_seconds(), time.perf_counter()
     train(_TIMED_STEPS)
     helped, took = helper_seconds() - helped, time.perf_counter() - began
@@ -123,8 +127,8 @@ def measure(task: Task, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     return {
         "block_steps": block,
         "on_off_ms": blocks,
-        "events": round(len(calls) / 2 / _TIMED_STEPS, 2),
-        "event_us": round(2e6 * float(np.minimum(calls, np.percentile(calls, _CLIPPED)).mean()), 3),
+        "events": round(switch.events / _TIMED_STEPS, 2),
+        "event_us": round(1e6 * float(np.minimum(calls, np.percentile(calls, _CLIPPED)).sum()) / switch.events, 3),
         "loop_us": round(1e6 * loop_seconds(), 3),
         "helper_percent": round(100 * helped / took, 4),
     }
