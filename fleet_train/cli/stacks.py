@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ Examples:
 @of_a_job
 @click.option("--samples", type=WholeNumberRange(1), default=1, show_default=True, help="Look so often.")
 @click.option("--every", type=seconds(min=0.05), default=0.5, show_default=True, help="Seconds between two looks.")
-@click.option("--native", is_flag=True, help="With C++ frames, on this machine, where py-spy is installed.")
+@click.option("--native", is_flag=True, help="With C++ frames, by py-spy, on this machine.")
 @click.option("--whole", is_flag=True, help="All lines of all threads, not only the script's.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of looks, each a list of jobs with their ranks.")
 def command(
@@ -45,6 +46,10 @@ def command(
 
     With --samples the lines are counted, for ranks that are slow and do not hang.
     """
+    if native and (log_dir is not None or ips is not None):
+        raise click.UsageError("--native looks at this machine's processes: leave out --log_dir and --ips")
+    if native and shutil.which("py-spy") is None:
+        raise click.UsageError("--native needs py-spy, which is not installed: python -m pip install py-spy")
     from fleet_train.cluster.flight.stands import merged
     from fleet_train.doctor.visit import nobody, sampled, visit
 

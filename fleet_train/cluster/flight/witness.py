@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
@@ -394,11 +393,8 @@ def _signals_caught(pid: int) -> int:
 
 
 def _native(pid: int) -> str:
-    tool = shutil.which("py-spy")
-    if tool is None:
-        return ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = [tool, "dump", "--native", "--nonblocking", "--pid", str(pid)]
+        command = ["py-spy", "dump", "--native", "--nonblocking", "--pid", str(pid)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.STACKS_NATIVE_SECONDS)
         return ended.stdout.strip() if ended.returncode == 0 else ""
     return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli import COMMANDS, cli, train
+from fleet_train.cli import COMMANDS, cli, stacks, train
 from fleet_train.cli.completion import SHELLS, completions
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.errors import FleetTrainError
@@ -183,3 +183,22 @@ def test_a_default_is_never_refused_and_every_option_with_a_companion_has_a_case
     for flags in ("", "--data_dir images --shard_by folder", "--lr_schedule constant", "--loader thread"):
         assert CliRunner().invoke(train.command, flags.split()).exit_code == 0, flags
     assert len(started) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_installed", "why"),
+    [
+        (["--native"], False, "--native needs py-spy, which is not installed: python -m pip install py-spy"),
+        (["--native", "--log_dir=log"], True, "--native looks at this machine's processes: leave out --log_dir and"),
+        (["--native", "--ips=127.0.0.2"], True, "--native looks at this machine's processes: leave out --log_dir and"),
+    ],
+)
+def test_native_frames_that_cannot_be_had_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], is_installed: bool, why: str
+) -> None:
+    if is_installed:
+        (tmp_path / "py-spy").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(stacks.command, flags)
+    assert result.exit_code == 2
+    assert why in result.output
