@@ -179,6 +179,8 @@ WATCH_TICK_SECONDS = 0.05
 """How often a launcher, and ``spawn``, looks at its ranks, and a selftest's supervisor at its subject."""
 ASK_STORE_SECONDS = 0.5
 """How often they ask the job store for reports (seldomer in a job of many nodes), and for other supervisors."""
+STORE_QUESTIONS_PER_SECOND = 250
+"""How many of them all nodes together ask: a leader serves its ranks as well."""
 LIST_CONNECTIONS_SECONDS = 10.0
 """How often connections to the job's endpoints are listed: one that ends is listed for another minute."""
 ROOT_CAUSE_SECONDS = 2.0

@@ -18,7 +18,7 @@ import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.cluster import is_number
-from fleet_train.cluster.environment import asked_trace, rank_variables
+from fleet_train.cluster.environment import asked_trace, log_folder, rank_variables
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.cluster.network import interface_towards, interface_variables, local_addresses
 from fleet_train.cluster.partial import PartialCluster, complete
@@ -108,7 +108,7 @@ def _meet(cluster: Cluster, place: Any, host: StoreHost | None, timeout_seconds:
     if host is None and has_helper(cluster):
         host = StoreHost.of(cluster, timeout_seconds)
     if host is not None:
-        host.watch(cluster)
+        host.watch(cluster, log_folder(os.environ))
     try:
         store, barriers = (
             StoreClient.connect(

@@ -26,8 +26,6 @@ GROUP = "node"
 _STOP = "launch/stop"
 _ZERO = "launch/zero"  # when all launchers had joined, on the store's clock
 _ENDS = "launch/ends/"
-# How many requests of all launchers together the leader gets per second.
-_NODES_PER_SECOND = 250
 # Up to this many nodes, the results of all ranks are read.
 _MOST_READ = 32
 
@@ -285,7 +283,7 @@ class Rendezvous:
 
 def polling_seconds(node: Node, least: float) -> float:
     """How often a launcher polls the leader: the more launchers there are, the less often."""
-    return max(least, len(node.addresses) / _NODES_PER_SECOND)
+    return max(least, len(node.addresses) / timeouts.STORE_QUESTIONS_PER_SECOND)
 
 
 def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
 
 _READY = "listening"
-_NODES_PER_SECOND = 250
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ class StoreHost:
         place = BindAddress.of(cluster, timeout_seconds) if is_host(cluster) else None
         return cls(place, access_of(cluster).job)
 
-    def watch(self, cluster: Cluster) -> None:
-        """From now on it is the witness of the ranks of this node."""
+    def watch(self, cluster: Cluster, log_dir: Path | None) -> None:
+        """From now on it is the witness of the ranks of this node, and writes what it sees into ``log_dir``."""
         node = cluster.this.node_index
         ranks = Watched(
             store=endpoint_of(cluster),
@@ -133,6 +132,7 @@ class StoreHost:
             nodes=cluster.node_num,
             ranks=len(cluster.ranks_on_node(node)),
             job=number_of_job(cluster),
+            log_dir=str(log_dir or ""),
         )
         if self._process.stdin is not None:
             with suppress(OSError):  # it has ended: joining says so
@@ -149,7 +149,7 @@ class StoreHost:
 
 @dataclass(frozen=True)
 class Watched:
-    """The ranks of a node that a process is the witness of. ``job``: see `number_of_job`."""
+    """The ranks of a node that a process is the witness of. ``job``: see `number_of_job`; ``log_dir``: empty = none."""
 
     store: str
     address: str
@@ -157,6 +157,7 @@ class Watched:
     nodes: int
     ranks: int
     job: int
+    log_dir: str
 
 
 class NodeWitness:
@@ -164,7 +165,7 @@ class NodeWitness:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._folder = os.environ.get("PADDLE_LOG_DIR", "")
+        self._folder = Path(watched.log_dir) if watched.log_dir else None
         self._witness: Witness | None = None
         self._next_at = 0.0
         self._is_over = False
@@ -173,7 +174,8 @@ class NodeWitness:
         """Called often; asks the store twice a second, less often in a job of many nodes."""
         if self._is_over or time.monotonic() < self._next_at:
             return
-        self._next_at = time.monotonic() + max(timeouts.ASK_STORE_SECONDS, self._watched.nodes / _NODES_PER_SECOND)
+        seldom = self._watched.nodes / timeouts.STORE_QUESTIONS_PER_SECOND
+        self._next_at = time.monotonic() + max(timeouts.ASK_STORE_SECONDS, seldom)
         try:
             if self._witness is None:
                 self._witness = self._connected()
@@ -189,9 +191,9 @@ class NodeWitness:
         client = StoreClient.connect(
             ranks.store, ranks.node, group="witness", timeout_seconds=0, watched=False, access=access
         )
-        if self._folder and ranks.node == 0:
+        if self._folder is not None and ranks.node == 0:
             with suppress(OSError):
-                write_job(Path(self._folder), ranks.store, access.job)
+                write_job(self._folder, ranks.store, access.job)
         return Witness(client, ranks.node, ranks.ranks, self._find, write=self._write)
 
     def _find(self) -> list[Seen]:
@@ -202,9 +204,9 @@ class NodeWitness:
         return ours
 
     def _write(self, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-        if self._folder:
+        if self._folder is not None:
             with suppress(OSError):
-                write_files(Path(self._folder), stands, seen)
+                write_files(self._folder, stands, seen)
 
     @property
     def has_ranks(self) -> bool:
