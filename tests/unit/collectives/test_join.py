@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata, util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,8 +197,8 @@ class World:
         monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", self._create)
         monkeypatch.setattr(paddle.distributed, "init_parallel_env", self._form)
 
-    def watch(self, cluster: Cluster) -> None:
-        self.did.append(f"watch node {cluster.this.node_index}")
+    def watch(self, cluster: Cluster, log_dir: Path | None) -> None:
+        self.did.append(f"watch node {cluster.this.node_index} and write into {log_dir}")
 
     def release(self) -> None:
         self.did.append("release the host")
@@ -235,12 +236,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(world: World) -> None:
+def test_rank_0_hosts_the_store_and_opens_paddles_before_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_LOG_DIR", "runs/log")
     job = join(cluster_of(0), 30.0)
     assert world.did == [
         "keep freed memory",
         "host the store for 30 s",
-        "watch node 0",
+        "watch node 0 and write into runs/log",
         "compare join",
         "route to 10.0.0.2",
         "hold a port",
