@@ -244,13 +244,14 @@ def ask_here(strategy: str | None, settings: Sequence[str]) -> None:
 def of_a_job(command: Command) -> Command:
     """Add the flags to a command, as ``log_dir``, ``ips`` and ``port``, the port of the store."""
     from fleet_train.cluster.cluster import DEFAULT_STARTED_PORT
+    from fleet_train.cluster.store.access import SECRET_FILE
 
     @functools.wraps(command)
     def with_port(nproc: int, started_port: int, job_secret_file: Path | None, **named: Any) -> Any:
         if named["log_dir"] is not None and named["ips"] is not None:
             raise click.UsageError("give --log_dir or --ips, not both")
         if job_secret_file is not None:
-            os.environ["FLEET_TRAIN_JOB_SECRET_FILE"] = str(job_secret_file)
+            os.environ[SECRET_FILE] = str(job_secret_file)
         return command(port=started_port + nproc, **named)
 
     options = all_of(

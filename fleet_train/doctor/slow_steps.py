@@ -85,7 +85,7 @@ def reasons(ranks: Sequence[RankTimeline], steps: Sequence[int]) -> tuple[float,
     sent: defaultdict[str, float] = defaultdict(float)
     for number in steps:
         of_ranks = {rank.rank: rank.steps[number] for rank in ranks}
-        followed = min(of_ranks, key=lambda rank: _waited(of_ranks[rank]))
+        followed = min(of_ranks, key=lambda rank: of_ranks[rank].waited)
         arrivals = _last_arrivals(followed, of_ranks)
         for cause, seconds in chain(_computed(followed, of_ranks), _awaited(followed, of_ranks[followed], arrivals)):
             spent[cause] += seconds
@@ -99,10 +99,6 @@ def reasons(ranks: Sequence[RankTimeline], steps: Sequence[int]) -> tuple[float,
         if seconds > 0
     ]
     return milliseconds * whole, found
-
-
-def _waited(step: Step) -> float:
-    return sum(piece.seconds for piece in step.pieces if piece.kind == "wait")
 
 
 def _computed(followed: int, steps: dict[int, Step]) -> Iterator[tuple[Cause, float]]:

@@ -33,7 +33,6 @@ class Here:
         jobs: dict[int, list[Seen]] = {}
         for each in self._seen.values():
             jobs.setdefault(each.ring().job, []).append(each)
-        self._seen.clear()
         chosen = [one_of_each(job) for job in jobs.values()]
         self._seen = {each.pid: each for job in chosen for each in job}
         return [look(job, native=native) for job in chosen]

@@ -7,8 +7,8 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from typing import Any
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import detect
-from fleet_train.cluster.flight.stands import Stand
-from fleet_train.cluster.flight.witness import Seen, write_files
+from fleet_train.cluster.flight.witness import write_if_possible
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
 from fleet_train.cluster.store.server import StoreServer
 from fleet_train.errors import ClusterError, WorkerFailed
@@ -95,13 +94,10 @@ def spawn(
         try:
             _start(ranks)
             stop = GracefulStop(ranks, rendezvous, Stopping(), math.inf)
-            witness = witness_of(ranks, rendezvous.client, partial(_write, logs))
+            witness = witness_of(ranks, rendezvous.client, partial(write_if_possible, logs))
             stack.callback(witness.close)
             monitor = Monitor(
-                *(ranks, rendezvous, stop),
-                wait=output.read,
-                followers_seconds=timeouts.FOLLOWERS_SECONDS,
-                witness=witness,
+                ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS, witness=witness
             )
             verdict = monitor.watch()
         finally:
@@ -188,12 +184,6 @@ def _start(ranks: Ranks[SpawnedRank]) -> None:
         except OSError as error:
             index, count = len(ranks.started), ranks.node.processes
             raise ClusterError(f"rank {index} of {count} could not be started: {error}") from error
-
-
-def _write(logs: Path | None, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-    if logs is not None:
-        with suppress(OSError):  # a full disk is no reason to end the job
-            write_files(logs, stands, seen)
 
 
 def _greeting(train: Callable[..., Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def step_picture(ranks: Sequence[RankTimeline], number: int) -> NDArray[np.uint8
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    shown = sorted(ranks, key=lambda rank: _waited(rank, number))[:MOST_RANKS]
+    shown = sorted(ranks, key=lambda rank: rank.steps[number].waited)[:MOST_RANKS]
     shown.sort(key=lambda rank: rank.rank)
     steps = [rank.steps[number] for rank in shown]
     began, ended = min(step.began for step in steps), max(step.ended for step in steps)
@@ -64,10 +64,6 @@ def step_picture(ranks: Sequence[RankTimeline], number: int) -> NDArray[np.uint8
         top += _GAP
     canvas.legend({span.kind for step in steps for span in (*step.pieces, *step.events)}, height - 24)
     return np.asarray(picture)
-
-
-def _waited(rank: RankTimeline, number: int) -> float:
-    return sum(piece.seconds for piece in rank.steps[number].pieces if piece.kind == "wait")
 
 
 class _Canvas:

@@ -140,7 +140,8 @@ def state_of(ring: Ring, process: ProcessState) -> str:
     if process.letter == "D":
         return "waits for the disk"
     if ring.heartbeat and (silent := process.at - ring.heartbeat) >= timeouts.TOP_SILENT_SECONDS:
-        return f"{'''keeps Python's lock''' if process.letter == 'R' else 'does not react'} for {silent:.0f} s"
+        what = "keeps Python's lock" if process.letter == "R" else "does not react"
+        return f"{what} for {silent:.0f} s"
     if not ring.events:
         return "starting"
     what, since = "in the script", max(event.ended for event in ring.events)

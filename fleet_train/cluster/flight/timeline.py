@@ -61,6 +61,11 @@ class Step:
     def seconds(self) -> float:
         return self.ended - self.began
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which its program waited for other ranks."""
+        return sum(piece.seconds for piece in self.pieces if piece.kind == "wait")
+
 
 @dataclass(frozen=True)
 class RankTimeline:

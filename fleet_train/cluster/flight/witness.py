@@ -214,6 +214,13 @@ def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> 
         publish(folder / name, content, f"{name}.tmp")
 
 
+def write_if_possible(folder: Path | None, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
+    """The same where there is a folder: one that cannot be written is no reason to end the job."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            write_files(folder, stands, seen)
+
+
 class Seen:
     """A rank of this machine whose recorder is open here: its ring can be read after its process has ended."""
 

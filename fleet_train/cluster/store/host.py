@@ -15,16 +15,15 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import FAN_IN, Cluster, below, parent_of
-from fleet_train.cluster.flight.stands import Stand
-from fleet_train.cluster.flight.witness import Seen, Witness, is_alive, ranks_here, write_files, write_job
+from fleet_train.cluster.flight.witness import Seen, Witness, is_alive, ranks_here, write_if_possible, write_job
 from fleet_train.cluster.store.access import JOB_ID, Access, Callers, access_of, number_of_job
 from fleet_train.cluster.store.client import StoreClient, close_after_fork
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -194,7 +193,7 @@ class NodeWitness:
         if self._folder is not None and ranks.node == 0:
             with suppress(OSError):
                 write_job(self._folder, ranks.store, access.job)
-        return Witness(client, ranks.node, ranks.ranks, self._find, write=self._write)
+        return Witness(client, ranks.node, ranks.ranks, self._find, write=partial(write_if_possible, self._folder))
 
     def _find(self) -> list[Seen]:
         found = ranks_here()
@@ -202,11 +201,6 @@ class NodeWitness:
         for other in set(found).difference(ours):
             other.close()
         return ours
-
-    def _write(self, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-        if self._folder is not None:
-            with suppress(OSError):
-                write_files(self._folder, stands, seen)
 
     @property
     def has_ranks(self) -> bool:
