@@ -7,14 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import paddle
+
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
-from fleet_train.collectives.engine import CallContext, Engine, HostCopy, Running
+from fleet_train.collectives.engine import (
+    HAND_OVER,
+    CallContext,
+    Collective,
+    Engine,
+    HostCopy,
+    Running,
+    Stage,
+    Stages,
+)
 from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
+from fleet_train.collectives.methods.sharded import make_owners, make_sharded
 from fleet_train.collectives.own_streams import OwnStreamProof
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
@@ -47,7 +59,11 @@ class GradientExchange:
         sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
         self.notices = sums.notices if sums else []
         """Notes to users about how this job carries out the plan."""
-        self._methods: list[BucketMethod] = [
+        owners = make_owners(job, plan) if plan.owners else []
+        self._sharded = [
+            make_sharded(bucket, owners[bucket.communicator], job, profile) for bucket in plan.buckets if owners
+        ]
+        self._methods: list[BucketMethod] = list(self._sharded) or [
             Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums).make()
             for bucket in plan.buckets
         ]
@@ -69,6 +85,7 @@ class GradientExchange:
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
+        self._sharing: list[Running[None]] = []
         self._proof: OwnStreamProof | None = None
         if isinstance(job.engine, StreamEngine) and self._stream != AUTO:
             job.engine.use(CALC if self.is_in_graph else self._stream)
@@ -139,7 +156,8 @@ class GradientExchange:
             self.barrier.first_gradients.see(gradients, self.step)
         if not self.sends_gradients:
             # The executor empties its own tensor objects after their last use; a view keeps the memory.
-            self._running[index] = _done([gradient.view(gradient.shape) for gradient in gradients])
+            kept = [gradient.view(gradient.shape) for gradient in gradients]
+            self._running[index] = _done(self._sharded[index].owned(kept) if self._sharded else kept)
             return
         self.barrier.wait()
         self._running[index] = self._job.engine.start(
@@ -152,16 +170,53 @@ class GradientExchange:
             with self._job.clock.exposed():
                 self._running[index].result()
 
+    @property
+    def member(self) -> int:
+        """This rank's position among the owners of a sharded optimizer; 0 without one."""
+        return self._sharded[0].owners.member if self._sharded else 0
+
     def wait(self, index: int) -> list[Any]:
-        """The averaged gradients of a launched bucket, in its order and shapes. Raises WorkerFailed with the ranks."""
+        """The averaged gradients of a launched bucket, in its order and shapes (with a sharded optimizer those that
+        this rank owns, or their rows). Raises WorkerFailed with the ranks."""
         began = time.perf_counter()
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()
         is_last = index == len(self._plan.buckets) - 1
         recorder.add("wait", self._labels[index] if self._updates else "", began, is_worth_it=is_last)
-        if is_last and self._updates:
+        if is_last and self._updates and not self._sharded:
             self._end_step()
         return averages
+
+    def share(self, index: int, parameters: Sequence[Any], own: Sequence[Any]) -> None:
+        """Start sending the owners' new values of a bucket's parameters into ``parameters`` of all ranks. ``own``: the
+        values that this rank owns."""
+        if self._updates:
+            self._sharing.append(
+                self._job.engine.start(
+                    self._sharded[index].share(parameters, own),
+                    self._context(f"the parameters of {self._descriptions[index]}", f"parameters {index}"),
+                    self._plan.buckets[index].communicator,
+                )
+            )
+
+    def fill(self) -> None:
+        """Called after the last update of a sharded optimizer: all parameters have their new values after it."""
+        began = time.perf_counter()
+        sharing, self._sharing = self._sharing, []
+        with self._job.clock.exposed():
+            for running in sharing:
+                running.result()
+        if sharing:
+            recorder.add("wait", "parameters", began, is_worth_it=True)
+            self._end_step()
+
+    def over_owners(self, values: Any) -> Any:
+        """The sum of ``values`` ([elements], a float) over the ranks that share one copy of the optimizer's state, in
+        their order: the same bits on all of them. Zeros in runs without an update, which send nothing."""
+        if not self.sends_gradients:
+            return paddle.zeros_like(values)
+        group = self._sharded[0].owners.group
+        return self._job.engine.run_here(_summed(group, values), self._context("a sum over the owners", "owners"))
 
     def begin_in_graph(self, flat: Any) -> None:
         """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""
@@ -258,6 +313,18 @@ class GradientExchange:
         if self._proof is not None:
             self._proof.end_update()
         self.barrier.end_step()
+
+
+def _summed(group: Any, values: Any) -> Stages[Any]:
+    flat = values.clone()
+    yield HAND_OVER
+    gathered = paddle.empty([len(group.ranks) * flat.shape[0]], flat.dtype)
+    yield Stage((Collective("all_gather", group, flat, output=gathered),))
+    parts = paddle.split(gathered, len(group.ranks))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

@@ -35,7 +35,12 @@ Shape = Sequence[int]
 
 
 def _host_operator(
-    name: str, inputs: int, outputs: Sequence[tuple[Shape, Any]], run: Callable[..., Any], *, in_place: bool = False
+    name: str,
+    inputs: int,
+    outputs: Sequence[tuple[Shape, Any]],
+    run: Callable[..., Any],
+    *,
+    in_place: bool = False,
 ) -> Any:
     """An operator of ``inputs`` tensors whose outputs have the given shapes and dtypes.
 
@@ -115,14 +120,19 @@ def token() -> Any:
     return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
-_LINKS = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed")
-_OTHER_LINKS = ("barrier", "gather", "total", "broadcast", "loss")
+_LINKS = ("arrive", "begin", "launch", "wait", "share", "fill", "finish", "gate", "passed")
+_OTHER_LINKS = ("barrier", "gather", "total", "owners", "broadcast", "loss")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 
 def is_link(operator: Any) -> bool:
     """Whether an operator of a program belongs to the chain of an exchange; its first result is the token."""
     return _kind(operator) in _LINKS
+
+
+def is_wait(operator: Any) -> bool:
+    """Whether an operator of a program waits for a bucket."""
+    return _kind(operator) == "wait"
 
 
 def passes_a_token(operator: Any) -> bool:
@@ -179,11 +189,37 @@ def emit_launch(
 
 
 def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
-    """Insert the operator that waits for a bucket; returns the next token and the averaged gradients."""
-    outputs = [(gradient.shape, dtype) for gradient, dtype in zip(bucket.gradients, dtypes, strict=True)]
+    """Insert the operator that waits for a bucket; returns the next token and the averaged gradients that this rank
+    gets."""
+    outputs = [(own.shape, dtypes[0]) for own in bucket.owned_by(exchange.member)]
     name = f"wait_{exchange.number}_{bucket.index}"
     link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
     return link, averages
+
+
+def emit_share(
+    exchange: GradientExchange, bucket: Bucket, parameters: Sequence[Any], own: Sequence[Any], chain: Any
+) -> Any:
+    """Insert the operator that starts sending a bucket's new parameters; returns the chain's next token. ``own``: what
+    this rank has updated of them."""
+
+    def share(*tensors: Any) -> None:
+        exchange.share(bucket.index, tensors[: len(parameters)], tensors[len(parameters) :])
+
+    name = f"share_{exchange.number}_{bucket.index}"
+    return emit_link(name, share, chain, [*parameters, *own], in_place=True)[0]
+
+
+def emit_fill(exchange: GradientExchange, chain: Any) -> Any:
+    """Insert the operator that waits for all new parameters; returns the chain's next token."""
+    return emit_link(f"fill_{exchange.number}", exchange.fill, chain)[0]
+
+
+def emit_over_owners(exchange: GradientExchange, values: Any, chain: Any) -> tuple[Any, Any]:
+    """Insert the operator that sums ``values`` over the owners; returns the sums and the next token."""
+    shape = (values.shape, values.dtype)
+    link, total = emit_link("owners", lambda tensor: [exchange.over_owners(tensor)], chain, [values], [shape])
+    return total, link
 
 
 def emit_loss(loss: Any) -> None:

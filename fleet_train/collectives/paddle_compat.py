@@ -153,7 +153,7 @@ def as_dtype(tensor: Any, dtype: str) -> Any:
 
 Array = np.ndarray[Any, Any]
 
-_TYPES = {paddle.float32: "<f4", paddle.uint8: "|u1", paddle.bfloat16: "<u2"}
+_TYPES = {paddle.float32: "<f4", paddle.float64: "<f8", paddle.uint8: "|u1", paddle.bfloat16: "<u2"}
 
 
 class _Memory:
@@ -170,8 +170,8 @@ class _Memory:
 
 
 def host_view(tensor: Any) -> Array:
-    """``tensor`` ([...], float32, uint8 or bfloat16, contiguous, on the CPU) as an array [elements] over its memory;
-    bfloat16 as its bits in uint16. A few times faster than DLPack.
+    """``tensor`` ([...], float32, float64, uint8 or bfloat16, contiguous, on the CPU) as an array [elements] over its
+    memory; bfloat16 as its bits in uint16. A few times faster than DLPack.
 
     A write to one is read from the other. The array keeps the tensor alive; it must not be used after the tensor got
     other memory (``set_value`` with another shape). Raises ConversionError for other tensors.
@@ -180,7 +180,7 @@ def host_view(tensor: Any) -> Array:
     if kind is None or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
         raise ConversionError(
             f"host_view was given a tensor of {tensor.dtype} on {tensor.place}, strides {tensor.strides}; it takes "
-            "contiguous float32, uint8 or bfloat16 on the CPU: cast it, or use its contiguous()"
+            "contiguous float32, float64, uint8 or bfloat16 on the CPU: cast it, or use its contiguous()"
         )
     elements = math.prod(tensor.shape)
     return np.asarray(_Memory(tensor, elements, kind)) if elements else np.empty(0, kind)

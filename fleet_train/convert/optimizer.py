@@ -20,6 +20,7 @@ from fleet_train.convert.paddle_optimizers import (
     moments_of,
     owner_of,
     refuse_clip_of_sums,
+    refuse_to_shard,
     take_over_momentum,
     updates_each_alone,
 )
@@ -45,6 +46,7 @@ from fleet_train.convert.rewrite import (
     make_start_equal,
     refuse_foreign_startup,
 )
+from fleet_train.convert.sharding import ROWS, OwnersUpdate
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.log import log_once
@@ -174,41 +176,60 @@ class DistributedOptimizer:
         params_grads, several = summed_over_uses(params_grads)
         log_once(map(_notice_of_sum, several), self._rank)
         merged = self._passes.merge(params_grads)
-        averaged, plan, exchange = merged.pairs, None, None
         if self._job.world_size == 1:
-            operators = self._update(merged, averaged)
+            operators = self._update(merged, merged.pairs)
+            updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.loss_scale)
+            self._converted(updated, startup)
         else:
-            operators, averaged, plan, exchange = self._average_and_update(main, merged)
-            make_start_equal(self._job, main, startup, self._startups)
-        self._converted(
-            UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale), startup, plan, exchange
-        )
+            operators, updated, plan, exchange = self._average_and_update(main, merged)
+            make_start_equal(self._job, main, startup, self._startups, self._owned_state(plan))
+            self._converted(updated, startup, plan, exchange)
         return operators
+
+    def _owned_state(self, plan: CommPlan) -> Callable[[str], bool]:
+        """Whether a variable of this name is this rank's alone: constants at the start."""
+        tables = self._inner._accumulators if plan.owners else {}
+        names = {str(value.name) for table in tables.values() for value in table.values()}
+        return lambda name: name in names or ROWS in name
 
     def _average_and_update(
         self, main: Any, merged: MergedGradients
-    ) -> tuple[list[Any], ParamsGrads, CommPlan, GradientExchange]:
+    ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange]:
         """Several ranks: insert the launch operators into the backward pass, append the waits, each with its part of
         the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
         self._switch_off_onednn()
         ready = in_ready_order(merged.pairs)
+        if self._profile.sharding:
+            refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
+            if self._profile.sharding_stage == 1:
+                log_once([_STAGE_1], self._rank)
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
         log_once(exchange.notices, self._rank)
         sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange)
+        owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         if trace.current is not None and self._loss is not None:
             insert_mark_of_backward(self._loss)
         operators: list[Any] = []
         averaged: ParamsGrads = []
         for buckets in self._updated_together(plan):
-            pairs, chain = insert_waits(sums, buckets, ready, chain)
-            operators += self._update(merged, pairs)
+            pairs, chain = insert_waits(sums, buckets, ready, chain, owners)
+            if owners is None:
+                operators += self._update(merged, pairs)
+            else:
+                updates, pairs, chain = self._update_owned(owners, merged, pairs, chain)
+                operators += updates
+                chain = owners.share(buckets, chain)
             averaged += pairs
+        if owners is not None:
+            chain = owners.fill(chain)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
-        return operators, averaged, plan, exchange
+        over_owners = None if owners is None else owners.over_owners
+        updated = UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale, over_owners)
+        return operators, updated, plan, exchange
 
     def _programs_of(self, loss: Any, startup_program: Any) -> tuple[Any, Any]:
         """The program of ``loss`` and its startup program."""
@@ -256,6 +277,18 @@ class DistributedOptimizer:
         for wrap in self._wraps:
             update = partial(wrap, update)
         return self._passes.update(merged, pairs, update)
+
+    def _update_owned(
+        self, owners: OwnersUpdate, merged: MergedGradients, pairs: ParamsGrads, chain: Any
+    ) -> tuple[list[Any], ParamsGrads, Any]:
+        """The update of what this rank owns; nothing for a bucket of which it owns nothing."""
+        if not pairs:
+            return [], pairs, chain
+        scale = self._passes.loss_scale
+        pairs, chain = owners.agree(pairs, scale, scale is not None or bool(self._wraps), chain)
+        with owners.clipping():
+            operators = self._update(merged, pairs)
+        return operators or [], pairs, chain
 
     def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
         if exchange.averager is None and not self._profile.divergence_check_steps:
@@ -347,9 +380,13 @@ def _leaves_one_process_alone(profile: Profile) -> bool:
     return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
 
 
+_STAGE_1 = (
+    "sharding_stage: 1 is carried out as 2: the executor frees gradients after their bucket has been sent, as always"
+)
 _FOR_ONE_OPTIMIZER = (
     "collective_stream",
     "use_local_sgd",
+    "sharding",
     "compression",
     "accumulate_steps",
     "amp_level",

@@ -8,12 +8,13 @@ pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 from paddle import nn, optimizer
+from paddle.incubate.optimizer import LarsMomentumOptimizer
 
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile
@@ -312,6 +313,52 @@ def updates_each_alone(inner: Any) -> bool:
         and type(inner._grad_clip) in _CLIPS_EACH_ALONE
         and not getattr(inner, "_use_multi_tensor", False)
     )
+
+
+_NORMS = (optimizer.Lamb, LarsMomentumOptimizer)
+"""Their update reads the norm of a whole parameter."""
+_ONE_BY_ONE = (
+    *_EACH_ALONE,
+    optimizer.NAdam,
+    optimizer.RAdam,
+    optimizer.Rprop,
+    optimizer.ASGD,
+    LarsMomentumOptimizer,
+)
+_CLIPS_OF_OWNERS = (*_CLIPS_EACH_ALONE, nn.ClipGradByGlobalNorm)
+_DTYPES_OF_OWNERS = ("float32", "float64")
+
+
+def reads_whole_parameters(inner: Any) -> bool:
+    """Whether an update needs a whole parameter or gradient at once, so that none may be cut."""
+    return type(inner) in _NORMS or type(inner._grad_clip) is nn.ClipGradByNorm
+
+
+def refuse_to_shard(inner: Any, wraps: Sequence[Any], dtypes: Mapping[str, str]) -> None:
+    """Raise ConversionError, with the way out, for what cannot be updated by owners. ``wraps``: what surrounds the
+    update; ``dtypes``: of the parameters, by name."""
+    kind = type(inner).__name__
+    problem = ""
+    if type(inner) not in _ONE_BY_ONE:
+        known = ", ".join(each.__name__ for each in _ONE_BY_ONE)
+        problem = f"{kind} is not known to update parameters one by one, as {known} do"
+    elif type(inner._grad_clip) not in _CLIPS_OF_OWNERS:
+        problem = f"the clip {type(inner._grad_clip).__name__} is not known; use one of paddle.nn"
+    elif getattr(inner, "_use_multi_tensor", False):
+        problem = "use_multi_tensor=True joins the parameters of an update; leave it out"
+    elif any(not getattr(wrap, "is_for_owners", False) for wrap in wraps):
+        problem = (
+            "what surrounds the update (LookAhead, or a function given to around_update) would see only this rank's "
+            "parameters; leave it out, or mark a function that treats each pair alone with is_for_owners = True"
+        )
+    low = [name for name, dtype in dtypes.items() if dtype not in _DTYPES_OF_OWNERS]
+    if not problem and low:
+        problem = (
+            f"parameter '{low[0]}' is {dtypes[low[0]]}, whose master weights would start "
+            "before rank 0's values arrive; create it in float32 and set amp_level"
+        )
+    if problem:
+        raise ConversionError(f"sharding: {problem}; or train without sharding")
 
 
 def moments_of(optimizer: Any) -> list[Any]:

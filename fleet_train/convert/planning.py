@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fleet_train.collectives.engines import CALC, GRAPH, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance, refuse_other_ranks
 from fleet_train.convert import process
-from fleet_train.convert.paddle_optimizers import Unwrapped, state_values_per_parameter
+from fleet_train.convert.paddle_optimizers import Unwrapped, reads_whole_parameters, state_values_per_parameter
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
@@ -296,7 +296,8 @@ def agreed_plan(
     reports both. The link is measured only if that decides something. ``values``: what LocalSGD averages;
     ``exchanges``: what passes over the program send.
     """
-    gradients = [item.gradient for item in ready]
+    is_whole = profile.sharding and reads_whole_parameters(optimizer)
+    gradients = [replace(item.gradient, is_whole=is_whole) for item in ready]
     averaged = [spec_of(value) for value in (*values.parameters, *values.statistics)]
 
     def planned(chosen: Profile) -> CommPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from fleet_train.collectives.host_ops import (
     emit_wait,
     is_barrier,
     is_link,
+    is_wait,
     passes_a_token,
     token,
 )
@@ -29,6 +30,7 @@ from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
+from fleet_train.convert.sharding import OwnersUpdate
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 
@@ -103,15 +105,22 @@ def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
 
 
 def insert_waits(
-    sums: HostOperators | GraphSums, buckets: Sequence[Bucket], ready: Sequence[ReadyGradient], chain: Any
+    sums: HostOperators | GraphSums,
+    buckets: Sequence[Bucket],
+    ready: Sequence[ReadyGradient],
+    chain: Any,
+    owners: OwnersUpdate | None = None,
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """Append the operators that wait for ``buckets``; return (parameter, averaged gradient) pairs and the next
-    token."""
+    """Append the operators that wait for ``buckets``; return (parameter, averaged gradient) pairs, with ``owners``
+    those of this rank, and the next token."""
     by_name = {item.parameter.name: item for item in ready}
     averaged = []
     for bucket in buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         chain, results = sums.wait(bucket, [member.value.dtype for member in members], chain)
+        if owners is not None:
+            averaged += owners.pairs(bucket, results)
+            continue
         averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
     return averaged, chain
 
@@ -138,13 +147,15 @@ class UpdatedGradients:
     """``pairs``: parameter and gradient of one update, averaged over the ranks and micro-batches, before clipping.
 
     ``boundary``: bool [1], true in the runs that end with an update; None = all do. ``scale``: float32 [1], the loss
-    scale still in the gradients; None = no scale.
+    scale still in the gradients; None = no scale. ``over_owners``: if the pairs are only those that this rank owns,
+    inserts the sum of a value over all of them.
     """
 
     program: Any
     pairs: Sequence[tuple[Any, Any]]
     boundary: Any = None
     scale: Any = None
+    over_owners: Callable[[Any], Any] | None = None
 
 
 def insert_gradient_norm(updated: UpdatedGradients) -> Any:
@@ -156,7 +167,9 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
     """
     gradients = [_dense(parameter, value) for parameter, value in updated.pairs if value is not None]
     with paddle.static.program_guard(updated.program, paddle.static.Program()):
-        if updated.boundary is None:
+        if updated.over_owners is not None:
+            norm = _norm_over_owners(updated, [_sum_of_squares(gradient) for gradient in gradients])
+        elif updated.boundary is None:
             squares = [_sum_of_squares(gradient) for gradient in gradients]
             _insert_after_last_of(squares)
             norm = _norm(squares, updated.scale)
@@ -168,6 +181,18 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
                 lambda: paddle.full([1], 0.0, "float32"),
             )
         paddle.pir.reset_insertion_point_to_end()
+    return norm
+
+
+def _norm_over_owners(updated: UpdatedGradients, squares: Sequence[Any]) -> Any:
+    """Inserted after the last wait, at the same place of the chain on every rank."""
+    assert updated.over_owners is not None
+    operators = updated.program.global_block().ops
+    paddle.pir.set_insertion_point_after([each for each in operators if is_wait(each)][-1])
+    parts = [each.astype("float32") for each in squares]
+    total = updated.over_owners(paddle.stack(parts).sum().reshape([1]))
+    norm = _norm([total], updated.scale)
+    chain_in_program_order(updated.program.global_block().ops)
     return norm
 
 
@@ -212,17 +237,21 @@ def _insert_after_last_of(values: Sequence[Any]) -> None:
 _STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
 
-def make_start_equal(job: Job, main: Any, startup: Any, others: Sequence[Any]) -> None:
+def make_start_equal(
+    job: Job, main: Any, startup: Any, others: Sequence[Any], is_own: Callable[[str], bool] = lambda _: False
+) -> None:
     """Give every rank the start values of rank 0: those that ``startup`` stores, and all other parameters of ``main``.
+    ``is_own``: whether a variable is one rank's alone, by its name.
 
     A script may create parameters in another startup program than its optimizer's state
     (``minimize(startup_program=...)``). They are searched in ``others``, startup programs that the script may run, and
     in ``scope``, for a startup program that has already run: those values are broadcast now. All ranks call it;
     ScheduleMismatch if they differ in this.
     """
-    broadcast_start_state(job, startup)
+    broadcast_start_state(job, startup, is_own)
     stored = names_stored_by(startup)
-    left = {parameter.name for parameter in main.global_block().all_parameters()} - stored
+    parameters = {parameter.name for parameter in main.global_block().all_parameters()}
+    left = {name for name in parameters - stored if not is_own(name)}
     for other in others:
         if other is not startup and left & names_stored_by(other):
             broadcast_start_state(job, other)
@@ -230,13 +259,13 @@ def make_start_equal(job: Job, main: Any, startup: Any, others: Sequence[Any]) -
         _share_now(job, sorted(left))
 
 
-def broadcast_start_state(job: Job, startup: Any) -> None:
-    """Make ``startup`` give every rank the start values of rank 0.
+def broadcast_start_state(job: Job, startup: Any, is_own: Callable[[str], bool] = lambda _: False) -> None:
+    """Make ``startup`` give every rank the start values of rank 0, unless they are its own.
 
     Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
     Operators that an earlier call has handled are left unchanged.
     """
-    stores = [operator for operator in _stores(startup) if not _is_done(operator)]
+    stores = [operator for operator in _stores(startup) if not _is_done(operator) and not is_own(_name(operator))]
     if stores:
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)

@@ -10,6 +10,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan.explain import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, CommPlan
+from fleet_train.plan.shards import fit_for_owners, owners_of, with_owners
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of, refuse_unknown
 from fleet_train.profile.methods import compression_of
@@ -38,18 +39,19 @@ def build_chosen(
     """
     asked = buckets_of(profile)
     shape = without_buckets(cluster, profile)
-    buckets = cut_into_buckets(gradients, profile, asked, shape.group_size)
-    return replace(
+    buckets = cut_into_buckets(gradients, profile, asked, shape)
+    plan = replace(
         shape,
         communicators=asked.communicators,
         buckets=buckets,
         statistics=tuple(statistics),
         averaging=_averaging(gradients, averaged, profile, state_values_per_parameter),
+        state_values=state_values_per_parameter,
         profile_name=profile.name,
         profile_digest=profile.digest(),
         chosen=chosen_in_words(profile),
-        notes=tuple(notes_of(gradients, buckets, cluster, profile, shape.group_size, statistics)),
     )
+    return replace(plan, notes=tuple(notes_of(plan, gradients, cluster, profile)))
 
 
 def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
@@ -61,29 +63,35 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
         communicators=1,
         buckets=(),
         group_size=_group_size(cluster, profile),
+        owners=owners_of(cluster, profile),
         accumulate_steps=profile.accumulate_steps,
         waits_for_each=profile.sync_nccl_allreduce,
     )
 
 
 def cut_into_buckets(
-    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, group_size: int
+    gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, shape: CommPlan
 ) -> tuple[Bucket, ...]:
-    """The buckets of these sizes, in turn on the communicators, with what is sent of each."""
+    """The buckets of these sizes, in turn on the communicators, with what is sent of each. ``shape``: a plan of
+    `without_buckets`."""
     most = profile.fuse_parameter_groups_size
     groups = fuse(gradients, asked, most) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
+    if shape.owners:
+        groups = fit_for_owners(groups, shape.owners)
     buckets = tuple(
         Bucket(
             index,
             tuple(group),
             index % asked.communicators,
-            "hierarchical" if group_size else "allreduce",
+            "sharded" if shape.owners else "hierarchical" if shape.group_size else "allreduce",
             profile.compression if group[0].dtype == "float32" else "none",
         )
         for index, group in enumerate(groups)
     )
+    if shape.owners:
+        return with_owners(buckets, profile, shape)
     return tuple(
-        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(group_size)))
+        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(shape.group_size)))
         for bucket in buckets
     )
 

@@ -105,7 +105,7 @@ def best_buckets(
     """The buckets that ``profile`` gives or leaves open, and as much of the plan with them as a price needs."""
     if not open_knobs(profile):
         asked, shape = buckets_of(profile), without_buckets(cluster, profile)
-        cut = cut_into_buckets(gradients, profile, asked, shape.group_size)
+        cut = cut_into_buckets(gradients, profile, asked, shape)
         return asked, replace(shape, buckets=cut, communicators=asked.communicators)
     plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
     computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
@@ -154,7 +154,7 @@ def _candidates(
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
     for size, edge in _sizes(profile, _bytes(gradients)):
         buckets = Buckets(numbers[0], size, edge)
-        plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape.group_size))
+        plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape))
         cut = tuple(len(bucket.gradients) for bucket in plan.buckets)
         # Many sizes give the same bucketing; the largest one is reported.
         if cut not in cuts or size > cuts[cut][0].megabytes:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan.plan import MEGABYTE, CommPlan, Note
+from fleet_train.plan.shards import elements_of, memory_of, rows_cut
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import Bucket, CollectiveSpec, TensorSpec
 from fleet_train.profile.profile import CHOSEN, DECLINED, buckets_of
@@ -30,6 +31,7 @@ def explain(plan: CommPlan) -> str:
     lines += [
         "",
         *_per_update(plan),
+        *_memory(plan),
         f"digest: {plan.digest}",
         "",
         "effect of each knob:",
@@ -53,6 +55,13 @@ def _per_update(plan: CommPlan) -> list[str]:
     return lines
 
 
+def _memory(plan: CommPlan) -> list[str]:
+    """What the rank with the largest share keeps."""
+    parts = memory_of(plan)
+    words = ", ".join(f"{_mb(nbytes)} {name}" for name, nbytes in parts.items())
+    return [f"memory of a rank, without activations: {_mb(sum(parts.values()))} MB ({words})"]
+
+
 def _collectives(plan: CommPlan, warm_up: bool) -> str:
     return _count(len(plan.phases(warm_up)), "collective")
 
@@ -71,20 +80,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def notes_of(
-    gradients: Sequence[TensorSpec],
-    buckets: Sequence[Bucket],
-    cluster: Cluster,
-    profile: Profile,
-    group_size: int,
-    statistics: Sequence[CollectiveSpec],
-) -> list[Note]:
+def notes_of(plan: CommPlan, gradients: Sequence[TensorSpec], cluster: Cluster, profile: Profile) -> list[Note]:
     """One note for each knob that affects what is sent, or the program around it."""
     return [
-        *_fusing(gradients, buckets, profile),
-        *_strategies(cluster, profile, group_size),
+        *_fusing(gradients, plan.buckets, profile),
+        *_strategies(cluster, profile, plan.group_size),
+        *_sharding(plan),
         *_local_sgd(profile),
-        *_program(profile, statistics),
+        *_program(profile, plan.statistics),
         *_running(profile),
     ]
 
@@ -153,6 +156,18 @@ def _strategies(cluster: Cluster, profile: Profile, group_size: int) -> list[Not
     if profile.accumulate_steps > 1:
         notes.append(Note("accumulate_steps", f"all of this once per {profile.accumulate_steps} micro-batches"))
     return notes
+
+
+def _sharding(plan: CommPlan) -> list[Note]:
+    if not plan.owners:
+        return []
+    held, cut = elements_of(plan), rows_cut(plan)
+    share = max(held) / (sum(held) or 1)
+    copies = plan.world_size // plan.owners
+    effect = f"each rank of {plan.owners} keeps at most {share:.3f} of the optimizer's state"
+    effect += f", {copies} copies of it in the job" if copies > 1 else ""
+    effect += f"; cut by rows: {', '.join(cut)}" if cut else "; no parameter is cut"
+    return [Note("sharding", effect)]
 
 
 def _tuning(profile: Profile) -> str:

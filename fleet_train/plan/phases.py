@@ -35,13 +35,16 @@ class CollectivePhase:
 
 
 def phases_of(world_size: int, group_size: int, payload: CollectiveSpec) -> list[CollectivePhase]:
-    """The phases of an exchange: itself, or with local groups (0 = none) the three phases of a hierarchical
-    allreduce."""
+    """The phases of an exchange: itself, in one or several groups, or with local groups (0 = none) the three phases of
+    a hierarchical allreduce."""
 
     def phase(kind: str, groups: Sequence[Sequence[int]], item_bytes: int = payload.item_bytes) -> CollectivePhase:
         nbytes = payload.nbytes // payload.item_bytes * item_bytes
         return CollectivePhase(kind, tuple(tuple(group) for group in groups), nbytes, item_bytes)
 
+    if payload.owners:
+        groups = local_groups(world_size, payload.owners)
+        return [phase(payload.kind, [*zip(*groups, strict=True)] if payload.copies else groups)]
     if not group_size or payload.flat or payload.kind == "allgather":
         ranks = range(world_size)
         return _quantised(payload, ranks) if payload.quantised else [phase(payload.kind, [ranks])]

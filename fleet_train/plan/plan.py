@@ -117,6 +117,10 @@ class CommPlan:
     group_size: int = 0
     """Hierarchical allreduce: ranks per local group; 0 = flat."""
     averaging: Averaging | None = None
+    owners: int = 0
+    """Sharded optimizer: neighbouring ranks that share one copy of its state; 0 = every rank has all of it."""
+    state_values: int = 0
+    """Values of the optimizer's state for each value of a parameter."""
     accumulate_steps: int = 1
     """Micro-batches per update; the numbers of this plan are per update."""
     waits_for_each: bool = False
@@ -140,7 +144,9 @@ class CommPlan:
         ``warm_up`` and without LocalSGD, in an update with averaged gradients."""
         if self.averaging is not None and not warm_up:
             return self.averaging.sent
-        return (*self.statistics * self.accumulate_steps, *(sent for bucket in self.buckets for sent in bucket.sent))
+        gradients = [sent for bucket in self.buckets for sent in bucket.sent]
+        parameters = [sent for bucket in self.buckets for sent in bucket.updated]
+        return (*self.statistics * self.accumulate_steps, *gradients, *parameters)
 
     @property
     def is_quantised(self) -> bool:
@@ -198,7 +204,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
         longer, where = (ours, "here") if len(_flat(ours)) > len(_flat(theirs)) else (theirs, "there")
         extra = _flat(longer)[min(len(_flat(ours)), len(_flat(theirs)))]
         return f"{_describe(extra)} {where} only"
-    for key in ("communicators", "group_size", "accumulate_steps", "profile_digest"):
+    for key in ("communicators", "group_size", "owners", "accumulate_steps", "profile_digest"):
         if ours[key] != theirs[key]:
             return f"{key} is {ours[key]} here, {theirs[key]} there"
     for here, there in zip(_flat(ours), _flat(theirs), strict=True):

@@ -16,6 +16,7 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan.build import LocalSgdSchedule
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
 from fleet_train.plan.simulate_methods import Array, QuantisedSum, SimulatedParts, SimulatedWire, cut
+from fleet_train.plan.simulate_shards import ShardedSimulation
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.outer import outer_optimizer_of
@@ -316,11 +317,10 @@ class SimulatedJob:
         self.optimizers, momentum, nesterov = _momentum_for_dgc(made, profile)
         self._profile = profile
         self._exchanges = 0
+        simulated = [SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov) for bucket in plan.buckets]
         self._references = [
-            compression_of(bucket.compression).in_numpy(
-                SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov)
-            )
-            for bucket in plan.buckets
+            ShardedSimulation(parts) if plan.owners else compression_of(parts.bucket.compression).in_numpy(parts)
+            for parts in simulated
         ]
         self._averaging: SimulatedAveraging | None = None
         if plan.averaging is not None:
@@ -373,8 +373,11 @@ class SimulatedJob:
         agreed: Values = {}
         for bucket, reference in zip(self._plan.buckets, self._references, strict=True):
             compression = compression_of(bucket.compression)
-            for sent in compression.sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges):
-                self._wire.count(sent)
+            sent = (*bucket.sent, *bucket.updated)
+            if not bucket.shards:
+                sent = compression.sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges)
+            for payload in sent:
+                self._wire.count(payload)
             names = [gradient.name for gradient in bucket.gradients]
             results = reference.step([[rank[name] for name in names] for rank in gradients])
             if bucket.dtype == "float32":

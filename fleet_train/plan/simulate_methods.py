@@ -192,9 +192,17 @@ class QuantisedSum:
     bit.
     """
 
-    def __init__(self, name: str, elements: int, world_size: int, group_size: int, settings: QuantisedSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        elements: int,
+        world_size: int,
+        group_size: int,
+        settings: QuantisedSettings,
+        layout: QuantisedLayout | None = None,
+    ) -> None:
         self._local_groups = local_groups(world_size, group_size or 1)
-        self._layout = QuantisedLayout(elements, len(self._local_groups), settings)
+        self._layout = layout or QuantisedLayout(elements, len(self._local_groups), settings)
         self._settings, self._name, self._step = settings, name, 0
         self.residuals = [np.zeros(self._layout.padded_elements, np.float32) for _ in self._local_groups]
         """The rounding errors by member."""
@@ -211,11 +219,31 @@ class QuantisedSum:
             self.residuals = [np.zeros_like(residual) for residual in self.residuals]
         return np.asarray(total[:elements])
 
+    def sum_of_parts(self, wires: Sequence[Array]) -> Array:
+        """``wires[member]`` [parts, elements of a part] -> what each owner of a part has after adding to its own part
+        what the others send it, float32; nobody rounds the sums."""
+        self._step += 1
+        size, (parts, length) = self._layout.part_elements, wires[0].shape
+        for residual, wire in zip(self.residuals, wires, strict=True):
+            residual.reshape(parts, size)[:, :length] += wire
+        sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
+        sums = []
+        for owner in range(parts):
+            part = slice(owner * size, (owner + 1) * size)
+            others = [rounded[part] for member, rounded in enumerate(sent) if member != owner]
+            sums.append(added_up([self.residuals[owner][part], *others])[:length])
+        for member, residual in enumerate(self.residuals):
+            keep_error(residual, sent[member])
+            residual[member * size : (member + 1) * size] = 0
+        if not self._settings.error_feedback:
+            self.residuals = [np.zeros_like(residual) for residual in self.residuals]
+        return np.stack(sums)
+
     def _whole(self) -> Array:
         sent = [self._rounded(residual, member, 0) for member, residual in enumerate(self.residuals)]
         for residual, rounded in zip(self.residuals, sent, strict=True):
-            _keep_error(residual, rounded)
-        return _added_up(sent)
+            keep_error(residual, rounded)
+        return added_up(sent)
 
     def _in_parts(self) -> Array:
         size = self._layout.part_elements
@@ -224,14 +252,14 @@ class QuantisedSum:
         for owner in range(self._layout.parts):
             part = slice(owner * size, (owner + 1) * size)
             others = [rounded[part] for member, rounded in enumerate(sent) if member != owner]
-            total = _added_up([self.residuals[owner][part].copy(), *others])
+            total = added_up([self.residuals[owner][part].copy(), *others])
             result[part] = self._rounded(total, owner, 1)
-            _keep_error(total, result[part])
+            keep_error(total, result[part])
             for member, residual in enumerate(self.residuals):
                 if member == owner:
                     residual[part] = total
                 else:
-                    _keep_error(residual[part], sent[member][part])
+                    keep_error(residual[part], sent[member][part])
         return result
 
     def _rounded(self, values: Array, member: int, phase: int) -> Array:
@@ -254,12 +282,12 @@ class QuantisedSum:
         return np.asarray((drawn.astype(np.float32) - np.float32(127.5)) / np.float32(256))
 
 
-def _keep_error(residual: Array, sent: Array) -> None:
+def keep_error(residual: Array, sent: Array) -> None:
     """Store the rounding error in ``residual``; zero for blocks with an infinity or NaN."""
     residual[:] = np.where(np.isfinite(sent), residual - sent, np.float32(0))
 
 
-def _added_up(parts: Sequence[Array]) -> Array:
+def added_up(parts: Sequence[Array]) -> Array:
     """The float32 sum, one after the other."""
     total: Array = parts[0].copy()
     for part in parts[1:]:

@@ -164,6 +164,34 @@ class CommunicationKnobs(BaseModel):
         reason="Without it the allreduce is flat on NCCL, which is said: NCCL itself uses the links between and inside "
         "nodes, and three steps in turn stall the calculation stream. On Gloo it changes nothing.",
     )
+    sharding: bool = knob(
+        False,
+        meaning="Each rank keeps the optimizer's state of its share of the parameters only, and updates only them "
+        "(ZeRO). Parameters are those of a job without it.",
+        reason="A bucket's gradients are summed at the owners of its parameters, who run the update and send the new "
+        "values to the others. A parameter is cut by rows where a bucket would otherwise be uneven by more than 20 %. "
+        "Source: Rajbhandari et al. 2020.",
+    )
+    sharding_stage: int = knob(
+        2,
+        ge=1,
+        le=2,
+        needs="sharding",
+        meaning="ZeRO's stage: 1 shares the optimizer's state, 2 also frees gradients once their owners have them. 3 "
+        "would share the parameters themselves and is refused.",
+        reason="The executor frees a gradient after its last reader, the operator that starts its bucket, so stage 1 "
+        "is carried out as stage 2.",
+    )
+    sharding_degree: int = knob(
+        0,
+        unit="ranks",
+        ge=0,
+        le=1024,
+        needs="sharding",
+        meaning="How many neighbouring ranks share one copy of the state; their sums are averaged with the other "
+        "groups'. 0 = all ranks.",
+        reason="It divides the number of ranks. That of a node keeps the exchange of parameters inside the node.",
+    )
     sync_nccl_allreduce: bool = knob(
         False,
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",

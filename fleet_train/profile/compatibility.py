@@ -46,6 +46,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("amp", "amp_level", "mixed precision", lambda level: level != "O0"),
     Strategy("sync_bn", "sync_batch_norm", "synchronised batch norm"),
     Strategy("recompute", "recompute_segments", "recompute", lambda segments: segments > 1),
+    Strategy("sharding", "sharding", "a sharded optimizer"),
     Strategy("graph", "collective_stream", "allreduces inside the program", lambda stream: stream == "graph"),
 )
 
@@ -109,6 +110,27 @@ PAIRS |= {
         f"fused communicators hierarchical waiting local_sgd outer {_COMPRESSIONS} merge amp sync_bn",
         goes("gradients are the same bit by bit"),
     ),
+    **_with(
+        "sharding",
+        "fused communicators waiting merge amp sync_bn recompute",
+        goes("the update of a parameter moves to its owner, with the same gradient"),
+    ),
+    **_with("sharding", "bf16 quantised", goes("gradients are rounded on the way to the owners, who sum in float32")),
+    **_with(
+        "sharding",
+        "hierarchical",
+        refused("a bucket goes to the owners of its parameters directly", "use sharding_degree for ranks of a node"),
+    ),
+    **_with(
+        "sharding",
+        "local_sgd outer",
+        refused("local steps update all parameters on each rank", "leave one of the two out"),
+    ),
+    **_with(
+        "sharding",
+        "dgc powersgd",
+        refused("every rank needs the whole sum to keep what was not sent", "use compression: bf16 or int8"),
+    ),
     **_with("graph", "fused waiting amp recompute", goes("each bucket is one operator of the program")),
     **_with(
         "graph",
@@ -117,7 +139,7 @@ PAIRS |= {
     ),
     **_with(
         "graph",
-        f"hierarchical local_sgd outer {_COMPRESSIONS} merge sync_bn",
+        f"hierarchical local_sgd outer {_COMPRESSIONS} merge sync_bn sharding",
         refused(
             "operators of the program sum whole gradients over all ranks in every run", "use collective_stream: own"
         ),

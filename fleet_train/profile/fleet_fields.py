@@ -40,8 +40,8 @@ class StockField:
 
     ``silent`` values ask for what happens anyway; ``mapped`` ones do as well, but rank 0 prints the sentence
     ``mapping``; a ``switch`` stands for settings of several knobs; any other value goes to ``knob``, or is refused with
-    ``refusal``. ``reading`` turns Fleet's value into the knob's, and ``note`` says so. ``needs`` names the field that
-    must be on.
+    ``refusal``. ``reading`` turns Fleet's value into the knob's, and ``note`` says so; ``also`` are settings of other
+    knobs that it implies. ``needs`` names the field that must be on.
     """
 
     path: str
@@ -54,6 +54,7 @@ class StockField:
     reading: Callable[[Any], Any] | None = None
     note: str = ""
     needs: str = ""
+    also: tuple[tuple[str, Any], ...] = ()
 
     @property
     def fate(self) -> Fate:
@@ -92,6 +93,9 @@ _TO_KNOBS = {
     "fuse_grad_size_in_num": "fuse_parameter_groups_size",
     "fuse_grad_size_in_TFLOPS": "fuse_parameter_groups_size",
     "_fuse_grad_size_in_TFLOPS": "fuse_parameter_groups_size",
+    "sharding_configs.stage": "sharding_stage",
+    "sharding_configs.sharding_degree": "sharding_degree",
+    "hybrid_configs.sharding_degree": "sharding_degree",
     "localsgd": "use_local_sgd",
     "localsgd_configs.k_steps": "local_sgd_steps",
     "localsgd_configs.begin_step": "local_sgd_is_warm_steps",
@@ -137,6 +141,9 @@ _SWITCHES = {
     "fp16_allreduce": Switch(True, (("compression", "fp16"),), "; on Gloo use compression: bf16"),
     "gradient_merge": Switch(
         True, (("accumulate_steps", 1),), "; gradient_merge_configs.k_steps is the number", yields=True
+    ),
+    "sharding_configs.sharding_degree": Switch(
+        8, (("sharding_degree", 0),), ", all ranks: 8 is what Fleet has when nothing is set", yields=True
     ),
     "adaptive_localsgd": Switch(
         True,
@@ -207,8 +214,7 @@ _REFUSED = {
     "pipeline_configs": _DATA_PARALLEL,
     "tensor_parallel": _DATA_PARALLEL,
     "tensor_parallel_configs": _DATA_PARALLEL,
-    "sharding": _DATA_PARALLEL,
-    "sharding_configs": _DATA_PARALLEL,
+    "sharding_configs": "has no such field here; stage and sharding_degree are known",
     "hybrid_configs": _DATA_PARALLEL,
     "hybrid_configs.dp_degree": "is the number of ranks, which follows from the launch command; leave it out",
     "hybrid_parallel_order": _DATA_PARALLEL,
@@ -303,6 +309,7 @@ _NEEDS = {
     **dict.fromkeys(("amp_configs.level", "amp_configs.use_pure_fp16", "amp_configs.use_pure_bf16"), "amp"),
     "gradient_merge_configs.k_steps": "gradient_merge",
     "recompute_configs.checkpoints": "recompute",
+    **dict.fromkeys(("sharding_configs.stage", "sharding_configs.sharding_degree"), "sharding"),
 }
 """Fields that would enable a feature that Fleet leaves off without its switch; the other knobs have ``only_with``."""
 
@@ -334,8 +341,9 @@ def _row(path: str) -> StockField:
     refusal = _REFUSED.get(path) or _REFUSED.get(path.partition(".")[0], "has no other value here; remove it")
     knob = _TO_KNOBS.get(path, "")
     silent, (reading, note) = _SILENT.get(path, () if knob else _OFF), _READINGS.get(path, (None, ""))
+    also = (("sharding", True),) if path == "hybrid_configs.sharding_degree" else ()
     return StockField(
-        path, silent, mapped, mapping, refusal, knob, _SWITCHES.get(path), reading, note, _NEEDS.get(path, "")
+        path, silent, mapped, mapping, refusal, knob, _SWITCHES.get(path), reading, note, _NEEDS.get(path, ""), also
     )
 
 
@@ -375,7 +383,7 @@ def outcome_of(path: str, value: Any) -> Outcome:
         if _is_one_of(read, row.silent):
             return Outcome()
         is_variable = row.knob.startswith("environment.") and isinstance(read, int)
-        settings = ((row.knob, str(int(read)) if is_variable else read),)
+        settings = ((row.knob, str(int(read)) if is_variable else read), *row.also)
         return Outcome(settings, sentence="" if row.knob == row.path else f"{prefix}read as {row.knob}{row.note}")
     if _is_one_of(value, row.mapped):
         return Outcome(sentence=prefix + row.mapping)

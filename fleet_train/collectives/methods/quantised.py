@@ -53,13 +53,14 @@ class KeptErrors:
         """Restore what ``state`` returned; errors that are missing or of another size start as zero."""
         with dynamic_mode(), paddle.no_grad():
             sums = state.get(f"{self._values[0].name}.sums")
-            parts = [_of_size(state.get(f"{value.name}.error"), value.elements) for value in self._values]
+            parts = [of_size(state.get(f"{value.name}.error"), value.elements) for value in self._values]
             self._rounded.restore(
                 paddle.concat(parts), int(sums.item()) if sums is not None and sums.numel() == 1 else 0
             )
 
 
-def _of_size(error: Any, elements: int) -> Any:
+def of_size(error: Any, elements: int) -> Any:
+    """A saved error as [elements] float32; zeros if there is none, or one of another size."""
     if error is None or error.numel() != elements:
         return paddle.zeros([elements], "float32")
     return error.reshape([-1])
@@ -167,7 +168,7 @@ class QuantisedAllreduce:
         size = layout.part_elements
         mine = self._residual[own * size : (own + 1) * size].clone()
         wire, left = self._codec.encode(self._residual, self._random(0))
-        received = yield from self._all_to_all.exchange(_parts_of(wire, layout))
+        received = yield from self._all_to_all.exchange(parts_of(wire, layout))
         total = self._codec.decode(received, 1.0, mine)
         sums, rest = self._codec.encode(total, self._random(1))
         self._residual = left
@@ -182,8 +183,8 @@ class QuantisedAllreduce:
         )
 
 
-def _parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
-    """One wire per part: the levels of all parts are contiguous, followed by all scales."""
+def parts_of(wire: Any, layout: QuantisedLayout) -> list[Any]:
+    """One wire per part of ``wire``: the levels of all parts are contiguous, followed by all scales."""
     levels = layout.part_elements * layout.settings.bits // 8
     cut, scales = levels * layout.parts, layout.part_bytes - levels
     return [
@@ -299,7 +300,7 @@ def make_all_to_all(job: Job, group: Any, ranks: Sequence[int]) -> AllToAll:
     rank = job.cluster.rank
     if backend_name() != "gloo":
         return AllToAll(group, ranks, rank)
-    made = {pair: new_group(job, pair) for pair in combinations(ranks, 2)} if len(ranks) > 2 else {}
+    made = {pair: group if len(ranks) == 2 else new_group(job, pair) for pair in combinations(ranks, 2)}
     return AllToAll(
         group,
         ranks,

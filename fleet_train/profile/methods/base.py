@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,11 +69,15 @@ NOT_WITH_LOCAL_SGD = refused(
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness."""
+    """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness.
+
+    ``is_whole``: its update reads all of it at once, a norm for example, so that one rank owns all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    is_whole: bool = False
 
     @property
     def elements(self) -> int:
@@ -120,8 +124,8 @@ class QuantisedSettings:
 class CollectiveSpec:
     """One exchange over all ranks, the bytes of one rank's buffer and of one item.
 
-    ``kind``: ``allreduce``, ``allgather``, or ``quantised``, a sum of float32 that is sent as described by
-    ``quantised``.
+    ``kind``: ``allreduce``, ``allgather``, ``alltoall`` (bytes for each other rank), or ``quantised``, a sum of float32
+    that is sent as described by ``quantised``.
     """
 
     kind: str
@@ -132,6 +136,23 @@ class CollectiveSpec:
     flat: bool = False
     """Over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
+    owners: int = 0
+    """Only within each group of so many neighbours, the owners of a sharded optimizer; 0 = over all ranks."""
+    copies: bool = False
+    """Instead between the ranks of all these groups that own the same."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank owns of a bucket's gradient: ``rows`` rows from ``first`` on; 0 rows = all of it."""
+
+    gradient: int
+    first: int = 0
+    rows: int = 0
+
+    def of(self, gradient: TensorSpec) -> TensorSpec:
+        """Its own name and shape."""
+        return replace(gradient, shape=(self.rows, *gradient.shape[1:])) if self.rows else gradient
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,21 @@ class Bucket:
     compression: str = "none"
     sent: tuple[CollectiveSpec, ...] = ()
     """The exchanges of a step once compression runs at full strength."""
+    updated: tuple[CollectiveSpec, ...] = ()
+    """The exchanges after the update of its parameters: the owners' new values."""
+    shards: tuple[tuple[Piece, ...], ...] = ()
+    """What each member of a group of owners has of it; empty without a sharded optimizer."""
+
+    def owned_by(self, member: int) -> tuple[TensorSpec, ...]:
+        """The gradients that a member gets, or their rows; all of them without a sharded optimizer."""
+        if not self.shards:
+            return self.gradients
+        return tuple(piece.of(self.gradients[piece.gradient]) for piece in self.shards[member])
+
+    @cached_property
+    def part_elements(self) -> int:
+        """Elements of the largest of the members' parts: those on each wire."""
+        return max(sum(spec.elements for spec in self.owned_by(member)) for member in range(len(self.shards)))
 
     @property
     def dtype(self) -> str:

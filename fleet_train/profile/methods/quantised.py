@@ -75,10 +75,11 @@ class QuantisedLayout:
     elements: int
     members: int
     settings: QuantisedSettings
+    always_in_parts: bool = False
 
     @property
     def parts(self) -> int:
-        return self.members if self.members > 2 else 1
+        return self.members if self.members > 2 or self.always_in_parts else 1
 
     @property
     def part_blocks(self) -> int:

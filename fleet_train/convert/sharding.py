@@ -1,0 +1,180 @@
+"""A sharded optimizer in a program: each rank's update covers what it owns, and everyone gets the new parameters.
+
+A parameter that is cut has a variable for this rank's rows, ``<name>@rows``, which the optimizer updates in its place:
+it gets the rows of the parameter before every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import paddle
+from paddle import _C_ops, nn
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import emit_fill, emit_over_owners, emit_share, token
+from fleet_train.convert.planning import ReadyGradient, dtype_name
+from fleet_train.plan import Bucket
+from fleet_train.profile.methods.base import Piece
+
+Pairs = list[tuple[Any, Any]]
+
+ROWS = "@rows"
+"""The end of the name of a variable with this rank's rows of a parameter; the optimizer's state is named after it."""
+
+
+class OwnersUpdate:
+    """The part of a conversion that a sharded optimizer changes."""
+
+    def __init__(self, exchange: GradientExchange, inner: Any, ready: Sequence[ReadyGradient]) -> None:
+        self._exchange = exchange
+        self._inner = inner
+        self._parameters = {item.parameter.name: item.parameter for item in ready}
+        self._originals = {f"{name}{ROWS}": parameter for name, parameter in self._parameters.items()}
+        self._own: dict[int, list[Any]] = {}
+        self._factor: Any = None
+        _show_originals(inner, self._originals)
+
+    def pairs(self, bucket: Bucket, gradients: Sequence[Any]) -> Pairs:
+        """What this rank updates of a bucket, with its averaged gradients."""
+        pieces = bucket.shards[self._exchange.member]
+        own = [self._owned(self._parameters[bucket.gradients[piece.gradient].name], piece) for piece in pieces]
+        self._own[bucket.index] = own
+        return list(zip(own, gradients, strict=True))
+
+    def _owned(self, parameter: Any, piece: Piece) -> Any:
+        if not piece.rows:
+            return parameter
+        shape = [piece.rows, *parameter.shape[1:]]
+        start = nn.initializer.Constant(0.0)
+        rows = paddle.pir.core.create_persistable_value(
+            parameter.dtype, shape, f"{parameter.name}{ROWS}", initializer=start
+        )
+        for name in ("trainable", "optimize_attr", "regularizer", "need_clip", "stop_gradient"):
+            setattr(rows, name, getattr(parameter, name))
+        paddle.assign(paddle.slice(parameter, [0], [piece.first], [piece.first + piece.rows]), rows)
+        return rows
+
+    def agree(self, pairs: Pairs, scale: Any, checks: bool, chain: Any) -> tuple[Pairs, Any]:
+        """Insert what the owners must know of one another before an update of all pairs: the norm for a clip, and with
+        ``checks`` whether a gradient is NaN or infinite, which then is one here, too. ``scale``: the loss scale that is
+        still in the gradients."""
+        clip = self._inner._grad_clip
+        norm = isinstance(clip, nn.ClipGradByGlobalNorm)
+        if not norm and not checks:
+            return pairs, chain
+        if checks:
+            one = paddle.full([1], 1.0, "float32")
+            checked, broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in pairs], one)
+            pairs = [(parameter, value) for (parameter, _), value in zip(pairs, checked, strict=True)]
+        else:
+            broken = paddle.full([1], False, "bool")
+        wide = "float64" if any(gradient.dtype == paddle.float64 for _, gradient in pairs) else "float32"
+        clipped = [gradient for parameter, gradient in pairs if getattr(parameter, "need_clip", True)] if norm else []
+        squares = sum_of_squares(clipped, wide)
+        told = paddle.concat([squares, broken.astype(wide)])
+        total, chain = emit_over_owners(self._exchange, told, chain)
+        if norm:
+            length = paddle.sqrt(total[0:1])
+            length = length if scale is None else length / scale.reshape([1]).astype(wide)
+            most = paddle.full([1], clip.clip_norm, wide)
+            self._factor = most / paddle.maximum(length, most)
+        if checks:
+            at = min(range(len(pairs)), key=lambda index: _elements(pairs[index][1]))
+            parameter, gradient = pairs[at]
+            spoilt = paddle.where(
+                total[1:2] > 0, paddle.full([1], float("nan"), gradient.dtype), paddle.zeros([1], gradient.dtype)
+            )
+            pairs[at] = (parameter, paddle.where(paddle.isnan(spoilt), spoilt, gradient))
+        return pairs, chain
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Within the block the optimizer's clip by the global norm uses the norm over all owners."""
+        clip = self._inner._grad_clip
+        if self._factor is None:
+            yield
+            return
+        self._inner._grad_clip = _ClipByFactor(clip.clip_norm, self._factor)
+        try:
+            yield
+        finally:
+            self._inner._grad_clip = clip
+
+    def share(self, buckets: Sequence[Bucket], chain: Any) -> Any:
+        """Insert what starts sending the new parameters of ``buckets``; returns the next token."""
+        for bucket in buckets:
+            parameters = [self._parameters[gradient.name] for gradient in bucket.gradients]
+            if not paddle.get_flags(_SERIAL)[_SERIAL]:
+                _after_other_readers(parameters)
+            chain = emit_share(self._exchange, bucket, parameters, self._own[bucket.index], chain)
+        return chain
+
+    def fill(self, chain: Any) -> Any:
+        """Insert what waits for them."""
+        return emit_fill(self._exchange, chain)
+
+    def over_owners(self, value: Any) -> Any:
+        """Insert the sum of a value over the owners, outside the chain; see `GradientExchange.over_owners`."""
+        return emit_over_owners(self._exchange, value, token())[0]
+
+
+_SERIAL = "FLAGS_new_executor_serial_run"
+
+
+def _after_other_readers(parameters: Sequence[Any]) -> None:
+    """The executor's threads run an operator that writes a variable after the earlier ones that read it. A host
+    operator cannot say that it writes, so each parameter is first copied to itself."""
+    for parameter in parameters:
+        _C_ops.assign_out_(parameter, parameter)
+
+
+def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:
+    """Of all elements, [1]; 0 for no gradients."""
+    if not gradients:
+        return paddle.zeros([1], dtype)
+    parts = [_C_ops.squared_l2_norm(gradient) for gradient in gradients]
+    return (
+        paddle.stack([part if dtype_name(part.dtype) == dtype else part.astype(dtype) for part in parts])
+        .sum()
+        .reshape([1])
+    )
+
+
+def _elements(value: Any) -> int:
+    count = 1
+    for size in value.shape:
+        count *= int(size)
+    return count
+
+
+class _ClipByFactor(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
+    """Paddle's clip with a factor that is already known."""
+
+    def __init__(self, clip_norm: float, factor: Any) -> None:
+        super().__init__(clip_norm)
+        self._factor = factor
+
+    def _pir_clip(self, params_grads: Pairs) -> Pairs:
+        clipped = []
+        for parameter, gradient in params_grads:
+            if getattr(parameter, "need_clip", True):
+                gradient = gradient * self._factor.astype(gradient.dtype)
+            clipped.append((parameter, gradient))
+        return clipped
+
+
+def _show_originals(inner: Any, originals: dict[str, Any]) -> None:
+    """Let functions that a script gave to its optimizer see the names and values of whole parameters."""
+
+    def by_name(function: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda name: function(name.removesuffix(ROWS))
+
+    def by_value(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda parameter: function(originals.get(parameter.name, parameter))
+
+    for attribute, wrapped in (("_apply_decay_param_fun", by_name), ("_lr_ratio", by_value)):
+        if callable(function := vars(inner).get(attribute)):
+            setattr(inner, attribute, wrapped(function))
