@@ -175,6 +175,29 @@ class GradientExchange:
         """This rank's position among the owners of a sharded optimizer; 0 without one."""
         return self._sharded[0].owners.member if self._sharded else 0
 
+    @property
+    def owners(self) -> int:
+        """Ranks that share one copy of the optimizer's state; 0 if each has all of it."""
+        return self._plan.owners
+
+    @property
+    def owners_group(self) -> Any:
+        """Their process group, of a sharded optimizer."""
+        return self._sharded[0].owners.group
+
+    def shape_of(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a parameter that this communicates for."""
+        return next(spec.shape for bucket in self._plan.buckets for spec in bucket.gradients if spec.name == parameter)
+
+    def rows_of(self, parameter: str) -> tuple[int, int, int]:
+        """Of a parameter that is cut: this rank's first row, its rows, and all rows."""
+        for bucket in self._plan.buckets:
+            for piece in bucket.shards[self.member]:
+                spec = bucket.gradients[piece.gradient]
+                if spec.name == parameter:
+                    return piece.first, piece.rows, spec.shape[0]
+        raise ConversionError(f"this rank owns no rows of '{parameter}'")
+
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes (with a sharded optimizer those that
         this rank owns, or their rows). Raises WorkerFailed with the ranks."""

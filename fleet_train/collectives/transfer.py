@@ -8,7 +8,7 @@ gives up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,18 @@ _PIECE_BYTES = 16 << 20
 
 def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
     """Rank 0's arrays on every rank; the others' arrays are ignored."""
+    return dict(broadcast_each(job, arrays))
+
+
+def broadcast_each(job: Job, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """The same, array by array: what a rank does not keep of one is gone before the next one arrives. All ranks take
+    all of them."""
     if job.world_size == 1:
-        return dict(arrays)
+        yield from arrays.items()
+        return
     is_first = job.cluster.rank == 0
     described = job.broadcast(f"share {job.count('share')}", _describe(arrays) if is_first else None)
-    mine, group = _contiguous(arrays) if is_first else _empty(described), job.communicators(1)[0]
+    group = job.communicators(1)[0]
 
     def broadcast(pieces: Sequence[Array]) -> Stages[None]:
         yield HAND_OVER
@@ -40,14 +47,16 @@ def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
         if not is_first:
             pieces[0][:] = wire.numpy()
 
-    _each_piece(job, "sharing", [mine], _PIECE_BYTES, broadcast)
-    return mine
+    for each in described:
+        mine = _contiguous({each[0]: arrays[each[0]]}) if is_first else _empty([each])
+        _each_piece(job, "sharing", [mine], _PIECE_BYTES, broadcast)
+        yield each[0], mine[each[0]]
 
 
-def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
-    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All ranks pass the same names and
-    shapes."""
-    rank, world_size = job.cluster.rank, job.world_size
+def gather_arrays(job: Job, arrays: Mapping[str, Array], group: Any = None) -> list[Arrays]:
+    """Every rank's arrays, by rank, on rank 0; an empty list on the others. All ranks call it with the same names and
+    shapes. ``group``: this rank's, if only those of rank 0's group are sent."""
+    rank = job.cluster.rank
     described = _describe(arrays)
     variants = job.compare(f"collect {job.count('collect')}", described)
     if variants:
@@ -56,8 +65,11 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
             f"{job.cluster.describe(first[0][0])} and {job.cluster.describe(second[0][0])} have different state of "
             f"their own to save: {state} and {other_state}"
         )
-    mine, group = _contiguous(arrays), job.communicators(1)[0]
-    parts = [mine, *(_empty(described) for _ in range(1, world_size))] if rank == 0 else [mine]
+    group = group or job.communicators(1)[0]
+    if 0 not in group.ranks:
+        return []
+    mine, size = _contiguous(arrays), len(group.ranks)
+    parts = [mine, *(_empty(described) for _ in range(1, size))] if rank == 0 else [mine]
 
     def gather(pieces: Sequence[Array]) -> Stages[None]:
         yield HAND_OVER
@@ -66,7 +78,7 @@ def gather_arrays(job: Job, arrays: Mapping[str, Array]) -> list[Arrays]:
         for piece, wire in zip(pieces[1:], wires[1:], strict=True):
             piece[:] = wire.numpy()
 
-    _each_piece(job, "collecting", parts, _PIECE_BYTES // world_size, gather)
+    _each_piece(job, "collecting", parts, _PIECE_BYTES // size, gather)
     return parts if rank == 0 else []
 
 

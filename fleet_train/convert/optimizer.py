@@ -35,6 +35,7 @@ from fleet_train.convert.planning import (
     summed_over_uses,
     uses_a_name_twice,
 )
+from fleet_train.convert.program_state import belongs_to
 from fleet_train.convert.rewrite import (
     HostOperators,
     UpdatedGradients,
@@ -46,7 +47,7 @@ from fleet_train.convert.rewrite import (
     make_start_equal,
     refuse_foreign_startup,
 )
-from fleet_train.convert.sharding import ROWS, OwnersUpdate
+from fleet_train.convert.sharding import OwnersUpdate
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.log import log_once
@@ -182,15 +183,10 @@ class DistributedOptimizer:
             self._converted(updated, startup)
         else:
             operators, updated, plan, exchange = self._average_and_update(main, merged)
-            make_start_equal(self._job, main, startup, self._startups, self._owned_state(plan))
+            own = _owned_state(main, exchange) if exchange.owners else None
+            make_start_equal(self._job, main, startup, self._startups, own)
             self._converted(updated, startup, plan, exchange)
         return operators
-
-    def _owned_state(self, plan: CommPlan) -> Callable[[str], bool]:
-        """Whether a variable of this name is this rank's alone: constants at the start."""
-        tables = self._inner._accumulators if plan.owners else {}
-        names = {str(value.name) for table in tables.values() for value in table.values()}
-        return lambda name: name in names or ROWS in name
 
     def _average_and_update(
         self, main: Any, merged: MergedGradients
@@ -358,6 +354,12 @@ class DistributedOptimizer:
     def get_scaled_loss(self) -> Any:
         """Refused: fetch the loss itself."""
         raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
+
+
+def _owned_state(main: Any, exchange: GradientExchange) -> Callable[[str], bool]:
+    """Whether a variable of this name is one rank's alone: the optimizer's state, which starts with constants."""
+    parameters, trained = {each.name for each in main.global_block().all_parameters()}, set(exchange.trained)
+    return lambda name: name not in parameters and belongs_to(name, trained)
 
 
 def _notice_of_sum(name: str) -> str:

@@ -325,13 +325,13 @@ _ONE_BY_ONE = (
     optimizer.ASGD,
     LarsMomentumOptimizer,
 )
-_CLIPS_OF_OWNERS = (*_CLIPS_EACH_ALONE, nn.ClipGradByGlobalNorm)
+_CLIPS_OF_OWNERS = (type(None), nn.ClipGradByGlobalNorm)  # Paddle 3.3.1 has no other one for PIR programs
 _DTYPES_OF_OWNERS = ("float32", "float64")
 
 
 def reads_whole_parameters(inner: Any) -> bool:
-    """Whether an update needs a whole parameter or gradient at once, so that none may be cut."""
-    return type(inner) in _NORMS or type(inner._grad_clip) is nn.ClipGradByNorm
+    """Whether an update needs a whole parameter at once, so that none may be cut."""
+    return type(inner) in _NORMS
 
 
 def refuse_to_shard(inner: Any, wraps: Sequence[Any], dtypes: Mapping[str, str]) -> None:
@@ -343,7 +343,7 @@ def refuse_to_shard(inner: Any, wraps: Sequence[Any], dtypes: Mapping[str, str])
         known = ", ".join(each.__name__ for each in _ONE_BY_ONE)
         problem = f"{kind} is not known to update parameters one by one, as {known} do"
     elif type(inner._grad_clip) not in _CLIPS_OF_OWNERS:
-        problem = f"the clip {type(inner._grad_clip).__name__} is not known; use one of paddle.nn"
+        problem = f"the clip {type(inner._grad_clip).__name__} is not known; use paddle.nn.ClipGradByGlobalNorm"
     elif getattr(inner, "_use_multi_tensor", False):
         problem = "use_multi_tensor=True joins the parameters of an update; leave it out"
     elif any(not getattr(wrap, "is_for_owners", False) for wrap in wraps):

@@ -57,7 +57,7 @@ class ProgramState:
             raise CheckpointError("the program has no persistable values in this scope: run the startup program first")
         self.variables: dict[str, Any] = dict(sorted(values.items()))
         parameters = program.state_dict("param", scope)
-        self.kinds = {name: _kind(name, name in parameters) for name in self.variables}
+        self.kinds = {name: kind_of(name, name in parameters) for name in self.variables}
         self._program = program
 
     def read(self, names: Iterable[str], into: Mapping[str, Array] | None = None) -> Arrays:
@@ -99,9 +99,7 @@ class ProgramState:
         return [
             name
             for name, kind in self.kinds.items()
-            if kind != PARAMETER
-            and not _SUMS.fullmatch(name)
-            and any(name[:end] in known for end, sign in enumerate(name) if sign in "_@")
+            if kind != PARAMETER and not _SUMS.fullmatch(name) and belongs_to(name, known)
         ]
 
     def first_not_finite(self) -> str | None:
@@ -135,7 +133,13 @@ class ProgramState:
         return [name for name in self.variables if _SUMS.fullmatch(name)]
 
 
-def _kind(name: str, is_parameter: bool) -> str:
+def belongs_to(name: str, parameters: Collection[str]) -> bool:
+    """Whether a variable is named after one of these parameters, as Paddle names the optimizer's state."""
+    return any(name[:end] in parameters for end, sign in enumerate(name) if sign in "_@")
+
+
+def kind_of(name: str, is_parameter: bool) -> str:
+    """The kind of a variable: parameter, optimizer, or pass."""
     if not is_parameter and any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
         return PASS
     return PARAMETER if is_parameter else OPTIMIZER

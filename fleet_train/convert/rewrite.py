@@ -187,8 +187,8 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
 def _norm_over_owners(updated: UpdatedGradients, squares: Sequence[Any]) -> Any:
     """Inserted after the last wait, at the same place of the chain on every rank."""
     assert updated.over_owners is not None
-    operators = updated.program.global_block().ops
-    paddle.pir.set_insertion_point_after([each for each in operators if is_wait(each)][-1])
+    waits = [each for each in updated.program.global_block().ops if is_wait(each)]
+    _insert_after_last_of([*squares, waits[-1].result(0)])
     parts = [each.astype("float32") for each in squares]
     total = updated.over_owners(paddle.stack(parts).sum().reshape([1]))
     norm = _norm([total], updated.scale)
@@ -238,10 +238,10 @@ _STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
 
 
 def make_start_equal(
-    job: Job, main: Any, startup: Any, others: Sequence[Any], is_own: Callable[[str], bool] = lambda _: False
+    job: Job, main: Any, startup: Any, others: Sequence[Any], is_own: Callable[[str], bool] | None = None
 ) -> None:
     """Give every rank the start values of rank 0: those that ``startup`` stores, and all other parameters of ``main``.
-    ``is_own``: whether a variable is one rank's alone, by its name.
+    ``is_own``: whether a variable is this rank's alone, by its name.
 
     A script may create parameters in another startup program than its optimizer's state
     (``minimize(startup_program=...)``). They are searched in ``others``, startup programs that the script may run, and
@@ -251,7 +251,7 @@ def make_start_equal(
     broadcast_start_state(job, startup, is_own)
     stored = names_stored_by(startup)
     parameters = {parameter.name for parameter in main.global_block().all_parameters()}
-    left = {name for name in parameters - stored if not is_own(name)}
+    left = {name for name in parameters - stored if is_own is None or not is_own(name)}
     for other in others:
         if other is not startup and left & names_stored_by(other):
             broadcast_start_state(job, other)
@@ -259,13 +259,15 @@ def make_start_equal(
         _share_now(job, sorted(left))
 
 
-def broadcast_start_state(job: Job, startup: Any, is_own: Callable[[str], bool] = lambda _: False) -> None:
+def broadcast_start_state(job: Job, startup: Any, is_own: Callable[[str], bool] | None = None) -> None:
     """Make ``startup`` give every rank the start values of rank 0, unless they are its own.
 
     Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
     Operators that an earlier call has handled are left unchanged.
     """
-    stores = [operator for operator in _stores(startup) if not _is_done(operator) and not is_own(_name(operator))]
+    stores = [operator for operator in _stores(startup) if not _is_done(operator)]
+    if is_own is not None:
+        stores = [operator for operator in stores if not is_own(_name(operator))]
     if stores:
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)

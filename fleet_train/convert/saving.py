@@ -20,8 +20,9 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import registry as method_state
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.collectives.replica_check import digests
-from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays, scatter_arrays
+from fleet_train.collectives.transfer import broadcast_arrays, broadcast_each, gather_arrays, scatter_arrays
 from fleet_train.convert import persistables
+from fleet_train.convert.owned_state import OwnedState
 from fleet_train.convert.program_state import (
     PARAMETER,
     PREFIX,
@@ -30,6 +31,7 @@ from fleet_train.convert.program_state import (
     State,
     borrowed,
     fit,
+    kind_of,
     mean_of_ranks,
     position_of,
     refuse_damaged_position,
@@ -39,6 +41,7 @@ from fleet_train.convert.program_state import (
     what_is_not_finite,
 )
 from fleet_train.convert.session import current, exchange_of, program_or_last
+from fleet_train.convert.sharding import ROWS
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
 from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
@@ -224,8 +227,12 @@ def capture(job: Job, program: Any, exchange: GradientExchange | None, memory: C
         make_equal(job, state, exchange, with_optimizer=True)
         sums = state.sums_under_way
     arrays: Arrays = {}
+    owned, own_names = owned_state(job, exchange), dict[str, str]()
+    if owned is not None:
+        own_names = owned.names(state)
     if is_first:
-        names = [name for name in state.variables if name not in sums]
+        left = {*sums, *own_names.values()}
+        names = [name for name in state.variables if name not in left and not name.endswith(ROWS)]
         arrays = state.read(names, into=memory.state.arrays if memory else None)
     ranks: list[Arrays] = []
     if exchange is not None:
@@ -234,7 +241,26 @@ def capture(job: Job, program: Any, exchange: GradientExchange | None, memory: C
         arrays |= position_of(exchange) | _with_prefix(alike)
         own = _with_prefix(own) | state.read(sums)
         ranks = gather_arrays(job, own) if own else []
-    return Captured(State(arrays, state.kinds, ranks), state.constant) if is_first else Captured(State({}))
+    kinds = state.kinds
+    if owned is not None:
+        gathered = owned.gather({name: borrowed(state.variables[name]) for name in own_names.values()})
+        arrays |= gathered
+        kinds = {name: kind for name, kind in kinds.items() if name in arrays or name in sums}
+        kinds |= {name: kind_of(name, False) for name in gathered}
+    return Captured(State(arrays, kinds, ranks), state.constant) if is_first else Captured(State({}))
+
+
+def owned_state(job: Job, exchange: GradientExchange | None) -> OwnedState | None:
+    """The state that is shared among owners; None if every rank has all of it."""
+    return OwnedState(job, exchange) if exchange is not None and exchange.owners else None
+
+
+def whole_on_every_rank(arrays: Arrays) -> Arrays:
+    """``arrays`` by the names of the parameters that this rank updates -> those of all parameters; all ranks call it.
+    Without a sharded optimizer every rank updates all of them."""
+    exchange = exchange_of(program_or_last(None))
+    owned = owned_state(current().job, exchange)
+    return arrays if owned is None else owned.everywhere(arrays)
 
 
 def _with_prefix(arrays: Arrays) -> Arrays:
@@ -244,11 +270,11 @@ def _with_prefix(arrays: Arrays) -> Arrays:
 def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Path) -> None:
     """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
     state = ProgramState(program)
-    saved = State({})
+    saved, owned = State({}), owned_state(job, exchange)
+    ours = state.describe() if owned is None else owned.describe(state)
 
     def read() -> dict[str, Any]:
         nonlocal saved
-        ours = state.describe()
         with_dgc = exchange is not None and any(method.kind == "dgc" for _, method in exchange.methods)
         on_disk = persistables.read_folder(folder)
         refuse_damaged_position(on_disk.arrays, str(folder))
@@ -263,8 +289,16 @@ def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Pat
         return {"names": names, "ranks": len(saved.ranks)}
 
     answer = on_first_worker(job, f"load from {folder}", read)
-    arrays = broadcast_arrays(job, saved.arrays) | _own_part(job, saved.ranks, answer["ranks"])
-    state.write({name: arrays[name] for name in answer["names"]}, job.place)
+    own_names = {} if owned is None else owned.names(state)
+    arrays: Arrays = {}
+    for name, array in broadcast_each(job, saved.arrays):
+        if name in own_names and owned is not None:
+            arrays[own_names[name]] = owned.own_part(own_names[name], array).copy()
+        elif owned is None or name in state.variables or name.startswith(PREFIX):
+            arrays[name] = array
+    arrays |= _own_part(job, saved.ranks, answer["ranks"])
+    local = [own_names.get(name, name) for name in answer["names"]]
+    state.write({name: arrays[name] for name in local if name in state.variables}, job.place)
     if exchange is not None:
         restore_position(exchange, arrays, job.place)
         memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
@@ -329,14 +363,15 @@ def compare_replicas(
 ) -> None:
     """Compare what one rank's file is to hold for all of them; all ranks call it after ``make_equal``.
 
-    The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each. Not the latter in
-    LocalSGD's local steps, where ranks may have skipped different updates. Does nothing with divergence_check_steps 0.
+    The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each; not the latter in
+    LocalSGD's local steps, where ranks may have skipped different updates, nor of a sharded optimizer. Does nothing
+    with divergence_check_steps 0.
     ``copies``: those values that are on the host already. Raises ScheduleMismatch.
     """
     if not exchange.check.is_asked_for:
         return
     names, averager = exchange.trained, exchange.averager
-    if with_optimizer and (averager is None or averager.schedule.is_synchronous(exchange.step)):
+    if with_optimizer and not exchange.owners and (averager is None or averager.schedule.is_synchronous(exchange.step)):
         names += state.kept_of(names)
     copied = copies or {}
     values = (copied[name] if name in copied else borrowed(state.variables[name]) for name in names)

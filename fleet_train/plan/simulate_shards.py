@@ -60,7 +60,7 @@ class ShardedSimulation:
         """The sum of a group's wires, [owners, elements of a wire]."""
         if self._sums:
             return self._sums[index].sum_of_parts(wires)
-        rounded = {"bfloat16": to_bfloat16, "float16": to_float16}.get(self._wire, lambda values: values)
+        rounded = {"bfloat16": to_bfloat16, "float16": to_float16}.get(self._wire, np.asarray)
         return np.stack(
             [
                 added_up(

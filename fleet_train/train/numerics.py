@@ -21,6 +21,7 @@ from paddle import _C_ops
 from fleet_train import fleet
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.saving import whole_on_every_rank
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
 from fleet_train.log import logger
@@ -59,6 +60,8 @@ class SkipNotFinite:
         self._skipped = skipped.name
         checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
         return run_if(paddle.logical_not(is_broken), lambda: update(checked))
+
+    guard.is_for_owners = True  # type: ignore[attr-defined]
 
     def count(self) -> int:
         """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
@@ -197,9 +200,11 @@ class WeightAverage:
         self._updates = updates.name
         return operators
 
+    follow.is_for_owners = True  # type: ignore[attr-defined]
+
     def weights(self) -> dict[str, NDArray[Any]]:
         """The averaged weights by parameter, equal on every rank. All ranks call it."""
-        averages = self._of_this_rank()
+        averages = whole_on_every_rank(self._of_this_rank())
         if fleet.profile().use_local_sgd and fleet.worker_num() > 1:
             return {
                 name: fleet.all_reduce(each, op="sum") / each.dtype.type(fleet.worker_num())

@@ -1,0 +1,335 @@
+"""A sharded optimizer beside the same one without sharding, on the same ranks: every optimizer, clip and wrap, and
+state that moves between numbers of ranks and to a job without sharding. The ranks run this file, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.incubate.optimizer import LarsMomentumOptimizer
+from paddle.nn import functional as F
+
+from fleet_train import fleet, role_maker
+from fleet_train.convert import persistables
+from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.plan.explain import explain
+from fleet_train.plan.shards import memory_of
+from fleet_train.profile import Profile
+from fleet_train.selftest.training import CLASSES, FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
+from fleet_train.train.numerics import SkipNotFinite, WeightAverage
+from tests.parallel.strategies import MLP, relative_difference
+from tests.support.ranks import RanksResult, run_ranks
+from tests.support.worker import digest, report
+
+STEPS = 6
+BUCKETS = {"fuse_parameter_groups_size": 3, "nccl_comm_num": 2}
+KINDS: dict[str, dict[str, Any]] = {"whole": {}, "sharded": {"sharding": True}}
+EXACT = 1e-6
+"""Largest difference from the largest value of a parameter, where only the order of float32 sums differs."""
+
+
+def particular(features: Any) -> Any:
+    """Parameters with rates, decays and exceptions of their own, one of them too large for a share."""
+
+    def attribute(name: str, **settings: Any) -> Any:
+        return paddle.ParamAttr(name=name, **settings)
+
+    decay = paddle.regularizer.L2Decay(0.03)
+    first = nn.Linear(FEATURES, 200, attribute("wide", learning_rate=0.5), attribute("wide_bias", need_clip=False))
+    second = nn.Linear(200, 30, attribute("deep", regularizer=decay), attribute("deep_bias", learning_rate=2.0))
+    return nn.Linear(30, CLASSES)(F.tanh(second(F.tanh(first(features)))))
+
+
+def even(features: Any) -> Any:
+    """Weights of one size, as many as ranks may share without cutting one."""
+    for _ in range(4):
+        features = F.tanh(nn.Linear(FEATURES, FEATURES, bias_attr=False)(features))
+    return features
+
+
+def one_number(features: Any) -> Any:
+    return features[:, :CLASSES] * paddle.static.create_parameter([1], "float32", name="factor")
+
+
+PARTICULAR, EVEN = Network("particular", particular), Network("even", even)
+
+
+def adamw(**settings: Any) -> Any:
+    decayed = {"apply_decay_param_fun": lambda name: name in ("wide", "deep"), "weight_decay": 0.1}
+    return paddle.optimizer.AdamW(0.01, epsilon=1e-3, **decayed, **settings)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: paddle.optimizer.SGD(0.1, weight_decay=0.01),
+    "Momentum": lambda: paddle.optimizer.Momentum(0.05, 0.9, use_nesterov=True, weight_decay=1e-3),
+    "Adam": lambda: paddle.optimizer.Adam(0.01, epsilon=1e-3),
+    "Adam, amsgrad": lambda: paddle.optimizer.Adam(0.01, epsilon=1e-3, amsgrad=True),
+    "AdamW": adamw,
+    "AdamW, global clip": lambda: adamw(grad_clip=nn.ClipGradByGlobalNorm(0.05)),
+    "Adamax": lambda: paddle.optimizer.Adamax(0.01, epsilon=1e-3),
+    "Adagrad": lambda: paddle.optimizer.Adagrad(0.05, initial_accumulator_value=0.1),
+    "Adadelta": lambda: paddle.optimizer.Adadelta(0.5),
+    "RMSProp": lambda: paddle.optimizer.RMSProp(0.01, epsilon=1e-3, momentum=0.9, centered=True),
+    "Lamb": lambda: paddle.optimizer.Lamb(0.01, epsilon=1e-3),
+    "Lars": lambda: LarsMomentumOptimizer(0.5, 0.9),
+    "NAdam": lambda: paddle.optimizer.NAdam(0.01, epsilon=1e-3),
+    "RAdam": lambda: paddle.optimizer.RAdam(0.01, epsilon=1e-3),
+    "Rprop": lambda: paddle.optimizer.Rprop(0.01, learning_rate_range=(1e-4, 0.1)),
+    "ASGD": lambda: paddle.optimizer.ASGD(0.05, batch_num=2),
+}
+UNITED = ("Lamb", "Lars")
+"""Whose parameters are never cut."""
+
+
+def start(make: Callable[[], Any], seed: int, network: Network = PARTICULAR, **knobs: Any) -> Trained:
+    paddle.seed(seed * 10 + fleet.worker_index())
+    return Trained(network, lambda inner: fleet.distributed_optimizer(inner, Profile(**knobs)), make)
+
+
+def train(trained: Trained, seed: int, first: int = 0, last: int = STEPS) -> None:
+    mine = share(fleet.worker_index())
+    for features, labels in batches(STEPS, SAMPLES_PER_RANK * fleet.worker_num(), seed)[first:last]:
+        trained.step(features[mine], labels[mine])
+
+
+def state_bytes(trained: Trained) -> int:
+    kept, parameters = trained.state(), trained.parameters()
+    return sum(value.nbytes for name, value in kept.items() if name not in parameters and not name.endswith("@rows"))
+
+
+def compare(name: str, seed: int, network: Network = PARTICULAR) -> dict[str, Any]:
+    """Both kinds from the same start, through the same steps."""
+    whole, sharded = (start(OPTIMIZERS[name], seed, network, **BUCKETS, **knobs) for knobs in KINDS.values())
+    begun = whole.parameters()
+    assert relative_difference(begun, sharded.parameters()) == 0
+    train(whole, seed)
+    train(sharded, seed)
+    plan = fleet.plan()
+    assert plan is not None
+    expected, found = whole.parameters(), sharded.parameters()
+    return {
+        "difference": relative_difference(found, expected),
+        "bits": all(np.array_equal(found[each], expected[each]) for each in expected),
+        "moved": relative_difference(expected, begun),
+        "state": state_bytes(sharded) / max(state_bytes(whole), 1),
+        "cut": "cut by rows: " in explain(plan),
+        "planned": memory_of(plan)["state"] / max(plan.state_values * plan.gradient_bytes, 1),
+    }
+
+
+def save(folder: Path) -> dict[str, Any]:
+    """The middle of a training without and with sharding, saved; then its end."""
+    ends = {}
+    for name, knobs in KINDS.items():
+        trained = start(OPTIMIZERS["Adam"], 3, **BUCKETS, **knobs)
+        train(trained, 3, 0, 3)
+        with paddle.static.scope_guard(trained.scope):
+            fleet.save_persistables(trained.exe, folder / name, trained.main)
+        train(trained, 3, 3, STEPS)
+        ends[name] = digest(trained.parameters())
+    return ends
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Every saved state continued by every kind, and saved again at once."""
+    ends = {}
+    for saved in KINDS:
+        for kind, knobs in KINDS.items():
+            trained = start(OPTIMIZERS["Adam"], 4, **BUCKETS, **knobs)
+            again = folder / f"{saved} in {kind} on {fleet.worker_num()}"
+            with paddle.static.scope_guard(trained.scope):
+                fleet.load_persistables(trained.exe, folder / saved, trained.main)
+                fleet.save_persistables(trained.exe, again, trained.main)
+            train(trained, 3, 3, STEPS)
+            ends[f"{saved} in {kind}"] = digest(trained.parameters())
+    return ends
+
+
+def surrounded(accumulate_steps: int) -> dict[str, Any]:
+    """The norm of the gradient, an average of the weights and skipped updates; the fourth batch of rank 0 is NaN."""
+    found = {}
+    for kind, knobs in KINDS.items():
+        average, skip = WeightAverage(0.9), SkipNotFinite()
+        paddle.seed(5)
+
+        def wrap(inner: Any, knobs: Any = knobs, average: Any = average, skip: Any = skip) -> Any:
+            profile = Profile(**BUCKETS, **knobs, accumulate_steps=accumulate_steps)
+            optimizer = fleet.distributed_optimizer(inner, profile)
+            optimizer.around_update(average.follow)
+            optimizer.around_update(skip.guard)
+            return optimizer
+
+        trained = Trained(PARTICULAR, wrap, lambda: adamw(grad_clip=nn.ClipGradByGlobalNorm(0.05)))
+        norm, norms, mine = trained.optimizer.gradient_norm(), [], share(fleet.worker_index())
+        for step, (features, labels) in enumerate(batches(STEPS, SAMPLES_PER_RANK * fleet.worker_num(), 5)):
+            spoilt = np.full_like(features, np.nan) if step == 3 and fleet.worker_index() == 0 else features
+            norms.append(float(trained.run(spoilt[mine], labels[mine], norm)[1].item()))
+        with paddle.static.scope_guard(trained.scope):
+            found[kind] = {
+                "norms": [-1.0 if np.isnan(each) else each for each in norms],
+                "skipped": skip.count(),
+                "average": {name: value.tolist() for name, value in average.weights().items()},
+                "weights": {name: value.tolist() for name, value in trained.parameters().items()},
+            }
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """What a sharded optimizer refuses, by name."""
+
+    class Own(paddle.optimizer.SGD):  # type: ignore[misc]
+        """Somebody's own optimizer."""
+
+    def with_a_wrap() -> None:
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(sharding=True))
+        optimizer.around_update(lambda update, pairs: update(pairs))
+        Trained(MLP, lambda _: optimizer, lambda: paddle.optimizer.SGD(0.1))
+
+    attempts: dict[str, Callable[[], object]] = {
+        "own optimizer": lambda: start(lambda: Own(0.1), 1, sharding=True),
+        "wrap": with_a_wrap,
+        "degree": lambda: start(OPTIMIZERS["SGD"], 1, sharding=True, sharding_degree=fleet.worker_num() + 1),
+        "nothing to own": lambda: start(OPTIMIZERS["SGD"], 1, Network("tiny", one_number), sharding=True),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = ""
+        except (ConversionError, ProfileError) as error:
+            said[name] = str(error)
+    return said
+
+
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    if what == "optimizers":
+        compared = {name: compare(name, seed) for seed, name in enumerate(OPTIMIZERS)}
+        uncut = {name: compare(name, 5, EVEN)["bits"] for name in OPTIMIZERS if not compared[name]["bits"]}
+        report(fleet.worker_index(), optimizers=compared, uncut=uncut)
+    elif what == "save":
+        report(fleet.worker_index(), ends=save(folder))
+    elif what == "resume":
+        report(fleet.worker_index(), ends=resume(folder))
+    else:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            each = {str(merged): surrounded(merged) for merged in (1, 2)}
+        report(fleet.worker_index(), surrounded=each, refused=refusals())
+
+
+Ranks = list[dict[str, Any]]
+
+
+def run(factory: pytest.TempPathFactory, what: str, world_size: int, saved: Path = Path()) -> RanksResult:
+    args, nodes = [what, str(saved)], 0 if world_size == 1 else world_size
+    return run_ranks(Path(__file__), world_size, folder=factory.mktemp(what), nodes=nodes, args=args)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    return run(tmp_path_factory, "optimizers", 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_owners_train_as_without_sharding_bit_by_bit_if_nothing_is_cut(on_two: RanksResult, name: str) -> None:
+    assert all(rank.get(name, True) for rank in on_two.of_all("uncut"))
+    check([rank[name] for rank in on_two.of_all("optimizers")], name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_owners_differ_by_the_order_of_sums_only(
+    tmp_path_factory: pytest.TempPathFactory, world_size: int
+) -> None:
+    found = run(tmp_path_factory, "optimizers", world_size).of_all("optimizers")
+    for name in OPTIMIZERS:
+        check([rank[name] for rank in found], name)
+
+
+def check(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        assert rank["difference"] < EXACT < 1 < rank["moved"]
+        assert rank["cut"] == (name not in UNITED)
+        # Of the largest share; a power of beta for each parameter beside it.
+        assert name == "SGD" or rank["state"] < rank["planned"] + 0.01
+    if name not in (*UNITED, "SGD"):
+        assert sum(rank["state"] for rank in ranks) < 1.02
+        assert max(rank["planned"] for rank in ranks) < 1.1 / len(ranks)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run(tmp_path_factory, "save", 2, folder).of_all("ends")
+
+
+def test_a_save_holds_what_a_job_without_sharding_saves(saved: tuple[Path, Any]) -> None:
+    whole, sharded = (persistables.read_folder(saved[0] / name) for name in KINDS)
+    assert whole.kinds == sharded.kinds
+    assert whole.arrays.keys() == sharded.arrays.keys()
+    for name, array in whole.arrays.items():
+        assert np.array_equal(array, sharded.arrays[name]), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_saved_state_goes_on_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, saved: tuple[Path, Any], world_size: int
+) -> None:
+    folder, straight = saved
+    ends = run(tmp_path_factory, "resume", world_size, folder).of_all("ends")
+    for kind in KINDS:
+        assert len({end[f"{each} in {kind}"] for each in KINDS for end in ends}) == 1
+        if world_size == 2:
+            assert ends[0][f"sharded in {kind}"] == straight[0][kind]
+        for each in KINDS:
+            first, again = (
+                persistables.read_folder(folder / name) for name in (each, f"{each} in {kind} on {world_size}")
+            )
+            assert first.kinds == again.kinds
+            assert all(np.array_equal(first.arrays[name], again.arrays[name]) for name in first.kinds)
+
+
+@pytest.fixture(scope="module")
+def around(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
+    return run(tmp_path_factory, "around", 2)
+
+
+@pytest.mark.parametrize("merged", ["1", "2"])
+def test_norms_averages_and_skipped_updates_are_those_of_all_owners(around: RanksResult, merged: str) -> None:
+    for rank in around.of_all("surrounded"):
+        whole, sharded = rank[merged]["whole"], rank[merged]["sharded"]
+        assert whole["skipped"] == sharded["skipped"] == 1
+        assert sharded["norms"] == pytest.approx(whole["norms"], rel=EXACT)
+        for kind in ("average", "weights"):
+            expected, found = ({n: np.array(v) for n, v in side[kind].items()} for side in (whole, sharded))
+            assert expected.keys() == found.keys()
+            assert relative_difference(found, expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own optimizer", "Own is not known to update parameters one by one"),
+        ("wrap", "is_for_owners = True"),
+        ("degree", "sharding_degree: 3 does not divide the number of ranks, 2"),
+        ("nothing to own", "rank 1 would own nothing of the 1 parameters"),
+    ],
+)
+def test_what_owners_cannot_do_is_refused_with_the_way_out(around: RanksResult, name: str, words: str) -> None:
+    assert all(words in rank[name] for rank in around.of_all("refused"))
+
+
+if __name__ == "__main__":
+    main()
