@@ -130,6 +130,11 @@ def is_link(operator: Any) -> bool:
     return _kind(operator) in _LINKS
 
 
+def is_launch(operator: Any) -> bool:
+    """Whether an operator of a program starts a bucket."""
+    return _kind(operator) == "launch"
+
+
 def is_wait(operator: Any) -> bool:
     """Whether an operator of a program waits for a bucket."""
     return _kind(operator) == "wait"

@@ -210,7 +210,12 @@ class DistributedOptimizer:
             insert_mark_of_backward(self._loss)
         operators: list[Any] = []
         averaged: ParamsGrads = []
-        for buckets in self._updated_together(plan):
+        together = self._updated_together(plan)
+        if owners is not None and len(together) > 1:
+            owners.overlap(main.global_block().ops, plan)
+        for buckets in together:
+            if owners is not None:
+                owners.go_to(buckets[-1])
             pairs, chain = insert_waits(sums, buckets, ready, chain, owners)
             if owners is None:
                 operators += self._update(merged, pairs)

@@ -14,9 +14,10 @@ import paddle
 from paddle import _C_ops, nn
 
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import emit_fill, emit_over_owners, emit_share, token
+from fleet_train.collectives.host_ops import emit_fill, emit_over_owners, emit_share, is_launch, token
+from fleet_train.convert.passes.program import all_inputs_of
 from fleet_train.convert.planning import ReadyGradient, dtype_name
-from fleet_train.plan import Bucket
+from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile.methods.base import Piece
 
 Pairs = list[tuple[Any, Any]]
@@ -35,7 +36,40 @@ class OwnersUpdate:
         self._originals = {f"{name}{ROWS}": parameter for name, parameter in self._parameters.items()}
         self._own: dict[int, list[Any]] = {}
         self._factor: Any = None
+        self._places: dict[int, Any] = {}
+        """The operators after which buckets are updated; the others at the end."""
+        self._last: Any = None
         _show_originals(inner, self._originals)
+
+    def overlap(self, operators: Sequence[Any], plan: CommPlan) -> None:
+        """Let buckets be updated and sent during the backward pass, if they are updated one by one: when the next one
+        on their communicator has been launched, and after the last operator that reads one of their parameters.
+
+        ``operators``: of the main block, with all launches. The link then always has another bucket to send, and what
+        follows the backward pass is the last bucket.
+        """
+        launches = [position for position, operator in enumerate(operators) if is_launch(operator)]
+        readers: dict[str, int] = {}
+        for position, operator in enumerate(operators):
+            for value in all_inputs_of(operator):
+                made_by = value.get_defining_op()
+                if made_by is not None and made_by.name() == "builtin.parameter":
+                    readers[str(made_by.attrs()["parameter_name"])] = position
+        place = 0
+        for bucket in plan.buckets[: -plan.communicators]:
+            read = [readers.get(gradient.name, 0) for gradient in bucket.gradients]
+            place = max(place, launches[bucket.index + plan.communicators], *read)
+            self._places[bucket.index] = operators[place]
+
+    def go_to(self, bucket: Bucket) -> None:
+        """Move the insertion point to the place of a bucket's update."""
+        place = self._places.get(bucket.index)
+        if place is None:
+            paddle.pir.reset_insertion_point_to_end()
+        else:
+            before = self._places.get(bucket.index - 1)
+            same = before is not None and before.id() == place.id()
+            paddle.pir.set_insertion_point_after(self._last if same else place)
 
     def pairs(self, bucket: Bucket, gradients: Sequence[Any]) -> Pairs:
         """What this rank updates of a bucket, with its averaged gradients."""
@@ -110,6 +144,7 @@ class OwnersUpdate:
             if not paddle.get_flags(_SERIAL)[_SERIAL]:
                 _after_other_readers(parameters)
             chain = emit_share(self._exchange, bucket, parameters, self._own[bucket.index], chain)
+            self._last = chain.get_defining_op()
         return chain
 
     def fill(self, chain: Any) -> Any:

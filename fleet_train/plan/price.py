@@ -143,8 +143,8 @@ def predict(
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
     communicators share the link and, by ``costs``, the processors with the computation that they overlap. An averaging
-    of LocalSGD overlaps the steps of its overlap setting, the statistics of batch norm overlap nothing, nor do a
-    sharded optimizer's new parameters.
+    of LocalSGD overlaps the steps of its overlap setting, the statistics of batch norm overlap nothing. A sharded
+    optimizer's new parameters follow their bucket's gradients.
     """
     paths = paths or Paths(cluster, network, costs)
     if plan.averaging is not None and not warm_up:
@@ -152,8 +152,7 @@ def predict(
     else:
         statistics = plan.accumulate_steps * _seconds(plan, plan.statistics, paths)
         communication, exposed = _buckets(plan, compute, paths)
-        alone = statistics + _seconds(plan, [sent for bucket in plan.buckets for sent in bucket.updated], paths)
-        communication, exposed = communication + alone, exposed + alone
+        communication, exposed = communication + statistics, exposed + statistics
     computing = compute.total * plan.accumulate_steps
     step = computing + exposed
     samples = batch_size * plan.accumulate_steps * cluster.world_size / step if step else 0.0
@@ -263,7 +262,7 @@ def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -
     codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.nbytes
     return [
         Phase("processors" if costs.share_processors else "", codec),
-        *(phase for sent in bucket.sent for phase in paths.of(plan, sent)),
+        *(phase for sent in (*bucket.sent, *bucket.updated) for phase in paths.of(plan, sent)),
     ]
 
 
