@@ -186,10 +186,12 @@ def command(
 def _show(plan: CommPlan, pricing: Pricing, trial: Trial | None, as_json: bool) -> None:
     from fleet_train.plan import explain
     from fleet_train.plan.pricing import describe
+    from fleet_train.plan.shards import memory_of
     from fleet_train.plan.trial import describe as describe_trial
 
     if as_json:
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
+        content["memory"] = memory_of(plan)
         simulated = {"simulation": trial.to_json()} if trial else {}
         click.echo(json.dumps({**content, **pricing.to_json(), **simulated}, indent=1))
     else:

@@ -196,7 +196,8 @@ def emit_launch(
 def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
     """Insert the operator that waits for a bucket; returns the next token and the averaged gradients that this rank
     gets."""
-    outputs = [(own.shape, dtypes[0]) for own in bucket.owned_by(exchange.member)]
+    got = bucket.owned_by(exchange.member) if bucket.shards else bucket.gradients
+    outputs = [(gradient.shape, dtypes[0]) for gradient in got]
     name = f"wait_{exchange.number}_{bucket.index}"
     link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
     return link, averages

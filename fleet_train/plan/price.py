@@ -291,6 +291,11 @@ def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan,
     cluster = Cluster.imagined(nodes, ranks_per_node)
     if cluster.world_size < 2:
         raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
+    if plan.owners:
+        raise ConversionError(
+            f"owners of a sharded optimizer are chosen for {plan.world_size} ranks: leave --nodes_on_paper out, and "
+            f"plan with --nodes {nodes}"
+        )
     if plan.group_size and cluster.world_size % plan.group_size:
         raise ConversionError(
             f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of "
