@@ -33,6 +33,10 @@ MODULES = {
     "sync-batch-norm": ("costs:sync_batch_norm", "Synchronised batch norm beside the plain one."),
     "codec": ("costs:codec_cost", "Processor time of coding float32 in few bits, and of decoding it."),
     "recorder": ("recorder", "What the flight recorder takes of a step's time, per profile."),
+    "sharding": (
+        "sharding",
+        "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",
+    ),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
 }

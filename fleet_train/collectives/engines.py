@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from fleet_train import timeouts
@@ -31,6 +32,10 @@ from fleet_train.errors import FleetTrainError, ProfileError
 from fleet_train.log import logger
 
 T = TypeVar("T")
+
+
+_AT_ONCE = 4
+"""Collectives of one stage that run at the same time."""
 
 
 class Result(Generic[T]):
@@ -65,6 +70,7 @@ class ThreadEngine(Engine):
         super().__init__(HostDevice(), attribute_failure)
         self._device_place = device_place
         self._threads: list[WorkerThread] = []
+        self._helpers: dict[int, list[WorkerThread]] = {}
         self._moved_at = 0.0
 
     def start(
@@ -88,7 +94,7 @@ class ThreadEngine(Engine):
         return self._submit(0, task)
 
     def stop(self) -> None:
-        for thread in self._threads:
+        for thread in (*self._threads, *(helper for each in self._helpers.values() for helper in each)):
             thread.stop()
 
     def await_while_it_moves(self, future: Future[Any], context: CallContext) -> None:
@@ -111,14 +117,37 @@ class ThreadEngine(Engine):
 
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
         while progress.stage is not None:
-            for collective in progress.stage.collectives:
-                event = begin_wire(collective, context, progress.ready_at)
-                with self.attributing(context):
-                    collective.begin(sync_op=True)
-                recorder.end(event)
-                self._move()
+            collectives = progress.stage.collectives
+            if len({collective.group.id for collective in collectives}) == len(collectives) > 1:
+                self._carry_out_at_once(collectives, context, progress.ready_at)
+            else:
+                for collective in collectives:
+                    self._call(collective, context, progress.ready_at)
             progress.go_on()
         return progress.value  # type: ignore[return-value]
+
+    def _call(self, collective: Collective, context: CallContext, ready_at: float) -> None:
+        event = begin_wire(collective, context, ready_at)
+        with self.attributing(context):
+            collective.begin(sync_op=True)
+        recorder.end(event)
+        self._move()
+
+    def _carry_out_at_once(self, collectives: Sequence[Collective], context: CallContext, ready_at: float) -> None:
+        """Those of a stage over different groups, on threads that only the calling one uses: its stages follow one
+        another, and each thread takes them in their order, so that no two ranks wait for each other."""
+        helpers = self._helpers.setdefault(threading.get_ident(), [])
+        while len(helpers) < min(len(collectives), _AT_ONCE):
+            name = f"{threading.current_thread().name}, {len(helpers)}"
+            helpers.append(WorkerThread(name, self._device_place))
+        calls = [
+            helpers[number % len(helpers)].submit(partial(self._call, collective, context, ready_at))
+            for number, collective in enumerate(collectives)
+        ]
+        futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
+        for call in calls:
+            if call.done():
+                call.result()
 
 
 def _await(future: Future[Any], seconds: float) -> None:

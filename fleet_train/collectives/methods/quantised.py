@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import paddle
+from paddle import _C_ops
 
 from fleet_train.collectives.engine import HAND_OVER, Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
@@ -107,7 +108,7 @@ class QuantisedAllreduce:
 
     @property
     def stages(self) -> int:
-        return 1 if self._layout.parts == 1 else self._all_to_all.exchanges + 1
+        return min(self._layout.parts, 2)
 
     averages = False
 
@@ -237,10 +238,11 @@ def _group_of(allreduce: Allreduce) -> Any:
 
 
 class AllToAll:
-    """How the members of a sum exchange bytes. Tensors are flat uint8, of one size on all members.
+    """How the members of a sum exchange parts. Tensors are flat, of one size and dtype on all members.
 
     ``pairs``: by the other member's position, a group for each pair, where the backend has no all-to-all: Paddle's Gloo
-    has none, and it numbers messages between two of several ranks wrongly, so two members exchange by an all-gather.
+    has none, and it numbers messages between two of several ranks wrongly, so two members exchange by an all-gather,
+    several pairs at the same time.
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, pairs: dict[int, Any] | None = None) -> None:
@@ -248,14 +250,10 @@ class AllToAll:
         self.position = list(ranks).index(rank) if rank in ranks else -1
         self._group = group
         self._pairs = pairs
-
-    @property
-    def exchanges(self) -> int:
-        """The number of stages of an exchange, on every rank."""
-        return 1 if self._pairs is None else len(rounds(self.members))
+        self._rounds = rounds(self.members)
 
     def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
-        """Every member's ``wire``, in the order of members, on every member."""
+        """Every member's ``wire``, uint8, in the order of members, on every member."""
         gathered = paddle.empty([self.members * wire.shape[0]], "uint8")
         yield Stage((Collective("all_gather", self._group, wire, output=gathered),), more)
         return list(paddle.split(gathered, self.members))
@@ -264,20 +262,24 @@ class AllToAll:
         """Send ``wires[i]`` to member i; returns what the members sent to this one, in their order."""
         if self._pairs is None:
             sent = paddle.concat(list(wires))
-            parts = paddle.empty(sent.shape, "uint8")
+            parts = paddle.empty(sent.shape, sent.dtype)
             yield Stage((Collective("all_to_all", self._group, sent, output=parts),), more=True)
             return [part for i, part in enumerate(paddle.split(parts, self.members)) if i != self.position]
-        received: dict[int, Any] = {}
-        for partners in rounds(self.members):
+        wanted: dict[int, Any] = {}
+        collectives = []
+        for partners in self._rounds:
             other = partners.get(self.position)
-            if other is None:
-                yield Stage(more=True)
-                continue
-            wire = wires[other]
-            both = paddle.empty([2 * wire.shape[0]], "uint8")
-            yield Stage((Collective("all_gather", self._pairs[other], wire, output=both),), more=True)
-            received[other] = paddle.split(both, 2)[int(other > self.position)]
-        return [received[other] for other in sorted(received)]
+            if other is not None:
+                wanted[other] = paddle.empty([2 * wires[other].shape[0]], wires[other].dtype)
+                collectives.append(Collective("all_gather", self._pairs[other], wires[other], output=wanted[other]))
+        yield Stage(tuple(collectives), more=True)
+        return [self._theirs(wanted[other], other) for other in sorted(wanted)]
+
+    def _theirs(self, both: Any, other: int) -> Any:
+        """The other member's half of a pair's all-gather, sharing its memory where that is possible."""
+        half = both.shape[0] // 2
+        start = half if other > self.position else 0
+        return _C_ops.slice(both, [0], [start], [start + half], [1], [])
 
 
 def rounds(members: int) -> list[dict[int, int]]:

@@ -100,13 +100,13 @@ class ShardedMethod(Stateless):
         dtype, sent = self.bucket.dtype, wires
         if self._wire_dtype:
             sent = self._cast(wires, self._wire_dtype)
-        parts = paddle.split(paddle.view(sent, "uint8"), self.owners.number)
-        received = yield from self.owners.all_to_all.exchange(parts)
-        wide = [self._cast(paddle.view(wire, self._wire_dtype or dtype), dtype) for wire in received]
         member, size = self.owners.member, self.bucket.part_elements
-        wide.insert(member, wires[member * size : (member + 1) * size])
-        total = wide[0] + wide[1]
-        for other in wide[2:]:
+        values = yield from self.owners.all_to_all.exchange(self._cut(sent, [[size]] * self.owners.number))
+        if self._wire_dtype:
+            values = [self._cast(each, dtype) for each in values]
+        values.insert(member, _C_ops.slice(wires, [0], [member * size], [(member + 1) * size], [1], []))
+        total = values[0] + values[1]
+        for other in values[2:]:
             total.add_(other)
         return total
 
