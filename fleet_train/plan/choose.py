@@ -43,6 +43,8 @@ PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
 """If nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
 MOST_COMMUNICATORS = 4
 MOST_BUCKETS = 64
+OWNERS_BUCKETS = 8
+"""A sharded optimizer's buckets are at most this share of all gradients."""
 WORTH_CUTTING_BYTES = 256 * 1024
 """Fewer bytes of gradients go into one bucket on one communicator: there is nothing to overlap."""
 _EDGES = (0.25, 1.0, 4.0)
@@ -175,6 +177,8 @@ def _sizes(profile: Profile, nbytes: int) -> list[tuple[float, float]]:
     if not profile.fuse_all_reduce_ops:
         return [(0.0, 0.0)]
     powers = [0.25 * 2**power for power in range(13)]
+    if profile.sharding:  # what is on its way is in memory several times
+        powers = [size for size in powers if size * MEGABYTE <= nbytes / OWNERS_BUCKETS] or powers[:1]
     holding = next((size for size in powers if size * MEGABYTE >= nbytes), powers[-1])
     sizes = _numbers(profile.fuse_grad_size_in_MB, [size for size in powers if size <= holding])
     edge = profile.last_comm_group_size_MB

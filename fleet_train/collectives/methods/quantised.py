@@ -26,7 +26,7 @@ from fleet_train.collectives.methods.dense import (
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.plan import Bucket, CommPlan, TensorSpec
 from fleet_train.plan.phases import leaders_of, local_groups
-from fleet_train.profile.methods.base import QuantisedSettings
+from fleet_train.profile.methods.base import ITEM_BYTES, QuantisedSettings
 from fleet_train.profile.methods.quantised import QuantisedLayout
 
 
@@ -242,15 +242,35 @@ class AllToAll:
 
     ``pairs``: by the other member's position, a group for each pair, where the backend has no all-to-all: Paddle's Gloo
     has none, and it numbers messages between two of several ranks wrongly, so two members exchange by an all-gather,
-    several pairs at the same time.
+    several pairs at the same time. ``keeps_room``: one exchange ends before the next one begins, and its results are
+    read before that, so that both may use the same memory.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int, pairs: dict[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        rank: int,
+        pairs: dict[int, Any] | None = None,
+        keeps_room: bool = False,
+    ) -> None:
         self.members = len(ranks)
         self.position = list(ranks).index(rank) if rank in ranks else -1
         self._group = group
         self._pairs = pairs
         self._rounds = rounds(self.members)
+        self._keeps_room = keeps_room
+        self._kept: dict[int, Any] = {}
+
+    def room(self, number: int, elements: int, dtype: Any) -> Any:
+        """Memory for a result, [elements]: what it holds is lost when the next one of this number is asked for."""
+        if not self._keeps_room:
+            return paddle.empty([elements], dtype)
+        nbytes = elements * ITEM_BYTES[str(dtype).rpartition(".")[2]]
+        kept = self._kept.get(number)
+        if kept is None or kept.shape[0] < nbytes:
+            kept = self._kept[number] = paddle.empty([nbytes], "uint8")
+        return paddle.view(_C_ops.slice(kept, [0], [0], [nbytes], [1], []), dtype)
 
     def gather(self, wire: Any, more: bool = False) -> Stages[list[Any]]:
         """Every member's ``wire``, uint8, in the order of members, on every member."""
@@ -270,7 +290,7 @@ class AllToAll:
         for partners in self._rounds:
             other = partners.get(self.position)
             if other is not None:
-                wanted[other] = paddle.empty([2 * wires[other].shape[0]], wires[other].dtype)
+                wanted[other] = self.room(other, 2 * wires[other].shape[0], wires[other].dtype)
                 collectives.append(Collective("all_gather", self._pairs[other], wires[other], output=wanted[other]))
         yield Stage(tuple(collectives), more=True)
         return [self._theirs(wanted[other], other) for other in sorted(wanted)]
@@ -308,4 +328,5 @@ def make_all_to_all(job: Job, group: Any, ranks: Sequence[int]) -> AllToAll:
         ranks,
         rank,
         {ranks.index(sum(pair) - rank): pair_group for pair, pair_group in made.items() if rank in pair},
+        job.engine.side_by_side,
     )

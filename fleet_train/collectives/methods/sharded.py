@@ -121,10 +121,10 @@ class ShardedMethod(Stateless):
     def share(self, parameters: Sequence[Any], own: Sequence[Any]) -> Stages[None]:
         """Write every owner's new values into ``parameters``, the bucket's. ``own``: this rank's pieces, updated."""
         specs, shards = self.bucket.gradients, self.bucket.shards
-        wire = self._padded([_C_ops.reshape(value, [-1]) for value in own])
+        wire = _C_ops.concat(self._with_padding([_C_ops.reshape(value, [-1]) for value in own]), 0)
         held = [parameter.view(parameter.shape) for parameter in parameters]
         yield HAND_OVER
-        gathered = paddle.empty([self.owners.number * wire.shape[0]], wire.dtype)
+        gathered = self.owners.all_to_all.room(-1, self.owners.number * wire.shape[0], wire.dtype)
         yield Stage((Collective("all_gather", self.owners.group, wire, output=gathered),))
         for member, pieces in enumerate(shards):
             start = member * self.bucket.part_elements
@@ -136,8 +136,12 @@ class ShardedMethod(Stateless):
 
     def to_wires(self, flats: Sequence[Any]) -> Any:
         """Flat tensors of the bucket's gradients -> [owners x elements of a wire]: a copy."""
-        wires = [self._padded([self._piece(piece, flats) for piece in pieces]) for pieces in self.bucket.shards]
-        return _C_ops.concat(wires, 0)
+        parts = [
+            part
+            for pieces in self.bucket.shards
+            for part in self._with_padding([self._piece(piece, flats) for piece in pieces])
+        ]
+        return _C_ops.concat(parts, 0)
 
     def pieces_on_wires(self) -> Iterator[tuple[Piece, int]]:
         """Every piece, and where it starts in the result of ``to_wires``."""
@@ -165,11 +169,10 @@ class ShardedMethod(Stateless):
         width = prod(spec.shape[1:])
         return _C_ops.slice(flat, [0], [piece.first * width], [(piece.first + piece.rows) * width], [1], [])
 
-    def _padded(self, flats: Sequence[Any]) -> Any:
-        """One flat tensor of a wire's length: a copy."""
+    def _with_padding(self, flats: Sequence[Any]) -> list[Any]:
+        """With zeros up to a wire's length."""
         missing = self.bucket.part_elements - sum(flat.shape[0] for flat in flats)
-        padding = [paddle.zeros([missing], self.bucket.dtype)] if missing else []
-        return _C_ops.concat([*flats, *padding], 0)
+        return [*flats, *([paddle.zeros([missing], self.bucket.dtype)] if missing else [])]
 
     def _put(self, parameter: Any, piece: Piece, values: Any) -> None:
         """Write ``values`` [elements] into the memory of a parameter."""
