@@ -174,6 +174,7 @@ class CommunicationKnobs(BaseModel):
     )
     sharding_stage: int = knob(
         2,
+        fate="mapped",
         ge=1,
         le=2,
         needs="sharding",

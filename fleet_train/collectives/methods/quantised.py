@@ -328,5 +328,5 @@ def make_all_to_all(job: Job, group: Any, ranks: Sequence[int]) -> AllToAll:
         ranks,
         rank,
         {ranks.index(sum(pair) - rank): pair_group for pair, pair_group in made.items() if rank in pair},
-        job.engine.side_by_side,
+        job.engine.reads_values,
     )
