@@ -112,6 +112,11 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Predict for these numbers of nodes as well."
 )
+@click.option(
+    "--ids_per_step",
+    type=WholeNumberRange(1),
+    help="Different rows that a rank's step looks up in each embedding's table.  [default: one for each index]",
+)
 @click.option("--simulate", is_flag=True, help="Execute the plan in numpy for all ranks, on random gradients.")
 @click.option(
     "--simulate_steps",
@@ -148,6 +153,7 @@ def command(
     script: str | None,
     arguments: tuple[str, ...],
     nodes_on_paper: tuple[int, ...],
+    ids_per_step: int | None,
     simulate: bool,
     simulate_steps: int | None,
     **given: Any,
@@ -170,15 +176,17 @@ def command(
         return
     ask_here(strategy, settings)
     from fleet_train.cluster import Cluster
+    from fleet_train.plan.build import with_rows
     from fleet_train.plan.pricing import price
     from fleet_train.plan.trial import try_out
 
     cluster = Cluster.imagined(nodes, ranks_per_node)
     conditions = _conditions(**given)
     planned = _plan(script, arguments, model, cluster, conditions.network)
-    pricing = price(planned.plan, cluster, conditions, nodes_on_paper)
-    trial = try_out(planned.plan, planned.profile, simulate_steps or 0) if simulate else None
-    _show(planned.plan, pricing, trial, as_json)
+    plan = with_rows(planned.plan, planned.profile, ids_per_step) if ids_per_step else planned.plan
+    pricing = price(plan, cluster, conditions, nodes_on_paper)
+    trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
+    _show(plan, pricing, trial, as_json)
     if trial and not trial.holds:
         raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
 

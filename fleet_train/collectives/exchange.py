@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import paddle
@@ -26,6 +27,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
+from fleet_train.collectives.methods.rows import HostRows, Lookups, StreamRows
 from fleet_train.collectives.methods.sharded import make_owners, make_sharded
 from fleet_train.collectives.own_streams import OwnStreamProof
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
@@ -49,8 +51,15 @@ class GradientExchange:
     """
 
     def __init__(
-        self, job: Job, plan: CommPlan, profile: Profile, rate: Callable[[], float], dgc: DgcSettings | None = None
+        self,
+        job: Job,
+        plan: CommPlan,
+        profile: Profile,
+        rate: Callable[[], float],
+        dgc: DgcSettings | None = None,
+        lookups: Mapping[str, Lookups] | None = None,
     ) -> None:
+        """``lookups``: of the embeddings' tables whose rows are sent, by parameter."""
         self._job = job
         self._plan = plan
         self._profile = profile
@@ -64,7 +73,7 @@ class GradientExchange:
             make_sharded(bucket, owners[bucket.communicator], job, profile) for bucket in plan.buckets if owners
         ]
         self._methods: list[BucketMethod] = list(self._sharded) or [
-            Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums).make()
+            Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums, lookups or {}).make()
             for bucket in plan.buckets
         ]
         self.number = job.count("exchange")
@@ -81,7 +90,9 @@ class GradientExchange:
         self._updates = True
         self._is_drained = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
-        self._gradient_bytes = traffic(plan, job.cluster, warm_up=True).sent[job.cluster.rank]
+        self._rows = {i: each for i, each in enumerate(self._methods) if isinstance(each, HostRows | StreamRows)}
+        whole = tuple(bucket for bucket in plan.buckets if bucket.index not in self._rows)
+        self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
@@ -153,11 +164,9 @@ class GradientExchange:
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
         if self._updates:
-            self.barrier.first_gradients.see(gradients, self.step)
+            self.barrier.first_gradients.see(self._own(index, gradients), self.step)
         if not self.sends_gradients:
-            # The executor empties its own tensor objects after their last use; a view keeps the memory.
-            kept = [gradient.view(gradient.shape) for gradient in gradients]
-            self._running[index] = _done(self._sharded[index].owned(kept) if self._sharded else kept)
+            self._running[index] = _done(self._unsent(index, gradients))
             return
         self.barrier.wait()
         self._running[index] = self._job.engine.start(
@@ -169,6 +178,19 @@ class GradientExchange:
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
                 self._running[index].result()
+
+    def _own(self, index: int, gradients: Sequence[Any]) -> Sequence[Any]:
+        """What of a bucket's operands follows from this rank's samples."""
+        return self._rows[index].without_tables(gradients) if index in self._rows else gradients
+
+    def _unsent(self, index: int, gradients: Sequence[Any]) -> list[Any]:
+        """The results of a bucket in a run that sends nothing."""
+        if index in self._rows:
+            rows = self._rows[index]
+            return rows.local(gradients) if self._updates else rows.idle(gradients)
+        # The executor empties its own tensor objects after their last use; a view keeps the memory.
+        kept = [gradient.view(gradient.shape) for gradient in gradients]
+        return self._sharded[index].owned(kept) if self._sharded else kept
 
     @property
     def member(self) -> int:
@@ -332,7 +354,7 @@ class GradientExchange:
     def _end_step(self) -> None:
         self._job.clock.end_step()
         if self.sends_gradients:
-            self._job.clock.add_sent(self._gradient_bytes)
+            self._job.clock.add_sent(self._gradient_bytes + sum(rows.sent_bytes for rows in self._rows.values()))
         if self._proof is not None:
             self._proof.end_update()
         self.barrier.end_step()

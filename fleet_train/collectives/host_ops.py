@@ -193,11 +193,11 @@ def emit_launch(
     return emit_link(f"launch_{exchange.number}_{bucket.index}", launch, chain, inputs)[0]
 
 
-def emit_wait(exchange: GradientExchange, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
-    """Insert the operator that waits for a bucket; returns the next token and the averaged gradients that this rank
-    gets."""
-    got = bucket.owned_by(exchange.member) if bucket.shards else bucket.gradients
-    outputs = [(gradient.shape, dtypes[0]) for gradient in got]
+def emit_wait(
+    exchange: GradientExchange, bucket: Bucket, outputs: Sequence[tuple[Shape, Any]], chain: Any
+) -> tuple[Any, list[Any]]:
+    """Insert the operator that waits for a bucket; returns the next token and the averaged gradients, of the shapes and
+    dtypes ``outputs``."""
     name = f"wait_{exchange.number}_{bucket.index}"
     link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
     return link, averages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from fleet_train.collectives.host_ops import emit_finish, onednn_flags
 from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process
+from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
     owner_of,
@@ -94,6 +95,7 @@ class DistributedOptimizer:
         self._applied: list[Any] = []
         self._startups: list[Any] = []
         """Default startup programs at the time of the script's calls: they may initialize its network."""
+        self._is_minimizing = False
         self._updated: UpdatedGradients | None = None
         self._norm: Any = None
         self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
@@ -138,8 +140,12 @@ class DistributedOptimizer:
                 operators, params_grads = self._inner.minimize(loss, startup, parameters, no_grad_set)
                 self._converted(UpdatedGradients(main, params_grads), startup)
             else:
-                params_grads = self.backward(loss, startup, parameters, no_grad_set)
-                operators = self.apply_gradients(params_grads)
+                self._is_minimizing = True
+                try:
+                    params_grads = self.backward(loss, startup, parameters, no_grad_set)
+                    operators, params_grads = self._apply(params_grads)
+                finally:
+                    self._is_minimizing = False
         return operators, params_grads
 
     @property
@@ -171,39 +177,61 @@ class DistributedOptimizer:
 
         The plan is compared over all ranks first. Clipping and weight decay act on the averaged gradients.
         """
+        return self._apply(params_grads)[0]
+
+    def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
+        """The update's operators, and the pairs of `minimize`: local gradients, averaged ones where those are gone."""
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
         params_grads, several = summed_over_uses(params_grads)
         log_once(map(_notice_of_sum, several), self._rank)
-        merged = self._passes.merge(params_grads)
+        tables = self._tables_of(params_grads)
+        merged = self._passes.merge(params_grads, tables)
         if self._job.world_size == 1:
             operators = self._update(merged, merged.pairs)
             updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.loss_scale)
             self._converted(updated, startup)
         else:
-            operators, updated, plan, exchange = self._average_and_update(main, merged)
+            operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
             own = _owned_state(main, exchange) if exchange.owners else None
             make_start_equal(self._job, main, startup, self._startups, own)
             self._converted(updated, startup, plan, exchange)
-        return operators
+        by_name = {parameter.name: value for parameter, value in updated.pairs}
+        return operators, [(p, by_name[p.name] if p.name in tables else value) for p, value in params_grads]
+
+    def _tables_of(self, params_grads: ParamsGrads) -> dict[str, Table]:
+        """The embeddings whose rows are sent; rank 0 says what was asked for in vain."""
+        tables, notices = find_tables(
+            self._job,
+            self._profile,
+            params_grads,
+            self._inner,
+            is_ours=self._is_minimizing,
+            plain=not self._wraps and self._passes.loss_scale is None,
+        )
+        log_once(notices, self._rank)
+        if tables:
+            self._add_rows_alike()
+        return tables
 
     def _average_and_update(
-        self, main: Any, merged: MergedGradients
+        self, main: Any, merged: MergedGradients, tables: Mapping[str, Table]
     ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange]:
         """Several ranks: insert the launch operators into the backward pass, append the waits, each with its part of
         the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
         self._switch_off_onednn()
-        ready = in_ready_order(merged.pairs)
+        ready = in_ready_order(merged.pairs, planned_rows(tables))
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
             if self._profile.sharding_stage == 1:
                 log_once([_STAGE_1], self._rank)
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
-        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc)
+        lookups = {name: table.described for name, table in tables.items()}
+        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc, lookups)
         log_once(exchange.notices, self._rank)
-        sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange)
+        sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange, tables)
         owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         if trace.current is not None and self._loss is not None:
@@ -218,14 +246,15 @@ class DistributedOptimizer:
                 owners.go_to(buckets[-1])
             pairs, chain = insert_waits(sums, buckets, ready, chain, owners)
             if owners is None:
-                operators += self._update(merged, pairs)
+                updates, pairs = self._update_with_rows(merged, pairs)
             else:
                 updates, pairs, chain = self._update_owned(owners, merged, pairs, chain)
-                operators += updates
                 chain = owners.share(buckets, chain)
+            operators += updates
             averaged += pairs
         if owners is not None:
             chain = owners.fill(chain)
+        remove_dense_gradients(main, [item.value for item in ready if item.rows])
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
         over_owners = None if owners is None else owners.over_owners
@@ -267,6 +296,13 @@ class DistributedOptimizer:
                 self._rank,
             )
 
+    def _add_rows_alike(self) -> None:
+        """On GPUs Paddle's kernel adds rows in the order in which its threads come: not the same bits on every rank."""
+        flag = "FLAGS_embedding_deterministic"
+        if not self._job.engine.reads_values and flag in paddle.base.core.globals().keys():  # noqa: SIM118
+            process.set_flags({flag: 1})
+            log_once([f"{flag}: set, because all ranks must add the rows of embeddings in one order"], self._rank)
+
     def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
         """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
         the same arithmetic."""
@@ -278,6 +314,13 @@ class DistributedOptimizer:
         for wrap in self._wraps:
             update = partial(wrap, update)
         return self._passes.update(merged, pairs, update)
+
+    def _update_with_rows(self, merged: MergedGradients, pairs: Sequence[Any]) -> tuple[list[Any], ParamsGrads]:
+        """The update of all pairs; of those with indices and values, of these rows alone."""
+        whole = [(parameter, value) for parameter, value in pairs if not isinstance(value, tuple)]
+        rows = [(parameter, *value) for parameter, value in pairs if isinstance(value, tuple)]
+        operators = self._update(merged, whole) if whole else []
+        return operators or [], [*whole, *(update_rows(self._inner, *each) for each in rows)]
 
     def _update_owned(
         self, owners: OwnersUpdate, merged: MergedGradients, pairs: ParamsGrads, chain: Any

@@ -27,8 +27,8 @@ from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
-from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, PAPER, Choice, Conditions, choose, decline, needs_link
-from fleet_train.plan.price import ENQUEUED, TYPICAL, Network
+from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, Choice, Conditions, choose, decline, needs_link
+from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.fleet_objects import asked_of_stock
@@ -186,12 +186,13 @@ class ReadyGradient:
     parameter: Any
     value: Any
     position: int
+    rows: int = 0
+    """Of an embedding's table: as of `TensorSpec`."""
 
     @property
     def gradient(self) -> TensorSpec:
-        return TensorSpec(
-            self.parameter.name, tuple(int(size) for size in self.value.shape), dtype_name(self.value.dtype)
-        )
+        shape = tuple(int(size) for size in self.value.shape)
+        return TensorSpec(self.parameter.name, shape, dtype_name(self.value.dtype), rows=self.rows)
 
 
 def summed_over_uses(params_grads: Sequence[tuple[Any, Any]]) -> tuple[list[tuple[Any, Any]], list[str]]:
@@ -235,16 +236,20 @@ def positions_of(value: Any) -> dict[int, int]:
     return {op.id(): position for position, op in enumerate(value.get_defining_op().get_parent_block().ops)}
 
 
-def in_ready_order(params_grads: Sequence[tuple[Any, Any]]) -> list[ReadyGradient]:
+def in_ready_order(
+    params_grads: Sequence[tuple[Any, Any]], rows: Mapping[str, int] | None = None
+) -> list[ReadyGradient]:
     """The gradients by the position of the operator that makes each; parameters without a gradient are left out.
 
-    Raises ConversionError for gradients that cannot be averaged as dense tensors.
+    ``rows``: of embeddings' tables whose rows are sent, by parameter. Raises ConversionError for gradients that cannot
+    be averaged as dense tensors.
     """
     present = [(parameter, value) for parameter, value in params_grads if value is not None]
     if not present:
         raise ConversionError("no parameter has a gradient: does the loss depend on a parameter that is not frozen?")
     positions = positions_of(present[0][1])
     ready = [_locate(parameter, value, positions) for parameter, value in present]
+    ready = [replace(item, rows=(rows or {}).get(item.parameter.name, 0)) for item in ready]
     return sorted(ready, key=lambda item: (item.position, item.parameter.name))
 
 
@@ -280,6 +285,14 @@ def agree(job: Job, name: str, value: Any) -> None:
     """Raise ScheduleMismatch on every rank unless all of them pass the same JSON value for ``name``."""
     brought = job.compare(f"agree on {name} {job.count(f'agree on {name}')}", {name: value})
     refuse_other_ranks(brought, job.cluster)
+
+
+def largest_of_ranks(job: Job, name: str, numbers: dict[str, int]) -> dict[str, int]:
+    """The largest of all ranks' numbers under each key. All ranks call it with the same keys; raises ScheduleMismatch
+    on every rank if they differ."""
+    agree(job, name, sorted(numbers))
+    every = job.all_gather(f"{name} {job.count(name)}", numbers)
+    return {key: max(int(each[key]) for each in every.values()) for key in numbers}
 
 
 def agreed_plan(

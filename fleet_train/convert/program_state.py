@@ -329,6 +329,26 @@ def _dgc_name(velocity: str, ours: Described) -> str:
     return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"
 
 
+_BUFFER, _ROWS, _OF_ROWS = "@gradient_merge", f"{PREFIX}rows/", ".merged"
+
+
+def to_merged(saved: State, ours: Described, tables: Collection[str]) -> State:
+    """Gradient merge's sums under the names that this program reads: variables of its own, or, of the embeddings'
+    ``tables`` whose rows are sent, state of their exchange."""
+
+    def renamed(name: str) -> str:
+        variable = name.removeprefix(_ROWS).removesuffix(_OF_ROWS) + _BUFFER
+        if name.startswith(_ROWS) and variable in ours:
+            return variable
+        table = name.removesuffix(_BUFFER)
+        return f"{_ROWS}{table}{_OF_ROWS}" if table in tables and name.endswith(_BUFFER) else name
+
+    def of(arrays: Arrays) -> Arrays:
+        return {renamed(name): array for name, array in arrays.items()}
+
+    return replace(saved, arrays=of(saved.arrays), ranks=[of(own) for own in saved.ranks])
+
+
 def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
     """The mean over ranks of each array, in its dtype."""
     return {

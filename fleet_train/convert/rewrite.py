@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from fleet_train.collectives.host_ops import (
 from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
+from fleet_train.convert.embeddings import Table
+from fleet_train.convert.passes.one_card import mark_lookups
 from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
 from fleet_train.convert.sharding import OwnersUpdate
 from fleet_train.errors import ConversionError
@@ -36,19 +38,39 @@ from fleet_train.plan import Bucket, CommPlan
 
 
 class HostOperators:
-    """The launches and waits of one program's buckets, as host operators. `GraphSums` has the same methods."""
+    """The launches and waits of one program's buckets, as host operators. `GraphSums` has the same methods.
 
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = exchange
+    ``tables``: the embeddings whose rows are sent, by parameter.
+    """
+
+    def __init__(self, exchange: GradientExchange, tables: Mapping[str, Table]) -> None:
+        self._exchange, self._tables = exchange, tables
 
     def launch(self, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None) -> tuple[Any, Any]:
         """Insert what starts a bucket; returns the next token and the value of the last operator."""
-        chain = emit_launch(self._exchange, bucket, gradients, chain, boundary)
+        tables = [self._tables[gradient.name] for gradient in bucket.gradients if gradient.name in self._tables]
+        operands = [value for table in tables for value in table.operands] if tables else gradients
+        chain = emit_launch(self._exchange, bucket, operands, chain, boundary)
+        if tables:
+            mark_lookups(chain.get_defining_op(), [table.described for table in tables])
         return chain, chain
 
     def wait(self, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
-        """Insert what waits for a bucket; returns the next token and the averaged gradients."""
-        return emit_wait(self._exchange, bucket, dtypes, chain)
+        """Insert what waits for a bucket; returns the next token and the averaged gradients; indices and values of a
+        table whose rows alone are updated."""
+        got = bucket.owned_by(self._exchange.member) if bucket.shards else bucket.gradients
+        outputs: list[tuple[Sequence[int], Any]] = []
+        for gradient in got:
+            if self._has_rows(gradient.name):
+                outputs += [([-1], paddle.int64), ([-1, *gradient.shape[1:]], dtypes[0])]
+            else:
+                outputs.append((gradient.shape, dtypes[0]))
+        chain, results = emit_wait(self._exchange, bucket, outputs, chain)
+        rest = iter(results)
+        return chain, [(next(rest), next(rest)) if self._has_rows(each.name) else next(rest) for each in got]
+
+    def _has_rows(self, name: str) -> bool:
+        return name in self._tables and self._tables[name].rows_only
 
 
 def insert_launches(

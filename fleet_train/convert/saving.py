@@ -37,6 +37,7 @@ from fleet_train.convert.program_state import (
     refuse_damaged_position,
     restore_position,
     to_dgc,
+    to_merged,
     to_momentum,
     what_is_not_finite,
 )
@@ -272,13 +273,15 @@ def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Pat
     state = ProgramState(program)
     saved, owned = State({}), owned_state(job, exchange)
     ours = state.describe() if owned is None else owned.describe(state)
+    methods = exchange.methods if exchange is not None else []
+    tables = {gradient.name for bucket, method in methods if method.kind == "rows" for gradient in bucket.gradients}
 
     def read() -> dict[str, Any]:
         nonlocal saved
-        with_dgc = exchange is not None and any(method.kind == "dgc" for _, method in exchange.methods)
+        with_dgc = any(method.kind == "dgc" for _, method in methods)
         on_disk = persistables.read_folder(folder)
         refuse_damaged_position(on_disk.arrays, str(folder))
-        saved = (to_dgc if with_dgc else to_momentum)(on_disk, ours)
+        saved = to_merged((to_dgc if with_dgc else to_momentum)(on_disk, ours), ours, tables)
         names, notes = fit(saved.describe(), ours, str(folder))
         loaded = {name: array for name, array in saved.arrays.items() if name in ours or name.startswith(PREFIX)}
         if (problem := what_is_not_finite(replace(saved, arrays=loaded), state.constant)) is not None:

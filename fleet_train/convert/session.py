@@ -36,8 +36,8 @@ from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
-from fleet_train.plan.choose import PAPER, MeasuredLink
-from fleet_train.plan.price import Network
+from fleet_train.plan.choose import MeasuredLink
+from fleet_train.plan.price import PAPER, Network
 from fleet_train.profile import Profile
 
 

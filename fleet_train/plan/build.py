@@ -10,12 +10,14 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ProfileError
 from fleet_train.plan.explain import notes_of
 from fleet_train.plan.plan import MEGABYTE, Averaging, CommPlan
+from fleet_train.plan.price import PAPER, TYPICAL, Paths, with_given_link
 from fleet_train.plan.shards import fit_for_owners, owners_of, with_owners
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import entry_of, refuse_unknown
-from fleet_train.profile.methods import compression_of
-from fleet_train.profile.methods.base import Bucket, CollectiveSpec, TensorSpec
+from fleet_train.profile.methods import description_of
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, TensorSpec
 from fleet_train.profile.methods.quantised import BITS, averaging_settings
+from fleet_train.profile.methods.rows import COUNT_BYTES, ROWS, WIRE_DTYPES
 from fleet_train.profile.profile import Buckets, buckets_of, chosen_in_words
 
 _SENDS_STATE = {"keep": False, "average": True, "reset": False}
@@ -39,6 +41,7 @@ def build_chosen(
     """
     asked = buckets_of(profile)
     shape = without_buckets(cluster, profile)
+    gradients = as_sent(gradients, cluster, profile)
     buckets = cut_into_buckets(gradients, profile, asked, shape)
     plan = replace(
         shape,
@@ -52,6 +55,41 @@ def build_chosen(
         chosen=chosen_in_words(profile),
     )
     return replace(plan, notes=tuple(notes_of(plan, gradients, cluster, profile)))
+
+
+def as_sent(gradients: Sequence[TensorSpec], cluster: Cluster, profile: Profile) -> list[TensorSpec]:
+    """The gradients, with ``rows`` of those tables only whose rows are sent with this profile."""
+    return [replace(each, rows=each.rows if sends_rows(each, cluster, profile) else 0) for each in gradients]
+
+
+def sends_rows(table: TensorSpec, cluster: Cluster, profile: Profile) -> bool:
+    """Whether the touched rows of an embedding's table are sent, not all of them.
+
+    ``auto``: if a step that touches few rows is shorter so, by the link in the profile or `PAPER`. Rows take two
+    collectives of their own, a whole table its bytes beside other gradients.
+    """
+    wanted, needs_whole = profile.sparse_embeddings, profile.sharding or profile.collective_stream == "graph"
+    if not table.rows or wanted is False or profile.compression not in WIRE_DTYPES or needs_whole:
+        return False
+    if wanted is True:
+        return True
+    paths, shape = Paths(cluster, with_given_link(PAPER, cluster, profile), TYPICAL), without_buckets(cluster, profile)
+    few = CollectiveSpec("allgather", COUNT_BYTES, COUNT_BYTES, flat=True)
+    whole = CollectiveSpec("allreduce", table.nbytes, ITEM_BYTES[table.dtype])
+    rows = 2 * math.fsum(phase.seconds for phase in paths.of(shape, few))
+    return rows < math.fsum(phase.seconds for phase in paths.of(shape, whole) if phase.resource)
+
+
+def with_rows(plan: CommPlan, profile: Profile, rows: int) -> CommPlan:
+    """The plan of a step in which a rank touches so many rows of each table, or all of a smaller one."""
+    buckets = []
+    for bucket in plan.buckets:
+        if bucket.algorithm == ROWS:
+            tables = tuple(replace(each, rows=min(rows, each.shape[0])) for each in bucket.gradients)
+            bucket = replace(bucket, gradients=tables)
+            bucket = replace(bucket, sent=description_of(bucket).sent(bucket, profile, bool(plan.group_size)))
+        buckets.append(bucket)
+    return replace(plan, buckets=tuple(buckets))
 
 
 def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
@@ -72,18 +110,25 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
 def cut_into_buckets(
     gradients: Sequence[TensorSpec], profile: Profile, asked: Buckets, shape: CommPlan
 ) -> tuple[Bucket, ...]:
-    """The buckets of these sizes, in turn on the communicators, with what is sent of each. ``shape``: a plan of
-    `without_buckets`."""
-    most = profile.fuse_parameter_groups_size
-    groups = fuse(gradients, asked, most) if profile.fuse_all_reduce_ops else [[gradient] for gradient in gradients]
+    """The buckets of these sizes, in turn on the communicators, with what is sent of each. Tables of embeddings whose
+    rows are sent have one of their own. ``shape``: a plan of `without_buckets`."""
+    tables = [gradient for gradient in gradients if gradient.rows]
+    others = [gradient for gradient in gradients if not gradient.rows]
+    if profile.fuse_all_reduce_ops:
+        groups = fuse(others, asked, profile.fuse_parameter_groups_size) + ([tables] if tables else [])
+        position = {id(gradient): index for index, gradient in enumerate(gradients)}
+        groups.sort(key=lambda group: position[id(group[-1])])
+    else:
+        groups = [[gradient] for gradient in gradients]
     if shape.owners:
         groups = fit_for_owners(groups, shape.owners)
+    algorithm = "sharded" if shape.owners else "hierarchical" if shape.group_size else "allreduce"
     buckets = tuple(
         Bucket(
             index,
             tuple(group),
             index % asked.communicators,
-            "sharded" if shape.owners else "hierarchical" if shape.group_size else "allreduce",
+            ROWS if group[0].rows else algorithm,
             profile.compression if group[0].dtype == "float32" else "none",
         )
         for index, group in enumerate(groups)
@@ -91,8 +136,7 @@ def cut_into_buckets(
     if shape.owners:
         return with_owners(buckets, profile, shape)
     return tuple(
-        replace(bucket, sent=compression_of(bucket.compression).sent(bucket, profile, bool(shape.group_size)))
-        for bucket in buckets
+        replace(bucket, sent=description_of(bucket).sent(bucket, profile, bool(shape.group_size))) for bucket in buckets
     )
 
 
@@ -118,7 +162,7 @@ def fuse(gradients: Sequence[TensorSpec], asked: Buckets, most: int) -> list[lis
     position = {id(gradient): index for index, gradient in enumerate(gradients)}
     # Buckets still open at the end become ready with their last gradient; ready buckets come first.
     buckets = sorted(closed + rest, key=lambda bucket: position[id(bucket[-1])])
-    return buckets[:-1] + _split_tail(buckets[-1], asked.edge_megabytes)
+    return buckets[:-1] + _split_tail(buckets[-1], asked.edge_megabytes) if buckets else []
 
 
 def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[TensorSpec]]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from fleet_train.cluster import Cluster
 from fleet_train.errors import ClusterError
-from fleet_train.plan.build import build_chosen, cut_into_buckets, without_buckets
+from fleet_train.plan.build import as_sent, build_chosen, cut_into_buckets, without_buckets
 from fleet_train.plan.phases import flows, rounds
 from fleet_train.plan.plan import MEGABYTE, CommPlan
-from fleet_train.plan.price import TYPICAL, Compute, Costs, Link, Network, Paths, predict
+from fleet_train.plan.price import PAPER, TYPICAL, Compute, Costs, Link, Network, Paths, predict, with_given_link
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import COMPRESSIONS
@@ -39,8 +39,6 @@ from fleet_train.profile.profile import (
     open_knobs,
 )
 
-PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
-"""If nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
 MOST_COMMUNICATORS = 4
 MOST_BUCKETS = 64
 OWNERS_BUCKETS = 8
@@ -91,6 +89,7 @@ def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, 
     """
     if not open_knobs(profile):
         return Choice(profile)
+    gradients = as_sent(gradients, cluster, profile)
     if not is_worth_cutting(gradients, cluster):
         return Choice(_with_buckets(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
     network = with_given_link(conditions.network, cluster, profile)
@@ -105,6 +104,7 @@ def best_buckets(
     profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions, paths: Paths
 ) -> tuple[Buckets, CommPlan]:
     """The buckets that ``profile`` gives or leaves open, and as much of the plan with them as a price needs."""
+    gradients = as_sent(gradients, cluster, profile)
     if not open_knobs(profile):
         asked, shape = buckets_of(profile), without_buckets(cluster, profile)
         cut = cut_into_buckets(gradients, profile, asked, shape)
@@ -127,24 +127,14 @@ def build_plan(
     return build_chosen(gradients, cluster, chosen, averaged, statistics, state_values_per_parameter)
 
 
-def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Network:
-    """``network`` with ``link_gigabits`` and ``link_latency_ms`` as the job's link, if given."""
-    several = cluster.node_num > 1
-    known = network.between if several else network.inside
-    link = Link(
-        profile.link_latency_ms / 1e3 or known.latency_seconds,
-        profile.link_gigabits * 1e9 / 8 or known.bytes_per_second,
-    )
-    return Network(link, network.inside) if several else Network(network.between, link)
-
-
 def is_worth_cutting(gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
     """Whether communication takes long enough for a choice to matter."""
     return cluster.world_size > 1 and _bytes(gradients) > WORTH_CUTTING_BYTES
 
 
 def _bytes(gradients: Sequence[TensorSpec]) -> int:
-    return sum(gradient.nbytes for gradient in gradients)
+    """Of those that are sent whole, in buckets that can be cut."""
+    return sum(gradient.nbytes for gradient in gradients if not gradient.rows)
 
 
 def _candidates(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleet_train.cluster import Cluster
+from fleet_train.plan.phases import phases_of, sent_by_rank
 from fleet_train.plan.plan import MEGABYTE, CommPlan, Note
 from fleet_train.plan.shards import elements_of, memory_of, rows_cut
 from fleet_train.profile import Profile
-from fleet_train.profile.methods.base import Bucket, CollectiveSpec, TensorSpec
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, TensorSpec
+from fleet_train.profile.methods.rows import ROWS, most_rows, wire_dtype
 from fleet_train.profile.profile import CHOSEN, DECLINED, buckets_of
 
 
@@ -52,6 +54,26 @@ def _per_update(plan: CommPlan) -> list[str]:
     if plan.statistics:
         number = _count(len(plan.statistics) * plan.accumulate_steps, "collective")
         lines.append(f"of these for synchronised batch norm: {number}, not overlapped")
+    return lines + _tables(plan)
+
+
+def _tables(plan: CommPlan) -> list[str]:
+    """What is planned of embeddings' rows, and between what the bytes of a step can be."""
+    lines: list[str] = []
+    most, planned = 0.0, 0.0
+    for bucket in plan.buckets:
+        for table in bucket.gradients if bucket.algorithm == ROWS else ():
+            lines.append(
+                f"rows of '{table.name}' {list(table.shape)}: planned with {table.rows:,} of a rank (--ids_per_step); "
+                f"a step with more than {most_rows(table, bucket, plan.world_size):,} sends the table"
+            )
+            whole = CollectiveSpec("allreduce", table.elements * ITEM_BYTES[wire_dtype(bucket)], 1)
+            most += _most_sent(plan, [whole])
+        planned += _most_sent(plan, bucket.sent) if bucket.algorithm == ROWS else 0.0
+    if lines:
+        lines.append(
+            f"of these for embeddings: {_mb(planned)} MB as planned, from 0 to {_mb(most)} MB by what is touched"
+        )
     return lines
 
 
@@ -60,6 +82,11 @@ def _memory(plan: CommPlan) -> list[str]:
     parts = memory_of(plan)
     words = ", ".join(f"{_mb(nbytes)} {name}" for name, nbytes in parts.items())
     return [f"memory of a rank, without activations: {_mb(sum(parts.values()))} MB ({words})"]
+
+
+def _most_sent(plan: CommPlan, sent: Sequence[CollectiveSpec]) -> float:
+    phases = [phase for each in sent for phase in phases_of(plan.world_size, plan.group_size, each)]
+    return max(sent_by_rank(phases, plan.world_size), default=0.0)
 
 
 def _collectives(plan: CommPlan, warm_up: bool) -> str:
@@ -84,7 +111,7 @@ def notes_of(plan: CommPlan, gradients: Sequence[TensorSpec], cluster: Cluster, 
     """One note for each knob that affects what is sent, or the program around it."""
     return [
         *_fusing(gradients, plan.buckets, profile),
-        *_strategies(cluster, profile, plan.group_size),
+        *_strategies(gradients, cluster, profile, plan.group_size),
         *_sharding(plan),
         *_local_sgd(profile),
         *_program(profile, plan.statistics),
@@ -108,7 +135,7 @@ def _fusing(gradients: Sequence[TensorSpec], buckets: Sequence[Bucket], profile:
         ),
     ]
     if profile.fuse_all_reduce_ops:
-        largest = max((bucket.nbytes for bucket in buckets), default=0) / MEGABYTE
+        largest = max((bucket.nbytes for bucket in buckets if bucket.algorithm != ROWS), default=0) / MEGABYTE
         notes += [
             Note(
                 "fuse_grad_size_in_MB",
@@ -135,7 +162,7 @@ def _chosen(profile: Profile, knob: str) -> str:
     return f" ({origin})" if origin.startswith(CHOSEN) else ""
 
 
-def _strategies(cluster: Cluster, profile: Profile, group_size: int) -> list[Note]:
+def _strategies(gradients: Sequence[TensorSpec], cluster: Cluster, profile: Profile, group_size: int) -> list[Note]:
     notes = []
     if profile.use_hierarchical_allreduce:
         effect = (
@@ -144,6 +171,9 @@ def _strategies(cluster: Cluster, profile: Profile, group_size: int) -> list[Not
             else "every local group would have one rank, or all: the same as the flat allreduce"
         )
         notes.append(Note("use_hierarchical_allreduce", effect))
+    if tables := [gradient for gradient in gradients if gradient.rows]:
+        effect = f"the touched rows of {_count(len(tables), 'embedding')}; of others, whole tables"
+        notes.append(Note("sparse_embeddings", effect))
     if profile.sync_nccl_allreduce:
         notes.append(Note("sync_nccl_allreduce", "each bucket is waited for immediately: nothing overlaps"))
     if (origin := profile.origin("compression")).startswith(DECLINED):

@@ -11,6 +11,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import ConversionError
 from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
 from fleet_train.plan.plan import Averaging, CommPlan
+from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Bucket, CodingCosts, CollectiveSpec
 
@@ -94,6 +95,10 @@ class Network:
 
     between: Link
     inside: Link
+
+
+PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
+"""If nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
         )
         shares = _shares_before(computed + taken + handing, plan, ready, ends)
         taken = fsum(
-            costs.of(bucket.compression).taken * bucket.nbytes * share
+            costs.of(bucket.compression).taken * bucket.handled_bytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
     return communication, max(handing + taken, max(ends, default=0.0) - computed)
@@ -259,7 +264,7 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
 def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
     """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
     name, costs = bucket.compression, paths.costs
-    codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.nbytes
+    codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.handled_bytes
     return [
         Phase("processors" if costs.share_processors else "", codec),
         *(phase for sent in (*bucket.sent, *bucket.updated) for phase in paths.of(plan, sent)),
@@ -269,21 +274,33 @@ def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -
 def _ready_times(plan: CommPlan, compute: Compute, costs: Costs) -> list[float]:
     """Seconds from the start of the step to the last gradient of each bucket."""
     done, handed, times = 0, 0.0, []
+    total = sum(bucket.handled_bytes for bucket in plan.buckets)
     for bucket in plan.buckets:
-        done += bucket.nbytes
+        done += bucket.handled_bytes
         handed += _handing(bucket, costs)
-        times.append(compute.forward + compute.backward * done / max(plan.gradient_bytes, 1) + handed)
+        times.append(compute.forward + compute.backward * done / max(total, 1) + handed)
     return times
 
 
 def _handing(bucket: Bucket, costs: Costs) -> float:
     """Seconds on the computing thread for a bucket."""
-    return costs.bucket_seconds + costs.of(bucket.compression).handing * bucket.nbytes
+    return costs.bucket_seconds + costs.of(bucket.compression).handing * bucket.handled_bytes
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
     """One after the other, overlapping nothing."""
     return fsum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
+
+
+def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Network:
+    """``network`` with ``link_gigabits`` and ``link_latency_ms`` as the job's link, if given."""
+    several = cluster.node_num > 1
+    known = network.between if several else network.inside
+    link = Link(
+        profile.link_latency_ms / 1e3 or known.latency_seconds,
+        profile.link_gigabits * 1e9 / 8 or known.bytes_per_second,
+    )
+    return Network(link, network.inside) if several else Network(network.between, link)
 
 
 def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:

@@ -15,10 +15,10 @@ import numpy as np
 from fleet_train.errors import ConversionError
 from fleet_train.plan.build import LocalSgdSchedule
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
-from fleet_train.plan.simulate_methods import Array, QuantisedSum, SimulatedParts, SimulatedWire, cut
+from fleet_train.plan.simulate_methods import Array, QuantisedSum, Rows, SimulatedParts, SimulatedWire, cut
 from fleet_train.plan.simulate_shards import ShardedSimulation
 from fleet_train.profile import Profile
-from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods import description_of
 from fleet_train.profile.methods.outer import outer_optimizer_of
 
 Values = dict[str, Array]
@@ -319,7 +319,7 @@ class SimulatedJob:
         self._exchanges = 0
         simulated = [SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov) for bucket in plan.buckets]
         self._references = [
-            ShardedSimulation(parts) if plan.owners else compression_of(parts.bucket.compression).in_numpy(parts)
+            ShardedSimulation(parts) if plan.owners else description_of(parts.bucket).in_numpy(parts)
             for parts in simulated
         ]
         self._averaging: SimulatedAveraging | None = None
@@ -372,14 +372,16 @@ class SimulatedJob:
     def _exchange(self, gradients: Sequence[Values]) -> Values:
         agreed: Values = {}
         for bucket, reference in zip(self._plan.buckets, self._references, strict=True):
-            compression = compression_of(bucket.compression)
+            names = [gradient.name for gradient in bucket.gradients]
+            local = [[rank[name] for name in names] for rank in gradients]
             sent = (*bucket.sent, *bucket.updated)
-            if not bucket.shards:
-                sent = compression.sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges)
+            if isinstance(reference, Rows):
+                sent = reference.sent(local)
+            elif not bucket.shards:
+                sent = description_of(bucket).sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges)
             for payload in sent:
                 self._wire.count(payload)
-            names = [gradient.name for gradient in bucket.gradients]
-            results = reference.step([[rank[name] for name in names] for rank in gradients])
+            results = reference.step(local)
             if bucket.dtype == "float32":
                 results = [values.astype(np.float32) for values in results]
             agreed |= zip(names, results, strict=True)

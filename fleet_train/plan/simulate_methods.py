@@ -26,6 +26,7 @@ from fleet_train.profile.methods.powersgd import (
     random_factor,
 )
 from fleet_train.profile.methods.quantised import SMALLEST, QuantisedLayout, quantised_settings
+from fleet_train.profile.methods.rows import exchanges_of, most_rows, wire_dtype
 
 
 def powersgd(parts: SimulatedParts) -> PowerSgdSimulation:
@@ -51,6 +52,49 @@ class Dense:
         """The result on every rank, in the bucket's order and shapes."""
         total = self._parts.wire.added(self._parts.joined(gradients), self._dtype, self._between)
         return self._parts.split(scaled(total, len(gradients)))
+
+
+class Rows:
+    """The touched rows of tables, added in float32 in the order of ranks; a table of which a rank has touched more rows
+    than pay goes whole."""
+
+    def __init__(self, parts: SimulatedParts) -> None:
+        self._parts, self._bucket = parts, parts.bucket
+
+    def sent(self, gradients: Gradients) -> tuple[CollectiveSpec, ...]:
+        """The exchanges of a step with these gradients."""
+        rows = [0 if whole else most for whole, most in zip(*self._chosen(gradients), strict=True)]
+        item_bytes = ITEM_BYTES[wire_dtype(self._bucket)]
+        whole = [
+            CollectiveSpec("allreduce", table.elements * item_bytes, item_bytes)
+            for table, is_whole in zip(self._bucket.gradients, self._chosen(gradients)[0], strict=True)
+            if is_whole
+        ]
+        return (*exchanges_of(self._bucket, rows), *whole)
+
+    def step(self, gradients: Gradients) -> list[Array]:
+        """The result on every rank, in the bucket's order and shapes, float32."""
+        results = []
+        for position, is_whole in enumerate(self._chosen(gradients)[0]):
+            local = [rank[position].astype(np.float32) for rank in gradients]
+            if is_whole:
+                flat = self._parts.wire.added([values.ravel() for values in local], wire_dtype(self._bucket))
+                total = flat.reshape(local[0].shape)
+            else:
+                is_rounded = wire_dtype(self._bucket) == "bfloat16"
+                total = added_up([to_bfloat16(values) for values in local] if is_rounded else local)
+            results.append(scaled(total, len(gradients)))
+        return results
+
+    def _chosen(self, gradients: Gradients) -> tuple[list[bool], list[int]]:
+        """Of each table: whether it goes whole, and the most rows that a rank has."""
+        most = [
+            max(int(np.any(rank[i].reshape(rank[i].shape[0], -1), axis=1).sum()) for rank in gradients)
+            for i in range(len(self._bucket.gradients))
+        ]
+        size = len(gradients)
+        limits = [most_rows(table, self._bucket, size) for table in self._bucket.gradients]
+        return [rows > limit for rows, limit in zip(most, limits, strict=True)], most
 
 
 class PowerSgdSimulation:

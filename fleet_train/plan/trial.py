@@ -127,6 +127,7 @@ class _Run:
         shapes = {value.name: value.shape for value in (*values, *others)}
         self._start = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         self._shared = {g.name: random.standard_normal(g.shape, np.float32) for g in values}
+        self._rows = {g.name: g.rows for g in values if g.rows}
         self._job = SimulatedJob(self.plan, self.profile, self._start, Sgd, RATE)
         self._exact = {name: np.zeros(value.shape) for name, value in self._shared.items()}
         self._runs = 0
@@ -141,6 +142,9 @@ class _Run:
             gradients = {
                 n: shared + random.standard_normal(shared.shape, np.float32) for n, shared in self._shared.items()
             }
+            for name, rows in self._rows.items():
+                kept = random.choice(len(gradients[name]), rows, replace=False)
+                gradients[name] = _only(gradients[name], kept)
             for name, gradient in gradients.items():
                 mean[name] += share * gradient
             return Local(gradients, 1.0, {n: v for n, v in values.items() if n not in gradients})
@@ -185,6 +189,13 @@ class _Run:
             most_sent_bytes=float(sent.max()),
             on_purpose=_purpose(self.profile),
         )
+
+
+def _only(values: Array, rows: Array) -> Array:
+    """``values`` in these rows, zero in the others."""
+    kept = np.zeros_like(values)
+    kept[rows] = values[rows]
+    return kept
 
 
 def deviation(values: Mapping[str, Array], exact: Mapping[str, Array]) -> float:

@@ -193,6 +193,14 @@ class CommunicationKnobs(BaseModel):
         "groups'. 0 = all ranks.",
         reason="It divides the number of ranks. That of a node keeps the exchange of parameters inside the node.",
     )
+    sparse_embeddings: bool | Auto = knob(
+        AUTO,
+        meaning="Send of an embedding's gradient the rows that a step has touched, not the whole table. true: of every "
+        "embedding that can be sent so; false: none; auto: those where it pays, decided anew by what steps touch.",
+        reason="The ranks gather how many rows each has, then indices and values, and add them in float32 in the order "
+        "of ranks: the sum of whole tables but for the order of its terms. A step whose rows take more bytes than the "
+        "table sends the table. Optimizers get a dense gradient; plain SGD updates the touched rows alone.",
+    )
     sync_nccl_allreduce: bool = knob(
         False,
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",
@@ -216,7 +224,9 @@ class CommunicationKnobs(BaseModel):
         "forward passes of synchronised batch norm.",
     )
 
-    @field_validator("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB", mode="wrap")
+    @field_validator(
+        "nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB", "sparse_embeddings", mode="wrap"
+    )
     @classmethod
     def _auto_or_a_number(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         """The range is for numbers."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fleet_train.profile.knobs import AUTO, Problem, shown
 from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
-from fleet_train.profile.methods.base import Family, Verdict, goes, refused
+from fleet_train.profile.methods.base import IN_16_BITS, Family, Verdict, goes, refused
 from fleet_train.profile.schema import KNOBS
 
 
@@ -47,6 +47,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("sync_bn", "sync_batch_norm", "synchronised batch norm"),
     Strategy("recompute", "recompute_segments", "recompute", lambda segments: segments > 1),
     Strategy("sharding", "sharding", "a sharded optimizer"),
+    Strategy("rows", "sparse_embeddings", "rows of embeddings", lambda choice: choice is True),
     Strategy("graph", "collective_stream", "allreduces inside the program", lambda stream: stream == "graph"),
 )
 
@@ -130,6 +131,32 @@ PAIRS |= {
         "sharding",
         "dgc powersgd",
         refused("every rank needs the whole sum to keep what was not sent", "use compression: bf16 or int8"),
+    ),
+    **_with("rows", "fused communicators waiting", goes("embeddings' tables are in buckets of their own")),
+    **_with("rows", "hierarchical", goes("rows are gathered over all ranks at once; a whole table goes in the steps")),
+    **_with("rows", "local_sgd outer", goes("concerns the warm-up only; an averaging sends whole tables")),
+    **_with("rows", IN_16_BITS.name, goes("the values of rows are sent in 16 bits and added in float32")),
+    **_with(
+        "rows",
+        " ".join(family.name for family in FAMILIES if family is not IN_16_BITS),
+        refused(
+            "it keeps what it does not send of a whole table, or its rounding errors",
+            "use compression: bf16, or leave sparse_embeddings out, and tables are compressed as other gradients",
+        ),
+    ),
+    **_with("rows", "merge", goes("the rows of all micro-batches are sent at the update")),
+    **_with("rows", "amp sync_bn recompute", goes("an embedding's gradient is float32, and not part of these")),
+    **_with(
+        "rows",
+        "sharding",
+        refused(
+            "the owner of a table gets its gradient in parts", "leave sparse_embeddings out: whole tables are sent"
+        ),
+    ),
+    **_with(
+        "graph",
+        "rows",
+        refused("how many rows a step touches is known on the host only", "use another collective_stream"),
     ),
     **_with("graph", "fused waiting amp recompute", goes("each bucket is one operator of the program")),
     **_with(

@@ -91,7 +91,7 @@ def _plan(
     """As many of the gradients as one exchange may send: all, the first half, the first quarter, at least one."""
     buckets = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": megabytes, "last_comm_group_size_MB": megabytes}
     profile = Profile(compression=compression, **buckets, **_FULL_STRENGTH.get(compression, {}))
-    some = list(gradients)
+    some = [replace(gradient, rows=0) for gradient in gradients]
     while True:
         plan = build_chosen(some, job.cluster, profile)
         if len(some) == 1 or _on_the_link(plan, paths) <= timeouts.RECOMMEND_EXCHANGE_SECONDS:

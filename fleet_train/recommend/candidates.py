@@ -11,8 +11,8 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_chosen
-from fleet_train.plan.choose import MOST_COMMUNICATORS, PAPER, Conditions, choose
-from fleet_train.plan.price import Compute, Costs, Link, Network, Prediction, predict
+from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose
+from fleet_train.plan.price import PAPER, Compute, Costs, Link, Network, Prediction, predict
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import check_assignments, with_assignments

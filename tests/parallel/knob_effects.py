@@ -393,8 +393,21 @@ def _allocated(kind: str) -> int:
     return int(getattr(paddle.base.core, f"host_memory_stat_{kind}_value")("Allocated", 0))
 
 
+def embedding(profile: Profile) -> Ran:
+    """A table of 600 x 4, of which rank 0 looks up rows 0 and 1, and rank 1 rows 1, 2 and 5."""
+
+    def build() -> Any:
+        found = nn.functional.embedding(paddle.static.data("ids", [None], "int64"), parameter("w0", [600, 4]))
+        return paddle.sum(found)
+
+    trained = Trained(profile, build)
+    for _ in range(2):
+        trained.step({"ids": np.array([[0, 1], [1, 2, 5]][fleet.worker_index()], "int64")})
+    return trained.end()
+
+
 RUNS: dict[str, Callable[..., Ran]] = {
-    run.__name__: run for run in (linear, on_streams, layers, batch_norm, lowered, scaled, trainer, memory)
+    run.__name__: run for run in (linear, on_streams, layers, batch_norm, lowered, scaled, trainer, memory, embedding)
 }
 
 

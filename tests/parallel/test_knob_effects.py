@@ -98,6 +98,8 @@ _INT4 = {"compression": "int4"}
 _FORGETFUL = _INT4 | {"quantised_error_feedback": False}
 _LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 _FIRST = 32768.0
+_ROWS = ["all_gather 8 int64", "all_gather 60 uint8"]
+_SLOW = {"link_gigabits": 0.01, "link_latency_ms": 0.1}
 
 _ALL = [
     # Buckets.
@@ -165,6 +167,10 @@ _ALL = [
     ),
     case("use_hierarchical_allreduce", True, ranks=4, members=ByRank(_TALK), moved=[2.5, 2.5]),
     case("hierarchical_allreduce_inter_nranks", 4, _GROUPED, ranks=4, members=["all_reduce 0,1,2,3"], moved=[2.5, 2.5]),
+    # Embeddings: three rows of 16 bytes with their indices, behind the numbers of rows; on a slow link.
+    case("sparse_embeddings", True, run="embedding", sent=[_ROWS] * 2, moved=[0.5, 0.5], counted=2 * 68),
+    case("sparse_embeddings", "auto", _SLOW, run="embedding", sent=[_ROWS] * 2, moved=[0.5, 0.5]),
+    case("sparse_embeddings", False, _SLOW, run="embedding", sent=[["all_reduce 9600"]] * 2, moved=[0.5, 0.5]),
     # Running a job.
     case("fetch_frequency", 3, run="trainer", fetches="x..xx.x..x", asked="x..x.."),
     case("divergence_check_steps", 2, steps=5, compared_at=["step 1", "step 3", "step 5"]),

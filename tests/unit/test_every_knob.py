@@ -22,9 +22,8 @@ from fleet_train.convert.passes.precision import refuse_unusable
 from fleet_train.convert.planning import fitted_to
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.choose import PAPER
 from fleet_train.plan.plan import Note
-from fleet_train.plan.price import Compute, predict
+from fleet_train.plan.price import PAPER, Compute, predict
 from fleet_train.plan.simulate import Local, Momentum, SimulatedJob
 from fleet_train.profile import KNOBS, Knob, Profile, applied_mappings
 from fleet_train.profile.methods.outer import outer_optimizer_of
@@ -36,6 +35,8 @@ OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KN
 GRADIENTS = [TensorSpec(f"w{i}", (400, 300), "float32") for i in range(5)] + [
     TensorSpec(f"b{i}", (7,), "float32") for i in range(60)
 ]
+# Embeddings: one whose rows pay on a link that nothing else is said about, and one whose rows do not.
+GRADIENTS += [TensorSpec("large", (100_000, 8), "float32", rows=500), TensorSpec("small", (300, 4), "float32", rows=20)]
 RUNNING = ("collectives", "convert", "train")
 CLUSTER = Cluster.imagined(2, 4)
 

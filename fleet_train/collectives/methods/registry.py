@@ -6,7 +6,7 @@ A method without state needs nothing else: see `Parts.stateless` and the tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile import Profile
-from fleet_train.profile.methods import compression_of
+from fleet_train.profile.methods import compression_of, description_of
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.quantised import quantised_settings
 
@@ -48,6 +48,8 @@ class Parts:
     allreduce: Allreduce
     dgc: DgcSettings | None = None
     quantised: QuantisedSums | None = None
+    lookups: Mapping[str, Any] = field(default_factory=dict)
+    """Of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""
 
     @property
     def reads_values(self) -> bool:
@@ -91,7 +93,7 @@ class Parts:
 
     def make(self) -> BucketMethod:
         """The method of the bucket's compression. Raises ConversionError for an unknown one."""
-        method: BucketMethod = compression_of(self.bucket.compression).on_ranks(self)
+        method: BucketMethod = description_of(self.bucket).on_ranks(self)
         return method
 
 
@@ -101,11 +103,17 @@ class _FromStages(Stateless):
 
 
 def dense(parts: Parts) -> BucketMethod:
-    """All of a gradient, or 16 bits of it: the allreduce between the leaders of local groups casts by itself."""
-    allreduce, wire_dtype = parts.allreduce, compression_of(parts.bucket.compression).wire_dtype
-    if wire_dtype and not parts.plan.group_size:
-        allreduce = CastAllreduce(allreduce, wire_dtype, cast_for(parts.reads_values))
-    return DenseMethod(parts.bucket, allreduce, parts.plan.world_size, parts.cut)
+    """All of a gradient, or 16 bits of it."""
+    return DenseMethod(parts.bucket, allreduce_of(parts), parts.plan.world_size, parts.cut)
+
+
+def allreduce_of(parts: Parts) -> Allreduce:
+    """The sum of whole gradients in the compression's dtype; that between the leaders of local groups casts by
+    itself."""
+    wire_dtype = compression_of(parts.bucket.compression).wire_dtype
+    if not wire_dtype or parts.plan.group_size:
+        return parts.allreduce
+    return CastAllreduce(parts.allreduce, wire_dtype, cast_for(parts.reads_values))
 
 
 def quantised(parts: Parts) -> BucketMethod:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
 
 from fleet_train.collectives.in_graph import MEAN_MARK
+from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import inputs_of
 from fleet_train.convert.passes.sync_norm import BACKWARD_MARK, FORWARD_MARK
@@ -84,15 +86,65 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
     pairs: list[tuple[Any, Any]] = []
     match kind:
         case "launch":
-            local[bucket] = given[1:]
+            local[bucket] = _looked_up(operator) if operator.name() in _lookups else given[1:]
         case "wait":
-            pairs = list(zip(gives[1:], local[bucket], strict=False))
+            results = iter(gives[1:])
+            for gradient in local[bucket]:
+                if isinstance(gradient, RowsUpdate):
+                    gradient.replace(ids=next(results), values=next(results))
+                else:
+                    pairs.append((next(results), gradient))
         case "broadcast" | "gate":
             pairs = [(gives[1], given[1])]
         case "hold":
             pairs = list(zip(gives, given[:-1], strict=True))
     for old, new in pairs:
         old.replace_all_uses_with(new)
+
+
+_lookups: dict[str, Sequence[Lookups]] = {}
+"""By the name of a launch operator, which is unique in a process: Paddle cannot read such an operator's attributes."""
+
+
+def mark_lookups(launch: Any, tables: Sequence[Lookups]) -> None:
+    """Note how the operands of a launch operator stand for embeddings' tables."""
+    _lookups[launch.name()] = tables
+
+
+def _looked_up(launch: Any) -> list[Any]:
+    """Insert the operators that make the gradients of a launched bucket of tables; returns those, or `RowsUpdate`."""
+    given, gradients = launch.operands_source()[1:], []
+    paddle.pir.set_insertion_point(launch)
+    for lookups in _lookups[launch.name()]:
+        table, *own = given[: lookups.operands]
+        parts = [
+            paddle._C_ops.embedding_grad(ids, table, gradient, padding, False)
+            for ids, gradient, padding in zip(own[::2], own[1::2], lookups.paddings, strict=True)
+        ]
+        gradient = paddle.add_n(parts) if len(parts) > 1 else parts[0]
+        gradients.append(RowsUpdate(gradient) if lookups.rows_only else gradient)
+        given = given[lookups.operands :]
+    paddle.pir.reset_insertion_point_to_end()
+    return gradients
+
+
+@dataclass(frozen=True)
+class RowsUpdate:
+    """The gradient of a table whose rows alone are updated."""
+
+    gradient: Any
+
+    def replace(self, ids: Any, values: Any) -> None:
+        """Update the whole table instead of the rows ``ids``; other readers of ``values`` get the gradient."""
+        values.replace_all_uses_with(self.gradient)
+        scatter = next(user for user in ids.all_used_ops() if user.name() == "pd_op.scatter_")
+        update = scatter.operand_source(2).get_defining_op()
+        paddle.pir.set_insertion_point(update)
+        table, rate = scatter.operand_source(0), update.operand_source(1)
+        paddle._C_ops.sgd_(table, rate, self.gradient, None, False)
+        paddle.pir.reset_insertion_point_to_end()
+        for operator in (scatter, update, update.operand_source(0).get_defining_op()):
+            operator.erase()
 
 
 def _kind(operator: Any) -> tuple[str, str]:

@@ -11,7 +11,7 @@ ranks skip the same updates and keep the same scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +85,10 @@ class ProgramPasses:
         """The variable with the loss scale; None until it exists."""
         return None if self._scaler is None else str(self._scaler.scale.name)
 
-    def merge(self, pairs: Sequence[tuple[Any, Any]]) -> MergedGradients:
-        """Call it before the plan is made: launch operators then follow the sums, not the gradients."""
-        return merge_gradients(pairs, self._profile.accumulate_steps)
+    def merge(self, pairs: Sequence[tuple[Any, Any]], others: Collection[str] = ()) -> MergedGradients:
+        """Call it before the plan is made: launch operators then follow the sums, not the gradients. ``others``:
+        parameters whose gradients the exchange adds up itself."""
+        return merge_gradients(pairs, self._profile.accumulate_steps, others)
 
     def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
         """Append ``update(pairs)``, the optimizer's operators, for the steps with an update; returns its result.
@@ -139,13 +140,15 @@ class MergedGradients:
         return run_if(self.boundary, update_and_empty)
 
 
-def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: int) -> MergedGradients:
+def merge_gradients(
+    params_grads: Sequence[tuple[Any, Any]], accumulate_steps: int, others: Collection[str] = ()
+) -> MergedGradients:
     """Append the sum over micro-batches after each gradient of the current program.
 
     ``accumulate_steps``: micro-batches per update, their gradients averaged; 1 = an update every step.
 
     The sums and the count of micro-batches are persistable: a checkpoint in the middle of an update continues it.
-    The pairs keep their order; a parameter without a gradient keeps None.
+    The pairs keep their order; a parameter without a gradient keeps None, and ``others`` keep theirs.
     """
     if accumulate_steps < 1:
         raise ConversionError(f"accumulate_steps={accumulate_steps}: must be 1 micro-batch or more per update")
@@ -157,6 +160,9 @@ def merge_gradients(params_grads: Sequence[tuple[Any, Any]], accumulate_steps: i
     means: dict[str, Any] = {}
     buffers = []
     for item in ready:
+        if item.parameter.name in others:
+            means[item.parameter.name] = item.value
+            continue
         paddle.pir.set_insertion_point_after(item.value.get_defining_op())
         buffer = _persistable(f"{item.parameter.name}@gradient_merge", item.value.dtype, item.value.shape)
         total = buffer + item.value

@@ -6,10 +6,11 @@ To add one, describe it in a file beside this and add it to ``_LISTED``; everyth
 from __future__ import annotations
 
 from fleet_train.profile.knobs import entry_of
-from fleet_train.profile.methods.base import BF16, FP16, NONE, Compression, Family
+from fleet_train.profile.methods.base import BF16, FP16, NONE, Bucket, Compression, Family
 from fleet_train.profile.methods.dgc import DGC
 from fleet_train.profile.methods.powersgd import POWERSGD
 from fleet_train.profile.methods.quantised import INT4, INT8
+from fleet_train.profile.methods.rows import ROWS, TOUCHED_ROWS
 
 _LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD, DGC)
 COMPRESSIONS: dict[str, Compression] = {compression.name: compression for compression in _LISTED}
@@ -23,3 +24,8 @@ FAMILIES: tuple[Family, ...] = tuple(
 def compression_of(name: str) -> Compression:
     """The description of a compression, by the knob's value. Raises ConversionError for an unknown one."""
     return entry_of("compression", name, COMPRESSIONS, "description")
+
+
+def description_of(bucket: Bucket) -> Compression:
+    """How a bucket is sent: as its compression says, or, of embeddings' tables, the rows that a batch has touched."""
+    return TOUCHED_ROWS if bucket.algorithm == ROWS else compression_of(bucket.compression)

@@ -78,6 +78,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     is_whole: bool = False
+    rows: int = 0
+    """Of an embedding's table whose touched rows are sent: as many as a rank's step is planned to touch; 0 = whole."""
 
     @property
     def elements(self) -> int:
@@ -193,6 +195,11 @@ class Bucket:
     @cached_property
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self.gradients)
+
+    @property
+    def handled_bytes(self) -> int:
+        """What a rank copies of it in a step: of tables the planned rows."""
+        return sum(sent.nbytes for sent in self.sent) if self.gradients[0].rows else self.nbytes
 
     @property
     def is_quantised(self) -> bool:

@@ -85,7 +85,7 @@ def test_a_steps_operators_call_the_exchange_in_the_order_of_their_chain(main: A
     chain = emit_arrive(exchange, token())
     chain = emit_begin(exchange, [b], chain)
     chain = emit_launch(exchange, BUCKET, [w, b], chain, ends if merged else None)
-    chain, averages = emit_wait(exchange, BUCKET, [w.dtype, b.dtype], chain)
+    chain, averages = emit_wait(exchange, BUCKET, [(w.shape, w.dtype), (b.shape, b.dtype)], chain)
     chain = emit_finish(exchange, Held([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
     operators = [one for one in main.global_block().ops if "fleet_train_" in one.name()]
     assert [is_link(one) for one in operators] == [passes_a_token(one) for one in operators] == [True] * 5
@@ -195,7 +195,7 @@ def convolved() -> tuple[Any, dict[str, np.ndarray]]:
 def emit_launched(exchange: Any, values: list[Any]) -> Any:
     bucket = Bucket(0, tuple(TensorSpec("w", tuple(one.shape), "float32") for one in values), 0)
     chain = emit_launch(exchange, bucket, values, token())
-    return emit_wait(exchange, bucket, [one.dtype for one in values], chain)[1]
+    return emit_wait(exchange, bucket, [(one.shape, one.dtype) for one in values], chain)[1]
 
 
 @pytest.mark.usefixtures("onednn")

@@ -25,9 +25,8 @@ from fleet_train.plan.choose import (
     fit,
     needs_link,
     plan_command,
-    with_given_link,
 )
-from fleet_train.plan.price import Compute, Link, Network, predict
+from fleet_train.plan.price import Compute, Link, Network, predict, with_given_link
 from fleet_train.profile import Profile
 from fleet_train.profile.profile import Buckets, buckets_of, open_knobs
 
