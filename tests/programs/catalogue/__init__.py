@@ -57,10 +57,12 @@ EXACT: dict[str, Strategy] = {
     "multi_node": Strategy("multi_node"),
     "single_node": Strategy("single_node"),
     "unfused": _settings(fuse_all_reduce_ops=False),
-    "three communicators": _settings(**SPLIT),
+    "three communicators": _settings(sparse_embeddings=True, **SPLIT),
     "waiting": _settings(sync_nccl_allreduce=True, fuse_parameter_groups_size=3),
     "hierarchical": _settings(use_hierarchical_allreduce=True, nccl_comm_num=2),
-    "merge": _for_one({"accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 3}),
+    "merge": _for_one(
+        {"accumulate_steps": 2, "nccl_comm_num": 2, "fuse_parameter_groups_size": 3, "sparse_embeddings": True}
+    ),
     "recompute": _for_one({"recompute_segments": 3}),
     "checked every step": _settings(divergence_check_steps=1),
     "executor's threads": _settings(num_threads=4, **SPLIT),

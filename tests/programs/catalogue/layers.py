@@ -75,7 +75,9 @@ def batch_norm_and_evaluation(script: Script) -> None:
 
 
 @network(
-    "An embedding with sparse=True: its gradients are dense in today's programs, of which rows are sent.", words=tokens(30, 6), label=classes(5)
+    "An embedding with sparse=True: its gradients are dense in today's programs, of which rows are sent.",
+    words=tokens(30, 6),
+    label=classes(5),
 )
 def sparse_embedding(words, label):
     vectors = nn.Embedding(30, 8, sparse=True)(words)
