@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
@@ -34,22 +34,23 @@ Pairs = Sequence[tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """``lookups``: the operators that make its gradient, by lookup; ``rows``: as of `TensorSpec`."""
+    """``operands``: what the launch operator gets, as ``described`` says; ``rows``: as of `TensorSpec`."""
 
     parameter: Any
-    lookups: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    described: Lookups
     rows: int
-    rows_only: bool = False
 
     @property
-    def operands(self) -> list[Any]:
-        """What the launch operator gets: see `Lookups`."""
-        pairs = [(each.operand_source(0), each.operand_source(2)) for each in self.lookups]
-        return [self.parameter, *(value for pair in pairs for value in pair)]
+    def rows_only(self) -> bool:
+        return self.described.rows_only
 
-    @property
-    def described(self) -> Lookups:
-        return Lookups(tuple(each.attrs()["padding_idx"] for each in self.lookups), self.rows_only)
+
+def _table(parameter: Any, lookups: Sequence[Any], rows: int, rows_only: bool) -> Table:
+    pairs = [(each.operand_source(0), each.operand_source(2)) for each in lookups]
+    paddings = tuple(int(each.attrs()["padding_idx"]) for each in lookups)
+    operands = (parameter, *(value for pair in pairs for value in pair))
+    return Table(parameter, operands, Lookups(paddings, rows_only), rows)
 
 
 def find_tables(
@@ -67,7 +68,7 @@ def find_tables(
     reasons: list[str] = []
     rows_only = plain and job.engine.reads_values and profile.accumulate_steps == 1 and _leaves_others_alone(optimizer)
     for parameter, value in pairs:
-        if value is None or not any(each.name() == LOOKUP_GRADIENT for each in _makers(value)):
+        if value is None or not _is_looked_up(parameter, value):
             continue
         if reason := _obstacle(parameter, value) if is_ours else _HELD:
             reasons.append(f"embedding '{parameter.name}': its whole table is sent, because {reason}")
@@ -77,22 +78,25 @@ def find_tables(
         spec = TensorSpec(parameter.name, tuple(parameter.shape), dtype_name(parameter.dtype), rows=rows)
         if sends_rows(spec, job.cluster, profile):
             is_alone = rows_only and getattr(parameter, "regularizer", None) is None
-            tables[parameter.name] = Table(parameter, lookups, rows, is_alone)
+            tables[parameter.name] = _table(parameter, lookups, rows, is_alone)
     reasons = reasons if profile.sparse_embeddings is True else []
     if not tables:
         return {}, reasons
     most = largest_of_ranks(job, "the indices of embeddings", {name: table.rows for name, table in tables.items()})
-    planned = {
-        name: Table(table.parameter, table.lookups, min(most[name], table.parameter.shape[0]), table.rows_only)
-        for name, table in tables.items()
-    }
-    return planned, [*reasons, *[LAZY_NOTICE] * bool(getattr(optimizer, "_lazy_mode", False))]
+    for name, table in tables.items():
+        tables[name] = replace(table, rows=min(most[name], table.parameter.shape[0]))
+    return tables, [*reasons, *[LAZY_NOTICE] * bool(getattr(optimizer, "_lazy_mode", False))]
 
 
 _HELD = (
     "the script calls backward() itself and may read its gradient, which would no longer be made; call minimize() "
     "instead of backward() and apply_gradients()"
 )
+
+
+def _is_looked_up(parameter: Any, value: Any) -> bool:
+    users = (*_makers(value), *parameter.all_used_ops())
+    return any(operator.name() in (LOOKUP_GRADIENT, "pd_op.embedding") for operator in users)
 
 
 def _makers(value: Any) -> Iterator[Any]:
@@ -124,9 +128,10 @@ def _obstacle(parameter: Any, value: Any) -> str:
 
 
 def _leaves_others_alone(optimizer: Any) -> bool:
-    """Whether an update does not move a row without gradient: plain SGD, without decay and clip."""
+    """Whether an update does not move a row without gradient: plain SGD, without decay, clip and groups."""
     return (
         type(optimizer) is paddle.optimizer.SGD
+        and not any(isinstance(each, dict) for each in optimizer._parameter_list or ())
         and optimizer.regularization is None
         and optimizer._grad_clip is None
         and not optimizer._multi_precision

@@ -57,6 +57,12 @@ def small(ids: Any, others: Any) -> Any:
     return nn.Embedding(7, WIDTH, padding_idx=3)(ids % 7).sum(1) + nn.Embedding(16, WIDTH)(others % 16).sum(1)
 
 
+def decayed(ids: Any, others: Any) -> Any:
+    """A decay of its own, which moves all rows of the first table."""
+    decay = paddle.ParamAttr(regularizer=paddle.regularizer.L2Decay(0.1))
+    return nn.Embedding(ROWS, WIDTH, weight_attr=decay)(ids).sum(1) + nn.Embedding(ROWS, WIDTH)(others).sum(1)
+
+
 def mixed(ids: Any, others: Any) -> Any:
     """The first table is also multiplied, which makes a gradient in all its rows."""
     tied = nn.Embedding(ROWS, WIDTH)
@@ -136,6 +142,7 @@ EXACT = {
     "several uses, momentum": Case(several_uses, momentum),
     "two tables": Case(two_tables),
     "a table that is multiplied, too": Case(mixed),
+    "a table with a decay": Case(decayed),
     "small tables, whole": Case(small, lambda: paddle.optimizer.SGD(0.05)),
     "small tables, whole, adam": Case(small, adam),
     "merge": Case(two_tables, momentum, {"accumulate_steps": 2}, steps=6),
