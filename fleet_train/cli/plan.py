@@ -115,7 +115,8 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option(
     "--ids_per_step",
     type=WholeNumberRange(1),
-    help="Different rows that a rank's step looks up in each embedding's table.  [default: one for each index]",
+    help="Different rows that a rank's step looks up in each embedding's table.  [default: one for each index of 1,024 "
+    "samples]",
 )
 @click.option("--simulate", is_flag=True, help="Execute the plan in numpy for all ranks, on random gradients.")
 @click.option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -18,7 +18,7 @@ from paddle import _C_ops
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.convert.passes.one_card import remove_unused
-from fleet_train.convert.planning import dtype_name, largest_of_ranks
+from fleet_train.convert.planning import dtype_name
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.build import sends_rows
 from fleet_train.profile import Profile
@@ -56,8 +56,7 @@ def _table(parameter: Any, lookups: Sequence[Any], rows: int, rows_only: bool) -
 def find_tables(
     job: Job, profile: Profile, pairs: Pairs, optimizer: Any, *, is_ours: bool, plain: bool
 ) -> tuple[dict[str, Table], list[str]]:
-    """By parameter, the tables whose rows are sent, and sentences about embeddings that were asked for in vain. All
-    ranks call it.
+    """By parameter, the tables whose rows are sent, and sentences about embeddings that were asked for in vain.
 
     ``is_ours``: nobody else holds the gradients, so that they may be removed. ``plain``: nothing but the optimizer
     reads the averaged gradients.
@@ -74,18 +73,13 @@ def find_tables(
             reasons.append(f"embedding '{parameter.name}': its whole table is sent, because {reason}")
             continue
         lookups = tuple(_makers(value))
-        rows = _positions(lookups)
+        rows = min(_positions(lookups), int(parameter.shape[0]))
         spec = TensorSpec(parameter.name, tuple(parameter.shape), dtype_name(parameter.dtype), rows=rows)
         if sends_rows(spec, job.cluster, profile):
             is_alone = rows_only and getattr(parameter, "regularizer", None) is None
             tables[parameter.name] = _table(parameter, lookups, rows, is_alone)
-    reasons = reasons if profile.sparse_embeddings is True else []
-    if not tables:
-        return {}, reasons
-    most = largest_of_ranks(job, "the indices of embeddings", {name: table.rows for name, table in tables.items()})
-    for name, table in tables.items():
-        tables[name] = replace(table, rows=min(most[name], table.parameter.shape[0]))
-    return tables, [*reasons, *[LAZY_NOTICE] * bool(getattr(optimizer, "_lazy_mode", False))]
+    said = reasons if profile.sparse_embeddings is True else []
+    return tables, [*said, *[LAZY_NOTICE] * bool(tables and getattr(optimizer, "_lazy_mode", False))]
 
 
 _HELD = (
@@ -139,9 +133,10 @@ def _leaves_others_alone(optimizer: Any) -> bool:
 
 
 def _positions(lookups: Sequence[Any]) -> int:
-    """Indices of a step, with an assumed number of samples where the program leaves it open."""
-    shapes = [each.operand_source(0).shape for each in lookups]
-    return sum(math.prod(ASSUMED_SAMPLES if size < 0 else int(size) for size in shape) for shape in shapes)
+    """Indices of a step with an assumed number of samples: the size of a batch may differ from rank to rank, and all
+    make the same plan."""
+    shapes = [list(each.operand_source(0).shape) for each in lookups]
+    return ASSUMED_SAMPLES * sum(math.prod(max(int(size), 1) for size in shape[1:]) for shape in shapes)
 
 
 def remove_dense_gradients(program: Any, gradients: Sequence[Any]) -> None:

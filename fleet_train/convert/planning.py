@@ -287,14 +287,6 @@ def agree(job: Job, name: str, value: Any) -> None:
     refuse_other_ranks(brought, job.cluster)
 
 
-def largest_of_ranks(job: Job, name: str, numbers: dict[str, int]) -> dict[str, int]:
-    """The largest of all ranks' numbers under each key. All ranks call it with the same keys; raises ScheduleMismatch
-    on every rank if they differ."""
-    agree(job, name, sorted(numbers))
-    every = job.all_gather(f"{name} {job.count(name)}", numbers)
-    return {key: max(int(each[key]) for each in every.values()) for key in numbers}
-
-
 def agreed_plan(
     job: Job,
     profile: Profile,

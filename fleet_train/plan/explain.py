@@ -64,8 +64,8 @@ def _tables(plan: CommPlan) -> list[str]:
     for bucket in plan.buckets:
         for table in bucket.gradients if bucket.algorithm == ROWS else ():
             lines.append(
-                f"rows of '{table.name}' {list(table.shape)}: planned with {table.rows:,} of a rank (--ids_per_step); "
-                f"a step with more than {most_rows(table, bucket, plan.world_size):,} sends the table"
+                f"rows of '{table.name}' {list(table.shape)}: planned with {table.rows:,} of a rank (--ids_per_step "
+                f"changes that); a step with more than {most_rows(table, bucket, plan.world_size):,} sends the table"
             )
             whole = CollectiveSpec("allreduce", table.elements * ITEM_BYTES[wire_dtype(bucket)], 1)
             most += _most_sent(plan, [whole])

@@ -23,7 +23,7 @@ ROWS = "rows"
 """The algorithm of a bucket of tables."""
 COUNT_BYTES = 8
 ASSUMED_SAMPLES = 1024
-"""Samples of a rank's step, to plan with where the program leaves the size of a batch open."""
+"""Samples of a rank's step, to plan with."""
 WIRE_DTYPES = {compression.name: compression.wire_dtype for compression in (NONE, BF16, FP16)}
 """By the compressions that rows go with; empty = their own."""
 

@@ -19,15 +19,9 @@ from fleet_train.profile import Profile
 from fleet_train.profile.methods.rows import ASSUMED_SAMPLES
 
 
-def job(world_size: int = 2, reads_values: bool = True, others: dict[str, int] | None = None) -> Any:
-    return SimpleNamespace(
-        world_size=world_size,
-        cluster=Cluster.imagined(world_size, 1),
-        engine=SimpleNamespace(reads_values=reads_values),
-        count=lambda _: 0,
-        compare=lambda *_: [],
-        all_gather=lambda _, own: {0: own, 1: own | (others or {})},
-    )
+def job(world_size: int = 2, reads_values: bool = True) -> Any:
+    engine = SimpleNamespace(reads_values=reads_values)
+    return SimpleNamespace(world_size=world_size, cluster=Cluster.imagined(world_size, 1), engine=engine)
 
 
 def find(
@@ -91,17 +85,10 @@ def test_lookups_of_one_layer_and_of_one_name_are_found_together() -> None:
         "embedding_0.w_0": (2, 2),
         "shared": (1, -1),
     }
-    # As many as there are positions, and no more than the table has.
-    assert {name: table.rows for name, table in tables.items()} == {
-        "embedding_0.w_0": 3 * ASSUMED_SAMPLES + 8,
-        "shared": 70,
-    }
+    # As many as there are indices, and no more than the table has; the size of a batch does not count.
+    assert {name: table.rows for name, table in tables.items()} == {"embedding_0.w_0": 5000, "shared": 70}
+    assert find(lambda _, fixed: nn.Embedding(5000, 4)(fixed))[0]["embedding_0.w_0"].rows == 2 * ASSUMED_SAMPLES
     assert not {"pd_op.embedding_grad", "pd_op.add_n"} & set(program.names)
-
-
-def test_the_plan_counts_with_the_largest_rank() -> None:
-    tables, _, _ = find(lambda _, fixed: nn.Embedding(5000, 4)(fixed), given=job(others={"embedding_0.w_0": 40}))
-    assert tables["embedding_0.w_0"].rows == 40
 
 
 def tied(ids: Any, fixed: Any) -> Any:
