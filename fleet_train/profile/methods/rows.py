@@ -34,9 +34,11 @@ class TouchedRows(Compression):
     def sent(
         self, bucket: Bucket, profile: Any, hierarchical: bool, step: int | None = None
     ) -> tuple[CollectiveSpec, ...]:
-        """Two all-gathers: how many rows each rank has of each table, then the rows, as many as planned."""
-        del profile, hierarchical, step
-        return exchanges_of(bucket, [table.rows for table in bucket.gradients])
+        """Two all-gathers: how many rows each rank has of each table, then the rows, as many as planned: those of all
+        micro-batches of an update."""
+        del hierarchical, step
+        rows = [min(table.rows * profile.accumulate_steps, table.shape[0]) for table in bucket.gradients]
+        return exchanges_of(bucket, rows)
 
 
 def exchanges_of(bucket: Bucket, rows: list[int]) -> tuple[CollectiveSpec, ...]:

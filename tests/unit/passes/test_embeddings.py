@@ -13,7 +13,9 @@ from paddle.regularizer import L2Decay
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.rows import Lookups
+from fleet_train.convert import process
 from fleet_train.convert.embeddings import LAZY_NOTICE, find_tables, remove_dense_gradients
+from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.planning import summed_over_uses
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.rows import ASSUMED_SAMPLES
@@ -178,3 +180,17 @@ def test_a_decay_of_its_own_moves_all_rows_of_a_table() -> None:
 def test_lazy_adam_is_said_to_be_dense() -> None:
     assert find(one, paddle.optimizer.Adam(0.1, lazy_mode=True))[1] == [LAZY_NOTICE]
     assert find(one, paddle.optimizer.Adam(0.1))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("known", "reads_values", "set_to"), [(True, False, [1]), (False, False, []), (True, True, [])]
+)
+def test_gpus_add_rows_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, known: bool, reads_values: bool, set_to: list[int]
+) -> None:
+    flag, values = "FLAGS_embedding_deterministic", []
+    monkeypatch.setattr(paddle.base.core, "globals", lambda: {flag: 0} if known else {})
+    monkeypatch.setattr(process, "set_flags", lambda flags: values.append(flags[flag]))
+    wrapped: Any = SimpleNamespace(_job=job(reads_values=reads_values), _rank=1)
+    DistributedOptimizer._add_rows_alike(wrapped)
+    assert values == set_to
