@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -194,3 +195,23 @@ def test_gpus_add_rows_in_one_order(
     wrapped: Any = SimpleNamespace(_job=job(reads_values=reads_values), _rank=1)
     DistributedOptimizer._add_rows_alike(wrapped)
     assert values == set_to
+
+
+def test_paddle_does_not_carry_out_lazy_mode() -> None:
+    moved = []
+    for lazy in (True, False):
+        main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            start = paddle.ParamAttr(initializer=nn.initializer.Constant(1.0))
+            ids = paddle.static.data("ids", [2], "int64")
+            loss = nn.Embedding(6, 3, sparse=True, weight_attr=start)(ids).sum()
+            paddle.optimizer.Adam(0.1, lazy_mode=lazy).minimize(loss)
+        executor = paddle.static.Executor(paddle.CPUPlace())
+        with paddle.static.scope_guard(scope):
+            executor.run(startup)
+            for step in range(3):
+                executor.run(main, feed={"ids": np.array([0, 1] if step == 0 else [4, 5])})
+            moved.append(1.0 - np.array(scope.find_var("embedding_0.w_0").get_tensor()))
+    np.testing.assert_array_equal(moved[0], moved[1])
+    assert (moved[0][0] > 0.11).all(), "row 0 moves on in the steps that do not touch it"
+    assert (moved[0][2] == 0).all()
