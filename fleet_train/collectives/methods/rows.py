@@ -121,6 +121,7 @@ class _TablesOfABucket:
         self._widths = [table.elements // table.shape[0] for table in self._tables]
         self._size, self._merged = parts.plan.world_size, parts.plan.accumulate_steps
         self._whole = allreduce_of(parts)
+        parts.job.communicators(parts.plan.communicators)  # not in a step: with local groups nobody else has made them
         self._limits = [most_rows(table, parts.bucket, self._size) for table in self._tables]
         self.sent_bytes = 0.0
         """Payload that this rank sent in the last step with an exchange."""
