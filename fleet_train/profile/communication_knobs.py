@@ -178,8 +178,8 @@ class CommunicationKnobs(BaseModel):
         ge=1,
         le=2,
         needs="sharding",
-        meaning="ZeRO's stage: 1 shares the optimizer's state, 2 also frees gradients once their owners have them. 3 "
-        "would share the parameters themselves and is refused.",
+        meaning="ZeRO's stage: 1 shares the optimizer's state, 2 also frees gradients once their owners have them.",
+        refused={3: "shares the parameters themselves, but here every rank computes with all of them; use 2"},
         reason="The executor frees a gradient after its last reader, the operator that starts its bucket, so stage 1 "
         "is carried out as stage 2.",
     )

@@ -109,7 +109,7 @@ class Knob:
     becomes: str = ""
     choices: tuple[str, ...] = ()
     only_with: OnlyWith | None = None
-    refused: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[Any, str], ...] = ()
     auto: bool = False
 
     @property
@@ -138,7 +138,7 @@ def knob(
     le: float | None = None,
     needs: str = "",
     only_with: OnlyWith | None = None,
-    refused: dict[str, str] | None = None,
+    refused: Mapping[Any, str] | None = None,
     factory: Any = None,
 ) -> Any:
     """Declare a profile field together with its row of the knob table; this is the only place to write either."""
@@ -148,7 +148,7 @@ def knob(
     if only_with:
         extra["only_with"] = {name: value for name, value in asdict(only_with).items() if value is not None}
     if refused:
-        extra["refused"] = refused
+        extra["refused"] = dict(refused)
     start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
     return Field(**start, ge=ge, gt=gt, le=le, description=meaning, json_schema_extra=extra)
 

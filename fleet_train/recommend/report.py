@@ -14,9 +14,11 @@ import yaml
 
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import asked_settings
-from fleet_train.errors import ClusterError, ConversionError
+from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.files import publish_where_linked
+from fleet_train.plan.build import build_chosen
 from fleet_train.plan.price import Costs, Link
+from fleet_train.plan.shards import memory_of
 from fleet_train.profile import load_profile
 from fleet_train.profile.catalogue import check_assignments
 from fleet_train.profile.profile import BUCKET_KNOBS
@@ -58,7 +60,7 @@ def describe(results: Results, options: Options, cluster: Cluster) -> str:
         lines += ["", "no profile is recommended: no trial completed; the reasons are listed above"]
         return "\n".join(lines)
     lines += ["", f"recommended: {best.name}, {results.tried[best.name].step_ms:.1f} ms per step"]
-    lines += [*_hint(results, options, best)]
+    lines += [*_hint(results, options, best), *_memory_hint(results, best, cluster)]
     return "\n".join(lines)
 
 
@@ -210,6 +212,35 @@ def _hint(results: Results, options: Options, best: Candidate) -> list[str]:
         return []
     first = quicker[0]
     return [f"with --allow {first.risk}: {first.name}, {1e3 * first.step:.1f} ms predicted; compare its accuracy"]
+
+
+_SHORT = 0.7
+"""The share of a machine's memory above which its ranks are offered a sharded optimizer."""
+
+
+def _memory_hint(results: Results, best: Candidate, cluster: Cluster) -> list[str]:
+    """What a sharded optimizer would save, where the machine's memory is short. Not on GPUs: only the host's memory was
+    measured."""
+    measured, ranks = results.measured, len(cluster.ranks_on_node(0))
+    taken, total = ranks * results.tried[best.name].memory_bytes, machine_bytes()
+    if not measured.is_gloo or taken < _SHORT * total or best.plan.owners:
+        return []
+    who = "a rank" if ranks == 1 else f"{ranks} ranks"
+    words = f"memory is short: {who} took {taken / MEGABYTE:.0f} of {total / MEGABYTE:.0f} MB"
+    try:
+        sharded = best.profile.with_settings("the recommendation", sharding=True)
+        plan = build_chosen(
+            measured.gradients, cluster, sharded, measured.averaged, measured.statistics, measured.state_values
+        )
+    except FleetTrainError as error:
+        return [f"{words}; a sharded optimizer is no way out: {error}"]
+    saved = sum(memory_of(best.plan).values()) - sum(memory_of(plan).values())
+    return [f"{words}; a sharded optimizer takes about {saved / MEGABYTE:.0f} MB less of each: --set sharding=true"]
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _rate(link: Link) -> str:

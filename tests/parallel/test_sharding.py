@@ -232,9 +232,11 @@ def main() -> None:
 Ranks = list[dict[str, Any]]
 
 
-def run(factory: pytest.TempPathFactory, what: str, world_size: int, saved: Path = Path()) -> RanksResult:
-    args, nodes = [what, str(saved)], 0 if world_size == 1 else world_size
-    return run_ranks(Path(__file__), world_size, folder=factory.mktemp(what), nodes=nodes, args=args)
+def run(
+    factory: pytest.TempPathFactory, what: str, world_size: int, saved: Path = Path(), late_streams: bool = False
+) -> RanksResult:
+    args, nodes, folder = [what, str(saved)], 0 if world_size == 1 else world_size, factory.mktemp(what)
+    return run_ranks(Path(__file__), world_size, folder=folder, nodes=nodes, args=args, late_streams=late_streams)
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +303,9 @@ def test_a_saved_state_goes_on_anywhere(
             assert all(np.array_equal(first.arrays[name], again.arrays[name]) for name in first.kinds)
 
 
-@pytest.fixture(scope="module")
-def around(tmp_path_factory: pytest.TempPathFactory) -> RanksResult:
-    return run(tmp_path_factory, "around", 2)
+@pytest.fixture(scope="module", params=[False, True], ids=["on Gloo", "on late streams"])
+def around(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RanksResult:
+    return run(tmp_path_factory, "around", 2, late_streams=request.param)
 
 
 @pytest.mark.parametrize("merged", ["1", "2"])

@@ -74,6 +74,7 @@ def rank_main(run: Run) -> None:
     import paddle
 
     from fleet_train import fleet, role_maker
+    from fleet_train.plan.shards import memory_of
 
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
@@ -109,6 +110,7 @@ def rank_main(run: Run) -> None:
         "state": sum(np.array(kept[name]).nbytes for name in own),
         "planned_sent": plan.sent_bytes_per_step,
         "parameters": plan.gradient_bytes,
+        "planned": memory_of(plan),
         "sum": float(sum(np.array(value, dtype=np.float64).sum() for value in parameters.values())),
     }
     (Path(run.folder) / f"rank{fleet.worker_index()}.json").write_text(json.dumps(record))
@@ -139,10 +141,11 @@ def measure(name: str, side: str, ranks: int, place: Place) -> dict[str, Any]:
         "ms": 1e3 * max(statistics.median(rank["seconds"]) for rank in found),
         **{key: max(rank[key] for rank in found) for key in ("sent", "memory", "state", "planned_sent", "parameters")},
         "sum": found[0]["sum"],
+        "planned": found[0]["planned"],
     }
 
 
-Rounds = Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]]
+Rounds = Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]
 
 
 def page(at: Mapping[str, Any], ranks: int, rounds: Rounds) -> list[str]:
@@ -180,15 +183,55 @@ def page(at: Mapping[str, Any], ranks: int, rounds: Rounds) -> list[str]:
     return lines
 
 
+_SHOWN = "Planned memory of a rank, and what it sends in a step"
+_COLOURS = {
+    "parameters": "#4c72b0",
+    "gradients": "#dd8452",
+    "state": "#55a868",
+    "buffers": "#c9c9c9",
+    "sent": "#8172b3",
+}
+
+
+def picture(name: str, sides: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
+    """Of each side as SVG: the memory of a rank by the plan, and the bytes that it has sent in a step."""
+    scale = 300 / max(sum(side["planned"].values()) for side in sides.values())
+    drawn, top = [f'<text x="10" y="20">{name} on {ranks} ranks, MB</text>'], 34
+    for number, (part, colour) in enumerate(_COLOURS.items()):
+        drawn.append(f'<rect x="{180 + 105 * number}" y="9" width="13" height="13" fill="{colour}"/>')
+        drawn.append(f'<text x="{198 + 105 * number}" y="20">{part}</text>')
+    for side, found in sides.items():
+        left = 150.0
+        drawn.append(f'<text x="140" y="{top + 14}" text-anchor="end">{side}</text>')
+        for part, nbytes in found["planned"].items():
+            width = scale * nbytes
+            drawn.append(f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="18" fill="{_COLOURS[part]}"/>')
+            left += width
+        total = sum(found["planned"].values()) / 2**20
+        drawn.append(f'<text x="{left + 6:.1f}" y="{top + 14}">{total:.0f}</text>')
+        sent = scale * found["sent"]
+        drawn.append(f'<rect x="510" y="{top}" width="{sent:.1f}" height="18" fill="{_COLOURS["sent"]}"/>')
+        drawn.append(f'<text x="{516 + sent:.1f}" y="{top + 14}">{found["sent"] / 2**20:.0f}</text>')
+        top += 26
+    size = f'viewBox="0 0 720 {top + 6}" width="720" height="{top + 6}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+        f'font-family="system-ui, sans-serif" font-size="13">\n<title>{_SHOWN}</title>\n'
+        + '<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        + "\n".join(drawn)
+        + "\n</svg>\n"
+    )
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", default=4, type=click.IntRange(2, 16), help="Emulated machines of one rank.")
 @click.option("--network", "names", multiple=True, default=NETWORKS, type=click.Choice(NETWORKS), help="Repeat.")
 @recorded(5, "each runs every side once")
 def main(ranks: int, names: tuple[str, ...], rounds: int, keep: Keep) -> None:
-    at, made = circumstances(), list[dict[str, dict[str, dict[str, float]]]]()
+    at, made = circumstances(), list[dict[str, dict[str, dict[str, Any]]]]()
     port = _FIRST_PORT
     for number in range(1, rounds + 1):
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        found: dict[str, dict[str, dict[str, Any]]] = {}
         with Lab(ranks, RATE) as lab:
             for name in names:
                 found[name] = {}
@@ -197,7 +240,8 @@ def main(ranks: int, names: tuple[str, ...], rounds: int, keep: Keep) -> None:
                     port += 10
                     click.echo(f"round {number}, {name}, {side}: {found[name][side]['ms']:.0f} ms", err=True)
         made.append(found)
-        keep({"circumstances": at, "ranks": ranks, "rounds": made}, page(at, ranks, made))
+        record = {"circumstances": at, "ranks": ranks, "rounds": made}
+        keep(record, page(at, ranks, made), picture(names[-1], made[-1][names[-1]], ranks), _SHOWN)
     click.echo("\n".join(page(at, ranks, made)))
 
 

@@ -11,7 +11,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.price import TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.recommend import calibrate
+from fleet_train.recommend import calibrate, report
 from fleet_train.recommend.candidates import Measurements, consider, risk_of, thresholds
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
@@ -60,6 +60,27 @@ def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
             assert getattr(candidate.profile, knob) == value != getattr(load_profile(candidate.extends), knob)
     quick = replace(MEASURED, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
     assert not [candidate for candidate in consider(quick, PAIR)[0] if candidate.changes]
+
+
+def test_where_memory_is_short_a_sharded_optimizer_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "machine_bytes", lambda: 1000 * 2**20)
+    candidates, _ = consider(MEASURED, PAIR)
+    for name, megabytes, words in (
+        ("multi_node", 600, []),
+        (
+            "multi_node",
+            800,
+            ["memory is short: a rank took 800 of 1000 MB; a sharded optimizer takes about 9 MB less"],
+        ),
+        ("local_sgd", 800, ["a sharded optimizer is no way out: sharding: does not go with LocalSGD"]),
+    ):
+        best = next(candidate for candidate in candidates if candidate.name == name)
+        tried = {name: Tried(name, 10.0, memory_bytes=megabytes * 2**20)}
+        basis = Results(MEASURED, 1.1, 0.05, 2**30, (best,), (), tried, 60.0)
+        text = describe(basis, Options("train.py", allow=(LOCAL_STEPS,)), PAIR)
+        found = [line for line in text.splitlines() if line.startswith("memory is short")]
+        assert len(found) == len(words)
+        assert all(each in line for each, line in zip(words, found, strict=True))
 
 
 def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
