@@ -40,6 +40,7 @@ from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.dgc import DgcSettings
+from fleet_train.profile.methods.rows import ROWS
 
 
 class GradientExchange:
@@ -72,8 +73,10 @@ class GradientExchange:
         self._sharded = [
             make_sharded(bucket, owners[bucket.communicator], job, profile) for bucket in plan.buckets if owners
         ]
-        self._methods: list[BucketMethod] = list(self._sharded) or [
-            Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums, lookups or {}).make()
+        self._methods: list[BucketMethod] = [
+            self._sharded[bucket.index]
+            if owners and bucket.algorithm != ROWS
+            else Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums, lookups or {}).make()
             for bucket in plan.buckets
         ]
         self.number = job.count("exchange")
@@ -170,7 +173,7 @@ class GradientExchange:
             return
         self.barrier.wait()
         self._running[index] = self._job.engine.start(
-            self._methods[index].average(gradients),
+            self._averages(index, gradients),
             self._context(self._descriptions[index], self._labels[index]),
             self._plan.buckets[index].communicator,
             self.barrier.running,
@@ -178,6 +181,10 @@ class GradientExchange:
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
                 self._running[index].result()
+
+    def _averages(self, index: int, gradients: Sequence[Any]) -> Stages[list[Any]]:
+        averages = yield from self._methods[index].average(gradients)
+        return self._sharded[index].owned(averages) if self._sharded and index in self._rows else averages
 
     def _own(self, index: int, gradients: Sequence[Any]) -> Sequence[Any]:
         """What of a bucket's operands follows from this rank's samples."""
@@ -187,7 +194,8 @@ class GradientExchange:
         """The results of a bucket in a run that sends nothing."""
         if index in self._rows:
             rows = self._rows[index]
-            return rows.local(gradients) if self._updates else rows.idle(gradients)
+            found = rows.local(gradients) if self._updates else rows.idle(gradients)
+            return self._sharded[index].owned(found) if self._sharded else found
         # The executor empties its own tensor objects after their last use; a view keeps the memory.
         kept = [gradient.view(gradient.shape) for gradient in gradients]
         return self._sharded[index].owned(kept) if self._sharded else kept

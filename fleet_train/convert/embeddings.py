@@ -17,6 +17,7 @@ from paddle import _C_ops
 
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.rows import Lookups
+from fleet_train.convert.paddle_optimizers import reads_whole_parameters
 from fleet_train.convert.passes.one_card import remove_unused
 from fleet_train.convert.planning import dtype_name
 from fleet_train.plan import TensorSpec
@@ -65,7 +66,8 @@ def find_tables(
         return {}, []
     tables: dict[str, Table] = {}
     reasons: list[str] = []
-    rows_only = plain and job.engine.reads_values and profile.accumulate_steps == 1 and _leaves_others_alone(optimizer)
+    is_each_ranks = job.engine.reads_values and profile.accumulate_steps == 1 and not profile.sharding
+    rows_only = plain and is_each_ranks and _leaves_others_alone(optimizer)
     for parameter, value in pairs:
         if value is None or not _is_looked_up(parameter, value):
             continue
@@ -74,7 +76,8 @@ def find_tables(
             continue
         lookups = tuple(_makers(value))
         rows = min(_positions(lookups), int(parameter.shape[0]))
-        spec = TensorSpec(parameter.name, tuple(parameter.shape), dtype_name(parameter.dtype), rows=rows)
+        is_whole = profile.sharding and reads_whole_parameters(optimizer)
+        spec = TensorSpec(parameter.name, tuple(parameter.shape), dtype_name(parameter.dtype), is_whole, rows)
         if sends_rows(spec, job.cluster, profile):
             is_alone = rows_only and getattr(parameter, "regularizer", None) is None
             tables[parameter.name] = _table(parameter, lookups, rows, is_alone)

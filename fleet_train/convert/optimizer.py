@@ -180,7 +180,8 @@ class DistributedOptimizer:
         return self._apply(params_grads)[0]
 
     def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
-        """The update's operators, and the pairs of `minimize`: local gradients, averaged ones where those are gone."""
+        """The update's operators, and the pairs of `minimize`: local gradients, averaged ones where those are gone, None
+        where another rank has them."""
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
@@ -198,7 +199,7 @@ class DistributedOptimizer:
             make_start_equal(self._job, main, startup, self._startups, own)
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
-        return operators, [(p, by_name[p.name] if p.name in tables else value) for p, value in params_grads]
+        return operators, [(p, by_name.get(p.name) if p.name in tables else value) for p, value in params_grads]
 
     def _tables_of(self, params_grads: ParamsGrads) -> dict[str, Table]:
         """The embeddings whose rows are sent; rank 0 says what was asked for in vain."""
@@ -224,8 +225,6 @@ class DistributedOptimizer:
         ready = in_ready_order(merged.pairs, planned_rows(tables))
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
-            if self._profile.sharding_stage == 1:
-                log_once([_STAGE_1], self._rank)
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
         lookups = {name: table.described for name, table in tables.items()}
@@ -430,9 +429,6 @@ def _leaves_one_process_alone(profile: Profile) -> bool:
     return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
 
 
-_STAGE_1 = (
-    "sharding_stage: 1 is carried out as 2: the executor frees gradients after their bucket has been sent, as always"
-)
 _FOR_ONE_OPTIMIZER = (
     "collective_stream",
     "use_local_sgd",

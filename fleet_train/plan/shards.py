@@ -17,6 +17,7 @@ from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, Piece, TensorSpec
 from fleet_train.profile.methods.quantised import BITS, QuantisedLayout, quantised_settings
+from fleet_train.profile.methods.rows import ROWS, TOUCHED_ROWS
 
 MOST_UNEVEN = 1.2
 """How much more than its share a rank may own of a bucket before a parameter is cut."""
@@ -41,14 +42,14 @@ def fit_for_owners(groups: Sequence[list[TensorSpec]], owners: int) -> list[list
     done: list[list[TensorSpec]] = []
     held: list[TensorSpec] = []
     for group in groups:
-        if held and held[0].dtype != group[0].dtype:
+        if held and (held[0].dtype, held[0].rows > 0) != (group[0].dtype, group[0].rows > 0):
             done.append(held)
             held = []
         held = held + list(group)
         if not any(gradient.is_whole for gradient in held) or _unevenness(held, _dealt(held, owners)) <= MOST_UNEVEN:
             done.append(held)
             held = []
-    if held and done and done[-1][0].dtype == held[0].dtype:
+    if held and done and done[-1][0].dtype == held[0].dtype and not done[-1][0].rows:
         done[-1] = done[-1] + held
     elif held:
         done.append(held)
@@ -77,10 +78,12 @@ def with_owners(buckets: Sequence[Bucket], profile: Profile, shape: CommPlan) ->
 def _sending(bucket: Bucket, profile: Profile, shape: CommPlan) -> Bucket:
     own = ITEM_BYTES[bucket.dtype]
     whole = bucket.part_elements * own
+    updated = CollectiveSpec("allgather", whole, own, owners=shape.owners)
+    if bucket.algorithm == ROWS:
+        return replace(bucket, sent=TOUCHED_ROWS.sent(bucket, profile, False), updated=(updated,))
     sums = [_to_owners(bucket, profile, shape.owners)]
     if shape.owners < shape.world_size:
         sums.append(CollectiveSpec("allreduce", whole, own, owners=shape.owners, copies=True))
-    updated = CollectiveSpec("allgather", whole, own, owners=shape.owners)
     return replace(bucket, sent=tuple(sums), updated=(updated,))
 
 

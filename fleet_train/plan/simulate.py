@@ -20,6 +20,7 @@ from fleet_train.plan.simulate_shards import ShardedSimulation
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import description_of
 from fleet_train.profile.methods.outer import outer_optimizer_of
+from fleet_train.profile.methods.rows import ROWS
 
 Values = dict[str, Array]
 
@@ -319,7 +320,9 @@ class SimulatedJob:
         self._exchanges = 0
         simulated = [SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov) for bucket in plan.buckets]
         self._references = [
-            ShardedSimulation(parts) if plan.owners else description_of(parts.bucket).in_numpy(parts)
+            ShardedSimulation(parts)
+            if plan.owners and parts.bucket.algorithm != ROWS
+            else description_of(parts.bucket).in_numpy(parts)
             for parts in simulated
         ]
         self._averaging: SimulatedAveraging | None = None
@@ -376,7 +379,7 @@ class SimulatedJob:
             local = [[rank[name] for name in names] for rank in gradients]
             sent = (*bucket.sent, *bucket.updated)
             if isinstance(reference, Rows):
-                sent = reference.sent(local)
+                sent = (*reference.sent(local), *bucket.updated)
             elif not bucket.shards:
                 sent = description_of(bucket).sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges)
             for payload in sent:

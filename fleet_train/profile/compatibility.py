@@ -146,13 +146,7 @@ PAIRS |= {
     ),
     **_with("rows", "merge", goes("the rows of all micro-batches are sent at the update")),
     **_with("rows", "amp sync_bn recompute", goes("an embedding's gradient is float32, and not part of these")),
-    **_with(
-        "rows",
-        "sharding",
-        refused(
-            "the owner of a table gets its gradient in parts", "leave sparse_embeddings out: whole tables are sent"
-        ),
-    ),
+    **_with("rows", "sharding", goes("all ranks add the touched rows, and the owners of a table's rows update them")),
     **_with(
         "graph",
         "rows",

@@ -81,6 +81,10 @@ def adam() -> Any:
     return paddle.optimizer.Adam(0.02, epsilon=1e-3, lazy_mode=True)
 
 
+def lamb() -> Any:
+    return paddle.optimizer.Lamb(0.02, epsilon=1e-3)
+
+
 def clipped() -> Any:
     return paddle.optimizer.SGD(0.5, grad_clip=nn.ClipGradByGlobalNorm(0.05))
 
@@ -155,6 +159,10 @@ EXACT = {
     "auto": Case(two_tables, sgd, SLOW),
     "auto switches": Case(one_table, sgd, SLOW, steps=70, batch=first_many),
     "auto on a fast link": Case(two_tables, sgd, {"sparse_embeddings": "auto"}),
+    "sharded": Case(two_tables, adam, {"sharding": True, "fuse_parameter_groups_size": 2}),
+    "sharded, merge, clipped": Case(several_uses, clipped, {"sharding": True, "accumulate_steps": 2}),
+    "sharded, auto": Case(one_table, momentum, SLOW | {"sharding": True}),
+    "sharded, Lamb": Case(two_tables, lamb, {"sharding": True}),
     "off": Case(two_tables, sgd, {"sparse_embeddings": False}),
 }
 BESIDE_DENSE = {

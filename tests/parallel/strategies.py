@@ -215,26 +215,6 @@ CASES = {
         "hierarchical, powersgd": (LARGE, sgd, GROUPED | POWERSGD),
         # On one node: left to a launch of its own.
         "local groups of two": (LARGE, momentum, GROUPED | {"hierarchical_allreduce_inter_nranks": 2}),
-        "sharded": (MLP, adam, SHARDED),
-        "sharded, unfused": (MLP, decaying, SHARDED | {"fuse_all_reduce_ops": False}),
-        "sharded, clipped": (MLP, clipped, SHARDED | SMALL),
-        "sharded, merge, clipped, executor's threads": (
-            LARGE,
-            clipped,
-            SHARDED | SMALL | {"accumulate_steps": 2, "num_threads": 4},
-        ),
-        "sharded, two dtypes": (TWO_DTYPES, sgd, SHARDED | {"sharding_stage": 1, "num_threads": 4}),
-        "sharded, batch norm, recompute": (NORMS, momentum, SHARDED | ALL_PASSES),
-        "sharded, bf16": (MLP, momentum, SHARDED | {"compression": "bf16"}),
-        "sharded, int8": (MLP, momentum, SHARDED | MERGED_INT8),
-        "sharded, int4": (MLP, momentum, SHARDED | INT4),
-        "sharded, amp O2": (FROZEN_NORM, momentum, SHARDED | {"amp_level": "O2", "accumulate_steps": 2}),
-        "sharded in two copies": (LARGE, adam, SHARDED | SMALL | {"sharding_degree": 2}),
-        "sharded in two copies, int8, clipped": (
-            MLP,
-            clipped,
-            SHARDED | MERGED_INT8 | {"sharding_degree": 2},
-        ),
         "local sgd": (MLP, momentum, LOCAL),
         "local sgd, merge": (MLP, momentum, LOCAL | {"accumulate_steps": 2, "local_sgd_steps": 2}),
         "local sgd, two communicators, four buckets": (MLP, momentum, LOCAL | SMALL),
@@ -286,6 +266,26 @@ CASES = {
             LOCAL | GROUPED | {"compression": "bf16", "local_sgd_momentum": "average"},
         ),
         "hierarchical, streaming diloco": (MLP, adamw, STREAMING | GROUPED),
+        "sharded": (MLP, adam, SHARDED),
+        "sharded, unfused": (MLP, decaying, SHARDED | {"fuse_all_reduce_ops": False}),
+        "sharded, clipped": (MLP, clipped, SHARDED | SMALL),
+        "sharded, merge, clipped, executor's threads": (
+            LARGE,
+            clipped,
+            SHARDED | SMALL | {"accumulate_steps": 2, "num_threads": 4},
+        ),
+        "sharded, two dtypes": (TWO_DTYPES, sgd, SHARDED | {"sharding_stage": 1, "num_threads": 4}),
+        "sharded, batch norm, recompute": (NORMS, momentum, SHARDED | ALL_PASSES),
+        "sharded, bf16": (MLP, momentum, SHARDED | {"compression": "bf16"}),
+        "sharded, int8": (MLP, momentum, SHARDED | MERGED_INT8),
+        "sharded, int4": (MLP, momentum, SHARDED | INT4),
+        "sharded, amp O2": (FROZEN_NORM, momentum, SHARDED | {"amp_level": "O2", "accumulate_steps": 2}),
+        "sharded in two copies": (LARGE, adam, SHARDED | SMALL | {"sharding_degree": 2}),
+        "sharded in two copies, int8, clipped": (
+            MLP,
+            clipped,
+            SHARDED | MERGED_INT8 | {"sharding_degree": 2},
+        ),
     }.items()
 }
 

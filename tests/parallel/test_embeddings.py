@@ -20,7 +20,7 @@ from tests.support.ranks import RanksResult, run_launchers, run_ranks
 
 SCRIPT = ROOT / "tests/parallel/embeddings.py"
 LOOKUP, SCATTER = "pd_op.embedding_grad", "pd_op.scatter_"
-WHOLE = ("off", "auto on a fast link")
+WHOLE = ("off", "auto on a fast link", "sharded, Lamb")
 # bf16 rounds what is sent; whole tables are also added in bfloat16, rows in float32.
 ROUNDED = ("bf16",)
 # Paddle's streams have no local groups, and no host that counts rows.

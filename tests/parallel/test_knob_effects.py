@@ -99,6 +99,7 @@ _FORGETFUL = _INT4 | {"quantised_error_feedback": False}
 _LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 _FIRST = 32768.0
 _ROWS = ["all_gather 8 int64", "all_gather 60 uint8"]
+_OWNED, _SHARDED = ["all_gather 4736"] * 2, {"sharding": True}
 _SLOW = {"link_gigabits": 0.01, "link_latency_ms": 0.1}
 
 _ALL = [
@@ -167,6 +168,17 @@ _ALL = [
     ),
     case("use_hierarchical_allreduce", True, ranks=4, members=ByRank(_TALK), moved=[2.5, 2.5]),
     case("hierarchical_allreduce_inter_nranks", 4, _GROUPED, ranks=4, members=["all_reduce 0,1,2,3"], moved=[2.5, 2.5]),
+    # Owners of a sharded optimizer: sums at them, and new parameters from them.
+    case("sharding", True, sent=[_OWNED] * 2, moved=[1.5, 1.5]),
+    case("sharding_stage", 1, _SHARDED, sent=[_OWNED] * 2, said="sharding_stage: 1 (set by the caller) is mapped"),
+    case(
+        "sharding_degree",
+        2,
+        _SHARDED,
+        ranks=4,
+        sent=[["all_gather 4736", "all_reduce 4736", "all_gather 4736"]] * 2,
+        moved=[2.5, 2.5],
+    ),
     # Embeddings: three rows of 16 bytes with their indices, behind the numbers of rows; on a slow link.
     case("sparse_embeddings", True, run="embedding", sent=[_ROWS] * 2, moved=[0.5, 0.5], counted=2 * 68),
     case("sparse_embeddings", "auto", _SLOW, run="embedding", sent=[_ROWS] * 2, moved=[0.5, 0.5]),

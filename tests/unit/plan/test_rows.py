@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def test_the_bytes_are_those_of_counts_indices_and_values() -> None:
         (LARGE, PAIR, {"compression": "bf16"}, True),
         *((LARGE, PAIR, {"compression": name}, False) for name in ("int8", "int4", "powersgd", "dgc")),
         (LARGE, PAIR, {"collective_stream": "graph"}, False),
-        (LARGE, PAIR, {"sharding": True}, False),
+        (LARGE, PAIR, {"sharding": True}, True),
+        (replace(LARGE, is_whole=True), PAIR, {"sharding": True}, False),
         (TensorSpec("w", (100_000, 8), "float32"), PAIR, {"sparse_embeddings": True}, False),
     ],
 )

@@ -44,7 +44,6 @@ REFUSED = {
     *((other, "sharding") for other in ("hierarchical", "local_sgd", "outer", "powersgd", "dgc")),
     *((other, "graph") for other in ("communicators", "hierarchical", "local_sgd", "outer", "merge", "sync_bn")),
     ("sharding", "graph"),
-    ("sharding", "rows"),
     *((other, "graph") for other in ("bf16", "quantised", "powersgd", "dgc", "rows")),
     *((other, "rows") for other in ("quantised", "powersgd", "dgc")),
 }
