@@ -38,6 +38,7 @@ MODULES = {
         "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",
     ),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
+    "embeddings": ("embeddings", "Touched rows of embeddings beside whole tables, PyTorch and Horovod. Root."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
 }
 

@@ -73,11 +73,11 @@ class Assignment:
         return Assignment(**(content | {"task": Task(**content["task"])}))
 
 
-def wait_for_all(assignment: Assignment, rank: int, number: int) -> None:
+def wait_for_all(folder: Path, ranks: int, rank: int, number: int, timeout_seconds: float) -> None:
     """A barrier over files in the shared folder: it sends nothing that is measured."""
-    folder, deadline = Path(assignment.folder), time.monotonic() + assignment.timeout_seconds
+    deadline = time.monotonic() + timeout_seconds
     (folder / f"barrier-{number}-{rank}").touch()
-    for other in range(assignment.world_size):
+    for other in range(ranks):
         while not (folder / f"barrier-{number}-{other}").exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {other} did not reach barrier {number} of the benchmark")
@@ -107,8 +107,8 @@ def run(trainee: OurTrainee | TorchTrainee, assignment: Assignment, rank: int) -
     sent so far are read when a step ends, also after the last: what is under way where whole periods begin is under
     way where they end, and is counted once. Only these two counts are recorded.
     """
-    task, folder = assignment.task, Path(assignment.folder)
-    batches = [Batches(task, rank, assignment.world_size).at(step) for step in range(task.steps)]
+    task, folder, ranks = assignment.task, Path(assignment.folder), assignment.world_size
+    batches = [Batches(task, rank, ranks).at(step) for step in range(task.steps)]
     # Memory for the copies is taken and touched before the training: a copy that takes what the step has just freed
     # makes the next step touch new pages, which costs as much as the step itself.
     steps = [*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps]
@@ -116,7 +116,7 @@ def run(trainee: OurTrainee | TorchTrainee, assignment: Assignment, rank: int) -
     facts = trainee.facts()
     window = window_of(facts, task.warmup_steps, task.steps)
     seconds, after, paused = [], [0], 0.0
-    wait_for_all(assignment, rank, 1)
+    wait_for_all(folder, ranks, rank, 1, assignment.timeout_seconds)
     interface, wire = interface_bytes(), wire_bytes()
     for step, (features, labels) in enumerate(batches, 1):
         began = time.perf_counter()
@@ -128,7 +128,7 @@ def run(trainee: OurTrainee | TorchTrainee, assignment: Assignment, rank: int) -
             for copy, value in zip(kept[step], trainee.weights(), strict=True):
                 np.copyto(copy, value)
             paused += time.perf_counter() - ended
-    wait_for_all(assignment, rank, 2)
+    wait_for_all(folder, ranks, rank, 2, assignment.timeout_seconds)
     time.sleep(_DRAIN_SECONDS)
     record = {
         "rank": rank,
@@ -142,7 +142,7 @@ def run(trainee: OurTrainee | TorchTrainee, assignment: Assignment, rank: int) -
     for step, weights in kept.items():
         np.savez(folder / f"weights-{step}-{rank}.npz", *weights)
     publish_where_linked(folder / f"rank{rank}.json", json.dumps(record).encode())
-    wait_for_all(assignment, rank, 3)  # no rank ends while another may still need it
+    wait_for_all(folder, ranks, rank, 3, assignment.timeout_seconds)  # no rank ends while another may still need it
 
 
 def evaluated(task: Task, folder: Path, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
