@@ -26,6 +26,7 @@ RANKS, STEPS = 2, 6
 # decides its direction. Parameters are compared strictly with this one, on both sides.
 LARGER_EPSILON = 1e-3
 WITH_OWN_EPSILON = 5e-6
+TABLE_GRADIENT = "pd_op.embedding_grad"
 # The startup program draws in its own order, as on ranks.
 IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
 ROWS = 1_000_001
@@ -82,6 +83,7 @@ class Model:
     """The loss is of the first ``slice_end`` samples: the batch's size."""
     untrained: str = ""
     """A parameter that its network does not use."""
+    tables: int = 0
     tolerance: float = 1e-6
     """Of a parameter's largest value."""
 
@@ -100,6 +102,7 @@ MODELS = {
         },
         reader_shares_files=True,
         untrained="create_parameter_2.w_0",
+        tables=2,
     ),
     "dssm": Model(
         "bq_reader_train",
@@ -206,18 +209,22 @@ def on_ranks(corpus: Corpus, folder: Path, case: Case, *flags: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "epsilon"),
+    ("name", "seed", "epsilon", "sparse"),
     [
-        *((name, 1, LARGER_EPSILON) for name in MODELS),
-        *(pytest.param(name, 2, LARGER_EPSILON, marks=pytest.mark.long) for name in MODELS),
-        pytest.param("deepfm", 3, None, marks=pytest.mark.long),
+        *((name, 1, LARGER_EPSILON, "true") for name in MODELS),
+        *(pytest.param(name, 2, LARGER_EPSILON, "auto", marks=pytest.mark.long) for name in MODELS),
+        pytest.param("deepfm", 1, LARGER_EPSILON, "false", marks=pytest.mark.long),
+        pytest.param("deepfm", 3, None, "true", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_reach_the_parameters_of_one_process(
-    corpus: Corpus, tmp_path: Path, name: str, seed: int, epsilon: float | None
+    corpus: Corpus, tmp_path: Path, name: str, seed: int, epsilon: float | None, sparse: str
 ) -> None:
     case, model = Case(name, seed, epsilon), MODELS[name]
-    expected, ours = corpus.alone(case), trained(on_ranks(corpus, tmp_path, case))
+    expected, found = corpus.alone(case), on_ranks(corpus, tmp_path, case, "--set", f"sparse_embeddings={sparse}")
+    assert expected["operators"].count(TABLE_GRADIENT) == model.tables
+    assert found["operators"].count(TABLE_GRADIENT) == model.tables * (sparse == "false"), "whole tables are sent"
+    ours = trained(found)
     assert ours.keys() == trained(expected).keys()
     tolerance = model.tolerance if epsilon else WITH_OWN_EPSILON
     for one, end in trained(expected).items():

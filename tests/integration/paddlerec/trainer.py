@@ -80,6 +80,7 @@ for batches in zip(*[loader() for loader in loaders]):
 
 trained = parameters()
 report(rank, losses=losses, start=digest(started), trained=digest(trained))
+report(rank, operators=[operator.name() for operator in main.global_block().ops])
 if rank == 0:
     report(rank, **{'start/' + name: value for name, value in started.items()})
     report(rank, **{'end/' + name: value for name, value in trained.items()})
