@@ -13,7 +13,6 @@ compared with one process of its own framework that averages the gradients of al
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -47,10 +46,10 @@ from tools.benchmarks.ranks import INTERFACE
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
 from tools.lab import Lab
 
-DENSE_SIDE = f"{OURS}:dense"
+DENSE_SIDE, ROWS_SIDE = f"{OURS}:dense", f"{OURS}:rows"
 SIDES = {
     DENSE_SIDE: "fleet_train, whole tables (`sparse_embeddings: false`)",
-    f"{OURS}:rows": "fleet_train, touched rows (`sparse_embeddings: true`)",
+    ROWS_SIDE: "fleet_train, touched rows (`sparse_embeddings: true`)",
     f"{OURS}:auto": "fleet_train as shipped (`sparse_embeddings: auto`)",
     f"{TORCH}:sparse": "PyTorch DDP over Gloo, `Embedding(sparse=True)`",
     f"{HOROVOD}:sparse": "Horovod over Gloo, PyTorch's `Embedding(sparse=True)`",
@@ -140,9 +139,11 @@ def difference(folder: Path, reference: Path, start: Sequence[Any]) -> Result:
 class Benchmark:
     """``results``: one of each turn, with its setting; grows while it runs."""
 
-    def __init__(self, sides: Sequence[str], batch: int, steps: int, rate: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, sides: Sequence[str], batch: int, steps: int, rate: str, timeout_seconds: float, notes: Sequence[str] = ()
+    ) -> None:
         self.sides, self.batch, self.steps, self.rate = sides, batch, steps, rate
-        self._timeout = timeout_seconds
+        self._timeout, self._notes = timeout_seconds, notes
         self.results: list[Result] = []
         self.failures: list[Result] = []
         self._turn = 0
@@ -198,10 +199,11 @@ class Benchmark:
 
     def record(self, at: Mapping[str, Any]) -> dict[str, Any]:
         data = {"batch_per_rank": self.batch, "steps": self.steps, "warmup_steps": WARMUP_STEPS, "rate": self.rate}
-        return {"circumstances": at, **data, "sides": self.sides, "failures": self.failures, "turns": self.results}
+        found = {"failures": self.failures, "turns": self.results}
+        return {"circumstances": at, **data, "sides": self.sides, "notes": self._notes, **found}
 
 
-def page(record: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
+def page(record: Mapping[str, Any]) -> list[str]:
     """What a record says, for people."""
     at, turns = record["circumstances"], record["turns"]
     rounds = len({turn["round"] for turn in turns})
@@ -224,17 +226,40 @@ def page(record: Mapping[str, Any], notes: Sequence[str]) -> list[str]:
         "process that computes the gradients of all ranks in turn with the same framework and updates with their mean, "
         "after all steps; the largest of the rounds. Adam's epsilon is 1e-3 on all sides.",
         "- PyTorch's Adam is SparseAdam for tables: it moves touched rows only. Paddle's moves every row, as on one "
-        "card: PIR does not carry `lazy_mode` out.",
-        *notes,
+        "card: PIR does not carry `lazy_mode` out. Alone, Paddle's SGD goes over whole tables, too.",
+        *(f"- {note}" for note in record["notes"]),
+        "",
+        *_in_short(turns, settings),
     ]
     for model, ranks, optimizer in settings:
-        chosen = [
-            turn for turn in turns if (turn["model"], turn["ranks"], turn["optimizer"]) == (model, ranks, optimizer)
-        ]
+        chosen = _of(turns, model, ranks, optimizer)
         lines += ["", f"## {model}, {ranks} ranks, {optimizer}", "", *_tables_of(chosen, record["sides"])]
         lines += ["", *_verdicts(chosen, optimizer)]
-    lines += ["", *(f"- failed: {each['side']}, {each['model']}: {each['reason']}" for each in record["failures"])]
-    return lines
+    failed = [f"- failed: {each['side']}, {each['model']}: {each['reason']}" for each in record["failures"]]
+    return [*lines, *([""] * bool(failed)), *failed]
+
+
+def _of(turns: Sequence[Result], model: str, ranks: int, optimizer: str) -> list[Result]:
+    return [turn for turn in turns if (turn["model"], turn["ranks"], turn["optimizer"]) == (model, ranks, optimizer)]
+
+
+def _in_short(turns: Sequence[Result], settings: Sequence[tuple[str, int, str]]) -> list[str]:
+    """Of each setting, the step that sends rows as a share of others' steps."""
+    others = (DENSE_SIDE, f"{TORCH}:sparse", f"{HOROVOD}:sparse", f"{ALONE}:{OURS}")
+    rows = []
+    for setting in settings:
+        shares = [shares_of(_of(turns, *setting), ROWS_SIDE, other) for other in others]
+        rows.append((*setting, *(f"{statistics.median(each):.3f}" if each else "" for each in shares)))
+    headings = (
+        "model",
+        "ranks",
+        "optimizer",
+        "of whole tables",
+        "of PyTorch",
+        "of Horovod",
+        "of Paddle without sending",
+    )
+    return ["A step with touched rows, as a share of a step of the others:", "", *table(headings, rows)]
 
 
 def _loads(turns: Sequence[Result]) -> str:
@@ -242,10 +267,11 @@ def _loads(turns: Sequence[Result]) -> str:
     return f"{min(loads)} to {max(loads)} (median {statistics.median(loads)})" if loads else "not taken"
 
 
-def shares_of_dense(turns: Sequence[Result], side: str) -> list[float]:
-    """A side's step as a share of that with whole tables, in each round that has both."""
-    dense = {turn["round"]: turn["step_ms"] for turn in turns if turn["side"] == DENSE_SIDE}
-    return [turn["step_ms"] / dense[turn["round"]] for turn in turns if turn["side"] == side and turn["round"] in dense]
+def shares_of(turns: Sequence[Result], side: str, other: str = DENSE_SIDE) -> list[float]:
+    """A side's step as a share of another's, in each round that has both."""
+    theirs = {turn["round"]: turn["step_ms"] for turn in turns if turn["side"] == other}
+    mine = {turn["round"]: turn["step_ms"] for turn in turns if turn["side"] == side}
+    return [mine[number] / theirs[number] for number in mine if number in theirs]
 
 
 def shares_of_ideal(turns: Sequence[Result]) -> tuple[float, float]:
@@ -260,7 +286,7 @@ def _tables_of(turns: Sequence[Result], sides: Sequence[str]) -> list[str]:
     for side in sides:
         if not (mine := [turn for turn in turns if turn["side"] == side]):
             continue
-        steps, shares = [turn["step_ms"] for turn in mine], shares_of_dense(turns, side)
+        steps, shares = [turn["step_ms"] for turn in mine], shares_of(turns, side)
         share = f"{statistics.median(shares):.3f}" if shares else ""
         sent = f"{statistics.median(turn['sent_bytes'] for turn in mine) / 1e6:.3f}"
         peak = max(turn["peak_memory_mb"] for turn in mine)
@@ -288,8 +314,8 @@ def _compared(turns: Sequence[Result]) -> list[str]:
 
 def _verdicts(turns: Sequence[Result], optimizer: str) -> list[str]:
     """Whether what was asked for holds: of the side that sends rows, beside whole tables."""
-    mine = [turn for turn in turns if turn["side"] == f"{OURS}:rows"]
-    if not mine or not (shares := shares_of_dense(turns, f"{OURS}:rows")):
+    mine = [turn for turn in turns if turn["side"] == ROWS_SIDE]
+    if not mine or not (shares := shares_of(turns, ROWS_SIDE)):
         return []
     share, (of_all, of_rows) = statistics.median(shares), shares_of_ideal(mine)
     off = max(turn["difference"]["relative"] for turn in mine)
@@ -305,13 +331,6 @@ def _verdicts(turns: Sequence[Result], optimizer: str) -> list[str]:
     return [
         f"- {'holds' if holds else 'does not hold'}: {words}; asked for: {bound:g}" for words, holds, bound in asked
     ]
-
-
-def horovod_note() -> list[str]:
-    """What the record says of Horovod where it does not take part."""
-    if importlib.util.find_spec("horovod"):
-        return []
-    return ["- Horovod did not take part: it is not installed here."]
 
 
 @click.command(context_settings={"show_default": True})
@@ -332,15 +351,16 @@ def main(
     taking_part = [side for side in sides if not side.startswith(HOROVOD) or importlib.util.find_spec("horovod")]
     if any(TORCH in side or HOROVOD in side for side in taking_part) and importlib.util.find_spec("torch") is None:
         raise click.ClickException("torch is not installed: pip install -r requirements-bench.txt, or name other sides")
-    benchmark, at = Benchmark(taking_part, batch, steps, rate, timeout), circumstances()
-    told = [*(f"- {note}" for note in notes), *horovod_note()]
+    if len(taking_part) < len(sides):
+        notes = (*notes, "Horovod did not take part: it is not installed here.")
+    benchmark, at = Benchmark(taking_part, batch, steps, rate, timeout, notes), circumstances()
     for number in range(1, rounds + 1):
         for found in benchmark.round(number, list(product(models, optimizers, numbers))):
-            keep(benchmark.record(at), page(benchmark.record(at), told))
+            keep(benchmark.record(at), page(benchmark.record(at)))
             off = found.get("difference", {}).get("relative", 0.0)
             setting = f"{found['model']} {found['optimizer']} {found['ranks']} {found['side']}"
             figures = f"{found['step_ms']:8.1f} ms {found['sent_bytes'] / 1e6:9.3f} MB  off by {off:.1e}"
             click.echo(f"round {number} of {rounds}  {setting:<34}{figures}", err=True)
-    click.echo("\n".join(page(json.loads(json.dumps(benchmark.record(at))), told)))
+    click.echo("\n".join(page(benchmark.record(at))))
     if benchmark.failures:
         raise click.ClickException(f"{len(benchmark.failures)} turns failed, see above and the record")
