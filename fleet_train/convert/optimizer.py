@@ -180,8 +180,8 @@ class DistributedOptimizer:
         return self._apply(params_grads)[0]
 
     def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
-        """The update's operators, and the pairs of `minimize`: local gradients, averaged ones where those are gone, None
-        where another rank has them."""
+        """The update's operators, and the pairs of `minimize`: local gradients; averaged ones where those are gone, or
+        None where another rank has them."""
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
