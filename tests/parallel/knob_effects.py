@@ -342,14 +342,14 @@ def lowered(profile: Profile) -> Ran:
 def scaled(profile: Profile, overflows: tuple[int, ...] = (), steps: int = 6) -> Ran:
     """float16's loss scale over a program that stays in float32, as CPUs have no product in float16.
 
-    In the steps of ``overflows`` the gradients of rank 1 are infinite.
+    In the steps of ``overflows`` a gradient of rank 1 is infinite in its last element.
     """
     with mock.patch.object(pipeline, "lower_precision"):
         trained = Trained(profile, lambda: paddle.sum(parameter("w0", [4]) * paddle.static.data("x", [4])))
     scales = []
     for step in range(1, steps + 1):
         is_infinite = step in overflows and fleet.worker_index() == 1
-        trained.step({"x": np.full([4], np.inf if is_infinite else 1.0, "float32")})
+        trained.step({"x": np.array([1.0, 1.0, 1.0, np.inf if is_infinite else 1.0], "float32")})
         with paddle.static.scope_guard(trained.scope):
             scales.append(round(fleet.loss_scale() or 0.0, 3))
     return trained.end(scales=scales)

@@ -391,6 +391,14 @@ _ALL = [
     scaled("amp_incr_every_n_steps", 2, [_FIRST, 65536.0, 65536.0, 131072.0, 131072.0, 262144.0]),
     scaled("amp_decr_every_n_nan_or_inf", 1, [_FIRST, *[26214.4] * 5], (2,), moved=[1.0, 0.0, 1.0, 1.0, 1.0, 1.0]),
     scaled(
+        "sharding",
+        True,
+        [_FIRST, *[26214.4] * 5],
+        (2,),
+        moved=[1.0, 0.0, 1.0, 1.0, 1.0, 1.0],
+        beside={"amp_decr_every_n_nan_or_inf": 1},
+    ),
+    scaled(
         "amp_incr_ratio",
         4.0,
         [_FIRST, *[131072.0] * 2, *[524288.0] * 2, 2097152.0],

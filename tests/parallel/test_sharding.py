@@ -183,7 +183,13 @@ def surrounded(accumulate_steps: int) -> dict[str, Any]:
     return found
 
 
-def refusals() -> dict[str, str]:
+def save_as_paddle_does(folder: Path) -> None:
+    trained = start(OPTIMIZERS["SGD"], 1, **KINDS["sharded"])
+    with paddle.static.scope_guard(trained.scope):
+        paddle.static.save(trained.main, str(folder / f"rank{fleet.worker_index()}"))
+
+
+def refusals(folder: Path) -> dict[str, str]:
     """What a sharded optimizer refuses, by name."""
 
     class Own(paddle.optimizer.SGD):  # type: ignore[misc]
@@ -198,6 +204,7 @@ def refusals() -> dict[str, str]:
         "own optimizer": lambda: start(lambda: Own(0.1), 1, sharding=True),
         "wrap": with_a_wrap,
         "degree": lambda: start(OPTIMIZERS["SGD"], 1, sharding=True, sharding_degree=fleet.worker_num() + 1),
+        "static save": lambda: save_as_paddle_does(folder),
         "nothing to own": lambda: start(OPTIMIZERS["SGD"], 1, Network("tiny", one_number), sharding=True),
     }
     said = {}
@@ -226,7 +233,7 @@ def main() -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             each = {str(merged): surrounded(merged) for merged in (1, 2)}
-        report(fleet.worker_index(), surrounded=each, refused=refusals())
+        report(fleet.worker_index(), surrounded=each, refused=refusals(folder))
 
 
 Ranks = list[dict[str, Any]]
@@ -305,7 +312,8 @@ def test_a_saved_state_goes_on_anywhere(
 
 @pytest.fixture(scope="module", params=[False, True], ids=["on Gloo", "on late streams"])
 def around(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RanksResult:
-    return run(tmp_path_factory, "around", 2, late_streams=request.param)
+    folder = tmp_path_factory.mktemp("refused")
+    return run(tmp_path_factory, "around", 2, folder, late_streams=request.param)
 
 
 @pytest.mark.parametrize("merged", ["1", "2"])
@@ -326,6 +334,7 @@ def test_norms_averages_and_skipped_updates_are_those_of_all_owners(around: Rank
         ("own optimizer", "Own is not known to update parameters one by one"),
         ("wrap", "is_for_owners = True"),
         ("degree", "sharding_degree: 3 does not divide the number of ranks, 2"),
+        ("static save", "call fleet.save_persistables on all ranks"),
         ("nothing to own", "rank 1 would own nothing of the 1 parameters"),
     ],
 )

@@ -21,6 +21,7 @@ from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import inputs_of
 from fleet_train.convert.passes.sync_norm import BACKWARD_MARK, FORWARD_MARK
+from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 
 _OURS = "fleet_train_"
@@ -41,8 +42,14 @@ def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
 
 
 def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
-    if not any(_is_ours(operator) for operator in program.global_block().ops):
+    kinds = {_kind(operator)[0] for operator in program.global_block().ops if _is_ours(operator)}
+    if not kinds:
         return _original(program, *arguments, **options)
+    if "share" in kinds:
+        raise ConversionError(
+            "a program with a sharded optimizer updates this rank's share of the parameters only, so Paddle cannot "
+            "write it for one card: call fleet.save_persistables on all ranks, or fleet.save_inference_model"
+        )
     if _is_drifting(program):
         notice = (
             "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
