@@ -34,7 +34,7 @@ from fleet_train.log import logger
 T = TypeVar("T")
 
 
-_AT_ONCE = 4
+_AT_ONCE = 8
 """Collectives of one stage that run at the same time."""
 
 

@@ -125,13 +125,13 @@ def rounds(kind: str, size: int) -> int:
     if size < 2:
         return 0
     depth = (size - 1).bit_length()
-    pairings = size - 1 + size % 2  # each rank exchanges with every other
+    at_once = 4  # of the pairs of a rank
     return {
         "allreduce": 2 * (size - 1),
         "reduce": size,
         "broadcast": depth,
         "allgather": size - 1,
-        "alltoall": pairings,
+        "alltoall": -(-(size - 1) // at_once),
     }[kind]
 
 
@@ -227,10 +227,11 @@ def _allgather(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
 
 @lru_cache(maxsize=4096)
 def _alltoall(size: int, nbytes: int, item_bytes: int) -> dict[Edge, Flow]:
-    """An all-gather in each group of two, since Paddle's Gloo has no other way between two of several ranks."""
+    """A broadcast for each direction of each pair, since Paddle's Gloo has no other way between two of several
+    ranks."""
     del item_bytes
     edges = ((sender, receiver) for sender in range(size) for receiver in range(size) if sender != receiver)
-    return dict.fromkeys(edges, Flow(nbytes, 2))
+    return dict.fromkeys(edges, Flow(nbytes, 1))
 
 
 _FLOWS = {

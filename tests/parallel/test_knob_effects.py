@@ -99,7 +99,7 @@ _FORGETFUL = _INT4 | {"quantised_error_feedback": False}
 _LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 _FIRST = 32768.0
 _ROWS = ["all_gather 8 int64", "all_gather 60 uint8"]
-_OWNED, _SHARDED = ["all_gather 4736"] * 2, {"sharding": True}
+_OWNED, _SHARDED = [*["broadcast 4736"] * 2, "all_gather 4736"], {"sharding": True}
 _SLOW = {"link_gigabits": 0.01, "link_latency_ms": 0.1}
 
 _ALL = [
@@ -176,7 +176,7 @@ _ALL = [
         2,
         _SHARDED,
         ranks=4,
-        sent=[["all_gather 4736", "all_reduce 4736", "all_gather 4736"]] * 2,
+        sent=[[*["broadcast 4736"] * 2, "all_reduce 4736", "all_gather 4736"]] * 2,
         moved=[2.5, 2.5],
     ),
     # Embeddings: three rows of 16 bytes with their indices, behind the numbers of rows; on a slow link.

@@ -240,10 +240,11 @@ def _group_of(allreduce: Allreduce) -> Any:
 class AllToAll:
     """How the members of a sum exchange parts. Tensors are flat, of one size and dtype on all members.
 
-    ``pairs``: by the other member's position, a group for each pair, where the backend has no all-to-all: Paddle's Gloo
-    has none, and it numbers messages between two of several ranks wrongly, so two members exchange by an all-gather,
-    several pairs at the same time. ``keeps_room``: one exchange ends before the next one begins, and its results are
-    read before that, so that both may use the same memory.
+    ``pairs``: by the other member's position, a group for each direction, where the backend has no all-to-all: Paddle's
+    Gloo has none, and it numbers messages between two of several ranks wrongly, so one member sends the other a
+    broadcast; all of them at the same time. The group of what the lower one sends comes first. ``keeps_room``: one
+    exchange ends before the next one begins, and its results are read before that, so that both may use the same
+    memory.
     """
 
     def __init__(
@@ -251,11 +252,12 @@ class AllToAll:
         group: Any,
         ranks: Sequence[int],
         rank: int,
-        pairs: dict[int, Any] | None = None,
+        pairs: dict[int, tuple[Any, Any]] | None = None,
         keeps_room: bool = False,
     ) -> None:
         self.members = len(ranks)
         self.position = list(ranks).index(rank) if rank in ranks else -1
+        self._ranks = list(ranks)
         self._group = group
         self._pairs = pairs
         self._rounds = rounds(self.members)
@@ -285,21 +287,18 @@ class AllToAll:
             parts = paddle.empty(sent.shape, sent.dtype)
             yield Stage((Collective("all_to_all", self._group, sent, output=parts),), more=True)
             return [part for i, part in enumerate(paddle.split(parts, self.members)) if i != self.position]
-        wanted: dict[int, Any] = {}
+        received: dict[int, Any] = {}
         collectives = []
         for partners in self._rounds:
             other = partners.get(self.position)
             if other is not None:
-                wanted[other] = self.room(other, 2 * wires[other].shape[0], wires[other].dtype)
-                collectives.append(Collective("all_gather", self._pairs[other], wires[other], output=wanted[other]))
+                received[other] = self.room(other, wires[other].shape[0], wires[other].dtype)
+                members = sorted((self.position, other))
+                for sender, group in zip(members, self._pairs[other], strict=True):
+                    tensor = wires[other] if sender == self.position else received[other]
+                    collectives.append(Collective("broadcast", group, tensor, self._ranks[sender]))
         yield Stage(tuple(collectives), more=True)
-        return [self._theirs(wanted[other], other) for other in sorted(wanted)]
-
-    def _theirs(self, both: Any, other: int) -> Any:
-        """The other member's half of a pair's all-gather, sharing its memory where that is possible."""
-        half = both.shape[0] // 2
-        start = half if other > self.position else 0
-        return _C_ops.slice(both, [0], [start], [start + half], [1], [])
+        return [received[other] for other in sorted(received)]
 
 
 def rounds(members: int) -> list[dict[int, int]]:
@@ -314,19 +313,21 @@ def rounds(members: int) -> list[dict[int, int]]:
     return table
 
 
-def make_all_to_all(job: Job, group: Any, ranks: Sequence[int]) -> AllToAll:
-    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over pair groups created here.
+def make_all_to_all(job: Job, group: Any, ranks: Sequence[int], *, for_two: bool = False) -> AllToAll:
+    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over two groups for each pair, created here.
 
     All ranks of the job call it in the same order, including those outside ``ranks``, which must not use the result.
+    ``for_two``: two ranks exchange as well, instead of gathering everything.
     """
     rank = job.cluster.rank
     if backend_name() != "gloo":
         return AllToAll(group, ranks, rank)
-    made = {pair: group if len(ranks) == 2 else new_group(job, pair) for pair in combinations(ranks, 2)}
+    pairs = list(combinations(ranks, 2)) if len(ranks) > 2 or for_two else []
+    made = {pair: (new_group(job, pair), new_group(job, pair)) for pair in pairs}
     return AllToAll(
         group,
         ranks,
         rank,
-        {ranks.index(sum(pair) - rank): pair_group for pair, pair_group in made.items() if rank in pair},
+        {ranks.index(sum(pair) - rank): groups for pair, groups in made.items() if rank in pair},
         job.engine.reads_values,
     )

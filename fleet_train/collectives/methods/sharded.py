@@ -57,7 +57,7 @@ def _owners(job: Job, plan: CommPlan, whole: Any) -> Owners:
     mine: list[tuple[Any, AllToAll]] = []
     for ranks in neighbours:
         group = whole if len(neighbours) == 1 else new_group(job, ranks)
-        exchange = make_all_to_all(job, group, ranks)
+        exchange = make_all_to_all(job, group, ranks, for_two=True)
         if rank in ranks:
             mine = [(group, exchange)]
     copies = None
