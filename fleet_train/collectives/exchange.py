@@ -94,7 +94,7 @@ class GradientExchange:
         self._is_drained = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
         self._rows = {i: each for i, each in enumerate(self._methods) if isinstance(each, HostRows | StreamRows)}
-        whole = tuple(bucket for bucket in plan.buckets if bucket.index not in self._rows)
+        whole = tuple(replace(each, sent=()) if each.index in self._rows else each for each in plan.buckets)
         self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
@@ -268,8 +268,9 @@ class GradientExchange:
         their order: the same bits on all of them. Zeros in runs without an update, which send nothing."""
         if not self.sends_gradients:
             return paddle.zeros_like(values)
-        group = self._sharded[0].owners.group
-        return self._job.engine.run_here(_summed(group, values), self._context("a sum over the owners", "owners"))
+        # On the communicator's own thread: it may still be sending new parameters over the same group.
+        stages, first = _summed(self.owners_group, values), self._plan.buckets[0].communicator
+        return self._job.engine.start(stages, self._context("a sum over the owners", "owners"), first).result()
 
     def begin_in_graph(self, flat: Any) -> None:
         """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""

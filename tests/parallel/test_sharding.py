@@ -183,6 +183,19 @@ def surrounded(accumulate_steps: int) -> dict[str, Any]:
     return found
 
 
+def norms() -> dict[str, list[float]]:
+    """Of gradients whose buckets are updated one by one, and sent while the norm is summed."""
+    found: dict[str, list[float]] = {}
+    for kind, knobs in KINDS.items():
+        trained = start(OPTIMIZERS["Adam"], 6, fuse_all_reduce_ops=False, **knobs)
+        norm, mine = trained.optimizer.gradient_norm(), share(fleet.worker_index())
+        found[kind] = [
+            float(trained.run(features[mine], labels[mine], norm)[1].item())
+            for features, labels in batches(STEPS, SAMPLES_PER_RANK * fleet.worker_num(), 6)
+        ]
+    return found
+
+
 def save_as_paddle_does(folder: Path) -> None:
     trained = start(OPTIMIZERS["SGD"], 1, **KINDS["sharded"])
     with paddle.static.scope_guard(trained.scope):
@@ -233,7 +246,7 @@ def main() -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             each = {str(merged): surrounded(merged) for merged in (1, 2)}
-        report(fleet.worker_index(), surrounded=each, refused=refusals(folder))
+        report(fleet.worker_index(), surrounded=each, norms=norms(), refused=refusals(folder))
 
 
 Ranks = list[dict[str, Any]]
@@ -326,6 +339,12 @@ def test_norms_averages_and_skipped_updates_are_those_of_all_owners(around: Rank
             expected, found = ({n: np.array(v) for n, v in side[kind].items()} for side in (whole, sharded))
             assert expected.keys() == found.keys()
             assert relative_difference(found, expected) < EXACT
+
+
+def test_a_norm_is_summed_while_new_parameters_are_sent(around: RanksResult) -> None:
+    for rank in around.of_all("norms"):
+        assert rank["sharded"] == pytest.approx(rank["whole"], rel=EXACT)
+        assert min(rank["whole"]) > 0
 
 
 @pytest.mark.parametrize(
