@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import paddle
@@ -116,12 +117,10 @@ class OwnersUpdate:
             most = paddle.full([1], clip.clip_norm, wide)
             self._factor = most / paddle.maximum(length, most)
         if checks:
-            at = min(range(len(pairs)), key=lambda index: _elements(pairs[index][1]))
+            at = min(range(len(pairs)), key=lambda index: prod(pairs[index][1].shape))
             parameter, gradient = pairs[at]
-            spoilt = paddle.where(
-                total[1:2] > 0, paddle.full([1], float("nan"), gradient.dtype), paddle.zeros([1], gradient.dtype)
-            )
-            pairs[at] = (parameter, paddle.where(paddle.isnan(spoilt), spoilt, gradient))
+            spoilt = paddle.full([1], float("nan"), gradient.dtype)
+            pairs[at] = (parameter, paddle.where(total[1:2] > 0, spoilt, gradient))
         return pairs, chain
 
     @contextmanager
@@ -176,13 +175,6 @@ def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:
         .sum()
         .reshape([1])
     )
-
-
-def _elements(value: Any) -> int:
-    count = 1
-    for size in value.shape:
-        count *= int(size)
-    return count
 
 
 class _ClipByFactor(nn.ClipGradByGlobalNorm):  # type: ignore[misc]

@@ -76,12 +76,12 @@ class ShardedMethod(Stateless):
 
     kind = "sharded"
 
-    def __init__(self, bucket: Bucket, owners: Owners, job: Job, profile: Profile) -> None:
+    def __init__(self, bucket: Bucket, owners: Owners, job: Job) -> None:
         self.bucket = bucket
         self.owners = owners
         self._on_host = job.engine.reads_values
         self._world_size = job.world_size
-        self._wire_dtype = compression_of(profile.compression).wire_dtype if bucket.dtype == "float32" else ""
+        self._wire_dtype = compression_of(bucket.compression).wire_dtype
         self._cast, self._cut = cast_for(self._on_host), cut_for(self._on_host)
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
@@ -120,19 +120,16 @@ class ShardedMethod(Stateless):
 
     def share(self, parameters: Sequence[Any], own: Sequence[Any]) -> Stages[None]:
         """Write every owner's new values into ``parameters``, the bucket's. ``own``: this rank's pieces, updated."""
-        specs, shards = self.bucket.gradients, self.bucket.shards
+        size, own_wire = self.bucket.part_elements, self.owners.member
         wire = _C_ops.concat(self._with_padding([_C_ops.reshape(value, [-1]) for value in own]), 0)
         held = [parameter.view(parameter.shape) for parameter in parameters]
         yield HAND_OVER
         gathered = self.owners.all_to_all.room(-1, self.owners.number * wire.shape[0], wire.dtype)
         yield Stage((Collective("all_gather", self.owners.group, wire, output=gathered),))
-        for member, pieces in enumerate(shards):
-            start = member * self.bucket.part_elements
-            for piece in pieces:
-                elements = piece.of(specs[piece.gradient]).elements
-                if member != self.owners.member or piece.rows:
-                    self._put(held[piece.gradient], piece, gathered[start : start + elements])
-                start += elements
+        for piece, start in self.pieces_on_wires():
+            if start // size != own_wire or piece.rows:
+                elements = piece.of(self.bucket.gradients[piece.gradient]).elements
+                self._put(held[piece.gradient], piece, gathered[start : start + elements])
 
     def to_wires(self, flats: Sequence[Any]) -> Any:
         """Flat tensors of the bucket's gradients -> [owners x elements of a wire]: a copy."""
@@ -196,7 +193,7 @@ class QuantisedShardedMethod(ShardedMethod):
     own_state = (".error",)
 
     def __init__(self, bucket: Bucket, owners: Owners, job: Job, profile: Profile) -> None:
-        super().__init__(bucket, owners, job, profile)
+        super().__init__(bucket, owners, job)
         self._layout = layout_of(bucket, profile)
         self._codec: Codec = make_codec(self._layout.settings, self._on_host)
         self._residual: Any = None
@@ -262,5 +259,6 @@ def _lengthened(wires: Any, number: int, length: int) -> Any:
 
 def make_sharded(bucket: Bucket, owners: Owners, job: Job, profile: Profile) -> ShardedMethod:
     """The method of a bucket with owners."""
-    kind = QuantisedShardedMethod if bucket.compression in BITS else ShardedMethod
-    return kind(bucket, owners, job, profile)
+    if bucket.compression in BITS:
+        return QuantisedShardedMethod(bucket, owners, job, profile)
+    return ShardedMethod(bucket, owners, job)
