@@ -50,12 +50,7 @@ class OwnersUpdate:
         follows the backward pass is the last bucket.
         """
         launches = [position for position, operator in enumerate(operators) if is_launch(operator)]
-        readers: dict[str, int] = {}
-        for position, operator in enumerate(operators):
-            for value in all_inputs_of(operator):
-                made_by = value.get_defining_op()
-                if made_by is not None and made_by.name() == "builtin.parameter":
-                    readers[str(made_by.attrs()["parameter_name"])] = position
+        readers = _last_readers(operators)
         place = 0
         for bucket in plan.buckets[: -plan.communicators]:
             read = [readers.get(gradient.name, 0) for gradient in bucket.gradients]
@@ -153,6 +148,23 @@ class OwnersUpdate:
     def over_owners(self, value: Any) -> Any:
         """Insert the sum of a value over the owners, outside the chain; see `GradientExchange.over_owners`."""
         return emit_over_owners(self._exchange, value, token())[0]
+
+
+def _last_readers(operators: Sequence[Any]) -> dict[str, int]:
+    """By parameter, the position of the last operator that may read its memory, by whatever name: the results of
+    operators in place (``detach()`` is one) and of control flow can be what they were given."""
+    readers: dict[str, int] = {}
+    names: dict[int, set[str]] = {}
+    for position, operator in enumerate(operators):
+        if operator.name() == "builtin.parameter":
+            names[operator.id()] = {str(operator.attrs()["parameter_name"])}
+            continue
+        makers = (value.get_defining_op() for value in all_inputs_of(operator))
+        read = {name for maker in makers if maker is not None for name in names.get(maker.id(), ())}
+        readers |= dict.fromkeys(read, position)
+        if read and (operator.name().endswith("_") or operator.num_regions()):
+            names[operator.id()] = read
+    return readers
 
 
 _SERIAL = "FLAGS_new_executor_serial_run"

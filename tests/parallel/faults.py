@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 
 import fleet_train.cli
-from fleet_train import fleet, role_maker
+from fleet_train import fleet, role_maker, timeouts
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.convert.fleet import _current
@@ -275,6 +275,8 @@ def main() -> None:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     name = case.removeprefix("late ").removeprefix("calc ")
     fault = name.removesuffix(", few barriers")
+    if fault != name:
+        timeouts.QUICK_STEP_SECONDS = 600.0  # a busy machine's slow steps would have barriers, too
     if case in CASES:
         CASES[case](*sys.argv[2:])
     elif case.startswith("late "):
