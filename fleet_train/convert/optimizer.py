@@ -48,7 +48,7 @@ from fleet_train.convert.rewrite import (
     make_start_equal,
     refuse_foreign_startup,
 )
-from fleet_train.convert.sharding import OwnersUpdate
+from fleet_train.convert.sharding import OwnersUpdate, in_order_of_sums
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.log import log_once
@@ -306,7 +306,9 @@ class DistributedOptimizer:
         """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
         the same arithmetic."""
         by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
-        return [[bucket] for bucket in plan.buckets] if by_bucket else [plan.buckets]
+        if not by_bucket:
+            return [plan.buckets]
+        return [[bucket] for bucket in (in_order_of_sums(plan) if plan.owners else plan.buckets)]
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
         update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients

@@ -150,6 +150,23 @@ class OwnersUpdate:
         return emit_over_owners(self._exchange, value, token())[0]
 
 
+def in_order_of_sums(plan: CommPlan) -> list[Bucket]:
+    """The buckets, the last ones as their sums arrive when the communicators share a link evenly: the new parameters of
+    one are then sent while another is updated."""
+    left = {bucket.index: sum(spec.nbytes for spec in bucket.sent) for bucket in plan.buckets}
+    queues = [[each for each in plan.buckets if each.communicator == number] for number in range(plan.communicators)]
+    arrived: list[int] = []
+    while sending := [queue[0] for queue in queues if queue]:
+        first = min(sending, key=lambda bucket: left[bucket.index])
+        least = left[first.index]
+        for bucket in sending:
+            left[bucket.index] -= least
+        queues[first.communicator].pop(0)
+        arrived.append(first.index)
+    last = sorted(plan.buckets[-plan.communicators :], key=lambda bucket: arrived.index(bucket.index))
+    return [*plan.buckets[: -plan.communicators], *last]
+
+
 def _last_readers(operators: Sequence[Any]) -> dict[str, int]:
     """By parameter, the position of the last operator that may read its memory, by whatever name: the results of
     operators in place (``detach()`` is one) and of control flow can be what they were given."""

@@ -14,7 +14,7 @@ import shlex
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
+from math import ceil, fsum
 from typing import Any
 
 from fleet_train.cluster import Cluster
@@ -42,7 +42,7 @@ from fleet_train.profile.profile import (
 MOST_COMMUNICATORS = 4
 MOST_BUCKETS = 64
 OWNERS_BUCKETS = 8
-"""A sharded optimizer's buckets are at most this share of all gradients."""
+"""A sharded optimizer's buckets are at most this share of all gradients, or the largest with a few small ones."""
 WORTH_CUTTING_BYTES = 256 * 1024
 """Fewer bytes of gradients go into one bucket on one communicator: there is nothing to overlap."""
 _EDGES = (0.25, 1.0, 4.0)
@@ -144,7 +144,8 @@ def _candidates(
     shape = without_buckets(cluster, profile)
     numbers = [int(number) for number in _numbers(profile.nccl_comm_num, range(1, most_communicators + 1))]
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
-    for size, edge in _sizes(profile, _bytes(gradients)):
+    largest = max((gradient.nbytes for gradient in gradients if not gradient.rows), default=0)
+    for size, edge in _sizes(profile, _bytes(gradients), largest):
         buckets = Buckets(numbers[0], size, edge)
         plan = replace(shape, buckets=cut_into_buckets(gradients, profile, buckets, shape))
         cut = tuple(len(bucket.gradients) for bucket in plan.buckets)
@@ -162,13 +163,15 @@ def _on_communicators(buckets: Buckets, plan: CommPlan, number: int) -> tuple[Bu
     return replace(buckets, communicators=number), replace(plan, buckets=taken, communicators=number)
 
 
-def _sizes(profile: Profile, nbytes: int) -> list[tuple[float, float]]:
+def _sizes(profile: Profile, nbytes: int, largest: int = 0) -> list[tuple[float, float]]:
     """Sizes of a bucket and of the first and last one, in MB: powers of two up to one that holds all gradients."""
     if not profile.fuse_all_reduce_ops:
         return [(0.0, 0.0)]
     powers = [0.25 * 2**power for power in range(13)]
     if profile.sharding:  # what is on its way is in memory several times
         powers = [size for size in powers if size * MEGABYTE <= nbytes / OWNERS_BUCKETS] or powers[:1]
+        with_small_ones = ceil(4.4 * largest / MEGABYTE) / 4
+        powers += [with_small_ones] * (with_small_ones > powers[-1])
     holding = next((size for size in powers if size * MEGABYTE >= nbytes), powers[-1])
     sizes = _numbers(profile.fuse_grad_size_in_MB, [size for size in powers if size <= holding])
     edge = profile.last_comm_group_size_MB

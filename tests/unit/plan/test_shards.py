@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.convert.sharding import in_order_of_sums
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
 from fleet_train.plan.choose import OWNERS_BUCKETS
@@ -102,6 +103,25 @@ def test_open_sizes_of_buckets_stay_small() -> None:
     specs = [TensorSpec(f"w{index}", (256, 1024), "float32") for index in range(64)]
     plan, _ = plan_of(specs, 4)
     assert max(bucket.nbytes for bucket in plan.buckets) <= sum(spec.nbytes for spec in specs) / OWNERS_BUCKETS
+
+
+def test_small_parameters_go_with_a_large_one() -> None:
+    layers = [(f"b{index}", f"w{index}") for index in range(4)]
+    specs = [TensorSpec(n, (1024,) if n in b else (1024, 1024), "float32") for b, w in layers for n in (b, w)]
+    plan, _ = plan_of(specs, 4)
+    weights = [sum(gradient.name.startswith("w") for gradient in bucket.gradients) for bucket in plan.buckets]
+    assert weights[1:] == [1] * len(weights[1:])
+
+
+@pytest.mark.parametrize(
+    ("communicators", "order"),
+    # Of sizes 4, 2, 1, 5, 1: one after the other; 4, 1, 1 beside 2, 5; 4, 5 beside 2, 1 and 1; 4, 1 beside 2 and 1 and 5.
+    [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4, 3]), (3, [0, 1, 2, 4, 3]), (4, [0, 2, 1, 4, 3])],
+)
+def test_of_the_last_sums_the_first_to_arrive_is_updated_first(communicators: int, order: list[int]) -> None:
+    specs = [TensorSpec(f"w{index}", (256 * size, 64), "float32") for index, size in enumerate((4, 2, 1, 5, 1))]
+    plan, _ = plan_of(specs, 4, fuse_all_reduce_ops=False, nccl_comm_num=communicators)
+    assert [bucket.index for bucket in in_order_of_sums(plan)] == order
 
 
 @pytest.mark.parametrize(
