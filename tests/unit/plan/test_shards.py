@@ -115,7 +115,7 @@ def test_small_parameters_go_with_a_large_one() -> None:
 
 @pytest.mark.parametrize(
     ("communicators", "order"),
-    # Of sizes 4, 2, 1, 5, 1: one after the other; 4, 1, 1 beside 2, 5; 4, 5 beside 2, 1 and 1; 4, 1 beside 2 and 1 and 5.
+    # Sizes 4, 2, 1, 5, 1: one after another; 4, 1, 1 beside 2, 5; 4, 5 beside 2, 1 and 1; 4, 1 beside 2 and 1 and 5.
     [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4, 3]), (3, [0, 1, 2, 4, 3]), (4, [0, 2, 1, 4, 3])],
 )
 def test_of_the_last_sums_the_first_to_arrive_is_updated_first(communicators: int, order: list[int]) -> None:
