@@ -306,9 +306,8 @@ class DistributedOptimizer:
         """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
         the same arithmetic."""
         by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
-        if not by_bucket:
-            return [plan.buckets]
-        return [[bucket] for bucket in (in_order_of_sums(plan) if plan.owners else plan.buckets)]
+        in_turn = in_order_of_sums(plan) if plan.owners else plan.buckets
+        return [[bucket] for bucket in in_turn] if by_bucket else [plan.buckets]
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
         update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients

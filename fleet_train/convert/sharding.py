@@ -196,14 +196,9 @@ def _after_other_readers(parameters: Sequence[Any]) -> None:
 
 def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:
     """Of all elements, [1]; 0 for no gradients."""
-    if not gradients:
-        return paddle.zeros([1], dtype)
     parts = [_C_ops.squared_l2_norm(gradient) for gradient in gradients]
-    return (
-        paddle.stack([part if dtype_name(part.dtype) == dtype else part.astype(dtype) for part in parts])
-        .sum()
-        .reshape([1])
-    )
+    parts = [part if dtype_name(part.dtype) == dtype else part.astype(dtype) for part in parts]
+    return paddle.stack(parts).sum().reshape([1]) if parts else paddle.zeros([1], dtype)
 
 
 class _ClipByFactor(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
