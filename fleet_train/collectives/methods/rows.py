@@ -34,10 +34,6 @@ def rows(parts: Parts) -> HostRows | StreamRows:
     return HostRows(parts) if parts.reads_values else StreamRows(parts)
 
 
-_ALIGNED = 64
-"""Bytes: Paddle's own tensors begin at multiples of this."""
-
-
 @dataclass(frozen=True)
 class Lookups:
     """The operands of a launch operator for one table: the table, then indices and gradient of each lookup.
@@ -354,12 +350,11 @@ def filled_up(total: Rows, height: int) -> Rows:
 
 
 def _like_table(own: Rows, table: TensorSpec) -> Any:
-    """A gradient of the table's shape, float32: memory that the kernel gives as zeros, which nobody has to write."""
-    raw = np.zeros(4 * table.elements + _ALIGNED, np.uint8)
-    start = -raw.ctypes.data % _ALIGNED
-    dense = raw[start : start + 4 * table.elements].view(np.float32).reshape(table.shape)
-    dense[own.ids] = own.values
-    return paddle.utils.dlpack.from_dlpack(dense)
+    """A gradient of the table's shape, float32. Memory of numpy would be freed by the executor's threads, which wait
+    for Python's lock while they keep one that an operator of the thread with that lock waits for."""
+    dense = paddle.zeros(list(table.shape), "float32")
+    host_view(dense).reshape(table.shape)[own.ids] = own.values
+    return dense
 
 
 class StreamRows(_TablesOfABucket):
