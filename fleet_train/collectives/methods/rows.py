@@ -350,8 +350,8 @@ def filled_up(total: Rows, height: int) -> Rows:
 
 
 def _like_table(own: Rows, table: TensorSpec) -> Any:
-    """A gradient of the table's shape, float32. Memory of numpy would be freed by the executor's threads, which wait
-    for Python's lock while they keep one that an operator of the thread with that lock waits for."""
+    """A gradient of the table's shape, float32. Not memory of numpy: the executor's threads need Python's lock to free
+    that, and ranks hung with it on busy machines."""
     dense = paddle.zeros(list(table.shape), "float32")
     host_view(dense).reshape(table.shape)[own.ids] = own.values
     return dense
