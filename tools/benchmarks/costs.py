@@ -24,8 +24,9 @@ from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import QuantisedSettings
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tools.benchmarks.jobs import results_of, run_here
+from tools.benchmarks.networks import PaddleKit, build, described
 from tools.benchmarks.record import Keep, circumstances, recorded, spread, table, told_circumstances
-from tools.benchmarks.tasks import TASKS, Batches, PaddleKit, build, describe, start_feed
+from tools.benchmarks.tasks import BYTES, TASKS, Batches, Specs
 
 LARGEST_BLOCK = 2048
 PARTS = ("add", "encode", "decode")
@@ -118,15 +119,17 @@ IMAGES = {"ResNet-50": 8, "convnet": 32}
 Blocks = Sequence[Mapping[str, Any]]
 
 
+FED = ("inputs", "labels")
+
+
 class Trained:
     """A network in programs of its own on one rank."""
 
-    def __init__(self, name: str, shape: Sequence[int], network: Callable[[], Any], *profile: Any) -> None:
+    def __init__(self, name: str, specs: Specs, loss: Callable[..., Any], network: Callable[[], Any], *profile: Any):
         self.program, self.startup = paddle.static.Program(), paddle.static.Program()
         with paddle.static.program_guard(self.program, self.startup), paddle.utils.unique_name.guard(f"{name}_"):
-            features = paddle.static.data("features", [None, *shape], "float32")
-            labels = paddle.static.data("labels", [None], "int64")
-            self._loss = paddle.nn.functional.cross_entropy(network()(features), labels)
+            inputs, labels = (paddle.static.data(name, *spec) for name, spec in zip(FED, specs, strict=True))
+            self._loss = loss(paddle.nn.functional, network()(inputs), labels)
             fleet.distributed_optimizer(paddle.optimizer.Momentum(0.01, 0.9), *profile).minimize(self._loss)
         self.plan, self.exe, self._barrier = fleet.plan(), paddle.static.Executor(fleet.place()), fleet.barrier_worker
 
@@ -138,8 +141,7 @@ class Trained:
         self._barrier()
         began, worked, stood = time.perf_counter(), time.process_time(), 0.0
         for number in range(steps):
-            images, labels = batch(number)
-            feed = {"features": images, "labels": labels}
+            feed = dict(zip(FED, batch(number), strict=True))
             (loss,) = self.exe.run(self.program, feed=feed, fetch_list=[self._loss])
             assert np.isfinite(loss).all(), "the loss is not finite"
             if number == 0 and save is not None:
@@ -158,9 +160,9 @@ def in_turn(kinds: Sequence[str], rounds: int, block: Callable[[str], Mapping[st
 
 def checkpoints_of_a_rank(folder: Path, rounds: str, steps: str) -> dict[str, Any]:
     """The rounds of a rank, and the size of a checkpoint."""
-    task, done = TASKS["mlp"], 0
-    trained = Trained("mlp", task.sample_shape, lambda: build(task, PaddleKit(task)))
-    trained.exe.run(trained.startup, feed=start_feed(task, trained.startup))
+    task, done, kit = TASKS[BYTES], 0, PaddleKit(0)
+    trained = Trained(task.name, task.specs, task.loss, lambda: build(task, kit))
+    trained.exe.run(trained.startup, feed=kit.start_feed(trained.startup))
     batches = Batches(task, fleet.worker_index(), fleet.worker_num())
     savers = {kind: Checkpoints(folder / kind, keep=2, background=kind == "background") for kind in WRITTEN}
 
@@ -203,8 +205,13 @@ def batch_norm_of_a_rank(folder: Path, network: str, count: str, steps: str) -> 
     }
     random, shape = np.random.default_rng(fleet.worker_index()), (IMAGES[network], 3, SIDE, SIDE)
     batch = (random.standard_normal(shape).astype("float32"), random.integers(0, CLASSES, IMAGES[network]))
+    specs: Specs = ([None, *shape[1:]], "float32"), ([None], "int64")
+
+    def loss(functional: Any, logits: Any, labels: Any) -> Any:
+        return functional.cross_entropy(logits, labels)
+
     trained = {
-        kind: Trained(kind, shape[1:], networks[network], Profile(sync_batch_norm=kind == "synchronised"))
+        kind: Trained(kind, specs, loss, networks[network], Profile(sync_batch_norm=kind == "synchronised"))
         for kind in KINDS["sync-batch-norm"]
     }
     for each in trained.values():
@@ -347,7 +354,7 @@ def checkpoint(ranks: tuple[int, ...], steps: int, timeout: float, rounds: int, 
     Blocks of steps with one checkpoint each, or none, are trained in turn; one job for each number of ranks. Shares
     are of the block without a checkpoint in the same round.
     """
-    record: dict[str, Any] = {"circumstances": circumstances(), "task": describe(TASKS["mlp"]), "steps": steps}
+    record: dict[str, Any] = {"circumstances": circumstances(), "task": described(TASKS[BYTES]), "steps": steps}
     record["jobs"] = []
     for number in ranks:
         job = run_job("checkpoint", (rounds, steps), number, timeout)[0] | {"ranks": number}

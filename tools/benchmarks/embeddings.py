@@ -25,23 +25,20 @@ from typing import Any
 import click
 import numpy as np
 
+from tools.benchmarks.contestants import ALONE, HOROVOD, OURS, TORCH
 from tools.benchmarks.embeddings_rank import (
     ADAM,
-    ALONE,
     FIELDS,
-    HOROVOD,
     MODELS,
     ONE,
     OPTIMIZERS,
-    OURS,
     ROWS,
     SGD,
-    TORCH,
     Assignment,
     ideal_bytes,
     start_values,
 )
-from tools.benchmarks.jobs import Command, JobFailed, Place, launcher, results_of, run_commands
+from tools.benchmarks.jobs import Command, JobFailed, Place, as_a_host, launcher, results_of, run_commands
 from tools.benchmarks.ranks import INTERFACE
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
 from tools.lab import Lab
@@ -63,8 +60,6 @@ WARMUP_STEPS = 4
 # What the issue asks for: a step as a share of that with whole tables, bytes as a share of ids and rows, parameters.
 SHARE_OF_DENSE = {SGD: 0.10, ADAM: 0.25}
 SHARE_OF_IDEAL, DIFFERENCE = 1.05, 1e-6
-# Horovod's process sets take the address of the host's name, whatever HOROVOD_GLOO_IFACE says.
-_AS_A_HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 _FIRST_PORT, _PORTS_PER_JOB = 6600, 20
 Result = dict[str, Any]
 
@@ -86,9 +81,7 @@ def commands_of(assignment: Assignment, place: Place) -> list[Command]:
     for rank, node in nodes:
         prefix = list(node.prefix)
         if assignment.kind == HOROVOD:
-            hosts = folder / f"hosts{rank}"
-            hosts.write_text(f"127.0.0.1 localhost\n{node.address} host{rank}\n")
-            prefix += ["unshare", "--mount", "--uts", "sh", "-ec", _AS_A_HOST, "sh", f"host{rank}", str(hosts)]
+            prefix = as_a_host(place, rank, folder)
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": "0"}
         commands.append(([*prefix, sys.executable, *script, str(rank)], own))
     return commands

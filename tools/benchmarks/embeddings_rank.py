@@ -22,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_train.files import publish_where_linked
-from tools.benchmarks.ranks import INTERFACE, interface_bytes, wait_for_all
+from tools.benchmarks.contestants import HOROVOD, OURS, TORCH
+from tools.benchmarks.ranks import interface_bytes, wait_for_all
+from tools.benchmarks.trainees import under_horovod
 
 DEEPFM, WIDE_DEEP = MODELS = ("deepfm", "wide_deep")
 SGD, ADAM = OPTIMIZERS = ("sgd", "adam")
-OURS, TORCH, HOROVOD, ALONE, ONE = "ours", "torch", "horovod", "alone", "one"
+ONE = "one"
 ROWS, WIDTH, FIELDS, DENSE = 1_000_000, 16, 26, 13
 LAYERS = {DEEPFM: (400, 400, 400), WIDE_DEEP: (512, 256, 128, 32)}
 RATES = {SGD: 0.01, ADAM: 0.001}
@@ -275,7 +277,8 @@ class TorchTrainee:
             torch.distributed.init_process_group("gloo")  # MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
             self._model = torch.nn.parallel.DistributedDataParallel(self._model)
         elif assignment.kind == HOROVOD:
-            self._optimizers = _under_horovod(self._optimizers, self._model, assignment, rank)
+            world = (Path(assignment.folder), assignment.ranks, rank, assignment.timeout_seconds)
+            self._optimizers = under_horovod(self._optimizers, self._model, *world)
 
     def _own_order(self) -> list[Any]:
         """Tensors in the order of ``shapes``; linear layers' matrices transposed, as views."""
@@ -301,38 +304,6 @@ class TorchTrainee:
 
     def weights(self) -> list[NDArray[np.float32]]:
         return [np.array(tensor.numpy()) for tensor in self._own_order()]
-
-
-def _under_horovod(optimizers: Sequence[Any], model: Any, assignment: Assignment, rank: int) -> list[Any]:
-    """Horovod's optimizers over Gloo. Rank 0 has the rendezvous that horovodrun would have."""
-    import os
-
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
-
-    ranks, port = assignment.ranks, Path(assignment.folder, "rendezvous")
-    if rank == 0:
-        hosts = ",".join(f"host{number}:1" for number in range(ranks))
-        server = RendezvousServer(0)
-        number = server.start()
-        server.init(get_host_assignments(parse_hosts(hosts), ranks))
-        publish_where_linked(port, str(number).encode())
-    wait_for_all(Path(assignment.folder), ranks, rank, 0, assignment.timeout_seconds)
-    of_job = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": ranks}
-    of_gloo = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": INTERFACE, "HOSTNAME": f"host{rank}"}
-    of_gloo |= {"GLOO_RENDEZVOUS_ADDR": os.environ["MASTER_ADDR"], "GLOO_RENDEZVOUS_PORT": port.read_text()}
-    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in (of_job | of_gloo).items()})
-
-    import horovod.torch as hvd
-
-    hvd.init()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        hvd.DistributedOptimizer(
-            each, [(names[id(one)], one) for group in each.param_groups for one in group["params"]]
-        )
-        for each in optimizers
-    ]
 
 
 def run(trainee: PaddleTrainee | TorchTrainee, assignment: Assignment) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,15 +18,18 @@ from typing import Any
 import click
 
 from fleet_train.cluster.installed import git
-from tools.benchmarks.ranks import INTERFACE, Assignment, evaluated
+from tools.benchmarks.contestants import ALONE, HOROVOD, NOTHING, OURS, PADDLE, Contestant
+from tools.benchmarks.ranks import INTERFACE, Assignment, of_a_turn
 from tools.benchmarks.record import ROOT
-from tools.benchmarks.tasks import ALONE, BEFORE, OURS, TORCH, Contestant
 from tools.lab import Lab
 from tools.processes import Process, start, stop
 
 _STOP_SECONDS = 10.0
 # Variables of an outer shell or job that a job must not see.
 _NOT_INHERITED = ("PADDLE_", "FLAGS_", "POD_", "TRAINER_", "GLOO_", "NCCL_", "FLEET_TRAIN_", "OMP_", "MKL_", "MASTER_")
+# Horovod's process sets take the address of the host's name, whatever HOROVOD_GLOO_IFACE says.
+_AS_A_HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 Command = tuple[list[str], dict[str, str]]
 
 
@@ -35,29 +39,26 @@ class JobFailed(click.ClickException):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job's ranks run. Every job of a lab gets its own ports: the previous one's may still be closing.
-
-    ``before``: another checkout of the project, whose package the contestants of that name run.
-    """
+    """Where a job's ranks run. Every job of a lab gets its own ports: the previous one's may still be closing."""
 
     lab: Lab
     ranks_per_node: int
     port: int
-    before: Path = ROOT
 
     @property
     def addresses(self) -> list[str]:
         return [node.address for node in self.lab.nodes]
 
 
-def run_contestant(contestant: Contestant, assignment: Assignment, place: Place) -> list[dict[str, Any]]:
-    """The records of all ranks, by rank, with the evaluation of their weights. Raises JobFailed."""
+def run_contestant(assignment: Assignment, place: Place) -> dict[str, Any]:
+    """What a record keeps of the job, with the evaluation of its weights. Raises JobFailed."""
     folder = Path(assignment.folder)
     folder.mkdir(parents=True)
     assignment.write(folder / "assignment.json")
+    contestant = assignment.contestant
     commands = commands_of(contestant, folder, place)
     run_commands(contestant.name, commands, folder, assignment.timeout_seconds, place.lab)
-    return evaluated(assignment.task, folder, results_of(folder, assignment.world_size))
+    return of_a_turn(assignment, results_of(folder, assignment.world_size))
 
 
 def run_here(
@@ -92,16 +93,23 @@ def run_commands(name: str, commands: Sequence[Command], folder: Path, timeout: 
 def commands_of(contestant: Contestant, folder: Path, place: Place) -> list[Command]:
     """Command and added environment of every process to start, with the node's prefix in front."""
     script = [str(ROOT / "tools" / "benchmarks" / "ranks.py"), str(folder / "assignment.json")]
-    nodes = list(enumerate(place.lab.nodes))
-    if contestant.kind in (OURS, BEFORE):
-        launchers = [launcher(place, node, folder, contestant.variant) for node, _ in nodes]
-        added = {"PYTHONPATH": str(place.before)} if contestant.kind == BEFORE else {}
-        return [([*command, *script], added) for command in launchers]
-    places = [(number, node, local) for number, node in nodes for local in range(place.ranks_per_node)]
-    return [
-        ([*node.prefix, sys.executable, *script, str(rank)], _environment(contestant, place, rank, local))
-        for rank, (_, node, local) in enumerate(places)
-    ]
+    if contestant.kind == OURS:
+        nodes = range(len(place.lab.nodes))
+        return [([*launcher(place, node, folder, contestant.variant), *script], {}) for node in nodes]
+    commands = []
+    for rank in range(len(place.lab.nodes) * place.ranks_per_node):
+        node, local = divmod(rank, place.ranks_per_node)
+        prefix = as_a_host(place, rank, folder) if contestant.kind == HOROVOD else place.lab.nodes[node].prefix
+        added = _environment(contestant, place, rank, local)
+        commands.append(([*prefix, sys.executable, *script, str(rank)], added))
+    return commands
+
+
+def as_a_host(place: Place, rank: int, folder: Path) -> list[str]:
+    """What to put before a command so that it runs on a rank's node under a host name of its own."""
+    node, hosts = place.lab.nodes[rank // place.ranks_per_node], folder / f"hosts{rank}"
+    hosts.write_text(f"127.0.0.1 localhost\n{node.address} host{rank}\n")
+    return [*node.prefix, "unshare", "--mount", "--uts", "sh", "-ec", _AS_A_HOST, "sh", f"host{rank}", str(hosts)]
 
 
 def launcher(place: Place, node: int, folder: Path, strategy: str) -> list[str]:
@@ -120,15 +128,24 @@ def launcher(place: Place, node: int, folder: Path, strategy: str) -> list[str]:
 
 
 def _environment(contestant: Contestant, place: Place, rank: int, local_rank: int) -> dict[str, str]:
-    """The variables that torchrun would set for this rank."""
+    """The variables that torchrun, or Paddle's own launcher, would set for this rank."""
+    if contestant.kind == ALONE:
+        # As a profile has it: one thread executes the program.
+        return {"FLAGS_new_executor_serial_run": "1"} if contestant.name == NOTHING else {}
+    addresses = [each for each in place.addresses for _ in range(place.ranks_per_node)]
     added = {"GLOO_SOCKET_IFNAME": INTERFACE}
-    if contestant.kind == TORCH:
-        world_size = len(place.addresses) * place.ranks_per_node
-        added |= {"MASTER_ADDR": place.addresses[0], "MASTER_PORT": str(place.port)}
-        added |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
-    elif contestant.kind == ALONE and contestant.framework == OURS:
-        added |= {"FLAGS_new_executor_serial_run": "1"}
-    return added
+    if contestant.kind == PADDLE:
+        endpoints = [f"{address}:{place.port + 1 + number}" for number, address in enumerate(addresses)]
+        return added | {
+            "PADDLE_MASTER": f"{addresses[0]}:{place.port}",
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(len(addresses)),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
+    added |= {"MASTER_ADDR": addresses[0], "MASTER_PORT": str(place.port)}
+    return added | {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "LOCAL_RANK": str(local_rank)}
 
 
 def shared_environment(environ: dict[str, str], is_amd: bool) -> dict[str, str]:
@@ -156,9 +173,12 @@ def _started(commands: Sequence[Command], folder: Path, lab: Lab | None) -> Iter
 
 
 def _last_lines(folder: Path, lines: int = 12) -> str:
+    """Of each log, after the line that names Python's error, which a long message may be below."""
     parts = []
     for log in sorted(folder.glob("process*.log")):
-        parts += [f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-lines:]]
+        found = log.read_text(errors="replace").splitlines()
+        errors = [line[:300] for line in found if ERROR.match(line)]
+        parts += [f"--- {log.name}", *errors[-1:], *found[-lines:]]
     return "\n".join(parts)
 
 

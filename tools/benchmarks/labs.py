@@ -172,7 +172,7 @@ def _pick(rate: str, made: dict[str, Any]) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--task", "task_name", type=click.Choice(sorted(TASKS)), default="mlp", help="What is trained.")
+@click.option("--task", "task_name", type=click.Choice(list(TASKS)), default="bytes", help="What is trained.")
 @click.option("--network", "rates", multiple=True, default=("100mbit", "1gbit", "none"), help="Its rate; repeat.")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--trials", default=20, help="Number of profiles tried on each network.")

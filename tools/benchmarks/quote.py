@@ -1,17 +1,18 @@
-"""Write what the records of docs/benchmarks measured into strategies/measured.json and docs/strategies.md.
+"""Write what the records of docs/benchmarks measured into strategies/measured.json, README.md and docs/strategies.md.
 
     python tools/bench.py quote           # after a new record, or a new mark on an old one
     python tools/bench.py quote --check   # only report what is out of date; exit code 1
 
 A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
-with the knobs that it has now. Refuted records, records with uncommitted changes, and files made for the benchmark give
-no line; lines from records of another kind are hand-written, and stay. A page has a block for each table:
+with the knobs that it has now. Refuted records and records with uncommitted changes give no line; lines from records of
+another kind are hand-written, and stay. A page has a block for each table:
 
-    <!-- figures: task=mlp network=1gbit -->
+    <!-- figures: task=bytes network=100mbit -->
     ...
     <!-- end of figures -->
 
-The lines between are from the newest record of that task and network, 2 nodes x 1 rank.
+The lines between are from the newest record of that task and network, 2 nodes x 1 rank; with ``short=yes`` only those
+that its picture has.
 """
 
 from __future__ import annotations
@@ -26,94 +27,95 @@ import click
 
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
+from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
 from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
-from tools.benchmarks.tasks import ALONE, OURS, REFERENCE, parse
+from tools.benchmarks.report import Mean, score_of, told_target
 
-PAGES = ("docs/strategies.md",)
+PAGES = ("README.md", "README_cn.md", "docs/strategies.md")
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
 _BLOCK = re.compile(r"(<!-- figures: (?P<settings>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _NETWORKS = {"unlimited": "none"}
-_HEADINGS = [
-    "strategy", "step / best DDP", "step / PyTorch's own", "times fewer bytes", "accuracy, points from synchronous",
-    "best DDP's time to target / its",
-]  # fmt: skip
 _NO_RECORD = "No record has these figures under the present rules."
 
 
 def line(record: Record, name: str) -> str:
     """One contestant's figures as a line of a profile's ``measured`` section."""
     content, figures = record.content, record.content["summary"][name]
-    lab = content["lab"]
+    lab, score = content["lab"], score_of(content)
     rate = "an unlimited link" if lab["rate"] == "none" else lab["rate"]
     parts = [
         f"{record.circumstances['date'][:10]}, {content['task']['name']}, {lab['nodes']} nodes x "
-        f"{lab['ranks_per_node']} on {rate}, CPU, {len(figures['round_step_ms'])} rounds",
+        f"{lab['ranks_per_node']} on {rate}, CPU, {len(figures['steps_ms'])} seeds",
         f"step {figures['step_ms']:.1f} ms{_than(figures)}",
-        f"{figures['interface_bytes'] / 1e6:.3g} MB sent per step and node",
-        _accuracy(figures),
-        _target(content, figures),
+        f"{figures['sent_bytes'] / 1e6:.3g} MB sent per step and node",
     ]
+    if score and figures.get("at_equal_steps"):
+        mean = Mean(**figures["at_equal_steps"]).told(score.digits)
+        parts += [f"{score.name} {mean} after {content['task']['steps']} steps",
+                  f"{score.target:g} {_after(told_target(figures))}"]  # fmt: skip
     return f"{'; '.join(parts)}; {record.source}"
+
+
+def _after(told: str) -> str:
+    return f"after {told} s" if "±" in told else told
 
 
 def _than(figures: Mapping[str, Any]) -> str:
     told = [f"{figures['ratio']:.2f} of PyTorch DDP's best"] if figures["ratio"] else []
     if figures["twin"] and figures["over_twin"] and not figures["twin"].startswith(REFERENCE):
         told.append(f"{figures['over_twin']:.2f} of {figures['twin']}'s")
-    over_compute = figures.get("over_compute")
-    if over_compute and over_compute < 1:  # no strategy can do that: read it as computing alone
-        told.append(f"but {over_compute:.2f} of computing alone, which is unexplained")
     whole = [] if figures["whole_periods"] else ["less than its own start and one period"]
     return f" ({', '.join(told + whole)})" if told or whole else ""
 
 
-def _accuracy(figures: Mapping[str, Any]) -> str:
-    values = figures["accuracies"].values()
-    points = figures["points_from_synchronous"]
-    return f"accuracy {sum(values) / len(values):.2%}" + (f" ({points[0]:+.2f} points)" if points else "")
-
-
-def _target(content: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    seconds = figures["seconds_to_target"].values()
-    if not seconds:
-        return f"{content['target']:.0%} not reached"
-    ratio = f" (DDP needs {figures['target_ratio']:.2f} times that)" if figures["target_ratio"] else ""
-    return f"{content['target']:.0%} after {sum(seconds) / len(seconds):.1f} s{ratio}"
-
-
 def with_blocks(text: str, records: Sequence[Record]) -> str:
-    """A page of docs/ with its blocks rewritten; ``records``: those that may be quoted, newest first."""
+    """A page with its blocks rewritten; ``records``: those that may be quoted, newest first."""
     return _BLOCK.sub(lambda found: found[1] + _block(found["settings"], records) + found[3], text)
 
 
 def _block(settings: str, records: Sequence[Record]) -> str:
     words = dict(word.split("=", 1) for word in settings.split())
     rate = _NETWORKS.get(words["network"], words["network"])
-    fitting = (each for each in records if each.setting == (words["task"], rate, 2, 1))
-    newest = next((each for each in fitting if REFERENCE in each.content["summary"]), None)
+    newest = next((each for each in records if each.setting == (words["task"], rate, 2, 1)), None)
     if newest is None:
         return f"\n{_NO_RECORD}\n\n"
-    shown = [each for each in newest.content["summary"].items() if parse(each[0]).kind != ALONE]
-    lines = table(_HEADINGS, [_cells(*each) for each in shown])
+    lines = figures_of(newest.content, is_short=words.get("short") == "yes")
     return "\n".join(["", *lines, "", _told(newest), "", ""])
 
 
-def _cells(name: str, figures: Mapping[str, Any]) -> list[str]:
-    contestant = parse(name)
-    label = contestant.variant.rpartition("/")[2] if contestant.kind == OURS else name
-    points = figures["points_from_synchronous"]
-    return [
-        f"`{label}`" + (" (tuned file)" if figures["tuned"] else ""),
-        _number(figures["ratio"], 2),
-        _number(figures["over_twin"], 2),
-        _number(figures["times_fewer_bytes"], 1),
-        f"{points[0]:+.2f} ({points[1]:+.2f} … {points[2]:+.2f})" if points else "",
-        _number(figures["target_ratio"], 2) if figures["seconds_to_target"] else "not reached",
+def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
+    """The lines of a page's table."""
+    score, best = score_of(content), best_ddp(content)
+    headings = ["trained with", "step ms", "/ best DDP", "kB per step"]
+    if score:
+        headings += [f"{score.name} after {content['task']['steps']} steps", "at equal time", f"s to {score.target:g}"]
+    shown = [best if each == REFERENCE else each for each in PICTURED] if is_short else list(content["summary"])
+    rows = [
+        _cells(name, content["summary"][name], score)
+        for name in shown
+        if name in content["summary"] and (name in (NOTHING, AVERAGE_ONCE) or parse(name).kind != ALONE)
     ]
+    return table(headings, [row[: len(headings)] for row in rows])
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def best_ddp(content: Mapping[str, Any]) -> str:
+    """The bucket size of PyTorch DDP that every ratio is against."""
+    found = [name for name in content["summary"] if name.startswith(REFERENCE)]
+    return min(found, key=lambda name: float(content["summary"][name]["step_ms"]), default=REFERENCE)
+
+
+def _cells(name: str, figures: Mapping[str, Any], score: Any) -> list[str]:
+    is_alone = name in (NOTHING, AVERAGE_ONCE)
+    cells = [
+        {NOTHING: "alone: nothing is sent"}.get(name, name if is_alone else f"`{name.removeprefix(f'{OURS}:')}`"),
+        f"{figures['step_ms']:.1f}",
+        "" if figures["ratio"] is None else f"{figures['ratio']:.2f}",
+        "" if is_alone else f"{figures['sent_bytes'] / 1e3:,.1f}",
+    ]
+    if score is None:
+        return cells
+    means = [Mean(**figures[key]) if figures.get(key) else None for key in ("at_equal_steps", "at_equal_time")]
+    return [*cells, *("" if each is None else each.told(score.digits) for each in means), told_target(figures)]
 
 
 def _told(record: Record) -> str:
@@ -121,8 +123,7 @@ def _told(record: Record) -> str:
     seeds = len({each["seed"] for each in content["rounds"]})
     return (
         f"[{name}](benchmarks/{name}.md): {content['whole_rounds']} of {content['repeats']} rounds, {seeds} seeds, "
-        f"target {content['target']:.0%}, commit {at['commit'][:10]}, {at['processor']}, {at['date'][:10]}. "
-        "Accuracy: mean (smallest to largest)."
+        f"commit {at['commit'][:10]}, {at['processor']}, {at['date'][:10]}."
     )
 
 
@@ -140,7 +141,7 @@ def _ran(profile: Profile, contestant: str, record: Record) -> bool:
     if contestant not in record.content["summary"]:
         return False
     ran = next(each for each in record.content["rounds"] if each["contestant"] == contestant)
-    used = ran["ranks"][0]["facts"]["profile"]
+    used = ran["facts"]["profile"]
     return bool(used == profile.model_dump(mode="json", include=set(profile.explicit)))
 
 
@@ -158,7 +159,10 @@ def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     profiles = {name: load_profile(name) for name in profile_names()}
     sections = {name: section_of(each, lines_for(each, name, records), others) for name, each in profiles.items()}
     found = {ROOT / "strategies" / MEASURED: json.dumps(sections, indent=1, ensure_ascii=False) + "\n"}
-    return found | {ROOT / page: with_blocks((ROOT / page).read_text(), records) for page in PAGES}
+    for page in PAGES:
+        text = with_blocks((ROOT / page).read_text(), records)
+        found[ROOT / page] = text if page.startswith("docs/") else text.replace("](benchmarks/", "](docs/benchmarks/")
+    return found
 
 
 @click.command()

@@ -145,7 +145,7 @@ class Record:
 
     @property
     def compares_strategies(self) -> bool:
-        return "start_iteration_of_hooks" in self.content
+        return "frozen" in self.content
 
     @property
     def refutation(self) -> Mapping[str, str] | None:
@@ -180,7 +180,13 @@ def quotable(folder: Path = FOLDER) -> list[Record]:
     return sorted(found, key=lambda each: str(each.circumstances["date"]), reverse=True)
 
 
+# What the turns of a record of strategies run.
+_RUN = ("fleet_train", "strategies/*.yaml", "tools/lab.py", *(
+    f"tools/benchmarks/{name}.py" for name in ("contestants", "jobs", "networks", "ranks", "tasks", "trainees")
+))  # fmt: skip
+
+
 def same_code(one: str, other: str) -> bool:
-    """Whether the code that a benchmark runs is the same in two commits; False if one of them is missing."""
-    command = ["git", "diff", "--quiet", one, other, "--", "fleet_train", "tools", "strategies"]
+    """Whether the code that turns run is the same in two commits; False if one of them is missing."""
+    command = ["git", "diff", "--quiet", one, other, "--", *_RUN]
     return one == other or subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0

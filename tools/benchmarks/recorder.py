@@ -29,11 +29,12 @@ from fleet_train.cluster.flight.ring import read_ring, recorder
 from fleet_train.files import publish_where_linked
 from fleet_train.profile import profile_names
 from tools.benchmarks.jobs import JobFailed, results_of, run_here
-from tools.benchmarks.ranks import OurTrainee
+from tools.benchmarks.networks import described
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
-from tools.benchmarks.tasks import TASKS, Batches, Task, describe
+from tools.benchmarks.tasks import BYTES, CLICKS, TASKS, Batches, Task
+from tools.benchmarks.trainees import StaticTrainee
 
-NETWORKS = {"mlp": TASKS["mlp"], "short": Task(hidden_layers=2, width=64, global_batch_size=32)}
+NETWORKS = {name: TASKS[name] for name in (BYTES, CLICKS)}
 BAR = 0.5
 """Percent of a step's time that the recorder may take."""
 _TIMED_STEPS, _LOOPS, _FEWEST_PAIRS = 100, 20_000, 20
@@ -95,7 +96,7 @@ def helper_seconds() -> float:
 
 def measure(task: Task, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     """What this rank has found; times in milliseconds unless named otherwise."""
-    trainee = OurTrainee(task, 1, ranks)
+    trainee = StaticTrainee(task)
     batches = [Batches(task, trainee.rank, ranks).at(number) for number in range(50)]
     facts, switch, done = trainee.facts(), Switch(), 0
 
@@ -168,7 +169,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
         *told_circumstances(record["circumstances"]),
         f"- {record['ranks']} ranks over loopback, one thread each; {record['pairs']} pairs of blocks of "
         f"{record['steps']} steps, or fewer of a whole period of the profile; rank 0's times.",
-        *(f"- `{name}`: {words}; batch {NETWORKS[name].global_batch_size}." for name, words in told.items()),
+        *(f"- `{name}`: {words}." for name, words in told.items()),
         "- Counted: events of a run of the program times the time of one, in its place (in parentheses: in a loop), "
         "over the step. Compared: step with the recorder over the step without, median of the pairs and its 95 % "
         "interval (bootstrap). Its thread: processor time of what wakes four times a second; part of what is compared.",
@@ -192,7 +193,7 @@ def main(
     profiles: Sequence[str], networks: Sequence[str], ranks: int, pairs: int, steps: int, timeout: float, keep: Keep
 ) -> None:
     record: dict[str, Any] = {"circumstances": circumstances(), "ranks": ranks, "pairs": pairs, "steps": steps}
-    record |= {"networks": {name: describe(NETWORKS[name]) for name in networks}, "jobs": []}
+    record |= {"networks": {name: described(NETWORKS[name]) for name in networks}, "jobs": []}
     for network, profile in ((network, profile) for network in networks for profile in profiles or profile_names()):
         job = {"network": network, "profile": profile}
         with tempfile.TemporaryDirectory(prefix="bench_recorder_") as name:

@@ -1,206 +1,70 @@
-"""The figures of a record of strategies, and its page: means over whole periods, ratios within rounds. Pure."""
+"""The figures of a record of strategies, and its page: means over seeds with their standard errors. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
-from tools.benchmarks.record import table, told_circumstances
-from tools.benchmarks.tasks import (
+from tools.benchmarks.contestants import (
     ALONE,
-    BEFORE,
-    BF16,
+    AVERAGE_ONCE,
     DDP,
+    NOTHING,
     OURS,
-    POST_LOCAL_SGD,
-    POWERSGD,
-    REFERENCE,
     TORCH,
     Hook,
+    family_of,
     parse,
 )
+from tools.benchmarks.record import table, told_circumstances
+from tools.benchmarks.tasks import Score, Task
 
-# Steps that build the program and open connections: "time to target" leaves them out.
-SETUP_STEPS = 3
-
-Round = Sequence[Mapping[str, Any]]  # the records of all ranks of one job, by rank
-
-
-@dataclass(frozen=True)
-class Window:
-    """The timed steps ``first`` .. ``last`` - 1, counted from 0; ``whole`` when they are whole periods of a strategy
-    that is past its own start.
-    """
-
-    first: int
-    last: int
-    whole: bool
-
-    @property
-    def steps(self) -> int:
-        return self.last - self.first
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One contestant over its rounds. Times in milliseconds per step; dictionaries are by the number of the round.
-
-    ``test_losses`` and ``accuracies`` are those at the end; ``curve`` the mean test accuracy over the rounds after so
-    many steps.
-    """
-
-    step_ms: float  # median over the rounds
-    round_step_ms: dict[int, float]  # mean over the timed steps
-    timed_steps: int
-    whole_periods: bool
-    interface_bytes: float  # per step and node, mean of nodes and rounds
-    wire_bytes: float
-    predicted_bytes: float | None
-    synchronous: bool  # every step sends all gradients uncompressed
-    family: str | None  # the corresponding hook of PyTorch
-    test_losses: dict[int, float]
-    accuracies: dict[int, float]
-    curve: list[tuple[int, float]]
-    steps_to_target: int | None
-    seconds_to_target: dict[int, float]
-    paused_share: float  # of the training time: with the clock stopped, to copy the weights
-
-    @property
-    def accuracy(self) -> float:
-        return fmean(self.accuracies.values())
-
-    @property
-    def mean_seconds_to_target(self) -> float | None:
-        return fmean(self.seconds_to_target.values()) if self.seconds_to_target else None
-
-
-def summarise(rounds: Mapping[int, Round], warmup_steps: int, ranks_per_node: int, target: float) -> Summary:
-    """Figures of one contestant from the records of its ranks, by the number of the round."""
-    first = next(iter(rounds.values()))
-    facts = first[0]["facts"]
-    window = window_of(facts, warmup_steps, len(first[0]["step_seconds"]))
-    means = {number: 1e3 * fmean(job_steps(each)[window.first : window.last]) for number, each in rounds.items()}
-    nodes = [record for each in rounds.values() for record in each[::ranks_per_node]]
-    curve = mean_curve([accuracies_of(each) for each in rounds.values()])
-    steps = steps_to_target(curve, target)
-    return Summary(
-        step_ms=median(means.values()),
-        round_step_ms=means,
-        timed_steps=window.steps,
-        whole_periods=window.whole,
-        interface_bytes=fmean(interface_bytes(record, window) for record in nodes),
-        wire_bytes=fmean(interface_bytes(record, window) * _wire_share(record) for record in nodes),
-        predicted_bytes=predicted(facts, ranks_per_node),
-        synchronous=family_of(facts) == DDP,
-        family=family_of(facts),
-        test_losses={number: _at_end(each, "test_losses") for number, each in rounds.items()},
-        accuracies={number: _at_end(each, "accuracies") for number, each in rounds.items()},
-        curve=curve,
-        steps_to_target=steps,
-        seconds_to_target={} if steps is None else {number: trained(each, steps) for number, each in rounds.items()},
-        paused_share=fmean(record["paused_seconds"] / sum(record["step_seconds"]) for record in nodes),
-    )
-
-
-def window_of(facts: Mapping[str, Any], warmup_steps: int, steps: int) -> Window:
-    """The last whole periods after the strategy's warm-up; all steps but the first if there is no whole period."""
-    period = max(1, facts.get("period_steps", 1))
-    settled = max(warmup_steps, facts.get("settles_after", 0))
-    periods = (steps - settled) // period
-    if periods < 1:
-        return Window(warmup_steps, steps, whole=False)
-    return Window(steps - periods * period, steps, whole=True)
-
-
-def job_steps(records: Round) -> list[float]:
-    """Seconds of every step of a job: the mean over its ranks."""
-    return [fmean(times) for times in zip(*(record["step_seconds"] for record in records), strict=True)]
-
-
-def interface_bytes(record: Mapping[str, Any], window: Window) -> float:
-    """Bytes per step that the node's interface sent in the window."""
-    after = dict(record["interface_after"])
-    return float(after[window.last] - after[window.first]) / window.steps
-
-
-def _wire_share(record: Mapping[str, Any]) -> float:
-    """The limiter's bytes per byte of the interface's counter; 0 without a limiter."""
-    sent = record["sent"]
-    return float(sent["wire"] / sent["interface"]) if sent["interface"] else 0.0
-
-
-def _at_end(records: Round, key: str) -> float:
-    return float(max((int(step), value) for record in records for step, value in record[key])[1])
-
-
-def accuracies_of(records: Round) -> dict[int, float]:
-    """Test accuracy after so many steps; the ranks share the evaluations."""
-    return dict(sorted((int(step), float(value)) for record in records for step, value in record["accuracies"]))
-
-
-def mean_curve(curves: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
-    """The mean over rounds, at steps that all of them evaluated."""
-    common = set(curves[0]).intersection(*curves)
-    return [(step, fmean(curve[step] for curve in curves)) for step in sorted(common)]
-
-
-def steps_to_target(curve: Sequence[tuple[int, float]], target: float) -> int | None:
-    """The first evaluation from which the curve stays at or above ``target`` to its end."""
-    reached = None
-    for step, accuracy in curve:
-        if accuracy < target:
-            reached = None
-        elif reached is None:
-            reached = step
-    return reached
-
-
-def trained(records: Round, steps: int) -> float:
-    """Seconds of training up to a step, without the set-up, evaluations and copies."""
-    return sum(job_steps(records)[SETUP_STEPS:steps])
-
-
-def predicted(facts: Mapping[str, Any], ranks_per_node: int) -> float | None:
-    """The bytes per step that a node sends into the network by the plan; None if the plan does not say."""
-    if facts.get("predicted_link_bytes_per_step") is not None:
-        return float(facts["predicted_link_bytes_per_step"])
-    # A rank's bytes are the link's bytes only if it is alone on its node.
-    figure = facts.get("predicted_bytes_per_step") if ranks_per_node == 1 else None
-    return None if figure is None else float(figure)
-
-
-def family_of(facts: Mapping[str, Any]) -> str | None:
-    """The family of PyTorch's hooks that corresponds to one of our profiles, or None."""
-    profile = facts.get("profile")
-    if profile is None or "gradients" not in facts or profile.get("accumulate_steps", 1) > 1:
-        return None
-    compression = profile.get("compression", "none")
-    if profile.get("use_local_sgd", False):
-        is_plain = compression == "none" and profile.get("outer_optimizer", "none") == "none"
-        return f"{POST_LOCAL_SGD}_{facts['period_steps']}" if is_plain else None
-    return {"none": DDP, "bf16": BF16, "powersgd": f"{POWERSGD}_{profile.get('powersgd_rank', 1)}"}.get(compression)
-
-
-def paired(ones: Mapping[int, float], others: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """The values of both in their common rounds, which ran one after the other under the same load."""
-    return {number: (one, others[number]) for number, one in ones.items() if number in others}
-
-
-def paired_ratio(ones: Mapping[int, float], others: Mapping[int, float]) -> float | None:
-    """Median over the rounds of one over other; None without a common round."""
-    pairs = paired(ones, others).values()
-    return median([one / other for one, other in pairs]) if pairs else None
-
-
-def paired_differences(ones: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
-    """One minus other, of every common round."""
-    return [one - other for one, other in paired(ones, others).values()]
-
-
+# At equal time: when so much of the seconds of PyTorch DDP's best have passed.
+_SHARE_OF_TIME = 0.5
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "bit": 1.0}
+Turns = Mapping[int, Mapping[str, Any]]  # of one contestant, by round
+Curve = Sequence[tuple[int, float, float]]  # steps, seconds, score
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Of several seeds, with its standard error; 0 for a single one."""
+
+    value: float
+    error: float
+    seeds: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Mean | None:
+        if not values:
+            return None
+        return Mean(fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0, len(values))
+
+    def told(self, digits: int) -> str:
+        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+
+
+def score_of(record: Mapping[str, Any]) -> Score | None:
+    known = {name: value for name, value in record["task"].items() if name in Task.__dataclass_fields__}
+    return Task(**known).score
+
+
+def turns_of(record: Mapping[str, Any]) -> dict[str, Turns]:
+    """The turns of every contestant, in order. Ranks that send nothing are there twice: judged each for itself, and
+    by the mean of their parameters, as if they averaged them once, when they are judged."""
+    found: dict[str, Turns] = {}
+    for name in record["contestants"]:
+        mine = {each["round"]: each for each in record["rounds"] if each["contestant"] == name}
+        if not mine:
+            continue
+        if name == NOTHING and score_of(record):
+            found[name] = {number: each | {"evaluations": each["each"]} for number, each in mine.items()}
+            found[AVERAGE_ONCE] = mine
+        else:
+            found[name] = mine
+    return found
 
 
 def wire_ms(sent_bytes: float, rate: str) -> float | None:
@@ -211,205 +75,246 @@ def wire_ms(sent_bytes: float, rate: str) -> float | None:
     return None
 
 
-Summaries = Mapping[str, Summary]
-PICTURE = "milliseconds per step: computing alone, and what communication adds"
-_BARS = ("#2f5d8c", "#f2a65a")
-_HEADINGS = (
-    "contestant", "rounds", "step ms (min to max)", "step / best DDP", "step / its PyTorch twin", "step / before",
-    "step / compute alone", "scaling efficiency", "exposed ms", "wire ms", "kB sent per step and node",
-    "times fewer than float32", "sent / predicted", "test loss", "test accuracy (min to max)",
-    "points from synchronous (min to max)", "s to target (steps)", "best DDP / its s to target",
-)  # fmt: skip
-_NOTES = (
-    "*best DDP*: the fastest of PyTorch DDP's bucket sizes in this table. *PyTorch twin*: the hook of the same kind, "
-    "rank or period, the fastest of its settings in this table. *(tuned)*: a file of tools/benchmarks/profiles with "
-    "knobs chosen for this benchmark; without it, a profile of the catalogue as it is. *exposed*: the step minus the "
-    "compute-only one. *wire*: what the limiter counted, with one header per packet of the link's size, at the link's "
-    "rate. *sent / predicted*: the interface's counter, with the headers of TCP, over the plan's bytes. *scaling "
-    "efficiency*: the compute-only step, which is one node's, over the step. *times fewer than float32*: bytes of the "
-    "first synchronous strategy over its own. [1]: shorter than its own start and one period, the mean over all steps "
-    "but the first ones."
-)
+def paired_ratio(ones: Turns, others: Turns) -> float | None:
+    """Median over the common rounds of one's step over the other's, which ran under the same load."""
+    ratios = [one["step_ms"] / others[number]["step_ms"] for number, one in ones.items() if number in others]
+    return median(ratios) if ratios else None
 
 
-def rows_of(summaries: Summaries, rate: str) -> dict[str, dict[str, Any]]:
-    """By contestant, its comparison with its compute-only run and its rivals; None where these took no part.
+def score_at(curve: Curve, seconds: float) -> float:
+    """The score after so many seconds of training, between evaluations in a straight line; that of the first or of the
+    last evaluation outside them."""
+    before: tuple[int, float, float] | None = None
+    for each in curve:
+        if each[1] >= seconds:
+            if before is None:
+                return each[2]
+            part = (seconds - before[1]) / (each[1] - before[1])
+            return before[2] + part * (each[2] - before[2])
+        before = each
+    return curve[-1][2]
 
-    ``ratio``, ``target_ratio``: against the best of PyTorch DDP's bucket sizes; ``twin``: the PyTorch contestant that
-    corresponds to this one, the fastest if there are several. ``points_from_synchronous``: mean, smallest and largest
-    difference within a round, whose seed is the same.
+
+def seconds_to(curve: Curve, score: Score) -> float | None:
+    """When the score is first as good as the target, between evaluations in a straight line; None for never."""
+    before: tuple[int, float, float] | None = None
+    for each in curve:
+        if score.sign * (each[2] - score.target) >= 0:
+            if before is None:
+                return each[1]
+            part = (score.target - before[2]) / (each[2] - before[2])
+            return before[1] + part * (each[1] - before[1])
+        before = each
+    return None
+
+
+def ddp_of(turns: Mapping[str, Turns]) -> str | None:
+    """The fastest of PyTorch DDP's bucket sizes."""
+    return _fastest(DDP, turns)
+
+
+def _fastest(family: str | None, turns: Mapping[str, Turns]) -> str | None:
+    names = [name for name in turns if name.startswith(f"{TORCH}:")]
+    mine = [name for name in names if Hook.of(parse(name).variant).family == family]
+    return min(mine, key=lambda name: step_ms(turns[name]), default=None)
+
+
+def step_ms(turns: Turns) -> float:
+    return float(median(each["step_ms"] for each in turns.values()))
+
+
+def summarised(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every contestant's figures; None where there is nothing to compare with.
+
+    ``ratio``: its step over that of PyTorch DDP's best bucket size; ``twin``: the fastest PyTorch contestant of the
+    same kind. ``compute_ms``, ``exposed_ms``, ``hidden_ms``: of a step, computing alone, what communication adds, and
+    what of the wire's time computing hides. Scores, and seconds to the target, are means with standard errors.
     """
-    return {name: _row(name, summaries, rate) for name in summaries}
+    turns = turns_of(record)
+    best = ddp_of(turns)
+    return {name: _figures(name, turns, best, record) for name in turns}
 
 
-def _row(name: str, summaries: Summaries, rate: str) -> dict[str, Any]:
-    summary, contestant = summaries[name], parse(name)
-    is_alone = contestant.kind == ALONE
-    baseline = None if is_alone else summaries.get(contestant.baseline)
-    ddp = [] if is_alone else _of_family(DDP, summaries)
-    twin = _fastest(_of_family(summary.family, summaries) if summary.family and not is_alone else [], summaries)
-    before = summaries.get(f"{BEFORE}:{contestant.variant}") if contestant.kind == OURS else None
-    # The first profile that averages all gradients in every step; DDP if there is none.
-    synchronous = next((each for each in summaries.values() if each.synchronous), summaries.get(REFERENCE))
-    whole = synchronous.interface_bytes if synchronous and not is_alone else None
-    sent = summary.interface_bytes
-    best = _fastest(ddp, summaries)
-    return {
-        "contestant": name,
-        "tuned": contestant.is_tuned,
-        "ratio": _over(summary, summaries[best] if best else None),
+def _figures(name: str, turns: Mapping[str, Turns], best: str | None, record: Mapping[str, Any]) -> dict[str, Any]:
+    mine = turns[name]
+    last = list(mine.values())[-1]
+    baseline = NOTHING if name == AVERAGE_ONCE else parse(name).baseline
+    is_alone = name in (AVERAGE_ONCE, baseline)
+    exposed = None
+    if not is_alone and baseline in turns:
+        common = [number for number in mine if number in turns[baseline]]
+        differences = [mine[number]["step_ms"] - turns[baseline][number]["step_ms"] for number in common]
+        exposed = median(differences) if differences else None
+    wire = None if is_alone else wire_ms(fmean(each["wire_bytes"] for each in mine.values()), record["lab"]["rate"])
+    twin = _fastest(family_of(last["facts"].get("profile")), turns) if name.startswith(f"{OURS}:") else None
+    found: dict[str, Any] = {
+        "step_ms": step_ms(mine),
+        "steps_ms": {number: each["step_ms"] for number, each in mine.items()},
+        "timed_steps": last["timed_steps"],
+        "whole_periods": last["whole_periods"],
+        "ratio": paired_ratio(mine, turns[best]) if best and not is_alone else None,
         "twin": twin,
-        "over_twin": _over(summary, summaries[twin] if twin else None),
-        "over_before": _over(summary, before),
-        "over_compute": _over(summary, baseline),
-        "efficiency": paired_ratio(baseline.round_step_ms, summary.round_step_ms) if baseline else None,
-        "exposed_ms": _exposed(summary, baseline),
-        "wire_ms": None if is_alone else wire_ms(summary.wire_bytes or sent, rate),
-        "times_fewer_bytes": whole / sent if whole and sent else None,
-        "sent_over_predicted": sent / summary.predicted_bytes if summary.predicted_bytes else None,
-        "points_from_synchronous": None if is_alone else _points(summary, synchronous),
-        "target_ratio": _target_ratio(summary, [summaries[each] for each in ddp]),
+        "over_twin": paired_ratio(mine, turns[twin]) if twin else None,
+        "compute_ms": step_ms(turns[baseline]) if baseline in turns else None,
+        "exposed_ms": exposed,
+        "wire_ms": wire,
+        "hidden_ms": None if wire is None or exposed is None else max(0.0, wire - max(0.0, exposed)),
+        "sent_bytes": fmean(each["sent_bytes"] for each in mine.values()),
+        "sent_over_predicted": _over_predicted(mine),
+        "paused_share": fmean(each["paused_share"] for each in mine.values()),
+    }
+    score = score_of(record)
+    # A compute-only run of few steps is there for its step times.
+    if score is None or (is_alone and name not in (NOTHING, AVERAGE_ONCE)):
+        return found
+    return found | _of_training(mine, score, record["task"]["steps"], equal_time(turns))
+
+
+def _over_predicted(turns: Turns) -> float | None:
+    shares = [each["sent_bytes"] / each["facts"]["predicted_bytes"]
+              for each in turns.values() if each["facts"].get("predicted_bytes")]  # fmt: skip
+    return fmean(shares) if shares else None
+
+
+def equal_time(turns: Mapping[str, Turns]) -> float | None:
+    """Half the seconds that PyTorch DDP's best trains, at which all are compared."""
+    best = ddp_of(turns)
+    ends = [each["evaluations"][-1][1] for each in turns[best].values()] if best else []
+    return _SHARE_OF_TIME * fmean(ends) if ends else None
+
+
+def _of_training(turns: Turns, score: Score, steps: int, seconds: float | None) -> dict[str, Any]:
+    curves = [each["evaluations"] for each in turns.values()]
+    reached = [found for found in (seconds_to(curve, score) for curve in curves) if found is not None]
+    at_steps = [next(value for step, _, value in curve if step == steps) for curve in curves]
+    best = [score.sign * max(score.sign * value for _, _, value in curve) for curve in curves]
+    return {
+        "at_equal_steps": _as_json(Mean.of(at_steps)),
+        "at_equal_time": _as_json(Mean.of([score_at(curve, seconds) for curve in curves]) if seconds else None),
+        "best": _as_json(Mean.of(best)),
+        "seconds_to_target": _as_json(Mean.of(reached) if len(reached) == len(curves) else None),
+        "reached": len(reached),
     }
 
 
-def _of_family(family: str, summaries: Summaries) -> list[str]:
-    """PyTorch's contestants of one family."""
-    found = [name for name in summaries if parse(name).kind == TORCH]
-    return [name for name in found if Hook.of(parse(name).variant, 0).family == family]
+def _as_json(mean: Mean | None) -> dict[str, Any] | None:
+    return None if mean is None else {"value": mean.value, "error": mean.error, "seeds": mean.seeds}
 
 
-def _fastest(names: Sequence[str], summaries: Summaries) -> str | None:
-    return min(names, key=lambda name: summaries[name].step_ms, default=None)
+def figures_table(record: Mapping[str, Any]) -> list[str]:
+    """The lines of the table, a contestant that failed with its reason; empty columns are left out."""
+    summary, score = record["summary"], score_of(record)
+    headings = [
+        "contestant", "step ms (min to max)", "/ DDP's best", "/ its PyTorch twin", "exposed ms", "hidden ms",
+        "kB sent per step and node", "sent / planned",
+    ]  # fmt: skip
+    if score:
+        headings += [f"{score.name} after {record['task']['steps']} steps", f"{score.name} at equal time",
+                     f"its best {score.name}", f"s to {score.target:g}"]  # fmt: skip
+    rows = [_cells(name, figures, score) for name, figures in summary.items()]
+    filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    return table([headings[each] for each in filled], [[row[each] for each in filled] for row in rows])
 
 
-def _over(summary: Summary, other: Summary | None) -> float | None:
-    return paired_ratio(summary.round_step_ms, other.round_step_ms) if other else None
-
-
-def _exposed(summary: Summary, baseline: Summary | None) -> float | None:
-    differences = paired_differences(summary.round_step_ms, baseline.round_step_ms) if baseline else []
-    return median(differences) if differences else None
-
-
-def _points(summary: Summary, synchronous: Summary | None) -> tuple[float, float, float] | None:
-    differences = paired_differences(summary.accuracies, synchronous.accuracies) if synchronous else []
-    points = [100 * each for each in differences]
-    return (fmean(points), min(points), max(points)) if points else None
-
-
-def _target_ratio(summary: Summary, others: Sequence[Summary]) -> float | None:
-    """Seconds to target of the fastest of ``others`` over its own, in their common rounds."""
-    reached = [each for each in others if each.seconds_to_target]
-    quickest = min(reached, key=lambda each: each.mean_seconds_to_target or 0.0, default=None)
-    return paired_ratio(quickest.seconds_to_target, summary.seconds_to_target) if quickest else None
-
-
-def figures_table(summaries: Summaries, rate: str) -> list[str]:
-    """The lines of the table, in the order of ``summaries``; empty columns are left out."""
-    rows = [_cells(summaries[name], row) for name, row in rows_of(summaries, rate).items()]
-    filled = [column for column in range(len(_HEADINGS)) if any(row[column] for row in rows)]
-    return table([_HEADINGS[each] for each in filled], [[row[each] for each in filled] for row in rows])
-
-
-def _cells(summary: Summary, row: Mapping[str, Any]) -> list[str]:
-    accuracies, steps = summary.accuracies.values(), summary.round_step_ms.values()
-    seconds, points = summary.mean_seconds_to_target, row["points_from_synchronous"]
-    of_training = [
-        f"{fmean(summary.test_losses.values()):.4f}",
-        f"{summary.accuracy:.4f} ({min(accuracies):.4f} to {max(accuracies):.4f})",
-        f"{points[0]:+.2f} ({points[1]:+.2f} to {points[2]:+.2f})" if points else "",
-        "not reached" if seconds is None else f"{seconds:.2f} ({summary.steps_to_target})",
+def _cells(name: str, figures: Mapping[str, Any], score: Score | None) -> list[str]:
+    steps = figures["steps_ms"].values()
+    is_alone = name == AVERAGE_ONCE or parse(name).kind == ALONE
+    whole = "" if figures["whole_periods"] else " [1]"
+    cells = [
+        name,
+        f"{figures['step_ms']:.1f} ({min(steps):.1f} to {max(steps):.1f}){whole}",
+        _number(figures["ratio"], 2),
+        f"{figures['over_twin']:.2f} ({figures['twin']})" if figures["over_twin"] else "",
+        _number(figures["exposed_ms"], 1),
+        _number(figures["hidden_ms"], 1),
+        "" if is_alone else f"{figures['sent_bytes'] / 1e3:,.1f}",
+        _number(figures["sent_over_predicted"], 3),
     ]
-    is_alone = parse(row["contestant"]).kind == ALONE
-    whole = "" if summary.whole_periods else " [1]"
-    return [
-        row["contestant"] + (" (tuned)" if row["tuned"] else ""),
-        str(len(steps)),
-        f"{summary.step_ms:.1f} ({min(steps):.1f} to {max(steps):.1f}){whole}",
-        _number(row["ratio"], 2),
-        f"{row['over_twin']:.2f} ({row['twin']})" if row["over_twin"] else "",
-        *(_number(row[name], 2) for name in ("over_before", "over_compute", "efficiency")),
-        *(_number(row[name], 1) for name in ("exposed_ms", "wire_ms")),
-        "" if is_alone else f"{summary.interface_bytes / 1e3:,.1f}",
-        _number(row["times_fewer_bytes"], 1),
-        _number(row["sent_over_predicted"], 3),
-        *([""] * len(of_training) if is_alone else of_training),
-        _number(row["target_ratio"], 2),
-    ]
+    if score is None:
+        return cells
+    if "at_equal_steps" not in figures:
+        return [*cells, "", "", "", ""]
+    means = [Mean(**figures[key]) if figures[key] else None for key in ("at_equal_steps", "at_equal_time", "best")]
+    return [*cells, *("" if each is None else each.told(score.digits) for each in means), told_target(figures)]
+
+
+def told_target(figures: Mapping[str, Any]) -> str:
+    """Seconds to the target; in how many rounds if not in all."""
+    seconds = figures["seconds_to_target"]
+    if seconds:
+        return Mean(**seconds).told(1)
+    return f"in {figures['reached']} of {len(figures['steps_ms'])} rounds" if figures["reached"] else "never"
 
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def page(record: Mapping[str, Any], summaries: Summaries) -> list[str]:
-    lab, task, before = record["lab"], record["task"], record["before_commit"]
-    seeds = sorted({each["seed"] for each in record["rounds"]})
-    paused = max((each.paused_share for each in summaries.values()), default=0.0)
+def worth(record: Mapping[str, Any]) -> list[str]:
+    """Whether ranks that send nothing are clearly worse than synchronous training: by how many standard errors."""
+    summary, score = record["summary"], score_of(record)
+    synchronous = summary.get(f"{OURS}:multi_node")
+    if score is None or synchronous is None:
+        return []
+    lines = []
+    for name in (each for each in (NOTHING, AVERAGE_ONCE) if each in summary):
+        off, errors = distance(summary[name], synchronous, score)
+        lines.append(
+            f"- *{name}* is {abs(off):.{score.digits}f} {score.name} {'worse' if off > 0 else 'better'} than "
+            f"`multi_node` at equal steps ({errors:.0f} standard errors), and reaches the target in "
+            f"{summary[name]['reached']} of {len(summary[name]['steps_ms'])} rounds in twice the steps."
+        )
+    return lines
+
+
+def distance(figures: Mapping[str, Any], other: Mapping[str, Any], score: Score) -> tuple[float, float]:
+    """How much worse the first is at equal steps, and that in standard errors of the difference."""
+    mine, theirs = figures["at_equal_steps"], other["at_equal_steps"]
+    off = score.sign * (theirs["value"] - mine["value"])
+    error = (mine["error"] ** 2 + theirs["error"] ** 2) ** 0.5
+    return off, abs(off) / error if error else float("inf")
+
+
+def page(record: Mapping[str, Any]) -> list[str]:
+    lab, task, score = record["lab"], record["task"], score_of(record)
     limit = "no limit" if lab["rate"] == "none" else lab["rate"]
+    seeds = list(dict.fromkeys(each["seed"] for each in record["rounds"]))
+    seconds = equal_time(turns_of(record)) if score else None
+    optimizer = "Adam" if task["momentum"] is None else f"momentum {task['momentum']}"
     return [
         f"# Strategies, {record['circumstances']['date'][:10]}: {task['name']}, {lab['nodes']} nodes x "
         f"{lab['ranks_per_node']} ranks, {limit}",
         "",
-        *([f"- *before*: commit {before}."] if before else []),
         f"- **{record['whole_rounds']} of {record['repeats']} rounds**, every contestant once per round in turn, "
-        f"{task['steps']} steps each; seeds of start weights and data order: {', '.join(map(str, seeds))}.",
-        f"- Network: {task['description']}; batch {task['global_batch_size']} over all ranks, SGD with momentum "
-        f"{task['momentum']}, constant learning rate {task['learning_rate']}, scikit-learn's digits, float32, one "
-        "thread per rank.",
-        f"- Step: the mean over the last whole periods of a strategy, behind its own start and the first "
-        f"{task['warmup_steps']} steps; the median of these means over the rounds, with the smallest and largest. "
-        "Ratios and differences: of what ran in the same round, and the median over the rounds.",
-        f"- Target: the first evaluation from which the mean test accuracy over the rounds stays at or above "
-        f"{record['target']} to the end; the mean of the seconds of training until there, without the first "
-        f"{SETUP_STEPS} steps.",
-        f"- Off the clock: every {task['evaluate_every']} steps each rank copies its weights while its clock stands "
-        "still. After the training the mean of all ranks' weights (and running statistics) is evaluated: replicas of "
-        f"strategies with local steps differ. Copies took at most {paused:.1%} of a contestant's training time.",
+        f"{task['steps']} steps each; ranks that send nothing go on for twice as many where they are judged.",
+        f"- Seeds, of start weights, batches and data order: {', '.join(map(str, seeds))}; they follow from commit "
+        f"{record['frozen'][:10]}, the last that changed a profile, a task or a contestant.",
+        f"- Network: {task['network']} over all ranks, "
+        f"{optimizer}, constant learning rate "
+        f"{task['learning_rate']}, float32, one thread per rank; data {task['data']}.",
+        *(_of_score(score, task, seconds) if score else []),
         *(line for each in record["sittings"] for line in _sitting(each)),
         "",
-        *figures_table(summaries, lab["rate"]),
+        *worth(record),
         "",
-        _NOTES,
+        *figures_table(record),
         "",
-        f"The turns took {sum(each['seconds'] for each in record['rounds']) / 60:.0f} minutes.",
         *(f"- **Failed**: {each['contestant']} in round {each['round']}: {each['reason']}"
           for each in record["failures"]),
+        "",
+        f"The turns took {sum(each['seconds'] for each in record['rounds']) / 60:.0f} minutes. "
+        "[What the columns are](README.md#columns).",
     ]  # fmt: skip
 
 
-def picture(summaries: Summaries) -> str:
-    """Milliseconds per step of each contestant as SVG: computing alone, and what communication adds to it.
-    Nothing as long as only compute-only runs are there."""
-    shown = [(name, each.step_ms) for name, each in summaries.items() if parse(name).kind != ALONE]
-    if not shown:
-        return ""
-    scale = 440 / max(step for _, step in shown)
-    rows = []
-    for number, (name, step) in enumerate(shown):
-        baseline, top = summaries.get(parse(name).baseline), 40 + 24 * number
-        alone = min(step, baseline.step_ms) if baseline else 0.0
-        rows += [
-            f'<text x="240" y="{top + 13}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="250" y="{top}" width="{scale * step:.1f}" height="17" fill="{_BARS[1]}"/>',
-            f'<rect x="250" y="{top}" width="{scale * alone:.1f}" height="17" fill="{_BARS[0]}"/>',
-            f'<text x="{256 + scale * step:.1f}" y="{top + 13}">{step:.1f}</text>',
-        ]
-    words = ("computing alone", "what communication adds, ms per step")
-    for number, (colour, meaning) in enumerate(zip(_BARS, words, strict=True)):
-        left = 250 + 150 * number
-        rows.append(f'<rect x="{left}" y="12" width="14" height="14" fill="{colour}"/>')
-        rows.append(f'<text x="{left + 20}" y="24">{meaning}</text>')
-    height = 48 + 24 * len(shown)
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" width="760" height="{height}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        f"<title>{PICTURE}</title>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        *rows,
-        "</svg>",
-        "",
-    ])  # fmt: skip
+def _of_score(score: Score, task: Mapping[str, Any], seconds: float | None) -> list[str]:
+    equal = "" if seconds is None else f" Equal time is {seconds:.1f} s, half of what PyTorch DDP's best trains."
+    better = "more" if score.sign > 0 else "less"
+    return [
+        f"- Judged: {score.name} on data that nobody trains on, {better} is better, every "
+        f"{task['evaluate_every']} steps, off the clock, of the mean of all ranks' parameters; means over the seeds "
+        f"with their standard error. Target {score.target:g}.{equal}",
+    ]
 
 
 def _sitting(at: Mapping[str, Any]) -> list[str]:

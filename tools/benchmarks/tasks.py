@@ -1,11 +1,20 @@
-"""The tasks (hyperparameters, batches, start weights, networks for Paddle and PyTorch), and who takes part."""
+"""The benchmarks' tasks: data that every machine has, batches, targets, and how trained parameters are judged.
+
+*bytes* is a small language model over the sources of Python's standard library, *clicks* DeepFM on generated clicks
+with a planted truth. Both have so little data that a rank which sees its own part only learns less, however long it
+trains. *resnet18* on scikit-learn's digits is there for its step times; it is not judged.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+import functools
+import hashlib
+import math
+import sysconfig
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,316 +22,213 @@ from numpy.typing import NDArray
 
 from fleet_train.data.datasets import ArrayDataset, digits
 
-OURS, BEFORE, TORCH, ALONE = KINDS = ("ours", "before", "torch", "alone")
-DDP, BF16, POWERSGD, POST_LOCAL_SGD = "ddp", "bf16", "powersgd", "post_local_sgd"
-# The baseline of all comparisons.
-REFERENCE = "torch:ddp"
-_FORM = re.compile(
-    r"(?:(?P<plain>ddp|bf16)(?:_(?P<bucket>[1-9][0-9]*)mb)?"
-    r"|(?P<starting>powersgd|post_local_sgd)_(?P<number>[1-9][0-9]*)(?:_from_(?P<start>[0-9]+))?)"
-)
+BYTES, CLICKS, RESNET18 = "bytes", "clicks", "resnet18"
+# Bytes that the language model sees before the one it predicts.
+CONTEXT = 64
+FIELDS, FIELD_IDS = 12, 2000
+# The first bytes of a source, of how many; a file in 16 is for validation.
+_OF_A_FILE, _TRAINING_BYTES, _VALIDATION_WINDOWS = 8192, 98304, 256
+_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
+_ZIPF, _TRUTH_SEED, _TEST_SEED, _TEST_CLICKS = 0.95, 7, 13, 40_000
+_STEPS_OF_CLICKS = 300
+Inputs = NDArray[Any]
+Specs = tuple[tuple[list[int | None], str], tuple[list[int | None], str]]
 
 
-@dataclass(frozen=True)
-class Hook:
-    """``ddp`` as it comes has buckets of 25 MiB after a first one of 1 MiB; ``number`` is PowerSGD's rank or the
-    period of post-local SGD; ``start`` how many plain steps are before it.
-    """
+class Score(NamedTuple):
+    """How a task is judged; ``sign``: 1 if more is better."""
 
-    kind: str
-    bucket_mb: int | None = None
-    number: int = 1
-    start: int = 0
-
-    @staticmethod
-    def of(variant: str, start: int) -> Hook:
-        """The hook of a contestant's variant; ``start`` if it names none. Raises ValueError with what is accepted."""
-        found = _FORM.fullmatch(variant)
-        if found is None:
-            raise ValueError(
-                f"torch:{variant}: PyTorch takes part as ddp, ddp_4mb, bf16, bf16_4mb, powersgd_1, post_local_sgd_8, "
-                "the last two also with their first step, such as post_local_sgd_8_from_100"
-            )
-        if found["plain"]:
-            return Hook(found["plain"], int(found["bucket"]) if found["bucket"] else None)
-        return Hook(found["starting"], None, int(found["number"]), int(found["start"]) if found["start"] else start)
-
-    @property
-    def family(self) -> str:
-        """The kind, regardless of buckets and start: ``ddp``, ``bf16``, ``powersgd_1``, ``post_local_sgd_8``."""
-        return f"{self.kind}_{self.number}" if self.kind in (POWERSGD, POST_LOCAL_SGD) else self.kind
-
-    def rhythm(self) -> dict[str, int]:
-        """Warm-up steps, and the period with which steps repeat after them, as for our profiles."""
-        return {"settles_after": self.start, "period_steps": self.number if self.kind == POST_LOCAL_SGD else 1}
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """``kind`` is the trainer; ``variant`` is a profile for ours and for ``before`` (ours in another checkout), a hook
-    for PyTorch, a framework for ``alone``, which computes without communicating."""
-
-    kind: str
-    variant: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}:{self.variant}"
-
-    @property
-    def framework(self) -> str:
-        return self.variant if self.kind == ALONE else OURS if self.kind == BEFORE else self.kind
-
-    @property
-    def baseline(self) -> str:
-        """The compute-only contestant of the same framework."""
-        return f"{ALONE}:{self.framework}"
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether a profile is a file outside the catalogue, with knobs chosen for the benchmark."""
-        return self.kind in (OURS, BEFORE) and self.variant.endswith((".yaml", ".yml"))
-
-
-def parse(text: str) -> Contestant:
-    """Parse ``kind:variant``; raises ValueError with what is accepted."""
-    kind, _, variant = text.partition(":")
-    if kind not in KINDS or not variant:
-        raise ValueError(f"contestant {text!r} is not one of ours, before, torch, alone with a variant: torch:ddp")
-    if kind == TORCH:
-        Hook.of(variant, 0)
-    if kind == ALONE and variant not in (OURS, TORCH):
-        raise ValueError(f"contestant {text!r}: alone takes ours or torch")
-    return Contestant(kind, variant)
-
-
-def with_baselines(words: Sequence[str]) -> list[Contestant]:
-    """The named contestants in order, without duplicates, after the compute-only runs that they are compared with."""
-    chosen = [parse(word) for word in words]
-    names = dict.fromkeys([*(each.baseline for each in chosen), *(each.name for each in chosen)])
-    return [parse(name) for name in names]
-
-
-Weights = list[NDArray[np.float32]]
-MLP, RESNET18 = "mlp", "resnet18"
-CLASSES, PIXELS, EPSILON = 10, 8, 1e-5
-# Inputs, outputs, stride of each block of two convolutions of ResNet-18 (arXiv 1512.03385).
-BLOCKS = (
-    (64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)
-)  # fmt: skip
+    name: str
+    sign: int
+    target: float
+    digits: int
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on scikit-learn's digits, with SGD, momentum and a constant learning rate.
+    """One training job with a constant learning rate: Adam, or Momentum where ``momentum`` is given.
 
-    ``mlp``: ``hidden_layers`` of ``width`` on 64 features. ``resnet18``: images of [1, 32, 32], each pixel repeated;
-    its stem is one 3 x 3 convolution of stride 2 without pooling: a step is short enough for a batch that learns.
+    ``score``: None where parameters are not judged. ``bucket``: DDP's second bucket size.
     """
 
-    name: str = MLP
-    hidden_layers: int = 8
-    width: int = 640
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    global_batch_size: int = 128
-    steps: int = 200
-    warmup_steps: int = 16  # steps that are trained but not measured
-    evaluate_every: int = 8
-    target: float = 0.95  # test accuracy that is reached within the steps
+    name: str
+    learning_rate: float
+    global_batch_size: int
+    steps: int
+    warmup_steps: int  # steps that are trained but not measured
+    evaluate_every: int
+    bucket: str
+    target: float | None = None
+    momentum: float | None = None
     seed: int = 0
 
     @property
-    def sizes(self) -> list[int]:
-        """Sizes of the layers of an ``mlp``, including inputs and outputs."""
-        return [PIXELS * PIXELS, *[self.width] * self.hidden_layers, CLASSES]
+    def score(self) -> Score | None:
+        """What trained parameters are judged by."""
+        if self.target is None:
+            return None
+        kinds = {BYTES: ("bits per byte", -1, 3), CLICKS: ("AUC", 1, 4)}
+        name, sign, digits_shown = kinds[self.name]
+        return Score(name, sign, self.target, digits_shown)
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        return (1, 32, 32) if self.name == RESNET18 else (PIXELS * PIXELS,)
+    def specs(self) -> Specs:
+        """Shapes and dtypes of inputs and labels; None: the batch."""
+        if self.name == BYTES:
+            return ([None, CONTEXT], "int64"), ([None, CONTEXT], "int64")
+        if self.name == CLICKS:
+            return ([None, FIELDS], "int64"), ([None, 1], "float32")
+        return ([None, 1, 32, 32], "float32"), ([None], "int64")
+
+    def loss(self, functional: Any, logits: Any, labels: Any) -> Any:
+        """With ``paddle.nn.functional`` or ``torch.nn.functional``."""
+        if self.name == CLICKS:
+            return functional.binary_cross_entropy_with_logits(logits, labels)
+        if self.name == BYTES:
+            return functional.cross_entropy(logits, labels.reshape([-1]))
+        return functional.cross_entropy(logits, labels)
 
 
-# ResNet-18's batch is meant to let computing on one core take about as long as its gradients take at 1 Gb/s (0.36 s).
+# The wire takes two to four times the computing, for `bytes` at 100 Mb/s, for `clicks` at 1 Gb/s; for ResNet-18 at
+# 1 Gb/s both are of one size. Sizes, rates and targets were chosen with one process that computes the joint batch, or
+# each rank's own, before any strategy was measured: ranks that send nothing are not to reach the target, however long.
 TASKS = {
-    MLP: Task(),
-    RESNET18: Task(RESNET18, learning_rate=0.03, global_batch_size=32, warmup_steps=8, evaluate_every=20, target=0.85),
+    BYTES: Task(BYTES, 3e-3, 48, 400, 16, 25, "256kb", target=3.5),
+    CLICKS: Task(CLICKS, 1e-2, 512, 600, 16, 30, "256kb", target=0.79),
+    RESNET18: Task(RESNET18, 0.03, 32, 90, 8, 90, "4mb", momentum=0.9),
 }
 
 
 class Batches:
-    """Batches of the training part: every epoch has its own order, determined by the seed."""
+    """The batches of one rank, which has its own part of the training data, determined by the seed."""
 
     def __init__(self, task: Task, rank: int, world_size: int) -> None:
-        size = task.global_batch_size
-        if size % world_size:
-            raise ValueError(f"global_batch_size={size} is not a multiple of {world_size} ranks")
-        self._features, self._labels = _samples(task, cast(ArrayDataset, digits().train))
-        self._task = task
-        self._share = slice(rank * size // world_size, (rank + 1) * size // world_size)
+        if task.global_batch_size % world_size:
+            raise ValueError(f"global_batch_size={task.global_batch_size} is not a multiple of {world_size} ranks")
+        self._task, self._rank, self._world_size = task, rank, world_size
 
-    def at(self, step: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """This rank's samples [batch, *sample_shape] and labels [batch] of a step."""
-        size = self._task.global_batch_size
-        epoch, batch = divmod(step, len(self._labels) // size)
-        order = np.random.default_rng((self._task.seed, epoch)).permutation(len(self._labels))
-        chosen = order[batch * size : (batch + 1) * size][self._share]
-        return self._features[chosen], self._labels[chosen]
+    def at(self, step: int) -> tuple[Inputs, Inputs]:
+        """This rank's inputs and labels of a step, as the task's ``specs``."""
+        size = self._task.global_batch_size // self._world_size
+        if self._task.name == RESNET18:
+            return self._images(step, size)
+        # Who goes on sees the same clicks again.
+        place = step % _STEPS_OF_CLICKS if self._task.name == CLICKS else step
+        random = np.random.default_rng((self._task.seed, self._rank, place))
+        if self._task.name == CLICKS:
+            ids, clicks, _ = _clicks(random, size)
+            return ids, clicks
+        part = np.array_split(sources()[0], self._world_size)[self._rank]
+        return _windows(part, random.integers(0, len(part) - CONTEXT, size))
 
-
-def _samples(task: Task, part: ArrayDataset) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    features = part.features.reshape(-1, 1, PIXELS, PIXELS).astype(np.float32)
-    if task.name == RESNET18:
-        return features.repeat(4, axis=2).repeat(4, axis=3), part.labels
-    return features.reshape(-1, PIXELS * PIXELS), part.labels
-
-
-class Convolution(NamedTuple):
-    """Followed by a batch norm; ``scale``: what that norm starts with."""
-
-    inputs: int
-    outputs: int
-    size: int
-    stride: int
-    scale: float = 1.0
+    def _images(self, step: int, size: int) -> tuple[Inputs, Inputs]:
+        train = cast(ArrayDataset, digits().train)
+        epoch, batch = divmod(step, len(train.labels) // self._task.global_batch_size)
+        order = np.random.default_rng((self._task.seed, epoch)).permutation(len(train.labels))
+        first = batch * self._task.global_batch_size + self._rank * size
+        chosen = order[first : first + size]
+        images = train.features.reshape(-1, 1, 8, 8)[chosen].astype(np.float32)
+        return images.repeat(4, axis=2).repeat(4, axis=3), train.labels[chosen]
 
 
-def convolutions() -> list[list[Convolution]]:
-    """The stem's, and those of each block: two, and the shortcut's if the shape changes."""
-    found = [[Convolution(1, BLOCKS[0][0], 3, 2)]]
-    for inputs, outputs, stride in BLOCKS:
-        # Blocks begin as their shortcut (arXiv 1706.02677, section 5.1).
-        pair = [Convolution(inputs, outputs, 3, stride), Convolution(outputs, outputs, 3, 1, scale=0.0)]
-        found.append(pair if stride == 1 else [*pair, Convolution(inputs, outputs, 1, stride)])
-    return found
+def _windows(text: Inputs, starts: Inputs) -> tuple[Inputs, Inputs]:
+    windows = text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64)
+    return windows[:, :-1], windows[:, 1:]
 
 
-def start_weights(task: Task) -> Weights:
-    """He's start values, the same for a seed, in the order of the networks' tensors. Of a convolution five: kernel,
-    scale, shift, running mean, running variance; of a linear layer [inputs, outputs] and a bias."""
-    generator, weights = np.random.default_rng(task.seed), Weights()
-    if task.name == RESNET18:
-        for each in (each for block in convolutions() for each in block):
-            deviation = np.float32(np.sqrt(2 / (each.outputs * each.size**2)))
-            shape = (each.outputs, each.inputs, each.size, each.size)
-            weights.append(generator.standard_normal(shape, dtype=np.float32) * deviation)
-            weights += [np.full(each.outputs, value, np.float32) for value in (each.scale, 0, 0, 1)]
-        layers = [(BLOCKS[-1][1], CLASSES, 0.1 * BLOCKS[-1][1] ** -0.5)]
-    else:
-        pairs = list(pairwise(task.sizes))
-        layers = [(one, other, np.sqrt(2 / one) * (0.5 if other == CLASSES else 1.0)) for one, other in pairs]
-    for inputs, outputs, spread in layers:
-        weights.append(generator.standard_normal((inputs, outputs), dtype=np.float32) * np.float32(spread))
-        weights.append(np.zeros(outputs, np.float32))
-    return weights
+@functools.cache
+def sources() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Bytes for training and for validation: the beginnings of sources of this Python's standard library, in an order
+    by the checksum of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    order = sorted((zlib.crc32(name.as_posix().encode()), name) for name in names if not _NOT_SOURCES & {*name.parts})
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for checksum, name in order:
+        with (root / name).open("rb") as file:
+            parts[checksum % 16 == 0].append(file.read(_OF_A_FILE))
+    training, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return training[:_TRAINING_BYTES], validation
 
 
-def describe(task: Task) -> str:
-    weights = start_weights(task)
-    values, tensors = sum(each.size for each in weights), len(weights)
-    layers = f"64 -> {task.hidden_layers} ReLU layers of {task.width} -> {CLASSES}"
-    resnet = "ResNet-18 with a 3 x 3 stem of stride 2, images of 1 x 32 x 32"
-    return f"{layers if task.name == MLP else resnet}: {values:,} values in {tensors} tensors"
+@functools.cache
+def _truth() -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """What makes people click: a weight and four factors of every id; how often ids are, and which id is how often."""
+    random = np.random.default_rng(_TRUTH_SEED)
+    weights = 0.2 * random.standard_normal((FIELDS, FIELD_IDS))
+    factors = 0.6 * random.standard_normal((FIELDS, FIELD_IDS, 4))
+    shares = np.arange(1, FIELD_IDS + 1) ** -_ZIPF
+    ranks = np.stack([random.permutation(FIELD_IDS) for _ in range(FIELDS)])
+    return weights, factors, np.cumsum(shares / shares.sum()), ranks
 
 
-class PaddleKit:
-    """Layers of Paddle that take start values one after the other, in static and in dynamic mode. They come through
-    initializers, so that whatever a strategy keeps of the start state is right too; in static mode the startup program
-    is fed with them (``start_feed``)."""
+def _clicks(random: np.random.Generator, size: int) -> tuple[Inputs, Inputs, Inputs]:
+    """Ids [size, FIELDS], clicks [size, 1], and their true log odds [size]."""
+    weights, factors, cumulative, ranks = _truth()
+    drawn = np.minimum(np.searchsorted(cumulative, random.random((size, FIELDS))), FIELD_IDS - 1)
+    fields = np.arange(FIELDS)
+    own = ranks[fields, drawn]
+    vectors = factors[fields, own]
+    pairs = 0.5 * ((vectors.sum(axis=1) ** 2).sum(axis=-1) - (vectors**2).sum(axis=(1, 2)))
+    odds = weights[fields, own].sum(axis=1) + pairs - 1
+    clicked = random.random(size) < 1 / (1 + np.exp(-odds))
+    return own + fields * FIELD_IDS, clicked.astype(np.float32)[:, None], odds
+
+
+def held_out(task: Task) -> tuple[Inputs, Inputs]:
+    """Inputs and labels that nobody trains on."""
+    if task.name == CLICKS:
+        ids, clicks, _ = _clicks(np.random.default_rng(_TEST_SEED), _TEST_CLICKS)
+        return ids, clicks
+    text = sources()[1]
+    starts = np.linspace(0, len(text) - CONTEXT - 1, _VALIDATION_WINDOWS).astype(np.int64)
+    return _windows(text, starts)
+
+
+def digest(task: Task) -> str:
+    """Of the data: equal where a task is the same on two machines."""
+    arrays = [*Batches(task, 0, 2).at(0), *([] if task.score is None else held_out(task))]
+    return hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)).hexdigest()[:16]
+
+
+def auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
+    """The area under the ROC curve: how often a click has a higher score than none; equal ones count by their place."""
+    order = np.argsort(scores, kind="stable")
+    ranks = np.empty(len(scores))
+    ranks[order] = np.arange(1, len(scores) + 1)
+    clicked = labels > 0
+    positives = int(clicked.sum())
+    above = ranks[clicked].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * (len(scores) - positives)))
+
+
+def bits_per_byte(logits: NDArray[Any], labels: NDArray[Any]) -> float:
+    """The mean cross entropy to the base 2 of logits [bytes, 256] and labels of as many bytes."""
+    logits = logits.astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    chosen = logits[np.arange(len(logits)), labels.reshape(-1)]
+    return float((np.log(np.exp(logits).sum(axis=1)) - chosen).mean() / math.log(2))
+
+
+class Judge:
+    """Judges parameters by one program for every contestant: Paddle's, eager."""
 
     def __init__(self, task: Task) -> None:
         import paddle
 
-        class Given(paddle.nn.initializer.Initializer):  # type: ignore[misc]
-            """Assign would make one Python number of each element: minutes and gigabytes for 11 million."""
+        from tools.benchmarks.networks import PaddleKit, build
 
-            def __init__(self, place: int, value: NDArray[np.float32]) -> None:
-                super().__init__()
-                self._place, self._value = place, value
+        paddle.disable_static()
+        self._paddle, self._task = paddle, task
+        self._network = build(task, PaddleKit(task.seed))
+        self._network.eval()
+        self._inputs, self._labels = held_out(task)
 
-            def forward(self, parameter: Any, block: Any = None) -> Any:
-                del block
-                if paddle.in_dynamic_mode():
-                    return parameter.set_value(self._value)
-                # What is fed cannot be the parameter itself.
-                return paddle.assign(
-                    paddle.static.data(f"start_{self._place}", list(self._value.shape), self._value.dtype.name)
-                )
-
-        self.nn, self.base, self.relu = paddle.nn, paddle.nn.Layer, paddle.nn.functional.relu
-        self.pool = paddle.nn.AdaptiveAvgPool2D(1)
-        places = enumerate(start_weights(task))
-        self._start: Iterator[Any] = (paddle.ParamAttr(initializer=Given(*each)) for each in places)
-
-    def linear(self, inputs: int, outputs: int) -> Any:
-        return self.nn.Linear(inputs, outputs, next(self._start), next(self._start))
-
-    def normed(self, each: Convolution) -> list[Any]:
-        kernel, scale, shift, _, _ = (next(self._start) for _ in range(5))  # running statistics start at 0 and 1
-        shape = (each.inputs, each.outputs, each.size, each.stride, each.size // 2)
-        convolution = self.nn.Conv2D(*shape, weight_attr=kernel, bias_attr=False)
-        return [convolution, self.nn.BatchNorm2D(each.outputs, epsilon=EPSILON, weight_attr=scale, bias_attr=shift)]
-
-
-class TorchKit:
-    """Layers of PyTorch. A network gets its start weights through ``torch_tensors``."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.nn, self.base, self.relu, self.pool = torch.nn, torch.nn.Module, torch.relu, torch.nn.AdaptiveAvgPool2d(1)
-        self.linear = torch.nn.Linear
-
-    def normed(self, each: Convolution) -> list[Any]:
-        shape = (each.inputs, each.outputs, each.size, each.stride, each.size // 2)
-        return [self.nn.Conv2d(*shape, bias=False), self.nn.BatchNorm2d(each.outputs, eps=EPSILON)]
-
-
-def build(task: Task, kit: Any) -> Any:
-    """The task's network of a kit's layers; its tensors are in the order of ``start_weights``."""
-    if task.name == MLP:
-        layers = [layer for sizes in pairwise(task.sizes) for layer in (kit.linear(*sizes), kit.nn.ReLU())]
-        return kit.nn.Sequential(*layers[:-1])
-
-    class Block(kit.base):  # type: ignore[misc]
-        def __init__(self, first: Convolution, second: Convolution, *shortcut: Convolution) -> None:
-            super().__init__()
-            self.path = kit.nn.Sequential(*kit.normed(first), kit.nn.ReLU(), *kit.normed(second))
-            self.shortcut = kit.nn.Sequential(*kit.normed(*shortcut)) if shortcut else kit.nn.Identity()
-
-        def forward(self, images: Any) -> Any:
-            return kit.relu(self.path(images) + self.shortcut(images))
-
-    (stem,), *blocks = convolutions()
-    layers = [*kit.normed(stem), kit.nn.ReLU(), *(Block(*each) for each in blocks), kit.pool, kit.nn.Flatten()]
-    return kit.nn.Sequential(*layers, kit.linear(BLOCKS[-1][1], CLASSES))
-
-
-def start_feed(task: Task, startup_program: Any) -> dict[str, NDArray[np.float32]]:
-    """What to feed a startup program with that has one network of ``PaddleKit`` in it."""
-    asked = [op.attrs()["name"] for op in startup_program.global_block().ops if op.name() == "pd_op.data"]
-    given = {f"start_{place}": value for place, value in enumerate(start_weights(task))}
-    return {name: given[name] for name in asked}
-
-
-def torch_tensors(network: Any) -> list[Any]:
-    """Of a PyTorch network in the order of ``start_weights``; linear layers' matrices transposed, as views."""
-    named = network.state_dict().items()
-    tensors = [tensor.detach() for name, tensor in named if not name.endswith("num_batches_tracked")]
-    return [tensor.T if tensor.ndim == 2 else tensor for tensor in tensors]
-
-
-def judged(task: Task, weights: Sequence[NDArray[Any]]) -> tuple[float, float]:
-    """Accuracy and cross entropy on the 359 test images, by the same program for every contestant: Paddle's, eager."""
-    import paddle
-
-    paddle.disable_static()
-    samples, labels = _samples(task, cast(ArrayDataset, digits().test))
-    network = build(task, PaddleKit(task))
-    for parameter, value in zip(network.parameters(), weights, strict=True):
-        parameter.set_value(np.asarray(value, np.float32))
-    network.eval()
-    logits = network(paddle.to_tensor(samples)).numpy()
-    accuracy = float((logits.argmax(axis=1) == labels).mean())
-    above = logits - logits.max(axis=1, keepdims=True)
-    logarithms = above[np.arange(len(labels)), labels] - np.log(np.exp(above).sum(axis=1))
-    return accuracy, float(-logarithms.mean())
+    def __call__(self, weights: Sequence[NDArray[Any]]) -> float:
+        for parameter, value in zip(self._network.parameters(), weights, strict=True):
+            parameter.set_value(np.asarray(value, np.float32))
+        with self._paddle.no_grad():
+            logits = self._network(self._paddle.to_tensor(self._inputs)).numpy()
+        if self._task.name == CLICKS:
+            return auc(logits[:, 0], self._labels[:, 0])
+        return bits_per_byte(logits, self._labels)
