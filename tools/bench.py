@@ -4,7 +4,7 @@
     python tools/bench.py start --before main --record docs/benchmarks
     python tools/bench.py before-and-after --before main --profiles dgc,diloco --ranks 2
     sudo python tools/bench.py strategies --quick
-    sudo python tools/bench.py strategies --scenario scaling --rounds 5 --record docs/benchmarks
+    sudo python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
 
 Whatever is compared runs in turn within a round, and ratios are taken within a round: both sides have the same load
 beside them. A page shows medians over the rounds. `--record FOLDER` writes FOLDER/DATE-WHAT.json, with every raw
@@ -24,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # Module, and its command if that is not ``main``. Imported when asked for: most import Paddle, which takes seconds.
 MODULES = {
-    "strategies": ("strategies", "Profiles beside PyTorch DDP on an emulated network: steps, bytes, accuracy. Root."),
+    "strategies": (
+        "strategies",
+        "Profiles beside PyTorch, Horovod, stock Paddle and nothing on an emulated network. Root.",
+    ),
     "before-and-after": ("checkouts:before_and_after", "Do two checkouts train to the same bits?"),
     "start": ("checkouts:start", "From the command to the end of the first step, beside torchrun."),
     "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 from fleet_train.cluster.flight import ring
 from fleet_train.profile import load_profile, profile_names
-from tools.benchmarks import checkouts, costs, labs, quote, recorder, report
-from tools.benchmarks.record import FOLDER, Keep, Record, all_records, beside, circumstances, quotable
-from tools.benchmarks.report import Window, family_of, predicted, summarise, window_of, wire_ms
-from tools.benchmarks.tasks import Batches, Task, judged
+from tools.benchmarks import checkouts, costs, labs, quote, recorder, report, strategies
+from tools.benchmarks.contestants import chosen_contestants, family_of
+from tools.benchmarks.networks import PaddleKit, build
+from tools.benchmarks.ranks import Window, window_of
+from tools.benchmarks.record import FOLDER, Record, all_records, circumstances, quotable
+from tools.benchmarks.tasks import TASKS, Batches, Judge, auc, bits_per_byte, sources
 
 AT: dict[str, Any] = {
     "date": "2026-11-23T10:00:00+00:00", "commit": "0123456789abcdef", "uncommitted_changes": False, "command": "x",
@@ -40,20 +44,28 @@ def close(value: object) -> object:
 
 
 @pytest.mark.parametrize("quoted", quotable(), ids=lambda quoted: quoted.path.stem)
-def test_a_quoted_record_is_what_its_raw_times_give(quoted: Record, tmp_path: Path) -> None:
-    content, found = quoted.content, {}
-    task, lab = content["task"], content["lab"]
-    for name in content["summary"]:
-        rounds = {each["round"]: each["ranks"] for each in content["rounds"] if each["contestant"] == name}
-        found[name] = summarise(rounds, task["warmup_steps"], lab["ranks_per_node"], content["target"])
-    for name, row in report.rows_of(found, lab["rate"]).items():
-        again = dataclasses.asdict(found[name]) | row
-        # Python 3.12 and newer add floats with a compensated sum.
-        assert close({key: content["summary"][name][key] for key in again}) == json.loads(json.dumps(again)), name
-    again_at = tmp_path / quoted.path.stem
-    Keep(again_at)(content, report.page(content, found), report.picture(found), report.PICTURE)
-    for ending in (".md", ".svg"):
-        assert beside(again_at, ending).read_text() == quoted.path.with_suffix(ending).read_text(), ending
+def test_a_quoted_record_is_what_its_raw_figures_give(quoted: Record) -> None:
+    content = quoted.content
+    again = json.loads(json.dumps(report.summarised(content)))
+    # Python 3.12 and newer add floats with a compensated sum.
+    assert close(content["summary"]) == again
+    assert "\n".join(report.page(content)) in quoted.path.with_suffix(".md").read_text()
+    drawn = quoted.path.with_suffix(".svg").read_text()
+    assert [name for name in content["summary"] if name.startswith("ours:") and name not in drawn] == []
+
+
+@pytest.mark.parametrize("quoted", quotable(), ids=lambda quoted: quoted.path.stem)
+def test_a_task_shows_that_ranks_learn_from_each_other(quoted: Record) -> None:
+    """What ranks that send nothing reach as well is no task to compare strategies on."""
+    content = quoted.content
+    if (score := report.score_of(content)) is None:
+        return
+    synchronous = content["summary"]["ours:multi_node"]
+    for name in ("alone:ours", "average once"):
+        worse, errors = report.distance(content["summary"][name], synchronous, score)
+        assert worse > 0, name
+        assert errors > 3, name
+        assert content["summary"][name]["reached"] == 0, name
 
 
 def test_ratios_of_batch_norm_and_errors_of_predictions_are_what_their_rounds_give() -> None:
@@ -81,33 +93,67 @@ def test_what_is_quoted_is_what_the_newest_records_say() -> None:
     assert [name for name, line in by_hand.items() if f"; step {median(trials[name]):.1f} ms (" not in line] == []
 
 
+def turn(
+    name: str, number: int = 1, step_ms: float = 40.85, scores: Sequence[float] = (), **more: Any
+) -> dict[str, Any]:
+    """A turn as a record has it: an evaluation after every 5 steps, of 1 s each."""
+    evaluations = [[5 * place, 5.0 * place, score] for place, score in enumerate(scores, 1)]
+    return {
+        "contestant": name, "round": number, "seed": number, "seconds": 30.0, "step_ms": step_ms, "paused_share": 0.01,
+        "sent_bytes": 65151.6, "wire_bytes": 70000.0, "timed_steps": 10, "whole_periods": False, "facts": {},
+        "evaluations": evaluations,
+    } | more  # fmt: skip
+
+
 def record(name: str = "a", **changed: Any) -> Record:
-    at = AT | {"date": f"2026-11-2{ord(name) - ord('a')}T15:49:32+00:00"}
+    at = AT | {"date": f"2026-11-2{ord(name) - ord('a')}T15:49:32+00:00", "rounds": [1], "load_average_after": [0.1]}
     facts = {"profile": changed.pop("profile", {"fetch_frequency": 2, "compression": "bf16"})}
-    figures = {
-        "step_ms": 40.85, "round_step_ms": {"1": 40.0}, "whole_periods": False, "ratio": None, "twin": None,
-        "over_compute": 0.85, "interface_bytes": 65151.6, "accuracies": {"1": 0.9666}, "points_from_synchronous": [],
-        "seconds_to_target": {},
-    }  # fmt: skip
+    rounds = changed.pop("rounds", [turn("ours:bf16_compression", scores=(3.9, 3.6), facts=facts)])
     content = {
         "circumstances": at, "sittings": [at], "lab": {"nodes": 2, "ranks_per_node": 1, "rate": "1gbit"},
-        "task": {"name": "mlp"}, "target": 0.95, "whole_rounds": 2, "start_iteration_of_hooks": 10,
-        "summary": {"ours:bf16_compression": figures},
-        "rounds": [{"contestant": "ours:bf16_compression", "ranks": [{"facts": facts}]}],
+        "task": dataclasses.asdict(dataclasses.replace(TASKS["bytes"], steps=10)) | {"network": "x", "data": "y"},
+        "contestants": list(dict.fromkeys(each["contestant"] for each in rounds)), "frozen": "0123456789abcdef",
+        "whole_rounds": 2, "repeats": 2, "failures": [], "rounds": rounds,
     }  # fmt: skip
-    return Record(Path(f"{name}.json"), content | changed)
+    content |= changed
+    return Record(Path(f"{name}.json"), content | {"summary": report.summarised(content)})
 
 
-def test_the_newest_record_of_a_setting_counts_with_the_knobs_of_today_and_tells_what_is_doubtful() -> None:
+def test_the_newest_record_of_a_setting_counts_with_the_knobs_of_today() -> None:
     def lines(*records: Record) -> list[str]:
         return quote.lines_for(load_profile("bf16_compression"), "bf16_compression", records)
 
     slow = {"lab": {"nodes": 2, "ranks_per_node": 1, "rate": "100mbit"}}
     found = lines(record("c"), record("b", **slow), record("a"), record("a", **slow))
     assert [line.rpartition("/")[2] for line in found] == ["b.json", "c.json"]
-    doubts = "but 0.85 of computing alone, which is unexplained, less than its own start and one period"
-    assert f"step 40.9 ms ({doubts}); 0.0652 MB sent per step and node; accuracy 96.66%; 95% not reached" in found[0]
+    told = "step 40.9 ms (less than its own start and one period); 0.0652 MB sent per step and node; "
+    assert f"{told}bits per byte 3.600 ± 0.000 after 10 steps; 3.45 never;" in found[0]
     assert lines(record(profile={"compression": "bf16", "nccl_comm_num": 3})) == []
+
+
+def test_figures_of_training_are_means_of_seeds_with_their_error_and_ranks_that_send_nothing_are_there_twice() -> None:
+    nothing = turn("alone:ours", step_ms=10.0, scores=(4.0, 3.9, 3.8, 3.9), wire_bytes=0.0)
+    rounds = [
+        nothing | {"each": [[5, 5.0, 4.2], [10, 10.0, 4.1], [15, 15.0, 4.05], [20, 20.0, 4.3]]},
+        *(turn("ours:multi_node", number, 30.0, (3.6, 3.3 + 0.1 * number), facts={"profile": {}}) for number in (1, 2)),
+        *(turn("torch:ddp", number, 20.0 * number, (3.5, 3.4)) for number in (1, 2)),
+    ]
+    found = record(rounds=rounds).content["summary"]
+    assert list(found) == ["alone:ours", "average once", "ours:multi_node", "torch:ddp"]
+    assert found["alone:ours"]["at_equal_steps"]["value"] == 4.1
+    assert found["alone:ours"]["best"]["value"] == 4.05
+    assert found["average once"]["at_equal_steps"]["value"] == 3.9
+    assert found["average once"]["reached"] == 0
+    synchronous = found["ours:multi_node"]
+    assert synchronous["at_equal_steps"] == {"value": pytest.approx(3.45), "error": pytest.approx(0.05), "seeds": 2}
+    # 3.45 lies between the two evaluations of the first seed; the second seed does not reach it.
+    assert (synchronous["reached"], synchronous["seconds_to_target"]) == (1, None)
+    assert (synchronous["ratio"], synchronous["twin"]) == (pytest.approx((30 / 20 + 30 / 40) / 2), "torch:ddp")
+    assert found["torch:ddp"]["seconds_to_target"]["value"] == pytest.approx(7.5)
+    # Half of the 10 s that DDP trains: its first evaluation.
+    assert synchronous["at_equal_time"]["value"] == pytest.approx(3.6)
+    assert (synchronous["compute_ms"], synchronous["exposed_ms"]) == (10.0, 20.0)
+    assert (synchronous["wire_ms"], synchronous["hidden_ms"]) == (pytest.approx(0.56), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +173,51 @@ def test_records_that_may_not_be_quoted(changed: dict[str, Any], reason: str, tm
 
 def test_what_no_record_has_a_case_of_is_summarised_by_its_rule() -> None:
     assert window_of({"settles_after": 90, "period_steps": 32}, 8, 100) == Window(8, 100, False)
-    assert predicted({"predicted_bytes_per_step": 100.0}, 2) is None, "ranks share the link"
-    assert predicted({"predicted_bytes_per_step": 100.0, "predicted_link_bytes_per_step": 50}, 2) == 50.0
-    assert [wire_ms(12_500_000, rate) for rate in ("100mbit", "2.5gbit", "none")] == [1000.0, 40.0, None]
-    planned = {"gradients": [["w", [4, 4], "float32"]], "period_steps": 8}
+    assert window_of({"settles_after": 10, "period_steps": 32}, 8, 100) == Window(36, 100, True)
+    assert [report.wire_ms(12_500_000, rate) for rate in ("100mbit", "2.5gbit", "none")] == [1000.0, 40.0, None]
     for profile in ({"compression": "dgc"}, {"use_local_sgd": True, "outer_optimizer": "x"}, {"accumulate_steps": 4}):
-        assert family_of(planned | {"profile": profile}) is None, profile
+        assert family_of(profile) is None, profile
+    assert report.score_at([(1, 2.0, 5.0), (2, 4.0, 7.0)], 3.0) == 6.0
+    assert [report.score_at([(1, 2.0, 5.0), (2, 4.0, 7.0)], seconds) for seconds in (1.0, 9.0)] == [5.0, 7.0]
+
+
+def test_seeds_follow_from_the_commit_that_froze_the_knobs_and_a_record_goes_on_with_the_same_code_only() -> None:
+    assert len({strategies.seed_of("abc", number) for number in range(1, 6)}) == 5
+    assert strategies.seed_of("abc", 1) != strategies.seed_of("abd", 1)
+    assert strategies.seed_of("abc", 1) == 2866785017
+    chosen = chosen_contestants(["multi_node", "local_sgd"], "default", "256kb")
+    names = [each.name for each in chosen]
+    assert names[:3] == ["alone:ours", "alone:paddle", "alone:torch"]
+    assert names[5:] == [
+        "paddle:data_parallel", "paddle:fleet", "torch:ddp", "torch:ddp_256kb", "torch:bf16", "torch:bf16_256kb",
+        "torch:post_local_sgd_4_from_100", "horovod:ddp",
+    ]  # fmt: skip
+    begun = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 5, 60.0, frozen="abc")
+    begun.sittings = [AT | {"rounds": [1], "load_average_after": [0.1]}]
+    begun.rounds = [turn("alone:ours", scores=(0.6,), each=[[600, 5.0, 0.6]])]
+    begun.rounds[0]["evaluations"] = [[600, 5.0, 0.6]]
+    written = json.loads(json.dumps(begun.record()))
+    again = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 5, 60.0, frozen="abc")
+    again.go_on_from(written, AT)
+    assert (1, chosen[0]) not in again.turns()
+    assert len(again.turns()) == 5 * len(chosen) - 1
+    other = strategies.Benchmark(TASKS["bytes"], chosen, 2, 1, "1gbit", 5, 60.0, frozen="abd")
+    with pytest.raises(ValueError, match=r"task: .*; frozen: abc there, abd now; processor: a CPU there, another now"):
+        other.go_on_from(written, AT | {"processor": "another"})
+
+
+@pytest.mark.parametrize(
+    ("ours", "rivals", "words"),
+    [
+        (["nothing"], "none", "nothing"),
+        (["multi_node"], "torch:ddp_4", r"PyTorch takes part as ddp, ddp_4mb"),
+        (["multi_node"], "mpi:ddp", "'mpi:ddp' is not one of ours, paddle, torch, horovod, alone"),
+        (["multi_node"], "paddle:static", "paddle takes data_parallel or fleet"),
+    ],
+)
+def test_an_unknown_contestant_is_refused_with_what_is_accepted(ours: list[str], rivals: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        chosen_contestants(ours, rivals, "4mb")
 
 
 def test_a_record_names_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -210,14 +295,71 @@ def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
     assert next(checkouts.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
 
 
-def test_ranks_share_a_global_batch_without_overlap_and_the_loss_is_that_of_what_is_said() -> None:
-    task = Task(global_batch_size=8, hidden_layers=0)
+def test_ranks_share_a_global_batch_without_overlap() -> None:
+    task = dataclasses.replace(TASKS["resnet18"], global_batch_size=8)
     whole, labels = Batches(task, 0, 1).at(5)
     halves = [Batches(task, rank, 2).at(5) for rank in (0, 1)]
-    np.testing.assert_array_equal(np.concatenate([features for features, _ in halves]), whole)
+    np.testing.assert_array_equal(np.concatenate([images for images, _ in halves]), whole)
     np.testing.assert_array_equal(np.concatenate([part for _, part in halves]), labels)
     with pytest.raises(ValueError, match="global_batch_size=8 is not a multiple of 3 ranks"):
         Batches(task, 0, 3)
-    nothing = np.zeros((64, 10), np.float32)
-    assert judged(task, [nothing, np.zeros(10, np.float32)])[1] == pytest.approx(np.log(10), rel=1e-5)
-    assert judged(task, [nothing, np.eye(10, dtype=np.float32)[0]])[0] == pytest.approx(36 / 359)
+
+
+@pytest.mark.parametrize("name", ["bytes", "clicks"])
+def test_ranks_have_parts_of_their_own_of_little_data(name: str) -> None:
+    task = TASKS[name]
+    parts = [Batches(task, rank, 2) for rank in (0, 1)]
+    for part in parts:
+        for values, (shape, dtype) in zip(part.at(0), task.specs, strict=True):
+            assert (values.shape[1:], values.dtype) == (tuple(shape[1:]), dtype)
+    assert not np.array_equal(parts[0].at(0)[0], parts[1].at(0)[0])
+    if name == "clicks":
+        np.testing.assert_array_equal(parts[0].at(3)[0], parts[0].at(303)[0])
+        return
+    training, validation = sources()
+    assert len(training) == 98304
+    inputs, labels = parts[1].at(7)
+    np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
+    second = training[len(training) // 2 :].tobytes()
+    assert all(window.astype(np.uint8).tobytes() in second for window in inputs)
+    assert not any(window.astype(np.uint8).tobytes() in validation.tobytes() for window in inputs[:4])
+
+
+def test_scores_are_what_they_are_called() -> None:
+    random = np.random.default_rng(3)
+    scores, clicks = random.random(300), random.random(300) < 0.3
+    pairs = scores[clicks][:, None] > scores[~clicks]
+    assert auc(scores, clicks.astype(np.float32)) == pytest.approx(pairs.mean())
+    labels = random.integers(0, 256, (4, 8))
+    assert bits_per_byte(np.zeros((32, 256), np.float32), labels) == pytest.approx(8.0)
+    certain = 100 * np.eye(256, dtype=np.float32)[labels.reshape(-1)]
+    assert bits_per_byte(certain, labels) == pytest.approx(0.0, abs=1e-6)
+    # A network of start weights knows little of Python, one of zeros nothing.
+    task = TASKS["bytes"]
+    judge = Judge(task)
+    start = PaddleKit(task.seed)
+    build(task, start)
+    assert 7.5 < judge(start.start) < 8.5
+    assert judge([np.zeros_like(value) for value in start.start]) == pytest.approx(8.0)
+
+
+def test_the_network_of_clicks_is_deepfm_and_that_of_bytes_looks_at_nothing_ahead() -> None:
+    kit = PaddleKit(5)
+    network = build(TASKS["clicks"], kit)
+    ids = Batches(TASKS["clicks"], 0, 2).at(0)[0][:6]
+    linear, table, *deep = kit.start
+    factors = table[ids]
+    hidden = factors.reshape(6, -1)
+    for matrix, bias in zip(deep[0:4:2], deep[1:4:2], strict=True):
+        hidden = np.maximum(hidden @ matrix + bias, 0)
+    pairs = sum((factors[:, i] * factors[:, j]).sum(axis=1) for i in range(12) for j in range(i))
+    expected = linear[ids].sum(axis=1)[:, 0] + pairs + (hidden @ deep[4] + deep[5])[:, 0]
+    np.testing.assert_allclose(network(paddle.to_tensor(ids)).numpy()[:, 0], expected, rtol=1e-4, atol=1e-6)
+
+    reader = build(TASKS["bytes"], PaddleKit(5))
+    text = Batches(TASKS["bytes"], 0, 2).at(0)[0][:1]
+    other = text.copy()
+    other[0, 40:] = 32
+    one, two = (reader(paddle.to_tensor(each)).numpy() for each in (text, other))
+    np.testing.assert_allclose(one[:40], two[:40], atol=1e-6)
+    assert np.abs(one[40:] - two[40:]).max() > 1e-4

@@ -93,9 +93,10 @@ def _label_ends(axis: Any, labels: Sequence[tuple[float, float, str, str]]) -> N
         place = min(max((value - low) / (high - low), 0.0), 1.0)
         at = max(place, at + _BETWEEN_LABELS)
         inside = min(max(value, low), high)
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
         axis.annotate(
             name, (seconds, inside), xytext=(1.02, at), textcoords="axes fraction", color=colour, va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}, annotation_clip=False,
+            arrowprops=leader, annotation_clip=False,
         )  # fmt: skip
 
 

@@ -165,9 +165,8 @@ def of_a_turn(assignment: Assignment, ranks: Sequence[Mapping[str, Any]]) -> dic
     mean of all ranks' weights. Replicas of strategies with local steps differ, and are judged together; of ranks that
     send nothing ``each`` has the mean of the scores that they have for themselves."""
     nodes = ranks[:: assignment.ranks_per_node]
-    found: dict[str, Any] = {
-        name: round(float(np.mean([rank[name] for rank in ranks])), 4) for name in ("step_ms", "paused_share")
-    }
+    found: dict[str, Any] = {"evaluations": []}
+    found |= {name: round(float(np.mean([rank[name] for rank in ranks])), 4) for name in ("step_ms", "paused_share")}
     found |= {name: round(float(np.mean([node[name] for node in nodes])), 1) for name in ("sent_bytes", "wire_bytes")}
     found |= {name: ranks[0][name] for name in ("timed_steps", "whole_periods", "facts")}
     found |= {"peak_memory_mb": round(max(rank["peak_memory_mb"] for rank in ranks))}
