@@ -32,6 +32,7 @@ from fleet_train.convert.planning import (
     agreed_plan,
     fitted_to,
     in_ready_order,
+    parameters_first,
     refuse_on_this_device,
     summed_over_uses,
     uses_a_name_twice,
@@ -168,9 +169,11 @@ class DistributedOptimizer:
         self._refuse_what_needs_the_program_alone(main)
         self._job.optimizers.append((main, self))
         with paddle.static.program_guard(main, startup):
-            return self._passes.backward(
+            pairs = self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )
+            several = self._job.world_size > 1 and self._job.engine.reads_values
+            return parameters_first(pairs) if several else pairs
 
     def apply_gradients(self, params_grads: ParamsGrads) -> Any:
         """Append communication and update to the current program (``paddle.static.program_guard``).

@@ -225,6 +225,43 @@ def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
     return total
 
 
+_IN_TWO_HALVES = {f"pd_op.{name}_grad" for name in ("conv2d", "conv3d", "depthwise_conv2d", "matmul")}
+"""Operators with two gradients, of which neither uses the other's work on a CPU."""
+
+
+def parameters_first(params_grads: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The pairs, after an operator that makes the gradients of a parameter and of an activation is cut into one for
+    each, that of the parameter first: it is sent while the other is computed. The same kernels compute the same bits.
+    """
+    return [(parameter, value if value is None else _alone_first(value)) for parameter, value in params_grads]
+
+
+def _alone_first(gradient: Any) -> Any:
+    both = gradient.get_defining_op()
+    if both is None or both.name() not in _IN_TWO_HALVES:
+        return gradient
+    results = both.results()
+    if not all(result.initialized() for result in results) or results[1 - gradient.index()].use_empty():
+        return gradient
+    first, second, above = both.operands_source()
+    for forward in first.all_used_ops():
+        if f"{forward.name()}_grad" == both.name() and forward.operand_source(1).is_same(second):
+            break
+    else:
+        return gradient
+    operands, values = [[first], [second]], [[forward.result(0)]]
+    paddle.pir.set_insertion_point(both)
+    mine = gradient.index()
+    for wanted in (mine, 1 - mine):
+        stops = [[place != wanted] for place in range(2)]
+        (half,) = paddle.base.core.call_vjp(forward, operands, values, [[above]], stops)[wanted]
+        results[wanted].replace_all_uses_with(half)
+        gradient = half if wanted == mine else gradient
+    both.get_parent_block().remove_op(both)
+    paddle.pir.reset_insertion_point_to_end()
+    return gradient
+
+
 def uses_a_name_twice(program: Any) -> bool:
     """Whether ``program`` has several values for one parameter."""
     names = [op.attrs()["parameter_name"] for op in program.global_block().ops if op.name() == "builtin.parameter"]

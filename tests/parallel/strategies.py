@@ -85,9 +85,18 @@ def residual(features: Any) -> Any:
     return nn.Linear(64, CLASSES)(F.tanh(branch.transpose([0, 3, 1, 2]) + shortcut).flatten(1))
 
 
+def convolutions(features: Any) -> Any:
+    """Of several kinds, above one another."""
+    hidden = F.tanh(nn.Conv2D(1, 6, 3, padding=1)(features.reshape([-1, 1, 4, 4])))
+    hidden = F.tanh(nn.Conv2D(6, 6, 3, padding=1, groups=6)(hidden))
+    hidden = F.tanh(nn.Conv2D(6, 4, 3, stride=2, padding=1, bias_attr=False)(hidden))
+    return nn.Linear(16, CLASSES)(hidden.flatten(1))
+
+
 MLP, LARGE, TWO_DTYPES = Network("mlp", mlp), SEVERAL_BUCKETS, Network("two_dtypes", two_dtypes)
 NORMS, RESIDUAL = Network("two_norms", two_norms), Network("residual", residual)
 FROZEN_NORM = Network("frozen_norm", convolution_with_frozen_batch_norm)
+CONVOLUTIONS = Network("convolutions", convolutions)
 OTHERS = [Network(build.__name__, build) for build in (shared_weights, parameter_without_gradient)]
 
 
@@ -286,6 +295,7 @@ CASES = {
             clipped,
             SHARDED | MERGED_INT8 | {"sharding_degree": 2},
         ),
+        "gradients of parameters first": (CONVOLUTIONS, momentum, SMALL),
     }.items()
 }
 

@@ -23,6 +23,7 @@ from fleet_train.collectives.engine import HostDevice
 from fleet_train.convert import process, session
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum, sum_over_batch
 from fleet_train.convert.passes.program import run_if, updates_alone
+from fleet_train.convert.planning import parameters_first
 from fleet_train.errors import WorkerFailed
 from tests.support.processes import ROOT, clean_environ
 
@@ -304,3 +305,44 @@ def test_a_loader_that_is_made_after_a_shutdown_feeds_its_program_too() -> None:
         finally:
             loader.reset()
             process.put_back()
+
+
+def layers_of_each_kind(image: Any) -> Any:
+    """Of image [batch, 4, 8, 8]. The first makes the gradient of its parameter alone."""
+    hidden = F.tanh(nn.Conv2D(4, 8, 3, bias_attr=False)(image))
+    hidden = F.tanh(nn.Conv2D(8, 8, 3, groups=8)(hidden))
+    hidden = F.tanh(nn.Conv2D(8, 6, 3, stride=2, padding=1, groups=2)(hidden))
+    hidden = F.tanh(nn.Conv3D(6, 4, 1)(hidden.unsqueeze(2))).flatten(1)
+    left = paddle.static.create_parameter([3, 16], "float32", name="left.w_0")
+    return paddle.matmul(left, F.tanh(nn.Linear(16, 16)(hidden)), transpose_y=True)
+
+
+def gradients_of_each_kind(change: Callable[[Any], Any]) -> tuple[list[str], dict[str, Any]]:
+    """Operators that make gradients, in their order, and the gradients by parameter, of fixed values."""
+    main, startup, random = paddle.static.Program(), paddle.static.Program(), np.random.default_rng(3)
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        image = paddle.static.data("image", [None, 4, 8, 8], "float32")
+        pairs = change(paddle.optimizer.SGD(0.1).backward(layers_of_each_kind(image).square().mean()))
+    names = [f"{parameter.name} {number}" for number, (parameter, _) in enumerate(pairs)]
+    makers = {value.get_defining_op().id(): name for name, (_, value) in zip(names, pairs, strict=True)}
+    order = [makers.get(operator.id(), operator.name()) for operator in main.global_block().ops]
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        executor = paddle.static.Executor(paddle.CPUPlace())
+        executor.run(startup)
+        for each in main.global_block().all_parameters():
+            tensor = paddle.static.global_scope().find_var(each.name).get_tensor()
+            tensor.set(random.standard_normal(each.shape).astype(np.float32) / 4, paddle.CPUPlace())
+        feed = {"image": random.standard_normal((5, 4, 8, 8)).astype(np.float32)}
+        found = executor.run(main, feed=feed, fetch_list=[value for _, value in pairs])
+    return order, dict(zip(names, found, strict=True))
+
+
+def test_the_gradient_of_a_parameter_comes_before_that_of_the_activation_with_the_same_bits() -> None:
+    _, whole = gradients_of_each_kind(list)
+    order, halves = gradients_of_each_kind(parameters_first)
+    assert whole.keys() == halves.keys()
+    assert all(np.array_equal(whole[name], halves[name]) and np.any(whole[name]) for name in whole)
+    for kind, number in (("depthwise_conv2d", 1), ("conv2d", 1), ("conv3d", 1), ("matmul", 2)):
+        activations = [place for place, name in enumerate(order) if name == f"pd_op.{kind}_grad"]
+        assert len(activations) == number, kind
+        assert all("w_0" in order[place - 1] for place in activations), (kind, order)
