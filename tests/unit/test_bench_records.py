@@ -311,7 +311,7 @@ def test_ranks_have_parts_of_their_own_of_little_data(name: str) -> None:
     parts = [Batches(task, rank, 2) for rank in (0, 1)]
     for part in parts:
         for values, (shape, dtype) in zip(part.at(0), task.specs, strict=True):
-            assert (values.shape[1:], values.dtype) == (tuple(shape[1:]), dtype)
+            assert (values.shape[1:], str(values.dtype)) == (tuple(shape[1:]), dtype)
     assert not np.array_equal(parts[0].at(0)[0], parts[1].at(0)[0])
     if name == "clicks":
         np.testing.assert_array_equal(parts[0].at(3)[0], parts[0].at(303)[0])
