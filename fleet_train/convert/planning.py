@@ -246,7 +246,10 @@ def _alone_first(gradient: Any) -> Any:
     first, second, above = both.operands_source()
     for forward in first.all_used_ops():
         if f"{forward.name()}_grad" == both.name() and forward.operand_source(1).is_same(second):
-            break
+            given, own = forward.attrs(), both.attrs()
+            # The same two values may be multiplied otherwise as well, for something that is only watched.
+            if all(given[name] == own[name] for name in given.keys() & own.keys() - {"stop_gradient"}):
+                break
     else:
         return gradient
     operands, values = [[first], [second]], [[forward.result(0)]]

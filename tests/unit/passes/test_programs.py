@@ -346,3 +346,26 @@ def test_the_gradient_of_a_parameter_comes_before_that_of_the_activation_with_th
         activations = [place for place, name in enumerate(order) if name == f"pd_op.{kind}_grad"]
         assert len(activations) == number, kind
         assert all("w_0" in order[place - 1] for place in activations), (kind, order)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_product_that_is_only_watched_does_not_lend_its_attributes_to_a_gradient(watched: bool) -> None:
+    """The same two values are multiplied twice, the second time transposed; only the first is in the loss."""
+    found = []
+    for change in (list, parameters_first):
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            hidden = paddle.tanh(nn.Linear(6, 6)(paddle.static.data("image", [4, 6], "float32")))
+            square = paddle.static.create_parameter([6, 6], "float32", name="square.w_0")
+            one, other = (paddle.matmul(hidden, square, transpose_y=each) for each in (watched, not watched))
+            pairs = change(paddle.optimizer.SGD(0.1).backward((one**3).sum()))
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            executor, random = paddle.static.Executor(paddle.CPUPlace()), np.random.default_rng(3)
+            executor.run(startup)
+            for each in main.global_block().all_parameters():
+                tensor = paddle.static.global_scope().find_var(each.name).get_tensor()
+                tensor.set(random.standard_normal(each.shape).astype(np.float32), paddle.CPUPlace())
+            feed = {"image": random.standard_normal((4, 6)).astype(np.float32)}
+            found.append(executor.run(main, feed=feed, fetch_list=[other, *(value for _, value in pairs)]))
+    for whole, half in zip(*found, strict=True):
+        np.testing.assert_array_equal(whole, half)
