@@ -154,8 +154,12 @@ def test_written_updates_of_two_optimizers_have_their_own_gradients(two: RanksRe
 
 def test_written_program_is_the_one_of_one_card(one: dict[str, Any]) -> None:
     ours, single, norm, single_norm = one["operators"]
-    assert sorted(ours) == sorted(single)
-    assert sorted(norm) == sorted(single_norm)
+    halves = "pd_op.matmul_grad"  # of a gradient that was cut in two, the parameter's part first, both stay
+    for written, original in ((ours, single), (norm, single_norm)):
+        assert sorted(set(written)) == sorted(set(original))
+        more = {name: written.count(name) - original.count(name) for name in set(written)}
+        assert {name: number for name, number in more.items() if number and name != halves} == {}
+        assert 0 <= more[halves] < original.count(halves)
     assert "pd_op.adam_" in ours
     assert norm.count("pd_op.batch_norm_") == 1
 

@@ -79,8 +79,11 @@ def _block(settings: str, records: Sequence[Record]) -> str:
     newest = next((each for each in records if each.setting == (words["task"], rate, 2, 1)), None)
     if newest is None:
         return f"\n{_NO_RECORD}\n\n"
-    lines = figures_of(newest.content, is_short=words.get("short") == "yes")
-    return "\n".join(["", *lines, "", _told(newest), "", ""])
+    is_short = words.get("short") == "yes"
+    lines = figures_of(newest.content, is_short)
+    name = newest.path.stem
+    shown = f"![{words['task']}: the score over time, and a step's milliseconds](benchmarks/{name}.svg)"
+    return "\n".join(["", *lines, "", shown, *([] if is_short else [""]), _told(newest), "", ""])
 
 
 def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
