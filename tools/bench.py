@@ -42,6 +42,7 @@ MODULES = {
     ),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
     "embeddings": ("embeddings", "Touched rows of embeddings beside whole tables, PyTorch and Horovod. Root."),
+    "figures": ("figures", "Write which record each figure of README and docs comes from: docs/figures.md."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),
 }
 

@@ -1,0 +1,264 @@
+"""What the newest records say, in the order in which pages say it: the values of the list in figures.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from tools.benchmarks import embeddings, labs
+from tools.benchmarks.contestants import ALONE
+from tools.benchmarks.embeddings import DENSE_SIDE, ROWS_SIDE
+
+Content = Any  # a record's JSON
+Values = Callable[[Content], Sequence[object]]
+
+
+def nothing(record: Content) -> Sequence[object]:
+    """A page that only links to the record."""
+    del record
+    return ()
+
+
+def most_ranks(record: Content) -> Sequence[object]:
+    return [max(found.get("ranks", 0) for found in record["medians"].values())]
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def _none(count: int) -> object:
+    return count or "none"
+
+
+def _power(value: float, digits: int = 0) -> str:
+    """1e-6, as pages write it."""
+    return f"{value:.{digits}e}".replace("e-0", "e-")
+
+
+def checkpoint(record: Content) -> list[object]:
+    """Of a checkpoint's cost in the background: the share of a step on 1 rank and on 2, and its quartiles on 2."""
+    one, two = (job["summary"]["background"] for job in record["jobs"])
+    size, steps = (record["jobs"][0][key] for key in ("checkpoint_bytes", "steps_per_block"))
+    return [size / 1e6, steps, one["share_percent"], two["share_percent"], *two["share_percent_quartiles"]]
+
+
+def codec(record: Content) -> list[float]:
+    """numpy's processor time over the compiled codec's, int8 and int4 with blocks of 512, to code and to decode."""
+
+    def seconds(case: str) -> float:
+        rounds = record["gigabytes_per_second"][case]
+        return sum(1 / _median([each[part] for each in rounds]) for part in ("encode", "decode"))
+
+    return [seconds(f"{kind}, blocks of 512: numpy") / seconds(f"{kind}, blocks of 512: compiled")
+            for kind in ("int8", "int4")]  # fmt: skip
+
+
+def barrier(case: str) -> Values:
+    """The root's processor ms and KB for a barrier, and its ms on the clock."""
+
+    def values(record: Content) -> Sequence[float]:
+        found = record["medians"][case]
+        return found["root_cpu_ms_per_gate"], found["root_bytes_per_gate"] / 1e3, found["gate_ms_wall"]
+
+    return values
+
+
+def latencies(record: Content) -> list[float]:
+    """Of two ranks: the median of a barrier, before and now, and the longest; joins of 1000 and 10,000; the longest
+    barrier beside strangers."""
+    found = record["medians"]
+    attacks = [each["longest_ms"] for name, each in found.items() if name.startswith("latency under attack")]
+    now, before = found["latency"], found["latency before"]
+    joins = [found[f"{case} x 8 over relays"]["join_seconds_wall"] for case in (125, 1250)]
+    return [now["median_ms"], before["median_ms"], now["longest_ms"], *joins, max(attacks)]
+
+
+def relays(record: Content) -> list[float]:
+    return [record["medians"][f"64 x 8 {where}"]["root_cpu_ms_per_gate"] for where in ("at the root", "over relays")]
+
+
+def alarms(record: Content) -> list[object]:
+    return [record[key] for key in ("runs_with_alarms", "runs", "runs_that_said_busy")]
+
+
+def soak(record: Content) -> list[object]:
+    """Faults; tensors and losses that differ from a run without faults, and all; steps; kills in saves."""
+    found = record["comparison"]
+    differing = [len(found["tensors_that_differ"]), found["tensors"], found["losses_that_differ"], found["losses"]]
+    in_saves = record["kills_while_a_checkpoint_was_written"]
+    return [len(record["kills"]), *differing, found["final_step"], in_saves]
+
+
+def machines(record: Content) -> list[object]:
+    """Faults of machines; tensors that differ; whether samples are missing; the longest recovery; the load."""
+    found = record["comparison"]
+    seen = "not every" if record["samples"]["wrong"] or found["batches_that_differ"] else "every"
+    longest, load = record["recovery_seconds"]["longest"], record["circumstances"]["load_average_before"][0]
+    return [len(record["faults"]), len(found["tensors_that_differ"]), found["tensors"], seen, longest, load]
+
+
+def choices(record: Content) -> Sequence[object]:
+    """Interleavings and deadlocks of streams that have a choice."""
+    return record["interleavings"], _none(sum(each["deadlocks"] for each in record["replays"] if each["choice"]))
+
+
+def without_choice(record: Content) -> Sequence[object]:
+    found = {each["interleavings"] for each in record["replays"] if not each["choice"]}
+    return [" or ".join(map(str, sorted(found)))]
+
+
+def hangs(record: Content) -> Sequence[object]:
+    """Cases, kinds, whether all have the right rank and line, how many of them within 5 s, and the median seconds."""
+    cases = record["cases"]
+    whole = "all" if all(each["is_rank"] and each["is_line"] is not False for each in cases) else "not all"
+    quick, seconds = sum(each["is_right"] for each in cases), _median([each["seconds"] for each in cases])
+    return len(cases), len({each["kind"] for each in cases}), whole, quick, seconds
+
+
+def clean_runs(record: Content) -> Sequence[object]:
+    """Trainings without a fault, alarms, and parameters that differ from those of ranks that were not asked."""
+    launches = record["launches"]
+    alarms = sum(len(each["alarms"]) for each in launches)
+    equal = not sum(each.get("parameters that differ", 0) for each in launches)
+    return sum(each["trainings"] for each in launches), alarms or "no", "equal" if equal else "not equal"
+
+
+def recorder(record: Content) -> Sequence[float]:
+    """Percent of a step and ms of the steps: smallest and largest of the MLP's profiles but two, then those two, then
+    of short steps."""
+
+    def cost(job: Content) -> tuple[float, float]:
+        found = job["found"]
+        step = _median([off for _, off in found["on_off_ms"]])
+        return found["events"] * found["event_us"] / step / 10, step
+
+    costs = {(job["network"], job["profile"]): cost(job) for job in record["jobs"]}
+    apart = [costs.pop(("mlp", name)) for name in ("two_communicators", "unfused")]
+    longer, short = ([cost for (network, _), cost in costs.items() if network == name] for name in ("mlp", "short"))
+    ends = [end for group in (longer, short) for each in zip(*group, strict=True) for end in _ends(each)]
+    return [*ends[:4], *(share for share, _ in apart), *ends[4:]]
+
+
+def sharding(record: Content) -> Sequence[float]:
+    """Of ResNet-18: the state's share, MB with and without. Steps over those without: sharded, bf16, in pairs, of
+    ResNet-18 and of products. MB of products."""
+
+    def ratio(network: str, side: str) -> float:
+        return _median([made[network][side]["ms"] / made[network]["whole"]["ms"] for made in record["rounds"]])
+
+    def memory(network: str) -> list[float]:
+        sides = ("sharded", "whole")
+        return [_median([made[network][side]["memory"] for made in record["rounds"]]) / 2**20 for side in sides]
+
+    sides = record["rounds"][0]["resnet18"]
+    ratios = [ratio(network, side) for side in ("sharded", "sharded, bf16", "sharded in pairs")
+              for network in ("resnet18", "products")]  # fmt: skip
+    return [sides["sharded"]["state"] / sides["whole"]["state"], *memory("resnet18"), *ratios, *memory("products")]
+
+
+def rows_sent(record: Content) -> list[object]:
+    """Rows of a rank, MB of DeepFM with rows and whole on 2 ranks, and bytes over what has to be sent."""
+    mine = [turn for turn in record["turns"] if turn["side"] == ROWS_SIDE]
+    sent = [_median([turn["sent_bytes"] for turn in record["turns"]
+                       if (turn["model"], turn["ranks"], turn["side"]) == ("deepfm", 2, side)]) / 1e6
+            for side in (ROWS_SIDE, DENSE_SIDE)]  # fmt: skip
+    shares = [embeddings.shares_of_ideal(turns)[0] for turns in _settings(mine)]
+    return [round(_median([turn["touched_rows"] for turn in mine]), -2), *sent, *_ends(shares)]
+
+
+def headers(record: Content) -> Sequence[float]:
+    """Percent of what an interface has sent beyond the plan's payload, of whole gradients: smallest and largest."""
+    rounds = record["rounds"]
+    beyond = [[made[network]["whole"]["sent"] / made[network]["whole"]["planned_sent"] for made in rounds]
+              for network in rounds[0]]  # fmt: skip
+    return _ends([100 * (_median(each) - 1) for each in beyond])
+
+
+def _settings(turns: Sequence[Content]) -> list[list[Content]]:
+    """Turns of each model, number of ranks and optimizer."""
+
+    def key(turn: Content) -> tuple[str, int, str]:
+        return turn["model"], turn["ranks"], turn["optimizer"]
+
+    return [list(found) for _, found in groupby(sorted(turns, key=key), key)]
+
+
+def row_steps(other: str) -> Values:
+    """Steps with rows over those of ``other``, smallest and largest: SGD, then Adam; and the number of rounds."""
+
+    def values(record: Content) -> list[object]:
+        found: list[object] = []
+        for optimizer in ("sgd", "adam"):
+            settings = _settings([turn for turn in record["turns"] if turn["optimizer"] == optimizer])
+            found += _ends([_median(embeddings.shares_of(turns, ROWS_SIDE, other)) for turns in settings])
+        return [*found, len({turn["round"] for turn in record["turns"]})]
+
+    return values
+
+
+def differences(record: Content) -> list[object]:
+    """Steps; on 2 ranks, whether no bit differs; on 4, turns to 1e-6 and all; of the others the least and the most, how
+    many, of which models, and with whole tables; the largest of PyTorch and Horovod."""
+    turns = [turn for turn in record["turns"] if not turn["side"].startswith(ALONE)]
+    ours = [turn for turn in turns if turn["side"] in (ROWS_SIDE, DENSE_SIDE)]
+    on_two, on_four = ([turn for turn in ours if turn["ranks"] == ranks] for ranks in (2, 4))
+    same = "had" if not any(turn["difference"]["absolute"] for turn in on_two) else "did not have"
+    off = [turn for turn in on_four if turn["difference"]["relative"] > 1e-6]
+    least, most = (_power(end) for end in _ends([turn["difference"]["relative"] for turn in off]))
+    models = " and ".join(sorted({turn["model"] for turn in off})).replace("deepfm", "DeepFM")
+    dense = sum(turn["side"] == DENSE_SIDE for turn in off)
+    rivals = max(turn["difference"]["relative"] for turn in turns if turn["ranks"] == 4 and turn not in ours)
+    fine = len(on_four) - len(off)
+    return [record["steps"], same, fine, len(on_four), least, most, len(off), models, dense, _power(rivals, 1)]
+
+
+def trials(rate: str, *profiles: str) -> Values:
+    """Medians over the rounds, in ms, of what trials on this network measured."""
+
+    def values(record: Content) -> list[float]:
+        found = {row.name: _median(row.measured) for row in labs.rows_of(rate, record["networks"][rate])}
+        return [found[name] for name in profiles]
+
+    return values
+
+
+def errors(record: Content) -> Sequence[object]:
+    """Trials; their median and worst error, how many are off by more than 20 %; the same of medians over rounds."""
+    networks = record["networks"]
+    rows = [row for rate, rounds in networks.items() for row in labs.rows_of(rate, rounds)]
+    tried = [one for rounds in networks.values() for made in rounds for one in _tried(made)]
+    trials = [100 * abs(one["predicted_ms"] / one["measured_ms"] - 1) for one in tried]
+    errors = [100 * row.error for row in rows]
+    own = len(trials), _median(trials), max(trials), sum(error > 20 for error in trials)
+    return *own, len(errors), _median(errors), max(errors)
+
+
+def _tried(made: Content) -> list[Content]:
+    return [one for one in made["profiles"] if one["measured_ms"] is not None]
+
+
+def picks(record: Content) -> list[object]:
+    """Rounds, rounds whose pick is within 1 % of the best, and by how many percent the others are above it."""
+    above = []
+    for made in (made for rounds in record["networks"].values() for made in rounds):
+        found = {one["name"]: one["measured_ms"] for one in _tried(made)}
+        above.append(100 * (found[made["recommended"]] / min(found.values()) - 1))
+    far = sorted(each for each in above if each > 1)
+    return [len(above), len(above) - len(far), len(far), " and ".join(f"{each:.1f}" for each in far)]
+
+
+def batch_norm(record: Content) -> list[object]:
+    deep, small = (record["summary"][name]["step_ms"] for name in ("ResNet-50", "convnet"))
+    return [deep["ratio"], *deep["ratios"], record["asked"]["rounds"], small["ratio"]]
+
+
+def mutants(record: Content) -> Sequence[object]:
+    noticed = sum(each["end"] != "survived" for each in record)
+    return len(record), noticed, 100 * noticed / len(record)
