@@ -28,6 +28,7 @@ MODULES = {
         "strategies",
         "Profiles beside PyTorch, Horovod, stock Paddle and nothing on an emulated network. Root.",
     ),
+    "step": ("step", "Where the milliseconds of a float32 step are, beside PyTorch's. Root."),
     "before-and-after": ("checkouts:before_and_after", "Do two checkouts train to the same bits?"),
     "start": ("checkouts:start", "From the command to the end of the first step, beside torchrun."),
     "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),
