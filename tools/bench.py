@@ -36,6 +36,7 @@ MODULES = {
     "checkpoint": ("costs:checkpoint", "Checkpoints in the background and waited for, beside none."),
     "sync-batch-norm": ("costs:sync_batch_norm", "Synchronised batch norm beside the plain one."),
     "codec": ("costs:codec_cost", "Processor time of coding float32 in few bits, and of decoding it."),
+    "control-plane": ("control_plane", "What gates, joining, strangers and lost relays cost, 32 to 10,000 ranks."),
     "recorder": ("recorder", "What the flight recorder takes of a step's time, per profile."),
     "sharding": (
         "sharding",
