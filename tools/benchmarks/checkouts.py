@@ -139,8 +139,8 @@ def start(before: str | None, rounds: int, keep: Keep) -> None:
             checkouts[BEFORE] = stack.enter_context(checkout_of(before))
         if importlib.util.find_spec("torch"):
             checkouts[TORCH] = ROOT
-        record: dict[str, Any] = {"circumstances": circumstances(), "loads": [], "rounds": []}
-        record["before"] = revision_of(checkouts[BEFORE]) if before else None
+        asked = {"before": revision_of(checkouts[BEFORE]) if before else None}
+        record = keep.begun({"circumstances": circumstances(), **asked, "loads": [], "rounds": []})
         measure(rounds, checkouts, record, keep)
     click.echo("\n".join(start_page(record)))
 
@@ -150,7 +150,7 @@ def measure(rounds: int, checkouts: Mapping[str, Path], record: dict[str, Any], 
     names = list(checkouts)
     for who in names:  # compiles Python files and fills the page cache
         measure_start(who, checkouts[who], _PORT)
-    for turn in range(rounds):
+    for turn in range(len(record["rounds"]), rounds):
         record["loads"].append(round(os.getloadavg()[0], 2))
         order = names[turn % len(names) :] + names[: turn % len(names)]
         found = {who: measure_start(who, checkouts[who], _PORT + 10 * (turn % 5 + 1)) for who in order}

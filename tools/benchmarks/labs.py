@@ -189,8 +189,11 @@ def prediction(
     `recommend` on each network; the page has every profile's predicted and measured step, medians over the rounds, and
     for each network the profile that `recommend` picks with its default number of trials beside the best one.
     """
-    at, made = circumstances(), defaultdict[str, list[dict[str, Any]]](list)
+    begun = keep.begun({"circumstances": circumstances(), "task": task_name, "networks": {}})
+    at, made = begun["circumstances"], defaultdict[str, list[dict[str, Any]]](list, begun["networks"])
     for number, rate in ((number, rate) for number in range(1, rounds + 1) for rate in rates):
+        if len(made[rate]) >= number:
+            continue
         with tempfile.TemporaryDirectory(prefix="bench_prediction_") as folder:
             made[rate].append(recommendation(task_name, rate, nodes, trials, seconds, Path(folder)))
         keep({"circumstances": at, "task": task_name, "networks": made}, prediction_page(task_name, at, made))

@@ -78,6 +78,18 @@ class Keep:
 
     path: Path | None
 
+    def begun(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of this name, to go on with; if there is none ``record``, which has all but results. A click error
+        if its rounds are not comparable with those to come."""
+        path = self.path and beside(self.path, ".json")
+        if path is None or not path.exists():
+            return dict(record)
+        there: dict[str, Any] = json.loads(path.read_text())
+        if differing := differences(there, record):
+            told = "; ".join(differing)
+            raise click.UsageError(f"{path} is there, and its rounds are not comparable ({told}); give another --name")
+        return there
+
     def __call__(self, record: Mapping[str, Any], page: Sequence[str], picture: str = "", shows: str = "") -> None:
         if self.path is None:
             return
@@ -88,6 +100,19 @@ class Keep:
             publish_where_linked(beside(self.path, ".svg"), picture.encode())
             page = [*page, "", f"![{shows}]({self.path.name}.svg)"]
         publish_where_linked(beside(self.path, ".md"), "\n".join([*page, ""]).encode())
+
+
+def differences(there: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Why rounds of two records are not comparable: other settings (all but what is empty in ``mine``, which grows with
+    the rounds), another processor, other code."""
+    mine = {name: value for name, value in json.loads(json.dumps(mine)).items() if value not in ([], {})}
+    then, at = there["circumstances"], mine.pop("circumstances")
+    differing = [f"{key}: {there.get(key)} there, {mine[key]} now" for key in mine if there.get(key) != mine[key]]
+    if then["processor"] != at["processor"]:
+        differing.append(f"processor: {then['processor']} there, {at['processor']} now")
+    if not same_code(then["commit"], at["commit"]):
+        differing.append(f"what its rounds run has changed since its commit {then['commit'][:10]}")
+    return differing
 
 
 def _in_lines(value: Any) -> str:
@@ -180,10 +205,9 @@ def quotable(folder: Path = FOLDER) -> list[Record]:
     return sorted(found, key=lambda each: str(each.circumstances["date"]), reverse=True)
 
 
-# What the turns of a record of strategies run.
-_RUN = ("fleet_train", "strategies/*.yaml", "tools/lab.py", *(
-    f"tools/benchmarks/{name}.py" for name in ("contestants", "jobs", "networks", "ranks", "tasks", "trainees")
-))  # fmt: skip
+# What the turns of a record run.
+_MODULES = "contestants jobs networks ranks stand_ins start_rank tasks trainees".split()
+_RUN = ("fleet_train", "strategies/*.yaml", "tools/lab.py", *(f"tools/benchmarks/{name}.py" for name in _MODULES))
 
 
 def same_code(one: str, other: str) -> bool:

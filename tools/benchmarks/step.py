@@ -133,17 +133,18 @@ def main(before: str | None, rounds: int, keep: Keep) -> None:
         sides = {name: (name, ROOT) for name in (*alone, *CONTESTANTS)}
         if there is not None:
             sides[BEFORE] = (CONTESTANTS[0], there)
-        record: dict[str, Any] = {"circumstances": circumstances(), "contestants": list(sides), "rounds": []}
-        record["before"] = revision_of(there) if there else None
+        asked = {"contestants": list(sides), "before": revision_of(there) if there else None}
+        record = keep.begun({"circumstances": circumstances(), **asked, "rounds": []})
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step_")))
-        for number in range(1, rounds + 1):
-            record["rounds"].append({})
+        for number in range(len(record["rounds"]) + 1, rounds + 1):
+            made: dict[str, Any] = {}
             for turn, (side, (name, checkout)) in enumerate(sides.items()):
                 with Lab(2, RATE) as lab:
                     place = Place(lab, 1, _FIRST_PORT + 20 * (turn + len(sides) * number))
                     found = measure(name, checkout, place, folder / f"{number}-{turn}")
-                record["rounds"][-1][side] = found
+                made[side] = found
                 click.echo(f"round {number} of {rounds}  {side:<18} {found}", err=True)
+            record["rounds"].append(made)
             keep(record, page(record))
     click.echo("\n".join(page(record)))
 

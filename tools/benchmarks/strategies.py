@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import os
 import tempfile
 import time
@@ -42,7 +41,7 @@ from tools.benchmarks.jobs import ERROR, JobFailed, Place, run_contestant
 from tools.benchmarks.networks import described
 from tools.benchmarks.pictures import picture
 from tools.benchmarks.ranks import Assignment
-from tools.benchmarks.record import ROOT, Keep, beside, circumstances, recorded, same_code
+from tools.benchmarks.record import ROOT, Keep, circumstances, recorded
 from tools.benchmarks.report import page, summarised
 from tools.benchmarks.tasks import TASKS, Task, digest
 from tools.lab import Lab
@@ -182,16 +181,8 @@ class Benchmark:
         record = self.record()
         keep(record, page(record), picture(record) if keep.path else "")
 
-    def go_on_from(self, record: Mapping[str, Any], at: Mapping[str, Any]) -> None:
-        """Continue a record. Raises ValueError if its turns are not comparable with those to come."""
-        then, mine = record["circumstances"], json.loads(json.dumps(self.settings()))
-        differing = [f"{key}: {record.get(key)} there, {mine[key]} now" for key in mine if record.get(key) != mine[key]]
-        if then["processor"] != at["processor"]:
-            differing.append(f"processor: {then['processor']} there, {at['processor']} now")
-        if not same_code(then["commit"], at["commit"]):
-            differing.append(f"what its turns run has changed since its commit {then['commit'][:10]}")
-        if differing:
-            raise ValueError(f"its rounds have to be comparable ({'; '.join(differing)}); give another --name")
+    def go_on_from(self, record: Mapping[str, Any]) -> None:
+        """Continue what `Keep.begun` gave."""
         self.rounds, self.failures = list(record["rounds"]), list(record["failures"])
         self.sittings = list(record["sittings"])
 
@@ -222,27 +213,20 @@ def main(
     task = dataclasses.replace(TASKS[task_name], **changes | ({"steps": steps} if steps else {}))
     if task.steps <= task.warmup_steps:
         raise click.UsageError(f"--steps {task.steps}: the first {task.warmup_steps} are not timed; give more")
-    chosen = _installed(chosen_contestants_or_usage(ours, rivals, task.bucket))
+    try:
+        chosen = _installed(chosen_contestants(ours, rivals, task.bucket))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     rate = {"unlimited": "none"}.get(rate, rate)
     benchmark = Benchmark(task, chosen, rate=rate, repeats=1 if quick else rounds, timeout_seconds=timeout, **lab)
     at = circumstances()
-    if keep.path is not None and beside(keep.path, ".json").exists():
-        try:
-            benchmark.go_on_from(json.loads(beside(keep.path, ".json").read_text()), at)
-        except ValueError as error:
-            raise click.UsageError(f"{keep.path}.json is there: {error}") from None
+    nothing: dict[str, Any] = {"sittings": [], "rounds": [], "failures": []}
+    benchmark.go_on_from(keep.begun({"circumstances": at, **benchmark.settings(), **nothing}))
     click.echo(f"{task.name}: {described(task)}; {len(chosen)} contestants, {benchmark.repeats} rounds")
     benchmark.run(at, lambda: benchmark.write(keep))
     click.echo("\n".join(page(benchmark.record())))
     if unexpected := [each for each in benchmark.failures if each["contestant"] != REFUSED]:
         raise click.ClickException(f"{len(unexpected)} turns failed, see above and the record")
-
-
-def chosen_contestants_or_usage(ours: Sequence[str], rivals: str, bucket: str) -> list[Contestant]:
-    try:
-        return chosen_contestants(ours, rivals, bucket)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _installed(chosen: Sequence[Contestant]) -> list[Contestant]:
