@@ -88,15 +88,18 @@ def _draw_curves(axis: Any, record: Mapping[str, Any], name: str, target: float)
 def _label_ends(axis: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
     """Names at the lines' ends, right of the picture, apart from each other."""
     low, high = axis.get_ylim()
-    at = -1.0
-    for seconds, value, name, colour in sorted(labels, key=lambda each: each[1]):
-        place = min(max((value - low) / (high - low), 0.0), 1.0)
-        at = max(place, at + _BETWEEN_LABELS)
-        inside = min(max(value, low), high)
+    rising = sorted(labels, key=lambda each: each[1])
+    places = [min(max((value - low) / (high - low), 0.0), 1.0) for _, value, _, _ in rising]
+    for number in range(1, len(places)):
+        places[number] = max(places[number], places[number - 1] + _BETWEEN_LABELS)
+    for number in reversed(range(len(places))):
+        above = places[number + 1] if number + 1 < len(places) else 1.0 + _BETWEEN_LABELS
+        places[number] = min(places[number], above - _BETWEEN_LABELS)
+    for (seconds, value, name, colour), place in zip(rising, places, strict=True):
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
         axis.annotate(
-            name, (seconds, inside), xytext=(1.02, at), textcoords="axes fraction", color=colour, va="center",
-            arrowprops=leader, annotation_clip=False,
+            name, (seconds, min(max(value, low), high)), xytext=(1.02, place), textcoords="axes fraction",
+            color=colour, va="center", arrowprops=leader, annotation_clip=False,
         )  # fmt: skip
 
 
