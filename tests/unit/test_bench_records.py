@@ -17,7 +17,7 @@ import pytest
 
 from fleet_train.cluster.flight import ring
 from fleet_train.profile import load_profile, profile_names
-from tools.benchmarks import checkouts, costs, labs, quote, recorder, report, strategies
+from tools.benchmarks import checkouts, costs, labs, quote, recorder, report, step, strategies
 from tools.benchmarks.contestants import chosen_contestants, family_of
 from tools.benchmarks.networks import PaddleKit, build
 from tools.benchmarks.ranks import Window, window_of
@@ -228,6 +228,13 @@ def test_a_record_goes_on_with_the_same_settings_processor_and_code_only(tmp_pat
 def test_an_unknown_contestant_is_refused_with_what_is_accepted(ours: list[str], rivals: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         chosen_contestants(ours, rivals, "4mb")
+
+
+def test_the_link_is_busy_where_it_carries_more_than_a_third_of_its_rate() -> None:
+    # Of the second half, until the last byte was sent: a step of 4 readings, of which one carries nothing.
+    sent = [0, 0, 0, 0, 500_000, 900_000, 1_300_000, 1_300_000, 1_800_000]
+    readings = [(0.004 * place, each) for place, each in enumerate([*sent, 1_800_000, 1_800_000])]
+    assert step.busy_share(readings) == pytest.approx(3 / 4)
 
 
 def test_a_record_names_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

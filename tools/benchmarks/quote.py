@@ -29,7 +29,7 @@ from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
 from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
-from tools.benchmarks.report import Mean, score_of, told_target
+from tools.benchmarks.report import Mean, ddp_of, score_of, told_target, turns_of
 
 PAGES = ("README.md", "README_cn.md", "docs/strategies.md")
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
@@ -88,7 +88,7 @@ def _block(settings: str, records: Sequence[Record]) -> str:
 
 def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
     """The lines of a page's table."""
-    score, best = score_of(content), best_ddp(content)
+    score, best = score_of(content), ddp_of(turns_of(content)) or REFERENCE
     headings = ["trained with", "step ms", "/ best DDP", "kB per step"]
     if score:
         headings += [f"{score.name} after {content['task']['steps']} steps", "at equal time", f"s to {score.target:g}"]
@@ -99,12 +99,6 @@ def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
         if name in content["summary"] and (name in (NOTHING, AVERAGE_ONCE) or parse(name).kind != ALONE)
     ]
     return table(headings, [row[: len(headings)] for row in rows])
-
-
-def best_ddp(content: Mapping[str, Any]) -> str:
-    """The bucket size of PyTorch DDP that every ratio is against."""
-    found = [name for name in content["summary"] if name.startswith(REFERENCE)]
-    return min(found, key=lambda name: float(content["summary"][name]["step_ms"]), default=REFERENCE)
 
 
 def _cells(name: str, figures: Mapping[str, Any], score: Any) -> list[str]:

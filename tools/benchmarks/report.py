@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
+import numpy as np
+
 from tools.benchmarks.contestants import (
     ALONE,
     AVERAGE_ONCE,
@@ -84,15 +86,8 @@ def paired_ratio(ones: Turns, others: Turns) -> float | None:
 def score_at(curve: Curve, seconds: float) -> float:
     """The score after so many seconds of training, between evaluations in a straight line; that of the first or of the
     last evaluation outside them."""
-    before: tuple[int, float, float] | None = None
-    for each in curve:
-        if each[1] >= seconds:
-            if before is None:
-                return each[2]
-            part = (seconds - before[1]) / (each[1] - before[1])
-            return before[2] + part * (each[2] - before[2])
-        before = each
-    return curve[-1][2]
+    _, times, scores = zip(*curve, strict=True)
+    return float(np.interp(seconds, times, scores))
 
 
 def seconds_to(curve: Curve, score: Score) -> float | None:

@@ -121,14 +121,14 @@ class Benchmark:
 
     def _take_turn(self, contestant: Contestant, number: int, place: Place, folder: Path) -> None:
         task = dataclasses.replace(self.task, seed=seed_of(self.frozen, number), steps=self._steps_of(contestant))
-        assignment = Assignment(task, contestant, str(folder), self.nodes, self.ranks_per_node, self.timeout_seconds)
+        shape = (self.nodes, self.ranks_per_node, self.timeout_seconds)
         turn = {"contestant": contestant.name, "round": number, "seed": task.seed}
         takes: list[dict[str, Any]] = []
         for take in range(_TAKES):
             own = dataclasses.replace(place, port=place.port + take * _PORTS_PER_JOB // _TAKES)
             load, began, others = os.getloadavg()[0], time.monotonic(), of_others()
             try:
-                found = run_contestant(dataclasses.replace(assignment, folder=str(folder / str(take))), own)
+                found = run_contestant(Assignment(task, contestant, str(folder / str(take)), *shape), own)
             except JobFailed as failure:
                 click.echo(f"round {number}: {failure}", err=True)
                 self.failures.append(turn | {"reason": reason_of(str(failure)), "output": str(failure)[-2000:]})
