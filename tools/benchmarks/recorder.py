@@ -28,6 +28,7 @@ from fleet_train.cluster.flight import ring
 from fleet_train.cluster.flight.ring import read_ring, recorder
 from fleet_train.files import publish_where_linked
 from fleet_train.profile import profile_names
+from tools.benchmarks.contestants import rhythm
 from tools.benchmarks.jobs import JobFailed, results_of, run_here
 from tools.benchmarks.networks import described
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
@@ -98,7 +99,7 @@ def measure(task: Task, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     """What this rank has found; times in milliseconds unless named otherwise."""
     trainee = StaticTrainee(task)
     batches = [Batches(task, trainee.rank, ranks).at(number) for number in range(50)]
-    facts, switch, done = trainee.facts(), Switch(), 0
+    facts, switch, done = rhythm(fleet.profile().model_dump(mode="json")), Switch(), 0
 
     def train(count: int) -> float:
         nonlocal done
