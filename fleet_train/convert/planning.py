@@ -232,13 +232,14 @@ _IN_TWO_HALVES = {f"pd_op.{name}_grad" for name in ("conv2d", "conv3d", "depthwi
 def parameters_first(params_grads: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """The pairs, after an operator that makes the gradients of a parameter and of an activation is cut into one for
     each, that of the parameter first: it is sent while the other is computed. The same kernels compute the same bits.
+    Only in float32: oneDNN, which computes bfloat16 on CPUs, ends the process where a product has to make one of two.
     """
     return [(parameter, value if value is None else _alone_first(value)) for parameter, value in params_grads]
 
 
 def _alone_first(gradient: Any) -> Any:
     both = gradient.get_defining_op()
-    if both is None or both.name() not in _IN_TWO_HALVES:
+    if both is None or both.name() not in _IN_TWO_HALVES or gradient.dtype != paddle.float32:
         return gradient
     results = both.results()
     if not all(result.initialized() for result in results) or results[1 - gradient.index()].use_empty():

@@ -369,3 +369,20 @@ def test_a_product_that_is_only_watched_does_not_lend_its_attributes_to_a_gradie
             found.append(executor.run(main, feed=feed, fetch_list=[other, *(value for _, value in pairs)]))
     for whole, half in zip(*found, strict=True):
         np.testing.assert_array_equal(whole, half)
+
+
+def test_gradients_in_bfloat16_stay_in_one_operator_that_can_be_run() -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        hidden = paddle.tanh(nn.Linear(6, 6)(paddle.static.data("image", [4, 6], "float32"))).cast("bfloat16")
+        half = nn.initializer.Constant(0.5)
+        low = paddle.static.create_parameter([6, 6], "bfloat16", name="low.w_0", default_initializer=half)
+        pairs = paddle.optimizer.SGD(0.1).backward(paddle.matmul(hidden, low).cast("float32").square().sum())
+        before = [operator.name() for operator in main.global_block().ops]
+        gradients = [value.cast("float32") for _, value in parameters_first(pairs)]
+    assert [operator.name() for operator in main.global_block().ops][: len(before)] == before
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        executor = paddle.static.Executor(paddle.CPUPlace())
+        executor.run(startup)
+        found = executor.run(main, feed={"image": np.ones((4, 6), "float32")}, fetch_list=gradients)
+    assert len(found) == 3 and all(np.isfinite(value).all() and value.any() for value in found)
