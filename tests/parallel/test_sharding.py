@@ -247,8 +247,10 @@ def main() -> None:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     if what == "optimizers":
         compared = {name: compare(name, seed) for seed, name in enumerate(OPTIMIZERS)}
-        uncut = {name: compare(name, 5, EVEN)["bits"] for name in OPTIMIZERS if not compared[name]["bits"]}
-        report(fleet.worker_index(), optimizers=compared, uncut=uncut, held=compare("SGD", 3, HELD))
+        report(fleet.worker_index(), optimizers=compared)
+        if fleet.worker_num() == 2:  # each program's groups have threads of Gloo's that never sleep for long
+            uncut = {name: compare(name, 5, EVEN)["bits"] for name in OPTIMIZERS if not compared[name]["bits"]}
+            report(fleet.worker_index(), uncut=uncut, held=compare("SGD", 3, HELD))
     elif what == "save":
         report(fleet.worker_index(), ends=save(folder))
     elif what == "resume":
