@@ -139,5 +139,4 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, t
 def test_a_records_page_is_what_its_rounds_give() -> None:
     for path in FOLDER.glob("*-control-plane.json"):
         record = json.loads(path.read_text())
-        if "parts" in record:  # those of before this program have another form
-            assert "\n".join([*page(record), ""]) == path.with_suffix(".md").read_text(), path.name
+        assert "\n".join([*page(record), ""]) == path.with_suffix(".md").read_text(), path.name

@@ -85,7 +85,7 @@ FIGURES = (
     Figure("docs/design.md", "control-plane", readings.relays,
            "At 512 ranks relays lower the root's time from {:.1f} to {:.1f} ms"),
     Figure("docs/design.md", "control-plane", readings.latencies,
-           "A barrier of two ranks takes {:.2f} ms (median; before: {:.2f} in the same run) and at most {:.0f} ms, "
+           "A barrier of two ranks takes {:.2f} ms (median) and at most {:.0f} ms, "
            "1000 ranks join in {:.1f} s and 10,000 in {:.1f} s. Beside ten thousand silent connections, values of 60 "
            "MB and malformed headers the longest barrier took {:.1f} ms."),
     Figure("docs/doctor.md", "doctor-clean-runs", readings.alarms,

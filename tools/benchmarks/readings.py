@@ -22,7 +22,7 @@ def nothing(record: Content) -> Sequence[object]:
 
 
 def most_ranks(record: Content) -> Sequence[object]:
-    return [max(found.get("ranks", 0) for found in record["medians"].values())]
+    return [max(each.get("ranks", 0) for rounds in record["parts"].values() for each in rounds)]
 
 
 def _median(values: Sequence[float]) -> float:
@@ -60,28 +60,31 @@ def codec(record: Content) -> list[float]:
             for kind in ("int8", "int4")]  # fmt: skip
 
 
-def barrier(case: str) -> Values:
+def _of_part(record: Content, part: str, name: str) -> float:
+    return _median([each[name] for each in record["parts"][part]])
+
+
+def barrier(part: str) -> Values:
     """The root's processor ms and KB for a barrier, and its ms on the clock."""
 
     def values(record: Content) -> Sequence[float]:
-        found = record["medians"][case]
-        return found["root_cpu_ms_per_gate"], found["root_bytes_per_gate"] / 1e3, found["gate_ms_wall"]
+        found = [_of_part(record, part, name) for name in ("root_ms", "root_bytes", "gate_ms")]
+        return found[0], found[1] / 1e3, found[2]
 
     return values
 
 
 def latencies(record: Content) -> list[float]:
-    """Of two ranks: the median of a barrier, before and now, and the longest; joins of 1000 and 10,000; the longest
-    barrier beside strangers."""
-    found = record["medians"]
-    attacks = [each["longest_ms"] for name, each in found.items() if name.startswith("latency under attack")]
-    now, before = found["latency"], found["latency before"]
-    joins = [found[f"{case} x 8 over relays"]["join_seconds_wall"] for case in (125, 1250)]
-    return [now["median_ms"], before["median_ms"], now["longest_ms"], *joins, max(attacks)]
+    """Of two ranks: the median of a barrier, and the longest; joins of 1000 and 10,000; the longest beside strangers."""
+    longest = {part: max(each["longest_ms"] for each in rounds)
+               for part, rounds in record["parts"].items() if "stranger" in rounds[0]}  # fmt: skip
+    alone = longest.pop("two ranks")
+    joins = [_of_part(record, f"{nodes} x 8 over relays", "join_seconds") for nodes in (125, 1250)]
+    return [_of_part(record, "two ranks", "median_ms"), alone, *joins, max(longest.values())]
 
 
 def relays(record: Content) -> list[float]:
-    return [record["medians"][f"64 x 8 {where}"]["root_cpu_ms_per_gate"] for where in ("at the root", "over relays")]
+    return [_of_part(record, f"64 x 8 {where}", "root_ms") for where in ("at the root", "over relays")]
 
 
 def alarms(record: Content) -> list[object]:

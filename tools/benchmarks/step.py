@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from fleet_train.cluster.flight.ring import read_ring
 from fleet_train.cluster.flight.timeline import Step, timelines
-from tools.benchmarks.contestants import OURS, parse, with_baselines
+from tools.benchmarks.contestants import OURS, TORCH, parse, with_baselines
 from tools.benchmarks.jobs import Place, checkout_of, commands_of, results_of, revision_of, run_commands
 from tools.benchmarks.ranks import Assignment, interface_bytes
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
@@ -99,12 +99,12 @@ def page(record: Mapping[str, Any]) -> list[str]:
     for name in names:
         figures = {key: [each[name][key] for each in rounds if key in each[name]] for key in FIGURES}
         rows.append([name, *(spread(each, median(each), 0) if each else "" for each in figures.values())])
-    best = min((name for name in names if name.startswith("torch")), key=lambda name: step_of(record, name), default="")
+    best = best_of_torch(record)
     ratios = [
         f"- {name}: {spread(over, median(over))} of {best}, the best of PyTorch's, within a round."
         for name in names
         if best and name.startswith("ours")
-        for over in [[each[name]["step"] / each[best]["step"] for each in rounds]]
+        for over in [over_torch(record, name)]
     ]
     return [
         f"# A float32 step of ResNet-18 on two nodes at {RATE}, {record['circumstances']['date'][:10]}",
@@ -119,8 +119,17 @@ def page(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def step_of(record: Mapping[str, Any], name: str) -> float:
-    return float(median(each[name]["step"] for each in record["rounds"]))
+def best_of_torch(record: Mapping[str, Any]) -> str:
+    """The fastest of PyTorch's contestants that are in every round; empty without one."""
+    rounds = record["rounds"]
+    names = [name for name in record["contestants"] if name.startswith(TORCH) and all(name in each for each in rounds)]
+    return min(names, key=lambda name: median(each[name]["step"] for each in rounds), default="")
+
+
+def over_torch(record: Mapping[str, Any], name: str) -> list[float]:
+    """A contestant's step over that of PyTorch's best, in each round."""
+    best = best_of_torch(record)
+    return [each[name]["step"] / each[best]["step"] for each in record["rounds"]]
 
 
 @click.command(context_settings={"show_default": True})
