@@ -75,7 +75,7 @@ def barrier(part: str) -> Values:
 
 
 def latencies(record: Content) -> list[float]:
-    """Of two ranks: the median of a barrier, and the longest; joins of 1000 and 10,000; the longest beside strangers."""
+    """Of two ranks: a barrier's median and longest; joins of 1000 and 10,000; the longest barrier beside strangers."""
     longest = {part: max(each["longest_ms"] for each in rounds)
                for part, rounds in record["parts"].items() if "stranger" in rounds[0]}  # fmt: skip
     alone = longest.pop("two ranks")
