@@ -55,6 +55,8 @@ FIGURES = {
 def busy_share(readings: Sequence[tuple[float, int]]) -> float:
     """Of the second half of the readings (seconds, bytes sent so far): the share of time in which the link was busy."""
     last = next(place for place, (_, sent) in enumerate(readings) if sent == readings[-1][1])
+    if not last:
+        return 0.0  # nothing was sent
     half = readings[last // 2 : last + 1]
     spans = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(half)]
     busy = sum(seconds for seconds, sent in spans if sent > _BUSY * BYTES_PER_SECOND * seconds)
