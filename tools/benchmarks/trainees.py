@@ -55,9 +55,7 @@ class StaticTrainee:
         import paddle
 
         paddle.enable_static()
-        self.rank, place, self._fleet, self._shape = rank or 0, paddle.CPUPlace(), None, (1, 1)
-        if assignment is not None:
-            self._shape = (assignment.node_num, assignment.ranks_per_node)
+        self.rank, place, self._fleet, self._assignment = rank or 0, paddle.CPUPlace(), None, assignment
         if kind == OURS:
             from fleet_train import fleet, role_maker
 
@@ -97,9 +95,10 @@ class StaticTrainee:
         plan, profile = self._fleet.plan(), self._fleet.profile()
         explicit = profile.model_dump(mode="json", include=set(profile.explicit))
         facts = {"profile": explicit, **rhythm(profile.model_dump(mode="json"))}
-        if plan is None:
+        if plan is None or self._assignment is None:
             return facts
-        predicted = fmean(traffic(plan, Cluster.imagined(*self._shape)).leaving)
+        cluster = Cluster.imagined(self._assignment.node_num, self._assignment.ranks_per_node)
+        predicted = fmean(traffic(plan, cluster).leaving)
         return facts | {"predicted_bytes": predicted, "gradient_bytes": plan.gradient_bytes}
 
 
