@@ -8,8 +8,9 @@
 Each machine has its own disk. Faults of ranks (step, save, start, freeze) need no root on loopback addresses; those of
 machines (machine, frozen, cut, relay) need the network namespaces of tools/lab.py. tools/soaking/faults.py says what
 each does. The ranks write down every step, with its samples and its loss, in a ledger outside the disks. What was not
-rolled back is then trained again by plain jobs, one after the other, on the same numbers of machines: every tensor,
-loss and batch has to be the same, bit by bit. Exit code 0: nothing was lost; 1: something was, with the reasons.
+rolled back is then trained again by plain jobs, one after the other, on the same numbers of machines (with LocalSGD
+also with the same saves, which average the ranks): every tensor, loss and batch has to be the same, bit by bit. Exit
+code 0: nothing was lost; 1: something was, with the reasons.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fleet_train.data.sampler import epoch_order
 from fleet_train.errors import Preempted
+from fleet_train.profile import load_profile
 from tools.benchmarks.record import Keep, circumstances, recorded, table, told_circumstances
 from tools.lab import Lab
 from tools.soaking.faults import KINDS, OF_MACHINES, Faults, PlannedFault, launch_flags, plan_faults, recovery_of
@@ -80,7 +82,10 @@ def soak(job: Job, plans: Sequence[PlannedFault], timeout_seconds: float) -> dic
 def replay(model: Job, stretches: Sequence[Stretch], folder: Path) -> list[Job]:
     """The reference: a plain job for each stretch, from the last checkpoint of the one before it. Raises SoakFailed."""
     jobs: list[Job] = []
-    train = tuple(flag for flag in model.train_flags if not flag.startswith("--checkpoint"))
+    (strategy,) = (flag.partition("=")[2] for flag in model.train_flags if flag.startswith("--strategy="))
+    # With LocalSGD a save averages the ranks: it has to come after the same steps.
+    left_out = "--checkpoint_copies" if load_profile(strategy).use_local_sgd else "--checkpoint"
+    train = tuple(flag for flag in model.train_flags if not flag.startswith(left_out))
     for number, stretch in enumerate(stretches):
         is_last = number + 1 == len(stretches)
         job = replace(

@@ -173,6 +173,8 @@ def holder() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 # The seeds are of those whose faults come soon and pass soon.
 RANKS = "--faults save,step,start,freeze --network loopback --nodes 2 --epochs 3 --step_seconds 0.2 --seed 599"
+# Long enough for local steps: they begin after step 100.
+LOCAL_STEPS = "--faults step,freeze --network loopback --nodes 2 --epochs 6 --step_seconds 0.1 --strategy local_sgd"
 MACHINES = "--faults machine:0,frozen:leader,cut --epochs 4 --step_seconds 0.3 --next_step_within 240 --seed 149"
 
 
@@ -180,6 +182,7 @@ MACHINES = "--faults machine:0,frozen:leader,cut --epochs 4 --step_seconds 0.3 -
     ("flags", "kinds"),
     [
         pytest.param(RANKS, ["save", "step", "start", "freeze"], id="ranks"),
+        pytest.param(LOCAL_STEPS, ["step", "freeze"], id="local steps"),
         pytest.param(MACHINES, ["machine", "frozen", "cut"], id="machines", marks=pytest.mark.root),
     ],
 )
