@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
@@ -74,9 +73,10 @@ def test_ratios_of_batch_norm_and_errors_of_predictions_are_what_their_rounds_gi
     for name, figures in record["summary"].items():
         rounds = [each for each in record["rounds"] if each["network"] == name]
         assert costs.ratios_of(rounds, record["asked"]["steps"]) == figures
-    record = content_of("2026-11-22-prediction")
+    (path,) = FOLDER.glob("*-prediction.json")
+    record = content_of(path.stem)
     page = labs.prediction_page(record["task"], record["circumstances"], record["networks"])
-    assert "\n".join([*page, ""]) == (FOLDER / "2026-11-22-prediction.md").read_text()
+    assert "\n".join([*page, ""]) == path.with_suffix(".md").read_text()
 
 
 def test_what_is_quoted_is_what_the_newest_records_say() -> None:
@@ -85,13 +85,6 @@ def test_what_is_quoted_is_what_the_newest_records_say() -> None:
     measured = [(name, line) for name in profile_names() for line in load_profile(name).measured]
     refuted = tuple(each.source for each in all_records() if each.refutation)
     assert [name for name, line in measured if line.endswith(refuted)] == []
-    trials: dict[str, list[float]] = {}
-    for made in content_of("2026-11-22-prediction")["networks"]["1gbit"]:
-        for each in made["profiles"]:
-            if each["measured_ms"] is not None:
-                trials.setdefault(each["name"], []).append(each["measured_ms"])
-    by_hand = {name: line for name, line in measured if "prediction" in line}
-    assert [name for name, line in by_hand.items() if f"; step {median(trials[name]):.1f} ms (" not in line] == []
 
 
 def turn(
@@ -118,6 +111,18 @@ def record(name: str = "a", **changed: Any) -> Record:
     }  # fmt: skip
     content |= changed
     return Record(Path(f"{name}.json"), content | {"summary": report.summarised(content)})
+
+
+def test_a_profile_without_a_record_has_what_the_trials_of_recommend_took() -> None:
+    rounds = [
+        {"profiles": [{"name": "multi_node", "predicted_ms": 40.0, "measured_ms": base},
+                      {"name": "dgc", "predicted_ms": 40.0, "measured_ms": took}]}
+        for base, took in ((40.0, 61.0), (44.0, 60.0), (42.0, None))
+    ]  # fmt: skip
+    tried = Record(Path("x-prediction.json"), {"circumstances": AT, "task": "bytes", "networks": {"1gbit": rounds}})
+    (line,) = quote.trials_for("dgc", tried)
+    assert "2 rounds of recommend's trials; step 60.5 ms (multi_node: 42.0 ms); accuracy not measured" in line
+    assert quote.trials_for("slowmo", tried) == quote.trials_for("dgc", None) == []
 
 
 def test_the_newest_record_of_a_setting_counts_with_the_knobs_of_today() -> None:

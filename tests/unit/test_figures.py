@@ -47,8 +47,8 @@ def test_a_changed_number_in_a_page_is_named_with_what_the_record_says() -> None
     assert "took 361 MB" in recorded
     (line,) = found("docs/design.md", "| 32 | to the root | 1.3 | 2.7 |", "| 32 | to the root | 1.2 | 2.7 |")
     assert "has '| 32 | to the root | 1.2 |" in line
-    (line,) = found("docs/proven.md", "| 30 `SIGKILL`s", "| 130 `SIGKILL`s")
-    assert "130 `SIGKILL`s" in line.partition("; ")[0]
+    (line,) = found("docs/proven.md", "| 60 kills", "| 160 kills")
+    assert "160 kills" in line.partition("; ")[0]
     (line,) = found("docs/memory.md", "302 MB instead of 271", "302 MB instead of 271.5")
     assert line.startswith("docs/memory.md: has ")
     (line,) = found("docs/tests.md", "323 noticed", "323 found")
@@ -57,10 +57,10 @@ def test_a_changed_number_in_a_page_is_named_with_what_the_record_says() -> None
 
 def test_a_changed_or_newer_record_names_the_pages_to_change() -> None:
     old = SOURCES["soak"]
-    kills = [*old.content["kills"], old.content["kills"][0]]
-    lines = list(problems(pages(), SOURCES | {"soak": replace(old, content=old.content | {"kills": kills})}))
+    faults = [*old.content["faults"], old.content["faults"][0]]
+    lines = list(problems(pages(), SOURCES | {"soak": replace(old, content=old.content | {"faults": faults})}))
     assert [line.partition(":")[0] for line in lines] == ["docs/faults.md", "docs/proven.md"]
-    assert all("31 " in line.partition(" gives ")[2] for line in lines)
+    assert all("61 " in line.partition(" gives ")[2] for line in lines)
     newer = replace(old, path=old.path.with_name("2027-01-01-soak.json"))
     lines = list(problems(pages(), SOURCES | {"soak": newer}))
     outdated = [line for line in lines if line.endswith("; the newest record is 2027-01-01-soak")]

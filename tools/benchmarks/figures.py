@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from tools.benchmarks import quote, readings
+from tools.benchmarks import quote, readings, step
 from tools.benchmarks.contestants import TORCH
 from tools.benchmarks.embeddings import DENSE_SIDE
 from tools.benchmarks.readings import Content, Values
@@ -88,24 +88,26 @@ FIGURES = (
            "A barrier of two ranks takes {:.2f} ms (median) and at most {:.0f} ms, "
            "1000 ranks join in {:.1f} s and 10,000 in {:.1f} s. Beside ten thousand silent connections, values of 60 "
            "MB and malformed headers the longest barrier took {:.1f} ms."),
+    *(Figure("docs/design.md", "step", readings.float32_step(key), f"| {words} | {{:.0f}} | {{:.0f}} | {theirs} |")
+      for key, words in step.FIGURES.items() for theirs in ["{:.0f}" if key in ("busy", "idle", "step") else "-"]),
+    Figure("docs/design.md", "step", readings.over_torch,
+           "The step takes {:.2f} ({:.2f} to {:.2f}) of PyTorch's best DDP; {:.2f} ({:.2f} to {:.2f}) before"),
+    Figure("docs/design.md", "step", readings.steps_alone,
+           "Alone, PyTorch computes a step in {:.0f} ms, Paddle in {:.0f}"),
+    Figure("docs/design.md", "step", readings.idle_link,
+           "Of the {:.0f} ms in which the link is idle, {:.0f} are the forward pass, {:.0f} the backward pass until "
+           "the first large bucket is launched, and {:.0f} the rest"),
     Figure("docs/doctor.md", "doctor-clean-runs", readings.alarms,
            "[{} in {} runs](benchmarks/{name}.md) of two machines, apart from `busy`, which warned in {} of them"),
     Figure("docs/faults.md", "soak", readings.soak,
-           "[{0} kills](benchmarks/{name}.md), {6} of them while a checkpoint was being written"),
-    Figure("docs/faults.md", "soak", readings.soak,
-           "{1} of {2} tensors and {3} of {4} losses, of {5:,} steps, differ from the undisturbed run."),
+           "[{} kills and freezes](benchmarks/{name}.md) on four ranks in two network namespaces, {} of them while a "
+           "checkpoint was being written: {} of {} tensors and {} of {:,} losses differ, and {} sample was seen"),
     Figure("docs/faults.md", "soak-local-sgd", readings.soak,
-           "[{} kills with LocalSGD](benchmarks/{name}.md) were recorded at the same commit: {} of {} tensors and {} "
-           "of {} losses differ."),
-    Figure("docs/faults.md", "soak-local-sgd-freezes", readings.soak,
-           "[{} kills and freezes with LocalSGD](benchmarks/{name}.md) left {} of {} tensors and {} of {:,} losses "
-           "different"),
-    Figure("docs/faults.md", "soak-freezes", readings.soak,
-           "[{} with `multi_node`](benchmarks/{name}.md) {} of {} tensors and {} of {:,} losses"),
-    Figure("docs/faults.md", "soak-machines", readings.machines,
-           "A record, of {date} at the same commit, is [{} faults](benchmarks/{name}.md): {} of {} tensors differ and "
-           "{} sample was seen. The next step came after {:.1f} s at most, with other work on both processors (load "
-           "average {:.1f} before the start)"),
+           "[{} with LocalSGD](benchmarks/{name}.md) on two ranks, {} of them in saves: {} of {} tensors and {} of "
+           "{:,} losses differ"),
+    Figure("docs/faults.md", "soak-machines", readings.soak,
+           "[{0} faults](benchmarks/{name}.md) left {2} of {3} tensors and {4} of {5:,} losses different, and {6} "
+           "sample was seen. The next step came after {7:.1f} s at most"),
     Figure("docs/gpu.md", "model-of-streams", readings.choices,
            "{:,} interleavings of a profile of the catalogue stood still in {}"),
     Figure("docs/gpu.md", "model-of-streams", readings.without_choice,
@@ -146,30 +148,26 @@ FIGURES = (
            "numpy codes and decodes in {:.1f} (`int8`) and {:.1f} (`int4`) times the processor time "
            "([record](benchmarks/{name}.md)"),
     Figure("docs/methods.md", "prediction",
-           readings.trials("none", "int4_compression", "multi_node", "dgc", "bf16_compression"),
-           "`int4` took {:.1f} ms, `multi_node` {:.1f}, `dgc` {:.1f} and `bf16` {:.1f}."),
+           readings.trials(
+               "none", "int4_compression", "int8_compression", "bf16_compression", "powersgd", "multi_node"),
+           "`int4` took {:.1f} ms, `int8` {:.1f}, `bf16` {:.1f} and PowerSGD {:.1f}, `multi_node` {:.1f}."),
     Figure("docs/methods.md", "sync-batch-norm", readings.batch_norm,
            "8 images on each of 2 ranks over loopback: {:.2f} of the plain step ({:.2f} to {:.2f} in {} rounds); three "
            "convolutions with 32 images: {:.2f} ([record](benchmarks/{name}.md)"),
     Figure("docs/planning.md", "prediction", readings.errors,
-           "Of the {} trials, the median error is {:.1f} % and the worst {:.0f} % (DGC without a limit); {} are off by "
-           "more than 20 %. Of the medians over the rounds, which that page lists for {} pairs of a profile and a "
-           "network, the median error is {:.0f} % and the worst {:.0f} % (DGC at 1 Gb/s)."),
+           "Of the {} trials, the median error is {:.1f} % and the worst {:.0f} % ({}); {} are off by more than 20 %. "
+           "Of the medians over the rounds, which that page lists for {} pairs of a profile and a network, the median "
+           "error is {:.0f} % and the worst {:.0f} % ({})."),
     Figure("docs/planning.md", "prediction", readings.picks,
-           "Of the {} rounds, `recommend` picked a profile within 1 % of the best that was tried in {}; in {} it was "
-           "{} % above."),
+           "In {} of the {} rounds, the best of the {} profiles that `recommend` tries by default was within 1 % of "
+           "the best of all; the farthest was {:.1f} % above."),
     Figure("docs/planning.md", "sharding", readings.headers,
            "An interface with segmentation offload, as in the lab, counts {:.1f} to {:.1f} %."),
     Figure("docs/proven.md", "soak", readings.soak,
-           "{0} `SIGKILL`s at random times, {6} while a checkpoint was being written: parameters and the {4} recorded "
-           "losses (of {5:,} steps) bit-equal to an undisturbed run | [{date}](benchmarks/{name}.md)"),
+           "{} kills and freezes of ranks with `multi_node`, {} while a checkpoint was being written"),
     Figure("docs/proven.md", "soak-local-sgd", readings.soak,
-           "{0} such kills with LocalSGD: the same, {4} losses of {5} steps | [{date}](benchmarks/{name}.md)"),
-    Figure("docs/proven.md", "soak-local-sgd-freezes", readings.soak,
-           "{} kills and freezes of ranks with LocalSGD"),
-    Figure("docs/proven.md", "soak-freezes", readings.soak,
-           "and {} with `multi_node`, at random times"),
-    Figure("docs/proven.md", "soak-machines", readings.machines,
+           "{} with LocalSGD"),
+    Figure("docs/proven.md", "soak-machines", readings.soak,
            "{} machines lost with their disks, frozen, cut off, or with their relay killed"),
     Figure("docs/proven.md", "control-plane", readings.most_ranks,
            "What a barrier costs, up to {:,} ranks (real servers and relays, stand-ins for ranks) | "

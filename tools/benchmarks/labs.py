@@ -89,7 +89,7 @@ def doctor_alarms(nodes: int, group: bool, rounds: int, keep: Keep) -> None:
 
 _FIRST_PORT = 6400
 # The default number of trials of `recommend`.
-_BY_DEFAULT = 4
+BY_DEFAULT = 4
 _RISKS = ("rounding", "lossy", "local_steps")
 Networks = Mapping[str, Sequence[dict[str, Any]]]
 
@@ -161,12 +161,19 @@ def _range(values: Sequence[float]) -> str:
     return spread(values, middle, 1) if len(values) > 1 else f"{middle:.1f}"
 
 
-def _pick(rate: str, made: dict[str, Any]) -> str:
+def best_by_default_and_of_all(made: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the profiles that a round tried: the shortest step of those that the default number of trials would have had,
+    and that of all."""
     tried = [one for one in made["profiles"] if one["measured_ms"] is not None]
     tried.sort(key=lambda one: float(one["predicted_ms"]))
-    pick, best = (min(some, key=lambda one: float(one["measured_ms"])) for some in (tried[:_BY_DEFAULT], tried))
+    pick, best = (min(some, key=lambda one: float(one["measured_ms"])) for some in (tried[:BY_DEFAULT], tried))
+    return pick, best
+
+
+def _pick(rate: str, made: dict[str, Any]) -> str:
+    pick, best = best_by_default_and_of_all(made)
     return (
-        f"- {rate}: with the default of {_BY_DEFAULT} trials it picks {pick['name']}, "
+        f"- {rate}: with the default of {BY_DEFAULT} trials it picks {pick['name']}, "
         f"{pick['measured_ms'] / best['measured_ms']:.2f} of the best measured ({best['name']})"
     )
 

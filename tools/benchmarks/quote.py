@@ -4,8 +4,9 @@
     python tools/bench.py quote --check   # only report what is out of date; exit code 1
 
 A profile has one line for each task, network and number of ranks, from the newest record in which it ran, by its name,
-with the knobs that it has now. Refuted records and records with uncommitted changes give no line; lines from records of
-another kind are hand-written, and stay. A page has a block for each table:
+with the knobs that it has now; a profile without one has what the trials of the newest `prediction` took at 1 Gb/s.
+Refuted records and records with uncommitted changes give no line; lines from records of another kind are hand-written,
+and stay. A page has a block for each table:
 
     <!-- figures: task=bytes network=100mbit -->
     ...
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import click
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
+from tools.benchmarks.labs import rows_of
 from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
 from tools.benchmarks.report import Mean, ddp_of, score_of, told_target, turns_of
 
@@ -35,6 +38,7 @@ PAGES = ("README.md", "README_cn.md", "docs/strategies.md")
 NOT_YET = "not measured yet: no record in docs/benchmarks has it"
 _BLOCK = re.compile(r"(<!-- figures: (?P<settings>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _NETWORKS = {"unlimited": "none"}
+_TRIALS, _TRIED_ON, _BASE = "-prediction", "1gbit", "multi_node"
 _NO_RECORD = "No record has these figures under the present rules."
 
 
@@ -82,7 +86,8 @@ def _block(settings: str, records: Sequence[Record]) -> str:
     is_short = words.get("short") == "yes"
     lines = figures_of(newest.content, is_short)
     name = newest.path.stem
-    shown = f"![{words['task']}: the score over time, and a step's milliseconds](benchmarks/{name}.svg)"
+    scores = "the score over time, and " if score_of(newest.content) else ""
+    shown = f"![{words['task']}: {scores}a step's milliseconds](benchmarks/{name}.svg)"
     return "\n".join(["", *lines, "", shown, *([] if is_short else [""]), _told(newest), "", ""])
 
 
@@ -133,6 +138,21 @@ def lines_for(profile: Profile, name: str, records: Sequence[Record]) -> list[st
     return [newest[setting] for setting in sorted(newest)]
 
 
+def trials_for(name: str, record: Record | None) -> list[str]:
+    """A profile's line from trials of `recommend`: the record of `tools/bench.py prediction`."""
+    if record is None:
+        return []
+    found = {row.name: row for row in rows_of(_TRIED_ON, record.content["networks"].get(_TRIED_ON, ()))}
+    if not {name, _BASE} <= found.keys():
+        return []
+    step, of_base = (statistics.median(found[each].measured) for each in (name, _BASE))
+    return [
+        f"{record.circumstances['date'][:10]}, {record.content['task']}, 2 nodes x 1 on {_TRIED_ON}, CPU, "
+        f"{len(found[name].measured)} rounds of recommend's trials; step {step:.1f} ms ({_BASE}: {of_base:.1f} ms); "
+        f"accuracy not measured; {record.source}"
+    ]
+
+
 def _ran(profile: Profile, contestant: str, record: Record) -> bool:
     """Whether the contestant finished a turn with the profile's current knobs."""
     if contestant not in record.content["summary"]:
@@ -152,9 +172,14 @@ def section_of(profile: Profile, lines: Sequence[str], others: Collection[str] =
 
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     """The text that the table and each page should have."""
-    others = [each.source for each in all_records() if not each.compares_strategies and not each.refutation]
+    others = [each for each in all_records() if not each.compares_strategies and not each.refutation]
+    tried = next((each for each in others if each.path.stem.endswith(_TRIALS)), None)
+    by_hand = [each.source for each in others if not each.path.stem.endswith(_TRIALS)]
     profiles = {name: load_profile(name) for name in profile_names()}
-    sections = {name: section_of(each, lines_for(each, name, records), others) for name, each in profiles.items()}
+    sections = {
+        name: section_of(each, lines_for(each, name, records) or trials_for(name, tried), by_hand)
+        for name, each in profiles.items()
+    }
     found = {ROOT / "strategies" / MEASURED: json.dumps(sections, indent=1, ensure_ascii=False) + "\n"}
     for page in PAGES:
         text = with_blocks((ROOT / page).read_text(), records)

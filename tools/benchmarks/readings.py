@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from tools.benchmarks import embeddings, labs
-from tools.benchmarks.contestants import ALONE
+from tools.benchmarks import embeddings, labs, step
+from tools.benchmarks.contestants import ALONE, NOTHING, TORCH
 from tools.benchmarks.embeddings import DENSE_SIDE, ROWS_SIDE
 
 Content = Any  # a record's JSON
 Values = Callable[[Content], Sequence[object]]
+_AT = {"100mbit": "at 100 Mb/s", "1gbit": "at 1 Gb/s", "none": "without a limit"}
 
 
 def nothing(record: Content) -> Sequence[object]:
@@ -92,19 +93,13 @@ def alarms(record: Content) -> list[object]:
 
 
 def soak(record: Content) -> list[object]:
-    """Faults; tensors and losses that differ from a run without faults, and all; steps; kills in saves."""
-    found = record["comparison"]
+    """Faults; those while a checkpoint was being written; tensors and losses that differ from a run without faults, and
+    all; whether each sample was seen as often; the longest time to the next step, in seconds."""
+    found, faults = record["comparison"], record["faults"]
+    in_saves = sum(fault["checkpoint_under_way"] is not None for fault in faults)
     differing = [len(found["tensors_that_differ"]), found["tensors"], found["losses_that_differ"], found["losses"]]
-    in_saves = record["kills_while_a_checkpoint_was_written"]
-    return [len(record["kills"]), *differing, found["final_step"], in_saves]
-
-
-def machines(record: Content) -> list[object]:
-    """Faults of machines; tensors that differ; whether samples are missing; the longest recovery; the load."""
-    found = record["comparison"]
     seen = "not every" if record["samples"]["wrong"] or found["batches_that_differ"] else "every"
-    longest, load = record["recovery_seconds"]["longest"], record["circumstances"]["load_average_before"][0]
-    return [len(record["faults"]), len(found["tensors_that_differ"]), found["tensors"], seen, longest, load]
+    return [len(faults), in_saves, *differing, seen, record["recovery_seconds"]["longest"]]
 
 
 def choices(record: Content) -> Sequence[object]:
@@ -147,6 +142,40 @@ def recorder(record: Content) -> Sequence[float]:
     longer, short = ([cost for (network, _), cost in costs.items() if network == name] for name in ("mlp", "short"))
     ends = [end for group in (longer, short) for each in zip(*group, strict=True) for end in _ends(each)]
     return [*ends[:4], *(share for share, _ in apart), *ends[4:]]
+
+
+def float32_step(key: str) -> Values:
+    """Milliseconds of a step before and now, and, where the link says it, of PyTorch's best."""
+
+    def values(record: Content) -> list[float]:
+        names = [step.BEFORE, step.CONTESTANTS[0], step.best_of_torch(record)]
+        return [found[key] for name in names if key in (found := _of_contestant(record, name))]
+
+    return values
+
+
+def _of_contestant(record: Content, name: str) -> dict[str, float]:
+    rounds = [each[name] for each in record["rounds"]]
+    return {key: _median([each[key] for each in rounds]) for key in rounds[0]}
+
+
+def steps_alone(record: Content) -> list[float]:
+    """Milliseconds of a step of PyTorch and of Paddle that send nothing."""
+    return [_of_contestant(record, name)["step"] for name in (f"{ALONE}:{TORCH}", NOTHING)]
+
+
+def idle_link(record: Content) -> list[float]:
+    """Milliseconds of a step in which the link is idle: all, the forward pass, until the first large bucket is
+    launched, and the rest."""
+    ours = _of_contestant(record, step.CONTESTANTS[0])
+    forward, launched, idle = (ours[key] for key in ("forward", "launched", "idle"))
+    return [idle, forward, launched - forward, idle - launched]
+
+
+def over_torch(record: Content) -> list[float]:
+    """The step over that of PyTorch's best, smallest and largest round; the same of the commit before."""
+    found = [step.over_torch(record, name) for name in (step.CONTESTANTS[0], step.BEFORE)]
+    return [figure for each in found for figure in (_median(each), *_ends(each))]
 
 
 def sharding(record: Content) -> Sequence[float]:
@@ -233,14 +262,19 @@ def trials(rate: str, *profiles: str) -> Values:
 
 
 def errors(record: Content) -> Sequence[object]:
-    """Trials; their median and worst error, how many are off by more than 20 %; the same of medians over rounds."""
+    """Trials; their median and worst error, and whose it is; how many are off by more than 20 %; the same of medians
+    over rounds, without the last."""
     networks = record["networks"]
     rows = [row for rate, rounds in networks.items() for row in labs.rows_of(rate, rounds)]
-    tried = [one for rounds in networks.values() for made in rounds for one in _tried(made)]
-    trials = [100 * abs(one["predicted_ms"] / one["measured_ms"] - 1) for one in tried]
-    errors = [100 * row.error for row in rows]
-    own = len(trials), _median(trials), max(trials), sum(error > 20 for error in trials)
-    return *own, len(errors), _median(errors), max(errors)
+    trials = [
+        (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"{one['name']}` {_AT[rate]}")
+        for rate, rounds in networks.items() for made in rounds for one in _tried(made)
+    ]  # fmt: skip
+    medians = [(100 * row.error, f"{row.name}` {_AT[row.rate]}") for row in rows]
+    (worst, whose), (worst_median, whose_median) = max(trials), max(medians)
+    far = sum(error > 20 for error, _ in trials)
+    own = [len(trials), _median([error for error, _ in trials]), worst, f"`{whose}", far]
+    return [*own, len(medians), _median([error for error, _ in medians]), worst_median, f"`{whose_median}"]
 
 
 def _tried(made: Content) -> list[Content]:
@@ -248,13 +282,11 @@ def _tried(made: Content) -> list[Content]:
 
 
 def picks(record: Content) -> list[object]:
-    """Rounds, rounds whose pick is within 1 % of the best, and by how many percent the others are above it."""
-    above = []
-    for made in (made for rounds in record["networks"].values() for made in rounds):
-        found = {one["name"]: one["measured_ms"] for one in _tried(made)}
-        above.append(100 * (found[made["recommended"]] / min(found.values()) - 1))
-    far = sorted(each for each in above if each > 1)
-    return [len(above), len(above) - len(far), len(far), " and ".join(f"{each:.1f}" for each in far)]
+    """Of the rounds: those in which the best of the default number of trials is within 1 % of the best of all; all;
+    that number; by how many percent the farthest is above it."""
+    rounds = [labs.best_by_default_and_of_all(made) for networks in record["networks"].values() for made in networks]
+    above = [100 * (pick["measured_ms"] / best["measured_ms"] - 1) for pick, best in rounds]
+    return [sum(each <= 1 for each in above), len(above), labs.BY_DEFAULT, max(above)]
 
 
 def batch_norm(record: Content) -> list[object]:
