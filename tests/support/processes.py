@@ -21,8 +21,6 @@ from typing import TypeVar
 
 import psutil
 
-from fleet_train.cluster.at_import import is_amd_processor
-
 ROOT = Path(__file__).resolve().parents[2]
 JOB_VARIABLE = "FLEET_TRAIN_TEST_JOB"
 RESULTS_VARIABLE = "FLEET_TRAIN_TEST_RESULTS"
@@ -68,8 +66,6 @@ def clean_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        # One process computes as ranks do: MKL has other kernels for other orders of sums.
-        **({"MKL_DEBUG_CPU_TYPE": "5"} if is_amd_processor() else {}),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
     return environ | dict(extra or {})
