@@ -104,9 +104,14 @@ class Row:
     measured: tuple[float, ...]
 
     @property
+    def step_ms(self) -> float:
+        """The median of what trials measured."""
+        return statistics.median(self.measured)
+
+    @property
     def error(self) -> float:
         """Relative error of the medians."""
-        return abs(statistics.median(self.predicted) / statistics.median(self.measured) - 1)
+        return abs(statistics.median(self.predicted) / self.step_ms - 1)
 
 
 def recommendation(task: str, rate: str, nodes: int, trials: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -130,13 +135,17 @@ def _command(task: str, place: Place, folder: Path, node: int, trials: int, seco
     return ["sh", "-c", 'exec "$@" > "$0"', str(folder / f"node{node}.json"), *command, *script]
 
 
+def tried(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The profiles that a round measured."""
+    return [one for one in made["profiles"] if one["measured_ms"] is not None]
+
+
 def rows_of(rate: str, rounds: Sequence[dict[str, Any]]) -> list[Row]:
     """Rows of what most rounds tried: rounds differ in which changes of a profile's knobs they predict to help."""
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for made in rounds:
-        for one in made["profiles"]:
-            if one["measured_ms"] is not None:
-                pairs[one["name"]].append((one["predicted_ms"], one["measured_ms"]))
+        for one in tried(made):
+            pairs[one["name"]].append((one["predicted_ms"], one["measured_ms"]))
     columns = {name: list(zip(*found, strict=True)) for name, found in pairs.items() if 2 * len(found) > len(rounds)}
     return [Row(rate, name, tuple(predicted), tuple(measured)) for name, (predicted, measured) in columns.items()]
 
@@ -164,9 +173,8 @@ def _range(values: Sequence[float]) -> str:
 def best_by_default_and_of_all(made: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of the profiles that a round tried: the shortest step of those that the default number of trials would have had,
     and that of all."""
-    tried = [one for one in made["profiles"] if one["measured_ms"] is not None]
-    tried.sort(key=lambda one: float(one["predicted_ms"]))
-    pick, best = (min(some, key=lambda one: float(one["measured_ms"])) for some in (tried[:BY_DEFAULT], tried))
+    every = sorted(tried(made), key=lambda one: float(one["predicted_ms"]))
+    pick, best = (min(some, key=lambda one: float(one["measured_ms"])) for some in (every[:BY_DEFAULT], every))
     return pick, best
 
 

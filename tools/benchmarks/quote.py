@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,11 +144,10 @@ def trials_for(name: str, record: Record | None) -> list[str]:
     found = {row.name: row for row in rows_of(_TRIED_ON, record.content["networks"].get(_TRIED_ON, ()))}
     if not {name, _BASE} <= found.keys():
         return []
-    step, of_base = (statistics.median(found[each].measured) for each in (name, _BASE))
     return [
         f"{record.circumstances['date'][:10]}, {record.content['task']}, 2 nodes x 1 on {_TRIED_ON}, CPU, "
-        f"{len(found[name].measured)} rounds of recommend's trials; step {step:.1f} ms ({_BASE}: {of_base:.1f} ms); "
-        f"accuracy not measured; {record.source}"
+        f"{len(found[name].measured)} rounds of recommend's trials; step {found[name].step_ms:.1f} ms "
+        f"({_BASE}: {found[_BASE].step_ms:.1f} ms); accuracy not measured; {record.source}"
     ]
 
 
@@ -173,7 +171,7 @@ def section_of(profile: Profile, lines: Sequence[str], others: Collection[str] =
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     """The text that the table and each page should have."""
     others = [each for each in all_records() if not each.compares_strategies and not each.refutation]
-    tried = next((each for each in others if each.path.stem.endswith(_TRIALS)), None)
+    tried = next((each for each in reversed(others) if each.path.stem.endswith(_TRIALS)), None)  # the newest
     by_hand = [each.source for each in others if not each.path.stem.endswith(_TRIALS)]
     profiles = {name: load_profile(name) for name in profile_names()}
     sections = {

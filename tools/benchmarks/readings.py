@@ -255,7 +255,7 @@ def trials(rate: str, *profiles: str) -> Values:
     """Medians over the rounds, in ms, of what trials on this network measured."""
 
     def values(record: Content) -> list[float]:
-        found = {row.name: _median(row.measured) for row in labs.rows_of(rate, record["networks"][rate])}
+        found = {row.name: row.step_ms for row in labs.rows_of(rate, record["networks"][rate])}
         return [found[name] for name in profiles]
 
     return values
@@ -267,18 +267,14 @@ def errors(record: Content) -> Sequence[object]:
     networks = record["networks"]
     rows = [row for rate, rounds in networks.items() for row in labs.rows_of(rate, rounds)]
     trials = [
-        (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"{one['name']}` {_AT[rate]}")
-        for rate, rounds in networks.items() for made in rounds for one in _tried(made)
+        (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"`{one['name']}` {_AT[rate]}")
+        for rate, rounds in networks.items() for made in rounds for one in labs.tried(made)
     ]  # fmt: skip
-    medians = [(100 * row.error, f"{row.name}` {_AT[row.rate]}") for row in rows]
+    medians = [(100 * row.error, f"`{row.name}` {_AT[row.rate]}") for row in rows]
     (worst, whose), (worst_median, whose_median) = max(trials), max(medians)
     far = sum(error > 20 for error, _ in trials)
-    own = [len(trials), _median([error for error, _ in trials]), worst, f"`{whose}", far]
-    return [*own, len(medians), _median([error for error, _ in medians]), worst_median, f"`{whose_median}"]
-
-
-def _tried(made: Content) -> list[Content]:
-    return [one for one in made["profiles"] if one["measured_ms"] is not None]
+    own = [len(trials), _median([error for error, _ in trials]), worst, whose, far]
+    return [*own, len(medians), _median([error for error, _ in medians]), worst_median, whose_median]
 
 
 def picks(record: Content) -> list[object]:
