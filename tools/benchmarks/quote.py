@@ -171,8 +171,9 @@ def section_of(profile: Profile, lines: Sequence[str], others: Collection[str] =
 def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     """The text that the table and each page should have."""
     others = [each for each in all_records() if not each.compares_strategies and not each.refutation]
-    tried = next((each for each in reversed(others) if each.path.stem.endswith(_TRIALS)), None)  # the newest
-    by_hand = [each.source for each in others if not each.path.stem.endswith(_TRIALS)]
+    trials = [each for each in others if each.path.stem.endswith(_TRIALS)]
+    tried = next((each for each in reversed(trials) if not each.circumstances["uncommitted_changes"]), None)
+    by_hand = [each.source for each in others if each not in trials]
     profiles = {name: load_profile(name) for name in profile_names()}
     sections = {
         name: section_of(each, lines_for(each, name, records) or trials_for(name, tried), by_hand)
