@@ -188,7 +188,9 @@ class DistributedOptimizer:
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
-        params_grads, several = summed_over_uses(params_grads)
+        params_grads, several = summed_over_uses(
+            params_grads, getattr(owner_of(self._inner, "_grad_clip"), "_grad_clip", None) is not None
+        )
         log_once(map(_notice_of_sum, several), self._rank)
         tables = self._tables_of(params_grads)
         merged = self._passes.merge(params_grads, tables)
@@ -416,7 +418,7 @@ def _owned_state(main: Any, exchange: GradientExchange) -> Callable[[str], bool]
 def _notice_of_sum(name: str) -> str:
     return (
         f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. "
-        "Paddle 3.3.1 alone updates it once per use, which is the same for SGD only"
+        "Paddle 3.3.1 alone updates it once per use, which is the same for SGD without weight decay and clip only"
     )
 
 

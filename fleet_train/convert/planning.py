@@ -195,18 +195,51 @@ class ReadyGradient:
         return TensorSpec(self.parameter.name, shape, dtype_name(self.value.dtype), rows=self.rows)
 
 
-def summed_over_uses(params_grads: Sequence[tuple[Any, Any]]) -> tuple[list[tuple[Any, Any]], list[str]]:
+def summed_over_uses(
+    params_grads: Sequence[tuple[Any, Any]], is_clipped: bool = False
+) -> tuple[list[tuple[Any, Any]], list[str]]:
     """One pair per parameter, in the order of first appearance, and the names of those that had several.
 
     PIR makes a value for each use of a name (``ParamAttr(name="w")`` in two places), so ``backward`` gives a gradient
     for each. Their sum is the gradient of the parameter; Paddle 3.3.1 alone updates once per use, which is the same
-    for plain SGD only.
+    for SGD without weight decay and clip only. Raises ConversionError for uses whose updates would differ
+    (``is_clipped``: whether the optimizer has a clip): one update cannot be that of both.
     """
     uses: dict[str, list[tuple[Any, Any]]] = {}
     for parameter, value in params_grads:
         uses.setdefault(parameter.name, []).append((parameter, value))
+    for name, pairs in uses.items():
+        _refuse_unlike_uses(name, [parameter for parameter, value in pairs if value is not None], is_clipped)
     several = [name for name, pairs in uses.items() if len(pairs) > 1]
     return [(pairs[0][0], _sum(pairs)) for pairs in uses.values()], several
+
+
+def _refuse_unlike_uses(name: str, uses: Sequence[Any], is_clipped: bool) -> None:
+    first, *others = ({field: _in_attr(use, field) for field in _OF_AN_UPDATE} for use in uses or [None])
+    for field in _OF_AN_UPDATE:
+        unlike = [other[field] for other in others if other[field] != first[field]]
+        if unlike and (is_clipped or field != "need_clip"):
+            raise ConversionError(
+                f"parameter '{name}' is used by name in several places, with {field}: {first[field]} in one and "
+                f"{unlike[0]} in another; its gradients are summed and it is updated once, so write the same {field} "
+                f"into every ParamAttr(name='{name}'), or give one of the places a name of its own"
+            )
+
+
+_OF_AN_UPDATE = ("learning_rate", "regularizer", "need_clip")
+"""What a ``ParamAttr`` says of a parameter's update. Of ``trainable=False`` there is no gradient to add."""
+
+
+def _in_attr(use: Any, field: str) -> Any:
+    """As ``ParamAttr`` was given it, comparable: a regularizer may be another object in each use."""
+    if field == "learning_rate":
+        return (getattr(use, "optimize_attr", None) or {}).get("learning_rate", 1.0)
+    if field == "need_clip":
+        return bool(getattr(use, "need_clip", True))
+    regularizer = getattr(use, "regularizer", None)
+    if regularizer is None:
+        return None
+    return f"{type(regularizer).__name__}({', '.join(map(str, vars(regularizer).values()))})"
 
 
 def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
