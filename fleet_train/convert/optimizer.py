@@ -19,6 +19,7 @@ from fleet_train.convert import process
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
+    one_learning_rate,
     owner_of,
     refuse_clip_of_sums,
     refuse_to_shard,
@@ -199,7 +200,8 @@ class DistributedOptimizer:
             updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.loss_scale)
             self._converted(updated, startup)
         else:
-            operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
+            with one_learning_rate(self._inner, main):
+                operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
             own = _owned_state(main, exchange) if exchange.owners else None
             make_start_equal(self._job, main, startup, self._startups, own)
             self._converted(updated, startup, plan, exchange)

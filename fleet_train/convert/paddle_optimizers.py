@@ -8,7 +8,8 @@ pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -298,6 +299,31 @@ _EACH_ALONE = (
     optimizer.RMSProp,
     optimizer.Lamb,
 )
+
+
+@contextmanager
+def one_learning_rate(inner: Any, main: Any) -> Iterator[None]:
+    """Within the block the updates of ``main`` read one variable for the learning rate, made now.
+
+    Paddle 3.3.1 makes it in the first ``apply_gradients``, and with a schedule another one, which nothing reads, in each
+    further one. Owners make different numbers of updates, some none; but all ranks' startup programs must store the
+    same variables.
+    """
+    owner = owner_of(inner, "_create_global_learning_rate")
+    if not hasattr(owner, "_create_global_learning_rate"):
+        yield
+        return
+    if owner._global_learning_rate(main) is None:
+        owner._create_global_learning_rate()
+        made, first = owner._global_learning_rate(main).get_defining_op(), main.global_block().ops[0]
+        if made.id() != first.id():
+            made.move_before(first)  # an update may be in the middle of the backward pass
+    paddle.pir.reset_insertion_point_to_end()
+    owner._create_global_learning_rate = lambda: None
+    try:
+        yield
+    finally:
+        del owner._create_global_learning_rate
 
 
 _CLIPS_EACH_ALONE = (type(None), nn.ClipGradByValue, nn.ClipGradByNorm)

@@ -71,7 +71,14 @@ def one_number(features: Any) -> Any:
     return features[:, :CLASSES] * paddle.static.create_parameter([1], "float32", name="factor")
 
 
-PARTICULAR, EVEN, HELD = (Network(each.__name__, each) for each in (particular, even, held))
+def odd_numbers(features: Any) -> Any:
+    """Three parameters that cannot be cut: one owner updates more of them than the other."""
+    for number in range(3):
+        features = features * paddle.static.create_parameter([1], "float32", name=f"factor_{number}")
+    return nn.Linear(FEATURES, CLASSES)(features)
+
+
+PARTICULAR, EVEN, HELD, ODD = (Network(each.__name__, each) for each in (particular, even, held, odd_numbers))
 
 
 def adamw(**settings: Any) -> Any:
@@ -209,6 +216,19 @@ def norms() -> dict[str, list[float]]:
     return found
 
 
+def scheduled() -> float:
+    """A rate that changes, in buckets of one gradient: sharded beside whole."""
+    found = []
+    for knobs in KINDS.values():
+        rate = paddle.optimizer.lr.StepDecay(0.1, 2)
+        trained = start(lambda rate=rate: paddle.optimizer.SGD(rate), 7, ODD, fuse_all_reduce_ops=False, **knobs)
+        for last in range(STEPS):
+            train(trained, 7, last, last + 1)
+            rate.step()
+        found.append(trained.parameters())
+    return relative_difference(*found)
+
+
 def save_as_paddle_does(folder: Path) -> None:
     trained = start(OPTIMIZERS["SGD"], 1, **KINDS["sharded"])
     with paddle.static.scope_guard(trained.scope):
@@ -262,7 +282,8 @@ def main() -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             each = {str(merged): surrounded(merged) for merged in (1, 2)}
-        report(fleet.worker_index(), surrounded=each, norms=norms(), refused=refusals(folder))
+        report(fleet.worker_index(), surrounded=each, norms=norms(), scheduled=scheduled())
+        report(fleet.worker_index(), refused=refusals(folder))
 
 
 Ranks = list[dict[str, Any]]
@@ -366,6 +387,10 @@ def test_a_norm_is_summed_while_new_parameters_are_sent(around: RanksResult) -> 
     for rank in around.of_all("norms"):
         assert rank["sharded"] == pytest.approx(rank["whole"], rel=EXACT)
         assert min(rank["whole"]) > 0
+
+
+def test_owners_of_unequal_numbers_of_buckets_follow_one_schedule(around: RanksResult) -> None:
+    assert max(around.of_all("scheduled")) < EXACT
 
 
 @pytest.mark.parametrize(
