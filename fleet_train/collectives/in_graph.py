@@ -20,6 +20,7 @@ from fleet_train.collectives.groups import ring_of
 from fleet_train.collectives.host_ops import emit_link
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import flatten, unflatten
+from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 
@@ -55,9 +56,9 @@ class GraphSums:
             chain, flat = emit_link("gate", self._gate, chain, [flat], [(flat.shape, flat.dtype)])
         divide_by, stream = 1.0 / self._plan.world_size, STREAM if not self._plan.waits_for_each else ""
         if self._scales_first:
-            mean = emit_sum(paddle.scale(flat, divide_by), self._ring, stream)
+            mean = emit_sum(scaled(flat, divide_by), self._ring, stream)
         else:
-            mean = paddle.scale(emit_sum(flat, self._ring, stream), divide_by)
+            mean = scaled(emit_sum(flat, self._ring, stream), divide_by)
         mean.get_defining_op().set_bool_attr(MEAN_MARK, True)
         self._means[bucket.index] = mean
         return chain, mean

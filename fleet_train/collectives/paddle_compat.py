@@ -151,6 +151,13 @@ def as_dtype(tensor: Any, dtype: str) -> Any:
     return tensor if tensor.dtype == getattr(paddle, dtype) else tensor.cast(dtype)
 
 
+def scaled(value: Any, factor: float) -> Any:
+    """A program's value times ``factor``: Paddle 3.3.1's operator ``scale`` keeps its factor in float32."""
+    if value.dtype != paddle.float64:
+        return paddle.scale(value, factor)
+    return value * paddle.full([], factor, value.dtype)
+
+
 Array = np.ndarray[Any, Any]
 
 _TYPES = {paddle.float32: "<f4", paddle.float64: "<f8", paddle.uint8: "|u1", paddle.bfloat16: "<u2"}

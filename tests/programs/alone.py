@@ -74,12 +74,14 @@ def run_program(program: Program, script: Script) -> None:
         script.finish()
 
 
-def compared(ours: Mapping[str, Array], expected: Mapping[str, Array], noise: str = "") -> dict[str, Any]:
+def compared(
+    ours: Mapping[str, Array], expected: Mapping[str, Array], noise: str = "", smallest_scale: float = 1e-6
+) -> dict[str, Any]:
     """The largest difference of a value, relative to its own scale, and which one it is; names that are not in both.
 
     Names that begin with a match of ``noise`` are compared absolutely.
     """
-    scales = {name: 1.0 if noise and re.match(noise, name) else 1e-6 for name in expected if name in ours}
+    scales = {name: 1.0 if noise and re.match(noise, name) else smallest_scale for name in expected if name in ours}
     differences = {name: difference(ours[name], expected[name], scale) for name, scale in scales.items()}
     worst = max(differences, key=lambda name: differences[name], default="")
     more = sorted(name for name in ours if name not in expected and not any(part in name for part in _OF_PASSES))

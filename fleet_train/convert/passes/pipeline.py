@@ -20,6 +20,7 @@ from paddle import _C_ops
 from paddle.utils import unique_name
 
 from fleet_train.collectives.job import Job
+from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.precision import lower_precision, notices_of
@@ -167,7 +168,7 @@ def merge_gradients(
         buffer = _persistable(f"{item.parameter.name}@gradient_merge", item.value.dtype, item.value.shape)
         total = buffer + item.value
         paddle.assign(total, buffer)
-        means[item.parameter.name] = total.scale(1.0 / accumulate_steps)
+        means[item.parameter.name] = scaled(total, 1.0 / accumulate_steps)
         buffers.append(buffer)
     paddle.pir.reset_insertion_point_to_end()
     pairs = [(parameter, means.get(parameter.name)) for parameter, _ in params_grads]

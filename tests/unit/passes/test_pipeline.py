@@ -36,6 +36,23 @@ def minimize_merged(accumulate_steps: int) -> Any:
     return minimize
 
 
+def test_the_mean_of_three_micro_batches_has_all_digits_of_float64() -> None:
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.static.scope_guard(paddle.static.Scope()):
+        x = paddle.static.data("x", [None, 4], "float64")
+        weight = paddle.static.create_parameter([4], "float64", default_initializer=nn.initializer.Constant(1.0))
+        scale = paddle.static.create_parameter([], "float64", default_initializer=nn.initializer.Constant(1.0))
+        optimizer = paddle.optimizer.SGD(0.5)
+        merged = minimize_merged(3)(optimizer, (x * weight).sum(axis=1).mean() * scale)
+        executor = paddle.static.Executor(paddle.CPUPlace())
+        executor.run(startup)
+        for _ in range(3):
+            found = executor.run(feed={"x": np.ones((2, 4))}, fetch_list=[value for _, value in merged.pairs])
+    assert [value.shape for value in found] == [tuple(p.shape) for p, _ in merged.pairs]
+    for value in found:
+        np.testing.assert_allclose(value, 4.0 if value.shape == () else 1.0, rtol=1e-15)
+
+
 def micro_batches(batch: tuple[np.ndarray, np.ndarray], count: int) -> Any:
     return zip(np.split(batch[0], count), np.split(batch[1], count), strict=True)
 

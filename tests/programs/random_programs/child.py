@@ -1,0 +1,95 @@
+"""Cases one after another in one process, or as one of several ranks, recorded one line each.
+
+Arguments: ``alone`` or ``ranks``; a file with one case in JSON a line; the folder with what ``alone`` wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from tests.programs.alone import attempt, compared, run_alone, run_program
+from tests.programs.random_programs.draw import Case, program_of
+
+_NOISE = 1e-3
+"""Of values that are all smaller, the difference is compared with this: a parameter whose gradient is zero, such as a
+bias before a norm, is moved by rounding alone."""
+
+
+def main() -> None:
+    paddle.enable_static()
+    how, cases = sys.argv[1], [Case.from_json(line) for line in Path(sys.argv[2]).read_text().splitlines()]
+    folder = Path(sys.argv[3]).resolve()
+    if how == "alone":
+        os.chdir(folder)
+        for case in cases:
+            attempt(folder / "alone.jsonl", case.name, partial(run_alone, program_of(case), folder))
+        assert not any(module.startswith("fleet_train.convert") for module in sys.modules), "not plain Paddle"
+    else:
+        _run_on_ranks(cases, folder)
+
+
+def _run_on_ranks(cases: list[Case], folder: Path) -> None:
+    from fleet_train import fleet, role_maker
+
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    records = Path(f"rank{fleet.worker_index()}.jsonl")
+    for case in cases:
+        if not attempt(records, case.name, partial(_run_case, case, folder)):
+            sys.exit(f"{case} failed")  # the ranks may stand at different places
+
+
+def _run_case(case: Case, folder: Path) -> dict[str, Any]:
+    from fleet_train import fleet
+    from fleet_train.errors import FleetTrainError
+    from fleet_train.profile import Profile
+    from tests.programs.on_ranks import OnRanks, section
+    from tests.support.worker import digest
+
+    class Kept(OnRanks):
+        """Keeps the whole state, of which a sharded optimizer has a part on each rank."""
+
+        whole: dict[str, Any]
+
+        def finish(self) -> None:
+            super().finish()
+            self.whole = {name: np.array(one) for name, one in fleet.capture_persistables().state.arrays.items()}
+
+    script = Kept(program_of(case), Profile(**{"collective_timeout_seconds": 60, **case.settings}))
+    try:
+        run_program(program_of(case), script)
+    except FleetTrainError as error:
+        if script.runs:
+            raise
+        return {"refused": f"{type(error).__name__}: {error}"}
+    with np.load(folder / f"{case.name}.npz") as saved:
+        expected = {name: saved[name] for name in saved}
+    start, parameters = section(expected, "start"), section(expected, "parameters")
+    state = {name: one for name, one in section(expected, "state").items() if name not in parameters}
+    held = {name: one for name, one in script.whole.items() if name in state}
+    begun = [name for name in start if name in parameters]
+    return {
+        "start": compared(script.start_state, {name: start[name] for name in begun}),
+        "replica": digest(script.end_parameters),
+        "fetched": script.fetched,
+        "parameters": compared(script.end_parameters, parameters, smallest_scale=_NOISE),
+        "state": compared(held, state, smallest_scale=_NOISE) if script.whole and not case.keeps_own_state else {},
+        "moved": _of_all(script.end_parameters, parameters, start),
+    }
+
+
+def _of_all(ours: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]) -> float:
+    """How far all parameters together are from where one process has moved them, in parts of that way."""
+    apart = sum(float(np.square(ours[name].astype("float64") - expected[name]).sum()) for name in expected)
+    way = sum(float(np.square(expected[name].astype("float64") - start[name]).sum()) for name in expected)
+    return float(np.sqrt(apart / max(way, 1e-30)))
+
+
+if __name__ == "__main__":
+    main()

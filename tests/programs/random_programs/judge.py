@@ -1,0 +1,128 @@
+"""Launches cases, in one process and on ranks, and says what is wrong with each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.programs.alone import read_records
+from tests.programs.random_programs.draw import Case
+from tests.support.processes import ROOT
+from tests.support.ranks import run_ranks
+
+CHILD = ROOT / "tests/programs/random_programs/child.py"
+IN_PROGRAM_ORDER = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
+TOLERANCES = {"float32": 3e-5, "float64": 1e-9}
+IN_LOW_PRECISION = 0.05
+"""Of the way that parameters were moved, and of losses, where layers compute in bfloat16."""
+
+
+@dataclass
+class Verdict:
+    """``wrong``: sentences; empty where all is equal. ``refused``: the error with which fleet_train refused it."""
+
+    case: Case
+    wrong: list[str] = field(default_factory=list)
+    refused: str = ""
+    no_reference: str = ""
+    """Why plain Paddle did not train it in one process."""
+
+    def __str__(self) -> str:
+        text = self.no_reference or self.refused or "\n  ".join(self.wrong) or "equal"
+        return f"{self.case}\n  {text}"
+
+
+def judge(cases: Sequence[Case], folder: Path) -> list[Verdict]:
+    """All cases, in one launch for each number of ranks and nodes, unless one fails and the rest begin anew."""
+    alone = folder / "alone"
+    alone.mkdir(parents=True)
+    _launch("alone", cases, alone, alone, 1, 0)
+    reference = read_records(alone / "alone.jsonl")
+    verdicts = {
+        case.seed: Verdict(case, no_reference=problem)
+        for case in cases
+        if (problem := _no_reference(reference.get(case.name, {})))
+    }
+    groups: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        if case.seed not in verdicts:
+            groups.setdefault((case.ranks, case.nodes), []).append(case)
+    for (ranks, nodes), left in groups.items():
+        attempts = 0
+        while left:
+            attempts += 1
+            own = folder / f"{ranks} on {nodes}, {attempts}"
+            output = _launch("ranks", left, own, alone, ranks, nodes)
+            records = [read_records(own / f"rank{rank}.jsonl") for rank in range(ranks)]
+            reached = [case for case in left if any(case.name in found for found in records)] or left[:1]
+            for case in reached:
+                found = [one.get(case.name, {}) for one in records]
+                verdicts[case.seed] = _verdict(case, found, reference[case.name], output)
+            left = left[len(reached) :]
+    return [verdicts[case.seed] for case in cases]
+
+
+def in_float64(cases: Sequence[Case]) -> list[Case]:
+    """The same programs with more digits: what is only rounding is then small."""
+    return [replace(case, dtype="float64") for case in cases]
+
+
+def _launch(how: str, cases: Sequence[Case], folder: Path, alone: Path, ranks: int, nodes: int) -> str:
+    """The output, where a process failed."""
+    folder.mkdir(exist_ok=True)
+    listed = folder / "cases.jsonl"
+    listed.write_text("\n".join(case.to_json() for case in cases))
+    result = run_ranks(
+        CHILD,
+        ranks,
+        nodes=nodes,
+        folder=folder,
+        args=[how, str(listed), str(alone)],
+        env=IN_PROGRAM_ORDER if how == "alone" else {"FLEET_TRAIN_JOIN_TIMEOUT": "120"},
+        timeout_seconds=120 + 20 * len(cases),
+        check=False,
+    )
+    return result.report()[-6000:] if any(result.exit_codes) else ""
+
+
+def _no_reference(record: dict[str, Any]) -> str:
+    if not record.get("ended"):
+        return f"plain Paddle: {record.get('error', 'its process ended').strip()[-700:]}"
+    return "" if record["moved"] > 0 else "plain Paddle: no parameter was moved"
+
+
+def _verdict(case: Case, records: list[dict[str, Any]], reference: dict[str, Any], output: str) -> Verdict:
+    if all("refused" in record for record in records):
+        return Verdict(case, refused=records[0]["refused"])
+    for rank, record in enumerate(records):
+        if not record.get("ended"):
+            told = record.get("traceback", f"did not end\n{output}")
+            return Verdict(case, [f"rank {rank}: {record.get('error', '')}\n{told}"])
+    return Verdict(case, list(_differences(case, records, reference)))
+
+
+def _differences(case: Case, records: list[dict[str, Any]], reference: dict[str, Any]) -> list[str]:
+    wrong = []
+    if len({record["replica"] for record in records}) > 1:
+        wrong.append("the replicas differ")
+    wrong += [part for record in records for part in _unequal("start values", record["start"] | {"more": []}, 0.0)]
+    tolerance = IN_LOW_PRECISION if case.in_low_precision else TOLERANCES[case.dtype]
+    if case.in_low_precision:
+        if not records[0]["moved"] <= tolerance:
+            wrong.append(f"parameters are off by {records[0]['moved']:.1e} of their way")
+    else:
+        wrong += _unequal("parameters", records[0]["parameters"], tolerance)
+        # A velocity may be the small rest of gradients that took each other away.
+        wrong += _unequal("state", records[0]["state"], 10 * tolerance) if records[0]["state"] else []
+    means = [sum(values) / len(values) for values in zip(*(one["fetched"] for one in records), strict=True)]
+    off = [abs(mean - one) / max(abs(one), 1e-3) for mean, one in zip(means, reference["fetched"], strict=True)]
+    return wrong + ([f"a fetched loss is off by {max(off):.1e}"] if not max(off) <= tolerance else [])
+
+
+def _unequal(where: str, compared: dict[str, Any], tolerance: float) -> list[str]:
+    wrong = []
+    if not compared["difference"] <= tolerance:
+        wrong.append(f"{where}: {compared['worst']} is off by {compared['difference']:.1e}")
+    return wrong + [f"{where}: {kind} names {compared[kind]}" for kind in ("missing", "more") if compared[kind]]
