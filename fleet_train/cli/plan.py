@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from fleet_train.train.settings import MODELS, VISION_MODELS
 
 if TYPE_CHECKING:
     from fleet_train.cluster import Cluster
-    from fleet_train.convert.session import Planned
+    from fleet_train.convert.rehearsal import Planned
     from fleet_train.plan import CommPlan
     from fleet_train.plan.price import Network
     from fleet_train.plan.pricing import Conditions, Pricing
@@ -162,7 +162,8 @@ def command(
     """Show what each step sends, which knob causes it, and what it costs.
 
     Buckets, bytes per rank and per link, steps between synchronisations, predicted time. The script runs up to its
-    minimize as if it were rank 0 of that cluster: nothing is trained, nothing is sent. --simulate also executes the
+    first step, or its first write after a minimize, as if it were rank 0 of that cluster: nothing is trained, sent or
+    saved. --simulate also executes the
     plan in numpy: do all ranks get the same bits, and how far are averages from the exact ones?
     """
     _refuse_bad_target(script, arguments, model, measure)
@@ -183,28 +184,52 @@ def command(
 
     cluster = Cluster.imagined(nodes, ranks_per_node)
     conditions = _conditions(**given)
-    planned = _plan(script, arguments, model, cluster, conditions.network)
-    plan = with_rows(planned.plan, planned.profile, ids_per_step) if ids_per_step else planned.plan
-    pricing = price(plan, cluster, conditions, nodes_on_paper)
-    trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
-    _show(plan, pricing, trial, as_json)
-    if trial and not trial.holds:
+    shown = []
+    for planned in _plans(script, arguments, model, cluster, conditions.network):
+        plan = with_rows(planned.plan, planned.profile, ids_per_step) if ids_per_step else planned.plan
+        trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
+        shown.append(_Shown(planned.place, plan, price(plan, cluster, conditions, nodes_on_paper), trial))
+    _show(shown, as_json)
+    if any(each.trial and not each.trial.holds for each in shown):
         raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
 
 
-def _show(plan: CommPlan, pricing: Pricing, trial: Trial | None, as_json: bool) -> None:
-    from fleet_train.plan import explain
-    from fleet_train.plan.pricing import describe
-    from fleet_train.plan.shards import memory_of
-    from fleet_train.plan.trial import describe as describe_trial
+@dataclass(frozen=True)
+class _Shown:
+    """What is shown of one program. ``place``: the script's line that converts it."""
 
-    if as_json:
+    place: str
+    plan: CommPlan
+    pricing: Pricing
+    trial: Trial | None
+
+    def to_json(self) -> dict[str, Any]:
+        from fleet_train.plan.shards import memory_of
+
+        plan = self.plan
         content = {**plan.to_json(), "digest": plan.digest, "sent_bytes_per_step": plan.sent_bytes_per_step}
         content["memory"] = memory_of(plan)
-        simulated = {"simulation": trial.to_json()} if trial else {}
-        click.echo(json.dumps({**content, **pricing.to_json(), **simulated}, indent=1))
+        simulated = {"simulation": self.trial.to_json()} if self.trial else {}
+        return {**content, **self.pricing.to_json(), **simulated}
+
+    def text(self) -> str:
+        from fleet_train.plan import explain
+        from fleet_train.plan.pricing import describe
+        from fleet_train.plan.trial import describe as describe_trial
+
+        parts = [explain(self.plan), describe(self.pricing)]
+        return "\n\n".join([*parts, *([describe_trial(self.trial)] if self.trial else [])])
+
+
+def _show(shown: Sequence[_Shown], as_json: bool) -> None:
+    """One program as it is; several, such as those of a GAN, each below its line of the script."""
+    if len(shown) == 1:
+        click.echo(json.dumps(shown[0].to_json(), indent=1) if as_json else shown[0].text())
+    elif as_json:
+        click.echo(json.dumps({"programs": [{"place": each.place, **each.to_json()} for each in shown]}, indent=1))
     else:
-        click.echo("\n\n".join([explain(plan), describe(pricing), *([describe_trial(trial)] if trial else [])]))
+        titles = [f"program {i} of {len(shown)}, converted by {each.place}" for i, each in enumerate(shown, 1)]
+        click.echo("\n\n\n".join(f"{title}\n\n{each.text()}" for title, each in zip(titles, shown, strict=True)))
 
 
 def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None, measure: bool) -> None:
@@ -270,16 +295,16 @@ def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
     click.echo(f"\nto predict with these numbers:\n{line}")
 
 
-def _plan(
+def _plans(
     script: str | None, arguments: tuple[str, ...], model: str | None, cluster: Cluster, network: Network
-) -> Planned:
-    from fleet_train.convert.session import plan_of, plan_of_script
+) -> list[Planned]:
+    from fleet_train.convert.rehearsal import plans_of, plans_of_script
 
     if script is not None:
-        return plan_of_script(Path(script), arguments, cluster, network)
+        return plans_of_script(Path(script), arguments, cluster, network)
     from fleet_train.train.config import TrainConfig
     from fleet_train.train.reference import convert_only
 
     # Image models are planned with ImageNet's classes; the size of the images changes no parameter.
     data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"
-    return plan_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster, network)
+    return plans_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster, network)

@@ -30,6 +30,7 @@ Exit codes:
   0        a profile is recommended and written
   1        no trial completed, or the script did not reach its first steps
   2 to 6   flags, Paddle, addresses or ports, a machine that did not connect
+  7        the script is not converted: it was ended before it trained
   8, 11    machines were started differently; a machine or a supervisor was lost
 """
 

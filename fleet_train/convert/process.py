@@ -6,6 +6,7 @@ Replaced are:
 - ``sys.exit``: its code is this rank's failure, which the others learn before the process has ended.
 - ``paddle.static.Executor.run`` (`session`, `compat.programs`, trials of `recommend`): scripts, and
   the libraries that they use, run programs with Paddle's executors.
+- While a script runs for a plan or a trial (`rehearsal`): ``minimize``, ``backward``, Paddle's saving functions.
 - ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
 - Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
 

@@ -1,17 +1,16 @@
 """The state between ``fleet.init`` and ``fleet.shutdown``, which the facade's modules share.
 
-The job is the launcher's; for a plan without a cluster (`plan_of`) it is imagined: the script runs up to its
-``minimize`` as rank 0 of a job whose other ranks do not exist.
+The job is the launcher's; for a plan without a cluster (`rehearsal`) it is imagined: the script runs up to its first
+step as rank 0 of a job whose other ranks do not exist.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout_seconds, log_folder
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
-from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.job import Array, Job, refuse_unreducible
+from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
 from fleet_train.convert import process
@@ -37,7 +35,6 @@ from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
 from fleet_train.plan.choose import MeasuredLink
-from fleet_train.plan.price import PAPER, Network
 from fleet_train.profile import Profile
 
 
@@ -122,7 +119,10 @@ offered_profile: Profile | None = None
 """For spawned ranks: the profile if the script names none."""
 _session: Session | None = None
 _has_left_a_job = False
-_imagined_job: Callable[[], Job] | None = None
+imagined_job: Callable[[], Job] | None = None
+"""For plans: the job that ``init`` joins."""
+optimizer_kind: type[DistributedOptimizer] = DistributedOptimizer
+"""For plans: one that converts a program as far as its plan."""
 
 
 def begin(role: Any, strategy: Any) -> Session:
@@ -133,16 +133,16 @@ def begin(role: Any, strategy: Any) -> Session:
     if _has_left_a_job:
         raise ConversionError("this process has left its job (fleet.shutdown); a process can join only one job")
     strict = is_strict(os.environ)
-    job = _imagined_job() if _imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
+    job = imagined_job() if imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
     process.watch(job)
     job.advise = _session.advise
-    if job.world_size > 1 and not _imagined_job:
+    if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
         process.explain_failed_runs(_session.why_failed)
         if not job.engine.side_by_side:
             process.before_each_run(_session.feed_through_pinned_memory, is_last=True)
-    if not _imagined_job and (steps := asked_trace(os.environ)) is not None:
+    if not imagined_job and (steps := asked_trace(os.environ)) is not None:
         trace_steps(*steps)
     return _session
 
@@ -172,7 +172,7 @@ def end() -> None:
     """Leave the job; see ``fleet.shutdown``."""
     global _session, _has_left_a_job
     if _session is not None:
-        _has_left_a_job = _session.job.world_size > 1 and _imagined_job is None
+        _has_left_a_job = _session.job.world_size > 1 and imagined_job is None
         process.leave(_session.job)
         _session = None
 
@@ -206,87 +206,6 @@ def before_first_runs(first_run: Callable[[Any], None]) -> None:
         return feed, fetch_list
 
     process.before_each_run(check)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan and the profile that it was made from."""
-
-    plan: CommPlan
-    profile: Profile
-
-
-def plan_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAPER) -> Planned:
-    """The plan of the first program that ``action`` converts. Nothing is trained or sent. Settings that the profile
-    leaves open are chosen for ``network``.
-
-    Raises ConversionError when ``action`` ends without converting a program.
-    """
-    global _imagined_job
-    require_paddle()
-    if cluster.world_size == 1:
-        raise ConversionError("one rank communicates nothing: plan for more (--nodes, --ranks_per_node)")
-    end()
-    _imagined_job = lambda: _ImaginedJob(cluster, network)  # noqa: E731
-    try:
-        action()
-    except _PlanIsReady as ready:
-        return ready.planned
-    except SystemExit as stop:
-        raise ConversionError(f"the script ended (exit {stop.code}) before optimizer.minimize was called") from None
-    finally:
-        end()
-        _imagined_job = None
-    raise ConversionError("the script ended without calling minimize on an optimizer from fleet.distributed_optimizer")
-
-
-def plan_of_script(script: Path, arguments: Sequence[str], cluster: Cluster, network: Network = PAPER) -> Planned:
-    """The plan of a training script, run with these arguments up to its ``minimize``; ``network`` as in `plan_of`."""
-    before = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        return plan_of(lambda: runpy.run_path(str(script), run_name="__main__"), cluster, network)
-    finally:
-        sys.argv, sys.path[:] = before
-
-
-class _PlanIsReady(BaseException):
-    """Ends the script at its first conversion. A BaseException: a script's ``except Exception`` lets it pass."""
-
-    def __init__(self, planned: Planned) -> None:
-        super().__init__("plan is ready")
-        self.planned = planned
-
-
-class _ImaginedJob(Job):
-    """Rank 0 of a job whose other ranks do not exist; checks between ranks always pass."""
-
-    def __init__(self, cluster: Cluster, network: Network) -> None:
-        super().__init__(cluster, paddle.CPUPlace())
-        self.network, self.network_source = network, "on paper"
-
-    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Waits for no rank."""
-
-    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> dict[int, Any]:
-        del name, timeout_seconds
-        return dict.fromkeys(range(self.world_size), value)
-
-    def broadcast(self, name: str, value: Any, source: int = 0, timeout_seconds: float | None = None) -> Any:
-        del name, source, timeout_seconds
-        return value
-
-    def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
-        del name, value, timeout_seconds
-        return []
-
-    def reduce(self, values: Array, op: str) -> Array:
-        refuse_unreducible(values, op)
-        return values * self.world_size if op == "sum" else values.copy()
-
-    def agreed(self, plan: CommPlan) -> None:
-        raise _PlanIsReady(Planned(plan, current().profile or Profile()))
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 
 from fleet_train import fleet
 from fleet_train.collectives.join import probe
 from fleet_train.convert import process, session
+from fleet_train.convert.rehearsal import before_training_alone, not_converted
 from fleet_train.convert.session import current
+from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile
 from fleet_train.recommend.calibrate import calibrate
 from fleet_train.recommend.candidates import network_of
@@ -55,8 +57,14 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     steps = Steps(
         int(task["steps"]), float(task["longest_seconds"]), job != COMPUTING, computed if job == COMPUTING else tried
     )
+
+    def refuse(error: FleetTrainError) -> NoReturn:
+        """Ends the process: the script might catch an exception, and train."""
+        write_report(reports, refused=str(error))
+        os._exit(error.exit_code)
+
     write_report(reports, begins=job)
-    run_script(Path(task["script"]), tuple(task["arguments"]), Profile(**task["profile"]), steps)
+    run_script(Path(task["script"]), tuple(task["arguments"]), Profile(**task["profile"]), steps, refuse)
 
 
 Again = Callable[[], object]
@@ -85,7 +93,8 @@ class Steps:
         original: Callable[..., Any]
 
         def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
-            is_step = session.current().main_program is not None and self._is_converted(program)
+            has_converted = session.is_open() and session.current().main_program is not None
+            is_step = has_converted and self._is_converted(program)
             if is_step:
                 self._begins()
                 self._again = lambda: original(executor, program, *arguments, **named)
@@ -124,13 +133,22 @@ def sends_statistics() -> bool:
     return plan is not None and bool(plan.statistics)
 
 
-def run_script(script: Path, arguments: tuple[str, ...], profile: Profile, steps: Steps) -> None:
+def run_script(
+    script: Path,
+    arguments: tuple[str, ...],
+    profile: Profile,
+    steps: Steps,
+    refuse: Callable[[FleetTrainError], NoReturn],
+) -> None:
     """Run the script as its user would; it ends after ``steps``, or by itself."""
     session.prescribed_profile = profile
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     steps.watch()
+    before_training_alone(refuse, "recommend")
     runpy.run_path(str(script), run_name="__main__")
+    if not session.is_open():
+        refuse(not_converted("the script has ended without fleet.init"))
     steps.end()
 
 

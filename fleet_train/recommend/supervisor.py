@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.errors import FleetTrainError, WorkerFailed
+from fleet_train.errors import ConversionError, FleetTrainError, WorkerFailed
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import MOST_COMMUNICATORS
 from fleet_train.plan.price import Costs
@@ -88,7 +88,7 @@ class Supervisor:
             )
             reports = self._trial(_COMPUTING, task, timeouts.RECOMMEND_START_SECONDS + 2 * work)
         except TrialFailed as failed:
-            raise FleetTrainError(f"{self._options.script} did not run long enough to be measured: {failed}") from None
+            raise FleetTrainError(f"{self._options.script} could not be measured: {failed}") from None
         measured, spread, error = read_computing(reports)
         most = MOST_COMMUNICATORS if measured.is_gloo else 1
         candidates, ruled_out = consider(measured, self.cluster, most, self._options.settings)
@@ -142,7 +142,8 @@ class Supervisor:
         }
 
     def _trial(self, job: str, task: Mapping[str, Any], limit_seconds: float) -> dict[int, dict[str, Any]]:
-        """The reports of every rank's subject. Raises TrialFailed if one did not complete."""
+        """The reports of every rank's subject. Raises TrialFailed if one did not complete, ConversionError for a script
+        that is not converted."""
         reports: list[dict[str, Any]] = []
 
         def others_have_failed() -> str:
@@ -153,8 +154,11 @@ class Supervisor:
         ended, _ = self.peers.run(job, task, limit_seconds, reports.append, others_have_failed)
         report = next((entry for entry in reversed(reports) if "steps" in entry), None)
         failure = ""
+        refused = next((entry["refused"] for entry in reports if "refused" in entry), "")
         if ended.why_killed:
             failure = f"{ended.why_killed} and was stopped"
+            if ended.why_killed != _LOST:
+                failure += f": the {task['steps']} steps of a trial, and what the script does before them, have to"
         elif ended.exit_code:
             failure = f"ended with {ended.how}: {ended.last_words}"
         elif report is None:
@@ -162,14 +166,16 @@ class Supervisor:
         if failure and ended.why_killed != _LOST:
             self.peers.note(f"failure of {job}")
         everybody = self.peers.gather(
-            f"end of {job}", [report, failure], limit_seconds + timeouts.RECOMMEND_START_SECONDS
+            f"end of {job}", [report, failure, refused], limit_seconds + timeouts.RECOMMEND_START_SECONDS
         )
-        failures = {rank: words for rank, (_, words) in everybody.items() if words}
+        if refused := next((words for _, _, words in everybody.values() if words), ""):
+            raise ConversionError(refused)
+        failures = {rank: words for rank, (_, words, _) in everybody.items() if words}
         if failures:
             # A rank that lost another one is not the cause.
             rank, words = min(failures.items(), key=lambda item: (_is_loss(item[1]), item[0]))
             raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
-        return {rank: content for rank, (content, _) in everybody.items()}
+        return {rank: content for rank, (content, _, _) in everybody.items()}
 
 
 _LOST = "waited for a rank that had failed"

@@ -12,7 +12,7 @@ import pytest
 
 from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
-from tests.support.processes import Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
+from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
 from tests.support.ranks import run_launchers
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
@@ -100,9 +100,19 @@ def test_a_script_that_ends_early_gets_an_error(tmp_path: Path) -> None:
     script.write_text("raise SystemExit('no such data')\n")
     ended = run(recommend(script), tmp_path)
     assert ended.exit_code == 1
-    assert "train.py did not run long enough to be measured: rank 0" in ended.output
+    assert "train.py could not be measured: rank 0" in ended.output
     assert "no such data" in ended.output
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_script_that_is_not_converted_is_not_trained(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text((ROOT / "tools" / "examples" / "single_card.py").read_text())
+    ended = run(recommend(script), tmp_path)
+    assert ended.exit_code == 7
+    assert "train.py, line 33 runs a program that trains, and train.py, line 22 (" in ended.output
+    assert "optimizer = fleet.distributed_optimizer(optimizer)" in ended.output
+    assert not (tmp_path / "output").exists()
 
 
 def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import paddle
@@ -101,6 +103,14 @@ def held_values(program: Any, trained: Sequence[Any]) -> Held:
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 _LIBRARIES = (paddle.__file__, fleet_train.__file__, os.__file__)
 _NOT_THE_SCRIPT = (*(os.path.dirname(str(file)) + os.sep for file in _LIBRARIES), "<frozen", "<decorator")
+
+
+def script_line() -> str:
+    """The script's line that is running, such as ``train.py, line 12``: outside of Paddle, Python and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}" if frame else "the script"
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:

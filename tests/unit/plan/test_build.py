@@ -10,8 +10,8 @@ import pytest
 
 from fleet_train import fleet, role_maker
 from fleet_train.cluster import Cluster
-from fleet_train.convert import session
-from fleet_train.convert.session import Planned
+from fleet_train.convert import rehearsal
+from fleet_train.convert.rehearsal import Planned
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
 from fleet_train.plan.build import fuse
@@ -169,7 +169,8 @@ def planned(profile: Profile, optimizer: Callable[[], Any]) -> Planned:
                 hidden = paddle.tanh(paddle.nn.BatchNorm1D(channels)(paddle.static.nn.fc(hidden, channels)))
             fleet.distributed_optimizer(optimizer(), profile).minimize(hidden.mean())
 
-    return session.plan_of(script, Cluster.imagined(2, 2))
+    (found,) = rehearsal.plans_of(script, Cluster.imagined(2, 2))
+    return found
 
 
 @pytest.mark.usefixtures("static_mode")
