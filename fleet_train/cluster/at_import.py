@@ -8,6 +8,7 @@ started gets the variables that make it compute faster, as one of our launcher h
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ from fleet_train.cluster.flight.ring import start_under_a_launcher
 if TYPE_CHECKING:
     from fleet_train.cluster.started import Started
 
+ADVICE = "FLEET_TRAIN_ADVICE"
+"""A JSON object of the variables that were set by default, with their values."""
 _LAUNCHER = "distributed"
 _MISLEADING = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
 
@@ -124,8 +127,28 @@ def advise_this_process(environ: MutableMapping[str, str] = os.environ, loaded: 
     if started is None or started.count < 2:
         return
     threads = threads_of_rank(environ, started, usable_processors(), os.cpu_count() or 1)
-    for name, value in advice_for_rank(threads, _computes_on_cpu(), is_amd_processor()).items():
-        environ.setdefault(name, value)
+    advise(environ, advice_for_rank(threads, _computes_on_cpu(), is_amd_processor()))
+
+
+def advise(environ: MutableMapping[str, str], advice: Mapping[str, str]) -> None:
+    """Set those of ``advice`` that are not set, and note that they are ours: a profile may replace them."""
+    fresh = {name: value for name, value in advice.items() if name not in environ}
+    environ.update(fresh)
+    environ[ADVICE] = json.dumps({**_noted(environ), **fresh})
+
+
+def advised(environ: Mapping[str, str]) -> frozenset[str]:
+    """The variables whose value is our advice, by the launcher or in this process, and neither the user's nor the
+    script's."""
+    return frozenset(name for name, value in _noted(environ).items() if environ.get(name) == value)
+
+
+def _noted(environ: Mapping[str, str]) -> dict[str, str]:
+    try:
+        noted = json.loads(environ.get(ADVICE, "{}"))
+    except ValueError:
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def usable_processors() -> int:

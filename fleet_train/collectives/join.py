@@ -17,6 +17,7 @@ import paddle
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
+from fleet_train.cluster.at_import import advise
 from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.environment import asked_trace, log_folder, rank_variables
 from fleet_train.cluster.flight.ring import recorder
@@ -169,7 +170,7 @@ def refuse_other_ranks(variants: Variants, cluster: Cluster) -> None:
 def _form_process_group(job: Job, timeout_seconds: float) -> None:
     cluster = job.cluster
     os.environ.update(rank_variables(cluster))
-    os.environ.setdefault("FLAGS_stop_check_timeout", str(int(timeout_seconds) + 1))
+    advise(os.environ, {"FLAGS_stop_check_timeout": str(int(timeout_seconds) + 1)})
     if backend_name() == "gloo":
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
     _choose_interface(cluster)
@@ -189,8 +190,7 @@ def _choose_interface(cluster: Cluster) -> None:
     peers = [rank.host for rank in cluster.ranks if rank.host != cluster.this.host] or [cluster.this.host]
     interface = interface_towards(peers[0])
     if interface:
-        for name, value in interface_variables(interface).items():
-            os.environ.setdefault(name, value)
+        advise(os.environ, interface_variables(interface))
 
 
 def _open_paddle_store(job: Job, timeout_seconds: float) -> None:

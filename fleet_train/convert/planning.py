@@ -14,6 +14,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
@@ -106,12 +107,14 @@ def apply_environment(profile: Profile) -> list[str]:
     """Set what can still be set; returns notes to the user.
 
     Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
-    is already set in the environment is left unchanged. Raises ProfileError for unknown ``FLAGS_*``.
+    the user or the script has set in the environment is left unchanged; what the launcher has set by default gives way.
+    Raises ProfileError for unknown ``FLAGS_*``.
     """
     check_flags(profile, paddle.base.core.globals().keys())
-    wanted = profile.worker_environment()
-    kept = sorted(name for name, value in wanted.items() if os.environ.get(name, value) != value)
-    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    wanted, ours = profile.worker_environment(), advised(os.environ)
+    differing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    kept = sorted(name for name in differing if name in os.environ and name not in ours)
+    missing = {name: value for name, value in differing.items() if name not in kept}
     flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
     late = sorted(missing.keys() - flags.keys())
     os.environ.update({name: missing[name] for name in late})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
-from fleet_train.cluster.at_import import advice_for_rank, is_amd_processor, usable_processors
+from fleet_train.cluster.at_import import ADVICE, advice_for_rank, advise, advised, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import SETTINGS, TRACE, rank_variables
 from fleet_train.cluster.installed import installed_paddle
@@ -290,6 +290,7 @@ RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZ
 PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
 FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
+FLEET_TRAIN_ADVICE
 """
 SCRUBBED = frozenset(_OTHER_JOBS.split())
 
@@ -314,7 +315,8 @@ class LaunchEnvironment:
     def shown(self) -> dict[str, str]:
         """What we set, without any value of the user's: PYTHONPATH is extended, the profile's values are ``(set)``."""
         added = {"PYTHONPATH": f"...:{self.import_path}"} if self.import_path is not None else {}
-        return self.ours | dict.fromkeys(self.hidden & self.ours.keys(), "(set)") | added
+        ours = {name: value for name, value in self.ours.items() if name != ADVICE}
+        return ours | dict.fromkeys(self.hidden & ours.keys(), "(set)") | added
 
 
 def build_environment(
@@ -344,10 +346,12 @@ def build_environment(
         raise ProfileError(
             f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
         )
-    users = {name: value for name, value in environ.items() if name not in SCRUBBED}
+    of_others = (SCRUBBED & environ.keys()) | advised(environ)
+    users = {name: value for name, value in environ.items() if name not in of_others}
     kept = tuple(name for name, value in profile.items() if name in users and users[name] != str(value))
-    advice = {**_advice(node, machine), **profile}
-    ours = {name: str(value) for name, value in advice.items() if name not in users}
+    advice = {name: value for name, value in _advice(node, machine).items() if name not in users.keys() | profile}
+    ours = {name: str(value) for name, value in profile.items() if name not in users}
+    advise(ours, advice)
     ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}"}
     if strict:
         ours["FLEET_TRAIN_STRICT"] = "1"
@@ -361,7 +365,7 @@ def build_environment(
         ours[SETTINGS] = json.dumps(settings)
     if strategy:
         ours["FLEET_TRAIN_STRATEGY"] = strategy
-    return LaunchEnvironment(ours, SCRUBBED & environ.keys(), kept, import_path, hidden)
+    return LaunchEnvironment(ours, of_others, kept, import_path, hidden)
 
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:

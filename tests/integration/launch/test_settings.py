@@ -37,6 +37,8 @@ print("ran", json.dumps({
     "sent_as": sorted({str(bucket.compression) for bucket in plan.buckets}),
     "communicators": len({bucket.communicator for bucket in plan.buckets}),
     "variable": os.environ.get("MY_TOKEN"),
+    "serial": paddle.get_flags("FLAGS_new_executor_serial_run")["FLAGS_new_executor_serial_run"],
+    "interface": os.environ["NCCL_SOCKET_IFNAME"],
     "buckets": len(plan.buckets),
     "bytes": fleet.communication().bytes_sent,
     "profile": profile.shown_settings(),
@@ -70,14 +72,14 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def test_set_changes_single_knobs_of_the_scripts_strategy_on_all_nodes(bench: Bench) -> None:
-    bench.start_two(SCRIPT, INT8, flags=["--set", "compression=bf16", *TWO_SMALL_BUCKETS])
+    bench.start_two(SCRIPT, INT8, flags=["--set", "compression=bf16", "--set=num_threads=2", *TWO_SMALL_BUCKETS])
     first, second = bench.ended(120.0)
     assert [first.exit_code, second.exit_code] == [0, 0], bench.job.report()
     sentence = "--set wins over the script: compression is 'bf16', not 'int8'; fuse_grad_size_in_MB is 0.01, not 1"
     assert [sentence in one.output for one in (first, second)] == [True, False]
     had, other = ran(bench, "node0/log/workerlog.0", "node1/log/workerlog.0")
     assert had == other
-    assert had["sent_as"] == ["bf16"]
+    assert (had["sent_as"], had["serial"]) == (["bf16"], False)
     assert had["buckets"] > 1
     assert had["communicators"] == had["profile"]["nccl_comm_num"] == 2
     assert had["origin"] == {"compression": "--set", "nccl_comm_num": "DistributedStrategy"}
@@ -92,6 +94,24 @@ def test_set_over_strategy_over_a_script_without_one_takes_tuning_knobs_with_a_s
     assert "local_sgd_steps" not in had["profile"]
     assert had["variable"] == "abc"
     assert had["bytes"] > 0
+
+
+@pytest.mark.parametrize("variables", [{}, {"FLAGS_new_executor_serial_run": "1"}], ids=["default", "user's"])
+def test_what_the_launcher_sets_by_default_gives_way_to_the_script_and_the_users_variables_do_not(
+    bench: Bench, variables: dict[str, str]
+) -> None:
+    profile = bench.folder / "mine.yaml"
+    profile.write_text("num_threads: 2\nenvironment:\n  NCCL_SOCKET_IFNAME: eth9\n")
+    bench.start(SCRIPT, f"'{profile}'", flags=["--nproc_per_node=2"], environ=variables)
+    [ended] = bench.ended(120.0)
+    assert ended.exit_code == 0, ended.output
+    first, second = ran(bench, "node0/log/workerlog.0", "node0/log/workerlog.1")
+    assert first == second
+    assert (first["serial"], first["interface"]) == (bool(variables), "eth9")
+    assert ("the environment's own FLAGS_new_executor_serial_run overrides profile 'mine'" in ended.output) == bool(
+        variables
+    )
+    assert "sets NCCL_SOCKET_IFNAME after this process started, too late for variables read at start" in ended.output
 
 
 def test_the_trainers_own_flags_win_over_the_launchers(bench: Bench) -> None:

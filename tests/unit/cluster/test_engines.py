@@ -262,6 +262,7 @@ def test_a_rank_of_an_engine_gets_its_share_and_keeps_what_is_set(monkeypatch: p
     environ = {**HYDRA, "FLAGS_new_executor_serial_run": "0"}
     at_import.advise_this_process(environ, loaded=())
     flags = {"FLAGS_new_executor_serial_run": "0", "FLAGS_new_executor_sequential_run": "1"}
+    assert environ.pop("FLEET_TRAIN_ADVICE")
     assert environ == {**HYDRA, **flags, "OMP_NUM_THREADS": "4", "MKL_DEBUG_CPU_TYPE": "5"}
     serial = {"FLAGS_new_executor_serial_run": "1", "FLAGS_new_executor_sequential_run": "1"}
     assert at_import.advice_for_rank(0, computes_on_cpu=False, is_amd=True) == {"OMP_NUM_THREADS": "1", **serial}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli import launch as cli
+from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.cluster import Cluster, assign, parse_hosts
 from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.cluster.store.access import Access
@@ -138,13 +140,18 @@ def built(node: Node, environ: dict[str, str], **asked: Any) -> LaunchEnvironmen
 
 
 def test_what_a_cpu_node_sets() -> None:
-    assert built(TWO_NODES, {}).ours == {
+    advice = {
         "OMP_NUM_THREADS": "4",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
         "FLAGS_new_executor_serial_run": "1",
         "FLAGS_new_executor_sequential_run": "1",
         "MKL_DEBUG_CPU_TYPE": "5",
+    }
+    ours = dict(built(TWO_NODES, {}).ours)
+    assert json.loads(ours.pop("FLEET_TRAIN_ADVICE")) == advice
+    assert ours == {
+        **advice,
         "FLEET_TRAIN_STORE": "10.0.0.1:6172",
         "FLEET_TRAIN_JOIN_TIMEOUT": "300",
     }
@@ -165,6 +172,22 @@ def test_the_users_environment_wins_over_the_profile_and_over_advice() -> None:
     assert environment.kept == ("NCCL_IB_DISABLE",)
     result = environment.over(users)
     assert (result["NCCL_IB_DISABLE"], result["OMP_NUM_THREADS"], result["X"]) == ("0", "3", "y")
+
+
+def test_only_what_nobody_asked_for_is_advice_which_gives_way_also_below_another_launcher() -> None:
+    users, profile = {"OMP_NUM_THREADS": "3"}, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"}
+    outer = built(TWO_NODES, users, profile=profile).over(users)
+    assert advised(outer) == {
+        "NCCL_SOCKET_IFNAME", "FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run", "MKL_DEBUG_CPU_TYPE"
+    }  # fmt: skip
+    outer["MKL_DEBUG_CPU_TYPE"] = "4"  # by the script that starts the inner job
+    inner = built(TWO_NODES, outer, profile={"NCCL_SOCKET_IFNAME": "eth2"})
+    assert inner.kept == ()
+    result = inner.over(outer)
+    assert (result["NCCL_SOCKET_IFNAME"], result["MKL_DEBUG_CPU_TYPE"], result["OMP_NUM_THREADS"]) == ("eth2", "4", "3")
+    assert advised(result) == {"FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run"}
+    for nonsense in ("", "{", "[]", '{"HOME": 1}'):
+        assert advised({"FLEET_TRAIN_ADVICE": nonsense, "HOME": "/"}) == frozenset()
 
 
 def test_what_an_outer_job_left_behind_is_taken_out() -> None:
