@@ -34,6 +34,11 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def printable_line(text: str) -> str:
+    """The same for a name within a line: its line ends and tabs are escapes, too, so that it cannot forge a line."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 @dataclass(frozen=True)
 class Absence:
     """A member that did not arrive in time, and its state: ``did not arrive at step 4 within 2 s``."""

@@ -69,17 +69,34 @@ class NotThatFile(OSError):
     """A file is of another kind or larger than allowed; the message says which."""
 
 
-@contextmanager
-def open_regular(path: str | Path) -> Iterator[BufferedReader]:
+def opened_regular(path: str | Path) -> BufferedReader:
     """A regular file, open for reading; never waits for a pipe. Raises OSError, or NotThatFile for other kinds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotThatFile("is not a regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise NotThatFile("is not a regular file")
+    return open(descriptor, "rb")
+
+
+@contextmanager
+def open_regular(path: str | Path) -> Iterator[BufferedReader]:
+    """``opened_regular`` for ``with``."""
+    with opened_regular(path) as file:
+        yield file
+
+
+def lines_of(path: str | Path, most_bytes: int) -> Iterator[bytes]:
+    """The lines of a regular file with their ends, one after the other in memory, of at most this many bytes in all.
+
+    Raises OSError, and NotThatFile for other kinds and, before a line is given, for a larger file.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise NotThatFile(f"has {size} bytes, at most {most_bytes} are read")
+        while most_bytes > 0 and (line := file.readline(most_bytes)):
+            yield line
+            most_bytes -= len(line)
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:

@@ -10,9 +10,11 @@ import click
 
 from fleet_train.cli.options import HELP, WholeNumberRange, folders
 from fleet_train.cluster.flight.ring import Ring, read_ring
+from fleet_train.cluster.flight.stands import spans
 from fleet_train.cluster.flight.timeline import RankTimeline, chrome_trace, common_steps, timelines, typical_step
-from fleet_train.errors import FleetTrainError
-from fleet_train.files import publish
+from fleet_train.cluster.flight.trace import MOST_TRACE_BYTES
+from fleet_train.errors import FleetTrainError, printable
+from fleet_train.files import publish, read_regular
 from fleet_train.log import logger
 
 _REASONS = 5
@@ -59,12 +61,12 @@ def command(folder: Path, output: Path | None, png: Path | None, step: int | Non
         click.echo(json.dumps({**told, "reasons": [reason.as_json() for reason in found]}, indent=2))
         return
     for line in _clock_lines(ranks):
-        click.echo(line)
+        click.echo(printable(line))
     length = f": {step_ms:.1f} ms{' each on average' * (len(steps) > 1)}; why not less:" if steps else ""
     click.echo(f"{_numbers(steps)}{length}")
     for number, reason in enumerate(found[:_REASONS], 1):
-        click.echo(f"  {number}. {reason.text}")
-    click.echo(f"written: {', '.join(str(file) for file in files)}")
+        click.echo(printable(f"  {number}. {reason.text}"))
+    click.echo(printable(f"written: {', '.join(str(file) for file in files)}"))
 
 
 def read_rings(folder: Path) -> list[Ring]:
@@ -72,7 +74,11 @@ def read_rings(folder: Path) -> list[Ring]:
     found = sorted(folder.rglob("trace.*.bin")) or sorted(folder.rglob("flight.*.bin"))
     rings: dict[int, tuple[Path, Ring]] = {}
     for path in found:
-        ring = read_ring(path.read_bytes())
+        try:
+            ring = read_ring(read_regular(path, MOST_TRACE_BYTES))
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): it is left out", path, error.strerror or error)
+            continue
         if ring is None:
             logger.warning("%s is not a recording: it is left out", path)
         elif ring.rank in rings:
@@ -88,7 +94,7 @@ def read_rings(folder: Path) -> list[Ring]:
         )
     world_size = max(ring.world_size for _, ring in rings.values())
     if missing := sorted(set(range(world_size)) - rings.keys()):
-        logger.warning("without rank %s: copy the log folders of all nodes below one", ", ".join(map(str, missing)))
+        logger.warning("without rank %s: copy the log folders of all nodes below one", spans(missing))
     return [ring for _, ring in rings.values()]
 
 
@@ -111,7 +117,12 @@ def _clock_lines(ranks: list[RankTimeline]) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> Path:
-    publish(path, content, f"{path.name}.tmp")
+    try:
+        publish(path, content, f"{path.name}.tmp")
+    except OSError as error:
+        raise FleetTrainError(
+            f"{path} cannot be written: {error.strerror}; give another one: --output, --png"
+        ) from None
     return path
 
 

@@ -125,7 +125,21 @@ def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.strip().rpartition(":")
     if not host or not is_number(port):
         raise ClusterError(f"endpoint {endpoint!r} is not of the form host:port")
+    if not may_be_host(host):
+        raise ClusterError(f"endpoint {endpoint!r}: {host!r} {NO_HOST}")
     return host, int(port)
+
+
+NO_HOST = "is no host name: between two dots there are 1 to 63 characters"
+
+
+def may_be_host(text: str) -> bool:
+    """Whether the resolver can be asked for it: it raises a UnicodeError for ``a..b``."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def parent_of(node: int, fan_in: int = FAN_IN) -> int:

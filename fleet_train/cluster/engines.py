@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fleet_train import timeouts
 from fleet_train.cluster import kubernetes, mpi, network, slurm
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, NO_HOST, may_be_host
 from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
 
@@ -165,6 +165,9 @@ def _named(host: str, port: int, started: Started) -> MeetingPoint:
 
 def resolve_hosts(hosts: Sequence[str], by_slurm: bool) -> tuple[str, ...]:
     """An address for each name. Slurm's names may be unknown to the resolver: then ``scontrol`` is asked."""
+    for host in hosts:
+        if not may_be_host(host):
+            raise ClusterError(f"a node of this job is {host!r}, which {NO_HOST}")
     try:
         return tuple(_look_up(host) for host in hosts)
     except OSError as error:

@@ -58,6 +58,12 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
             "PADDLE_TRAINER_ENDPOINTS, which says where they are, is not set; start the job with "
             "python -m fleet_train launch, or set PADDLE_TRAINER_ENDPOINTS=host:port,host:port,..."
         )
+    if started is None and (rank := _integer(environ, "PADDLE_TRAINER_ID", 0)) != 0:
+        raise ClusterError(
+            f"PADDLE_TRAINER_ID={rank} makes this process one of several, but PADDLE_TRAINERS_NUM and "
+            "PADDLE_TRAINER_ENDPOINTS, which say of how many and where they are, are not set; start the job with "
+            "python -m fleet_train launch, or unset PADDLE_TRAINER_ID to train in this process alone"
+        )
     return Cluster.single()
 
 

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fleet_train.cluster.cluster import NO_HOST, may_be_host
 from fleet_train.errors import ClusterError
 
 # Any port works: connecting a UDP socket sends nothing, it only makes the kernel choose a route.
@@ -98,9 +99,11 @@ def _look_up(host: str) -> str:
         raise ClusterError("an empty text is neither an IPv4 address nor a host name; give the node's address")
     if host.replace(".", "").isdigit():
         raise ClusterError(f"{host!r} is not an IPv4 address (four numbers from 0 to 255 with dots between them)")
+    if not may_be_host(host):
+        raise ClusterError(f"{host!r} {NO_HOST}; give the node's address")
     try:
         return socket.gethostbyname(host)
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         raise ClusterError(
             f"{host!r} is neither an IPv4 address nor a host name that this machine can resolve ({error}); "
             "give the address, or add the name to /etc/hosts on every node"
@@ -124,6 +127,8 @@ def connect_from(source: str, host: str, port: int, timeout_seconds: float) -> s
     From any address where no connection can start from that one: it is not this machine's (behind network address
     translation), or it is a loopback address and the destination is another machine. Raises OSError.
     """
+    if not may_be_host(host):
+        raise OSError(f"{host!r} {NO_HOST}")
     if source:
         try:
             return socket.create_connection((host, port), timeout_seconds, (source, 0))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from fleet_train.cluster.cluster import is_number
 from fleet_train.cluster.started import Started, Variables, port_of_job
 from fleet_train.errors import ClusterError
 
@@ -65,7 +66,7 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return (
         bool(environ.get("SLURM_JOB_ID"))
         and "SLURM_PROCID" in environ
-        and step.isdigit()
+        and _is_id(step)
         and int(step) < _FIRST_SPECIAL_STEP
         and not ("SLURM_PTY_PORT" in environ and _has_terminal())
     )
@@ -86,10 +87,15 @@ def allocated_nodes(environ: Mapping[str, str]) -> int:
 def port_of(environ: Mapping[str, str]) -> int:
     """The first port that Slurm has reserved for the step, else one derived from the job's number."""
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0].strip()
-    if reserved.isdigit():
+    if is_number(reserved):
         return int(reserved)
-    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID") or 0)
-    return port_of_job(job + 97 * step)
+    job, step = environ["SLURM_JOB_ID"].strip(), environ.get("SLURM_STEP_ID", "").strip() or "0"
+    return port_of_job(int(job) + 97 * int(step) if _is_id(job) and _is_id(step) else f"{job}.{step}")
+
+
+def _is_id(text: str) -> bool:
+    """A number of 32 bits: in a federation job numbers have ten digits."""
+    return text.isascii() and text.isdigit() and len(text) <= 10
 
 
 def expand_hostlist(text: str, name: str = "SLURM_STEP_NODELIST") -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import click
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
 from fleet_train.cluster.network import interface_addresses, interface_of, interface_variables
+from fleet_train.cluster.received import from_json
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
@@ -25,7 +26,6 @@ from fleet_train.doctor.facts import (
     NodeReport,
     Options,
     exit_code,
-    from_json,
     verdict,
 )
 from fleet_train.doctor.judge import judge

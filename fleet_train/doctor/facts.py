@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from fleet_train import timeouts
 from fleet_train.errors import JoinTimeout
 from fleet_train.selftest.options import chosen_groups
 
-T = TypeVar("T")
 UNLIMITED = -1
-_readers: dict[type[Any], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -226,21 +223,6 @@ class Examination:
 
     def host(self, index: int) -> str:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"
-
-
-def from_json(kind: type[T], data: Any) -> T:
-    """Raises ValueError for anything but a ``kind``: it may come from another machine."""
-    value: T = _reader(kind).validate_python(data)
-    return value
-
-
-def _reader(kind: type[Any]) -> Any:
-    """Created once per kind: that takes longer than parsing."""
-    from pydantic import TypeAdapter  # heavy: not for --help
-
-    if kind not in _readers:
-        _readers[kind] = TypeAdapter(kind)
-    return _readers[kind]
 
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"

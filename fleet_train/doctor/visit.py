@@ -12,7 +12,8 @@ from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.rows import Row, marked, rows_of
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.flight.witness import JOB_FILE, ROWS, STACKS, Seen, ask, look, one_of_each, ranks_here
-from fleet_train.cluster.network import is_local, local_addresses
+from fleet_train.cluster.network import is_local, local_addresses, resolve
+from fleet_train.cluster.started import endpoint
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.client import StoreClient, job_at
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
@@ -22,7 +23,7 @@ _MOST_FILE_BYTES = 1 << 16
 
 
 class Here:
-    """The ranks of this machine that this user may look at. One that has ended stays while others of its job run."""
+    """The ranks of this machine that are this user's. One that has ended stays while others of its job run."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Seen] = {}
@@ -59,10 +60,10 @@ class Job:
 
     def stands(self, *, native: bool) -> list[list[Stand]]:
         del native  # only where its processes are
-        return [[Stand.from_json(answer) for answer in ask(self._client, STACKS)]]
+        return [ask(self._client, STACKS)]
 
     def rows(self) -> list[Row]:
-        return marked(Row.from_json(answer) for answer in ask(self._client, ROWS))
+        return marked(ask(self._client, ROWS))
 
 
 def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
@@ -84,7 +85,7 @@ def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
 def nobody(where: Here | Job) -> FleetTrainError:
     if isinstance(where, Here):
         return FleetTrainError(
-            "no rank runs on this machine that this user may look at: ranks appear once their script has imported "
+            "no rank of this user runs on this machine: ranks appear once their script has imported "
             "fleet_train; run this as the user, and in the container, of the job, or give --log_dir or --ips"
         )
     return FleetTrainError(
@@ -97,22 +98,26 @@ def _of_log_dir(folder: Path) -> tuple[str, Access]:
     path = folder / JOB_FILE
     try:
         job = parse_json(read_regular(path, _MOST_FILE_BYTES))
-        store = str(job["store"])
-        return store, _access(store, str(job["job"]))
+        store, name = job["store"], job["job"]
+        address, port = endpoint(str(store).partition("/")[0], "store")
+        if port is None:
+            raise ValueError(f"store={store!r} is not of the form host:port")
+        return str(store), _access(f"{address}:{port}", str(name))
     except FileNotFoundError:
         raise ClusterError(
             f"--log_dir={folder}: there is no {JOB_FILE}, which a job writes when it starts; give the folder that the "
             "job's launcher names, on its first node, or --ips"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ClusterError) as error:
         raise ClusterError(f"{path} cannot be read: {error}") from None
 
 
 def _of_nodes(nodes: Sequence[str], port: int) -> tuple[str, Access]:
     failures = []
     for node in nodes:
-        address = node if ":" in node else f"{node}:{port}"
         try:
+            host, own_port = endpoint(node, "--ips")
+            address = f"{host}:{port if own_port is None else own_port}"
             return job_at(address, _access(address))
         except ClusterError as error:
             failures.append(str(error))
@@ -121,7 +126,7 @@ def _of_nodes(nodes: Sequence[str], port: int) -> tuple[str, Access]:
 
 def _access(address: str, job: str = "") -> Access:
     """Where the store is on this machine, a connection to it comes from its own address: it may accept no other."""
-    host = address.partition(":")[0]
+    host = resolve(address.rpartition(":")[0])
     return Access.of(os.environ, host if is_local(host, local_addresses()) else "", job)
 
 

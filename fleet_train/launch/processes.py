@@ -23,6 +23,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.errors import ClusterError, Preempted
+from fleet_train.files import open_regular
 from fleet_train.launch.report import signal_name
 
 _PR_SET_PDEATHSIG = 1
@@ -201,7 +202,7 @@ def _descendants() -> list[int]:
 def end_of(log: Path) -> str:
     """The end of a process's output; empty if there is nothing to read."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             return file.read().decode(errors="replace")

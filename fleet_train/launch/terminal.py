@@ -25,6 +25,7 @@ from typing import BinaryIO, TextIO
 
 from fleet_train import timeouts
 from fleet_train.errors import printable
+from fleet_train.files import opened_regular
 from fleet_train.log import StderrHandler, logger
 
 _MOST_BYTES = 1 << 20
@@ -219,7 +220,7 @@ class Follower:
     def pump(self) -> None:
         if self._file is None:
             try:
-                self._file = self._path.open("rb")
+                self._file = opened_regular(self._path)
             except OSError:
                 return
         came = False

@@ -24,12 +24,14 @@ from typing import IO
 
 from fleet_train import timeouts
 from fleet_train.cluster import network
-from fleet_train.errors import FleetTrainError, printable
+from fleet_train.errors import FleetTrainError, printable_line
+from fleet_train.files import lines_of, parse_json
 from fleet_train.log import logger
 from fleet_train.train import dashboard_server
 
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _MOST = 1e300
+_MOST_BYTES = 1 << 30
 _LEVELS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
 
@@ -170,19 +172,20 @@ class Dashboard:
 
 
 def read_curves(path: Path) -> tuple[int, Curves]:
-    """The last step and the values of each curve of a `metrics.jsonl`, in order; an incomplete last line is ignored."""
+    """The last step and the values of each curve of a `metrics.jsonl`, in order; an incomplete last line is ignored.
+    Raises OSError."""
     step, curves = 0, Curves()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of(path, _MOST_BYTES):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
-        if not isinstance(record, dict) or "kind" in record or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or "kind" in record or type(record.get("step")) is not int:
             continue
-        step = record["step"]
+        step = record["step"] if abs(record["step"]) < _MOST else step
         for tag, value in record.items():
             if "/" in tag and isinstance(value, (int, float)) and abs(value) < _MOST:
-                curves.setdefault(printable(tag), []).append(float(value))
+                curves.setdefault(printable_line(tag), []).append(float(value))
     return step, curves
 
 
@@ -198,7 +201,10 @@ def sparkline(values: list[float], width: int = _CURVE_WIDTH) -> str:
 
 def table(run: Path) -> str:
     """One line per curve: its name, the newest, lowest and highest value, and a sparkline."""
-    step, curves = read_curves(run / "metrics.jsonl")
+    try:
+        step, curves = read_curves(run / "metrics.jsonl")
+    except OSError as error:
+        return f"{run}: its metrics.jsonl cannot be read: {error.strerror or error}"
     if not curves:
         return f"{run}: no record yet"
     width = max(map(len, curves))

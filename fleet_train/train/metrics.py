@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from fleet_train.errors import FleetTrainError
-from fleet_train.files import publish_where_linked, where_linked, write_new
+from fleet_train.files import lines_of, parse_json, publish_where_linked, read_regular, where_linked, write_new
 from fleet_train.log import logger
 from fleet_train.train.progress import make_progress
 
@@ -34,6 +34,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 # As wide as a digit, and non-breaking. The length is half the text column of a wide screen.
 _FIXED_SPACE, _LINE_LENGTH = "\u2007", 120
 _KEPT = ".replaced-"
+_MOST_LOG_BYTES = 1 << 36
 
 
 class MetricSink(Protocol):
@@ -236,13 +237,13 @@ class JsonLinesSink:
 
 
 def _lines_until(path: Path, step: int) -> Iterator[bytes]:
-    if not path.exists():
+    if not path.is_file():  # a pipe has none, and is replaced
         return
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in lines_of(path, _MOST_LOG_BYTES):
         try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            if line.endswith(b"\n") and parse_json(line)["step"] <= step:
                 yield line
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue  # a killed run may have left half a line
 
 
@@ -329,11 +330,11 @@ def _now() -> int:
 
 def _records_until(path: Path, step: int) -> Iterator[bytes]:
     """The records up to `step` without the file's header and the settings, which a resumed run writes again."""
-    if not path.exists():
+    if not path.is_file():
         return
     from visualdl.proto.record_pb2 import Record
 
-    content, place = path.read_bytes(), 0
+    content, place = read_regular(path, _MOST_LOG_BYTES), 0
     while place + 8 <= len(content):
         (length,) = struct.unpack_from("<Q", content, place)
         end = place + 8 + length
@@ -392,7 +393,7 @@ def keep_logs(output: Path) -> None:
             try:
                 os.link(log, kept)
             except OSError:  # a file system without second names
-                write_new(kept, log.read_bytes())
+                write_new(kept, read_regular(log, _MOST_LOG_BYTES))
 
 
 def restore_logs(output: Path) -> None:

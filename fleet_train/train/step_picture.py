@@ -74,7 +74,8 @@ class _Canvas:
         self._began, self._scale = began, scale
 
     def _x(self, at: float) -> float:
-        return _LEFT + (at - self._began) * self._scale
+        """What ends after the step ends at the edge."""
+        return min(max(0.0, _LEFT + (at - self._began) * self._scale), float(_WIDTH))
 
     def row(self, spans: Sequence[Span], top: int, height: int) -> None:
         """A span gets its words where they fit."""
@@ -91,7 +92,7 @@ class _Canvas:
     def axis(self, ended: float, bottom: int) -> None:
         """A line at every round number of milliseconds, at most 14 of them."""
         length = 1e3 * (ended - self._began)
-        tick = next(t for power in range(-3, 9) for t in (each * 10.0**power for each in _TICKS) if length / t <= 14)
+        tick = next(t for power in range(-3, 19) for t in (each * 10.0**power for each in _TICKS) if length / t <= 14)
         for index in range(int(length / tick) + 1):
             x = self._x(self._began + index * tick / 1e3)
             self._draw.line((x, _TOP - 8, x, bottom), fill=(225, 225, 225))

@@ -14,9 +14,11 @@ from safetensors.numpy import load_file
 from fleet_train.convert import persistables
 from fleet_train.convert.program_state import State
 from fleet_train.errors import CheckpointError
-from fleet_train.files import NotThatFile, read_regular, write_new
+from fleet_train.files import NotThatFile, lines_of, read_regular, write_new
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
+from fleet_train.launch.processes import end_of
+from fleet_train.launch.terminal import Follower
 from fleet_train.port.script import Ported, write
 from fleet_train.train.checkpoint.newest import write_record
 from fleet_train.train.checkpoint.storage import Run
@@ -78,6 +80,21 @@ def test_a_new_file_has_the_rights_that_other_files_of_the_user_have(tmp_path: P
     (tmp_path / "other").write_text("")
     write_new(tmp_path / "new", b"content")
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_pipe_in_the_place_of_a_log_blocks_no_launcher(tmp_path: Path) -> None:
+    pipe = tmp_path / "workerlog.0"
+    os.mkfifo(pipe)
+    assert end_of(pipe) == ""
+    Follower(pipe).pump()
+
+
+def test_lines_are_read_one_by_one_up_to_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"one\ntwo\nthree")
+    assert list(lines_of(tmp_path / "file", 13)) == [b"one\n", b"two\n", b"three"]
+    with pytest.raises(NotThatFile, match="has 13 bytes, at most 12"):
+        list(lines_of(tmp_path / "file", 12))
+    assert len(b"".join(lines_of("/proc/self/status", 100))) == 100  # of a size that is not told
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from mmap import mmap
 
 from fleet_train import timeouts
+from fleet_train.cluster.cluster import is_number
+from fleet_train.errors import printable_line
 
 FILE_NAME = "fleet_train rank"
 """Of the anonymous file, as ``/proc/<pid>/fd`` shows it."""
@@ -57,6 +59,8 @@ _CLOCK_AT, _ASKED_AT, _STEPS_AT, _ENDPOINT_AT, _NAMES_AT, _EVENTS_AT = 64, 128, 
 _ENDED_AT = _EVENTS_AT + 16  # behind the first two times
 RING_BYTES = _EVENTS_AT + EVENTS * _EVENT_BYTES
 _MOST_NAME = 120
+# What no recorder writes, or only while it is read: seconds since a machine's start, and ranks of a job.
+_MOST_SECONDS, _MOST_RANKS = 1e10, 1 << 20
 _SHORTEST_SECONDS = 50e-6
 
 
@@ -122,23 +126,40 @@ class Ring:
 
 
 def read_ring(data: bytes) -> Ring | None:
-    """The ring in a file's first `RING_BYTES`, or what `merged` has made; None if it is something else."""
+    """The ring in a file's first `RING_BYTES`, or what `merged` has made; None if it is something else.
+
+    Others may have written it: of a clock or a rank that cannot be it is none, events that cannot be are left out, and
+    names have no control characters.
+    """
     if len(data) < _EVENTS_AT or data[: len(_MAGIC)] != _MAGIC:
         return None
     _, pid, rank, world_size, helper, main_ident, job = _WHO.unpack_from(data)
     heartbeat, offset, error = _CLOCK.unpack_from(data, _CLOCK_AT)
-    names = [name.decode(errors="replace") for name in data[_NAMES_AT:_EVENTS_AT].split(b"\0")]
-    events = []
-    for record in _records(data):
-        enqueued, began, ended, nbytes, step, thread, kind, name, group, _ = _EVENT.unpack(record)
-        if enqueued and kind < len(KINDS) and max(name, group) < len(names):
-            event = Event(KINDS[kind], names[name], names[group], step, nbytes, enqueued, began, ended, thread)
-            events.append(event)
+    if not (0 <= heartbeat < _MOST_SECONDS and abs(offset) < _MOST_SECONDS and 0 <= error < _MOST_SECONDS):
+        return None
+    if not (-1 <= rank < _MOST_RANKS and 0 <= world_size <= _MOST_RANKS):
+        return None
+    names = [_text(name) for name in data[_NAMES_AT:_EVENTS_AT].split(b"\0")]
+    events = [event for record in _records(data) if (event := _read_event(record, names)) is not None]
     events.sort(key=lambda event: event.enqueued)
-    endpoint = data[_ENDPOINT_AT:_NAMES_AT].partition(b"\0")[0].decode(errors="replace")
+    endpoint = _text(data[_ENDPOINT_AT:_NAMES_AT].partition(b"\0")[0])
     traced = _STEPS.unpack_from(data, _STEPS_AT)
     clock = heartbeat, offset, error
     return Ring(pid, rank, world_size, helper, main_ident, job, *clock, endpoint, traced, tuple(events))
+
+
+def _read_event(record: bytes, names: Sequence[str]) -> Event | None:
+    enqueued, began, ended, nbytes, step, thread, kind, name, group, _ = _EVENT.unpack(record)
+    times_can_be = 0 < enqueued < _MOST_SECONDS and 0 < began < _MOST_SECONDS
+    if not times_can_be or not (ended == 0 or began <= ended < _MOST_SECONDS):
+        return None
+    if nbytes < 0 or kind >= len(KINDS) or max(name, group) >= len(names):
+        return None
+    return Event(KINDS[kind], names[name], names[group], step, nbytes, enqueued, began, ended, thread)
+
+
+def _text(written: bytes) -> str:
+    return printable_line(written[:_MOST_NAME].decode(errors="replace"))
 
 
 def merged(copies: Sequence[bytes], first: int, last: int) -> bytes:
@@ -161,10 +182,13 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 def ask_for_stacks(file: int, *, not_any_more: bool = False) -> None:
     """Ask the process whose file this is for the stacks of its threads, which appear behind the ring, or take that
-    back."""
-    with mmap(file, RING_BYTES) as ring:  # a write to the file itself would go to its end
-        asked, answered = _ASKED.unpack_from(ring, _ASKED_AT)
-        _COUNT.pack_into(ring, _ASKED_AT, answered if not_any_more else (asked + 1) & 0xFFFFFFFF)
+    back. Raises OSError.
+
+    ``file``: opened anew, since writes to that process's own descriptor go to its end. Not mapped: a process that cuts
+    its file off would end this one with SIGBUS.
+    """
+    asked, answered = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT).ljust(_ASKED.size, b"\0"))
+    os.pwrite(file, _COUNT.pack(answered if not_any_more else (asked + 1) & 0xFFFFFFFF), _ASKED_AT)
 
 
 def has_joined(file: int) -> bool:
@@ -174,8 +198,8 @@ def has_joined(file: int) -> bool:
 
 def has_answered(file: int) -> bool:
     """Whether they are all there."""
-    asked, answered = _ASKED.unpack(os.pread(file, _ASKED.size, _ASKED_AT))
-    return bool(asked == answered)
+    written = os.pread(file, _ASKED.size, _ASKED_AT)
+    return len(written) == _ASKED.size and written[: _COUNT.size] == written[_COUNT.size :]
 
 
 class Ending:
@@ -354,6 +378,6 @@ def start_under_a_launcher() -> None:
     """Begin to record when fleet_train is imported in a process that a launcher has started: it may hang before
     ``fleet.init``. Not in our own helpers, which inherit the environment of a rank."""
     is_ours = re.search(r" -m fleet_train(\.| (?!train\b))", " ".join(sys.orig_argv))
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdecimal()), None)
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if is_number(os.environ.get(name, ""))), None)
     if rank is not None and is_ours is None:
         recorder.start(int(rank), 0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fleet_train import timeouts
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import Event, Ring
+from fleet_train.cluster.received import from_json, harmless
 
 UPDATES = 10
 """Of which the times are shown: the last ones."""
@@ -43,8 +44,9 @@ class Row:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Row:
-        return cls(**data)
+    def from_json(cls, data: Any) -> Row:
+        """Of another process. Raises ValueError for anything else."""
+        return from_json(cls, harmless(data))
 
 
 def rows_of(looked: Iterable[tuple[Ring, ProcessState]]) -> list[Row]:

@@ -6,22 +6,27 @@ Stacks name files, lines and functions; they hold no values of variables and not
 from __future__ import annotations
 
 import functools
-import linecache
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_train.cluster.received import from_json, harmless
+from fleet_train.files import read_regular
+
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
 _NAME = re.compile(r"# (0x[0-9a-f]+) (.*)")
 _PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/")
 # Found by name: the ranks may run another installation than the process that looks.
 _is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
 _MOST_SOURCE = 80
+_MOST_SOURCE_BYTES = 8 << 20
 ENDED = "has ended"
 
 
@@ -118,12 +123,9 @@ class Stand:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Stand:
-        threads = tuple(
-            Thread(str(t["name"]), bool(t["is_main"]), tuple(Frame(**frame) for frame in t["frames"]))
-            for t in data["threads"]
-        )
-        return cls(**{**data, "threads": threads})
+    def from_json(cls, data: Any) -> Stand:
+        """Of another process. Raises ValueError for anything else."""
+        return from_json(cls, harmless(data))
 
 
 def merged(stands: Iterable[Stand]) -> str:
@@ -157,7 +159,7 @@ def spans(numbers: Sequence[int]) -> str:
 def parse(text: str, main_ident: int) -> tuple[Thread, ...]:
     """The threads in what ``faulthandler`` has written, each with its first stack there; lines of source are read from
     the disk."""
-    linecache.checkcache()
+    source = functools.cache(_source)
     names: dict[int, str] = {}
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
@@ -169,7 +171,18 @@ def parse(text: str, main_ident: int) -> tuple[Thread, ...]:
             stacks.setdefault(int(match[1], 16), frames)
         elif match := _FRAME.match(line):
             number = int(match[2]) if match[2].isdecimal() else 0
-            frames.append(Frame(match[1], number, match[3], linecache.getline(match[1], number).strip()[:_MOST_SOURCE]))
+            lines = source(match[1])
+            shown = lines[number - 1].strip()[:_MOST_SOURCE] if 0 < number <= len(lines) else ""
+            frames.append(Frame(match[1], number, match[3], shown))
     return tuple(
         Thread(names.get(ident, f"{ident:#x}"), ident == main_ident, tuple(frames)) for ident, frames in stacks.items()
     )
+
+
+def _source(name: str) -> list[str]:
+    """The lines of a file of Python, which a relative name is below this folder or in the search path; none for any
+    other: a rank's script may be a pipe, or have no end."""
+    for folder in ("", *(() if os.path.isabs(name) else sys.path)):
+        with suppress(OSError, ValueError):
+            return read_regular(Path(folder, name), _MOST_SOURCE_BYTES).decode(errors="replace").splitlines()
+    return []

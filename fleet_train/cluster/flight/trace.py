@@ -7,13 +7,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fleet_train.cluster.flight.ring import merged, recorder
+from fleet_train.cluster.flight.ring import RING_BYTES, merged, recorder
 from fleet_train.errors import ClusterError, FleetTrainError
 from fleet_train.files import publish
 from fleet_train.log import logger
 
 MOST_STEPS = 200
 """A copy of the ring for each stays in memory until the last one has ended."""
+MOST_TRACE_BYTES = (MOST_STEPS + 3) * RING_BYTES
+"""With the copy before the first step, and the one at the end."""
 
 
 def trace_name(rank: int) -> str:

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.process import ProcessState
@@ -32,13 +32,15 @@ from fleet_train.cluster.flight.ring import (
     has_joined,
     read_ring,
 )
-from fleet_train.cluster.flight.rows import row_of
+from fleet_train.cluster.flight.rows import Row, row_of
 from fleet_train.cluster.flight.stands import Stand, parse
+from fleet_train.errors import printable
 from fleet_train.files import publish
 
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES = 1 << 20
 _OUTERMOST = ("<module>", "_run_module_as_main")
+T = TypeVar("T")
 
 
 STACKS, ROWS, FAILURE = "stacks", "rows", "failure"
@@ -101,7 +103,7 @@ class Witness:
             try:
                 number, what, wanted = question
                 wanted = [int(rank) for rank in wanted]
-            except (TypeError, ValueError):  # whoever may connect to the store may write anything
+            except (TypeError, ValueError, OverflowError):  # whoever may connect to the store may write anything
                 continue
             if what == ROWS:
                 answers = {each.ring().rank: row_of(each.ring(), ProcessState.of(each.pid)).to_json() for each in seen}
@@ -156,11 +158,13 @@ class Witness:
 
 
 def ask(client: Client, what: str) -> list[Any]:
-    """For a visitor: the `Stand` or the `Row` of each rank of a job, as JSON, by rank; without those whose witness does
-    not answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our answer.
+    """For a visitor: the `Stand` or the `Row` of each rank of a job, by rank; without those whose witness does not
+    answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our answer.
     """
-    count = sum(int(client.get(key) or 0) for key in client.keys(_WITNESS))
-    return _ask(client, f"visitor {what}", [secrets.randbits(31), what, []], count)
+    told = [client.get(key) for key in client.keys(_WITNESS)]
+    count = sum(each for each in told if type(each) is int)  # whoever may connect to the store may write anything
+    read = Row.from_json if what == ROWS else Stand.from_json
+    return _ask(client, f"visitor {what}", [secrets.randbits(31), what, []], count, read)
 
 
 def ask_about(client: Client, failure: str, ranks: Collection[int], nodes: Collection[int]) -> list[Stand]:
@@ -171,21 +175,22 @@ def ask_about(client: Client, failure: str, ranks: Collection[int], nodes: Colle
     if not set(client.keys(_WITNESS)).issuperset(f"{_WITNESS}{node}" for node in nodes):
         return []
     slot = hashlib.sha256(failure.encode()).hexdigest()[:16]
-    return [Stand.from_json(answer) for answer in _ask(client, slot, [0, FAILURE, sorted(ranks)], len(ranks))]
+    return _ask(client, slot, [0, FAILURE, sorted(ranks)], len(ranks), Stand.from_json)
 
 
-def _ask(client: Client, slot: str, question: list[Any], count: int) -> list[Any]:
-    """The answers in a place of the store that each question of its kind uses again: a store has a limit."""
+def _ask(client: Client, slot: str, question: list[Any], count: int, read: Callable[[Any], T]) -> list[T]:
+    """The answers in a place of the store that each question of its kind uses again: a store has a limit. What ``read``
+    raises a ValueError for is none."""
     client.set(f"{_WANTED}{slot}", question)
-    answers: dict[int, Any] = {}
+    answers: dict[int, T] = {}
     until = time.monotonic() + timeouts.STACKS_ASK_SECONDS
     while len(answers) < count and time.monotonic() < until:
         time.sleep(timeouts.STACKS_ASK_AGAIN_SECONDS)
         for key in client.keys(f"stacks/{slot}/"):
-            with contextlib.suppress(TypeError, ValueError):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
                 number, answer = client.get(key)
                 if number == question[0]:
-                    answers[int(key.rpartition("/")[2])] = answer
+                    answers[int(key.rpartition("/")[2])] = read(answer)
     return [answers[rank] for rank in sorted(answers)]
 
 
@@ -208,7 +213,7 @@ def write_job(folder: Path, store: str, job: str) -> None:
 
 def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
     """Write the stacks of ranks, and the recorders of these and of ranks that have ended. Raises OSError."""
-    files = {stacks_name(stand.rank): "\n".join([*stand.lines(whole=True), ""]).encode() for stand in stands}
+    files = {stacks_name(stand.rank): printable("\n".join([*stand.lines(whole=True), ""])).encode() for stand in stands}
     files |= {flight_name(each.ring().rank): each.data() for each in seen}
     for name, content in files.items():
         publish(folder / name, content, f"{name}.tmp")
@@ -248,8 +253,9 @@ class Seen:
         """Ask for its stacks; in the body no other process does."""
         self._lock()
         try:
-            os.ftruncate(self._file, RING_BYTES)
-            ask_for_stacks(self._file)
+            with contextlib.suppress(OSError):  # it will not answer
+                os.ftruncate(self._file, RING_BYTES)
+                ask_for_stacks(self._file)
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -287,7 +293,7 @@ class Seen:
 
 
 def ranks_here(among: Callable[[int], bool] = lambda _: True) -> list[Seen]:
-    """The ranks of this machine whose process ``among`` accepts, and that this user may look at. Close them."""
+    """The ranks of this machine whose process ``among`` accepts, and is this user's. Close them."""
     seen: list[Seen] = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and among(int(entry)):
@@ -296,13 +302,17 @@ def ranks_here(among: Callable[[int], bool] = lambda _: True) -> list[Seen]:
 
 
 def _opened(pid: int) -> Iterator[Seen]:
+    own = os.geteuid()
     with contextlib.suppress(OSError):
+        # Root may look at every process, and another user's may pose as a rank.
+        if set(_status(pid, "Uid").split()) != {str(own)}:
+            return
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
             if not os.readlink(path).startswith(f"/memfd:{FILE_NAME} "):
                 continue
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            ring = read_ring(os.pread(descriptor, RING_BYTES, 0))
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            ring = read_ring(os.pread(descriptor, RING_BYTES, 0)) if os.fstat(descriptor).st_uid == own else None
             if ring is not None and ring.pid == pid:  # a child may have inherited the file
                 yield Seen(pid, descriptor, ring)
                 return
@@ -393,10 +403,13 @@ def _stand(each: Seen, before: ProcessState, keeps_lock: bool, native: bool) -> 
 
 def _signals_caught(pid: int) -> int:
     """A bit for each signal that it has a handler of."""
-    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-        if line.startswith("SigCgt:"):
-            return int(line.partition(":")[2], 16)
-    return 0
+    return int(_status(pid, "SigCgt") or "0", 16)
+
+
+def _status(pid: int, field: str) -> str:
+    """What ``/proc`` says of it. Raises OSError."""
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    return next((line.partition(":")[2] for line in lines if line.startswith(f"{field}:")), "")
 
 
 def _native(pid: int) -> str:

@@ -21,6 +21,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
+from fleet_train.files import open_regular
 from fleet_train.log import logger
 
 JOB_ID = "FLEET_TRAIN_JOB_ID"
@@ -291,10 +292,8 @@ def job_secret(environ: Mapping[str, str], warns: bool = False) -> bytes | None:
 
 def _read(path: Path, warns: bool) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ClusterError(f"the job's secret file {path} is not a regular file: {_FIX}")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ClusterError(f"the job's secret file {path} can be changed by other users; chmod 600 {path}")
             if warns and status.st_mode & stat.S_IROTH and not os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY:
@@ -303,8 +302,9 @@ def _read(path: Path, warns: bool) -> bytes:
                     f"every user here can read the job's secret in {path} (mode {mode:04o}); chmod 600 {path}"
                 )
             return file.read(_MOST_BYTES + 2).strip()
-    except OSError as error:
-        raise ClusterError(f"the job's secret file {path} cannot be read: {error.strerror or error}; {_FIX}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in its name
+        why = getattr(error, "strerror", None) or error
+        raise ClusterError(f"the job's secret file {path} cannot be read: {why}; {_FIX}") from None
 
 
 def new_nonce() -> str:

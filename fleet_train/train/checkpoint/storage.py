@@ -30,8 +30,10 @@ from fleet_train.cluster.environment import launched_job
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import WAY_OUT
 from fleet_train.errors import CheckpointError
+from fleet_train.files import read_regular
 
 MARKER = persistables.DESCRIPTION
+_MOST_MARKER_BYTES = 256 << 20
 RECORD = "run.json"
 """Next to the checkpoints: the last run known to this node, even if it keeps no checkpoint of it."""
 _MOST_GENERATIONS = 1 << 53
@@ -273,7 +275,7 @@ def run_from(entry: Any) -> Run:
 def marker_digest(folder: Path) -> str:
     """SHA-256 of the marker, which has the hash of each tensor, or of the files that have it: it covers everything."""
     try:
-        return hashlib.sha256((folder / MARKER).read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(folder / MARKER, _MOST_MARKER_BYTES)).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{folder / MARKER} cannot be read: {error}; {WAY_OUT}") from error
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster import at_import
-from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import detect
+from fleet_train.cluster import at_import, network
+from fleet_train.cluster.cluster import Cluster, from_endpoints
+from fleet_train.cluster.engines import detect, resolve_hosts
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.slurm import allocated_nodes, expand_counts, expand_hostlist, port_of
 from fleet_train.cluster.started import Started
@@ -188,10 +188,26 @@ def test_jobs_and_steps_have_ports_of_their_own_below_the_kernels() -> None:
     }
     assert len(ports) == 40
     assert port_of({**SLURM, "SLURM_STEP_RESV_PORTS": "12005-12008"}) == 12005
+    by_hand = {port_of({**SLURM, "SLURM_JOB_ID": job}) for job in ("x", "y", "9" * 5000, "\u00b2")}
+    assert len(by_hand) == 4
+    ports |= by_hand
+    assert detect({**SLURM, "SLURM_STEP_ID": "\u00b2"}) is None
     mpis = {recognised({**OPEN_MPI, "PMIX_NAMESPACE": str(job)}).port or 0 for job in range(40)}
     assert len(mpis) > 30
     assert all(10_240 <= port < 32_768 - 64 and (port - 10_240) % 64 == 0 for port in ports | mpis)
     assert recognised({**OPEN_MPI, "PMIX_NAMESPACE": "x" * 100}).job == "openmpi-" + "x" * 60
+
+
+@pytest.mark.parametrize("name", ["a..b", ".b", "a" * 64, "node." + "x" * 70 + ".net"])
+def test_a_name_that_no_resolver_takes_is_refused_wherever_it_is_given(name: str) -> None:
+    with pytest.raises(ClusterError, match="is no host name: between two dots there are 1 to 63 characters"):
+        resolve_hosts(("127.0.0.1", name), by_slurm=True)
+    with pytest.raises(ClusterError, match="is no host name"):
+        network.resolve(name)
+    with pytest.raises(ClusterError, match="is no host name"):
+        from_endpoints(["127.0.0.1:6170", f"{name}:6170"])
+    with pytest.raises(OSError, match="is no host name"):
+        network.connect_from("127.0.0.1", name, 6170, 1.0)
 
 
 def test_a_job_that_slurm_starts_again_keeps_its_name() -> None:

@@ -64,6 +64,7 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
     assert (cluster.rank, cluster.world_size, cluster.this.endpoint) == (3, 4, "10.0.0.2:6171")
     cluster = cluster_from_environ(MODERN)
     assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (2, 4, 2, 0)
+    assert cluster_from_environ({"PADDLE_TRAINER_ID": "0"}).world_size == 1
     command = "python -m paddle.distributed.launch --nproc_per_node 1 train.py --cluster_node_ips=a,b".split()
     assert cluster_from_environ(LONELY, command).world_size == 1, "flags of the script are not the launcher's"
 
@@ -83,6 +84,8 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
         (MODERN | {"PADDLE_TRAINERS_NUM": "3"}, (), "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 4"),
         (MODERN | {"PADDLE_TRAINER_ID": "0"}, (), "PADDLE_CURRENT_ENDPOINT=10"),
         ({"PADDLE_TRAINERS_NUM": "2"}, (), "PADDLE_TRAINER_ENDPOINTS, which says where they are, is not set"),
+        ({"PADDLE_TRAINER_ID": "1"}, (), "PADDLE_TRAINER_ID=1 makes this process one of several, but .* are not set"),
+        ({"PADDLE_TRAINER_ID": "x"}, (), "PADDLE_TRAINER_ID='x' is not a whole number"),
         ({"PADDLE_TRAINER_ENDPOINTS": "a:1,a:1"}, (), "endpoint a:1 is given for two ranks"),
         *(
             ({"PADDLE_TRAINER_ENDPOINTS": f"10.0.0.1{port}"}, (), "is not of the form host:port")

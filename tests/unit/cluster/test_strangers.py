@@ -107,13 +107,25 @@ def test_the_secret_comes_from_a_file_of_its_own_user_or_a_variable(
         (b"short", 0o600, {}, r"SECRET_FILE=/\S+secret: the job's secret has 5 bytes; it must have 16 to 4096"),
         (SECRET, 0o600, {FILE: "/none"}, "cannot be read"),
         (SECRET, 0o600, {FILE: "/dev/zero"}, "not a regular file"),
+        (SECRET, 0o600, {FILE: "pipe"}, "not a regular file"),
+        (SECRET, 0o600, {FILE: "link to a pipe"}, "not a regular file"),
+        (SECRET, 0o600, {FILE: "."}, "not a regular file"),
+        (SECRET, 0o600, {FILE: "a\0b"}, "cannot be read"),
         (SECRET, 0o600, {VARIABLE: "x" * 20}, "both set"),
         (SECRET, 0o600, {FILE: "", VARIABLE: "short"}, "^FLEET_TRAIN_JOB_SECRET: "),
     ],
 )
 def test_a_secret_that_is_none_is_refused(
-    secret_file: Path, content: bytes, mode: int, environ: dict[str, str], words: str
+    secret_file: Path,
+    content: bytes,
+    mode: int,
+    environ: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(secret_file.parent)
+    os.mkfifo("pipe")
+    os.symlink("pipe", "link to a pipe")
     secret_file.write_bytes(content)
     secret_file.chmod(mode)
     with pytest.raises(ClusterError, match=words):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli.timeline import command
+from fleet_train.cli.timeline import command, read_rings
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.ring import RING_BYTES, Event, Recorder, Ring, read_ring
 from fleet_train.cluster.flight.timeline import RankTimeline, Span, Step, chrome_trace, common_steps, timelines
 from fleet_train.cluster.flight.trace import Trace, read_steps
 from fleet_train.doctor.slow_steps import reasons
-from fleet_train.errors import ClusterError
+from fleet_train.errors import ClusterError, FleetTrainError
 from fleet_train.train.step_picture import step_picture
 
 PROGRAM, COMMUNICATOR = 10, 11
@@ -211,6 +214,61 @@ def test_a_trace_of_steps_that_are_over_writes_nothing_and_one_that_is_cut_short
 def test_steps_that_cannot_be_traced_are_refused(text: str) -> None:
     with pytest.raises(ClusterError, match="such as 100-104"):
         read_steps(text)
+
+
+def damaged(whole: bytes, seed: int) -> bytes:
+    """A recording with bytes, names, numbers and clocks that no recorder writes."""
+    random = np.random.default_rng(seed)
+    content = np.frombuffer(whole, np.uint8).copy()
+    head, events = content[: 1 << 15], content[1 << 15 :].reshape(-1, 48)
+    strange = [float("nan"), float("inf"), -1.0, 1e300, 5e-324, 3.0, 1e9]
+    for _ in range(random.integers(1, 60)):
+        at = 8 * random.integers(0, 4)
+        events[random.integers(0, len(events)), at : at + 8] = list(struct.pack("<d", random.choice(strange)))
+    if seed % 3 == 0:
+        at = random.choice([144, 257, 260])  # its address, and the names of its events
+        head[at : at + 8] = list(b"\x1b[2J\n\t\r\x9b")
+    if seed % 4 == 0:
+        at = 8 + 4 * random.integers(0, 34)
+        head[at : at + 4] = random.integers(0, 256, 4)
+    if seed % 5 == 0:
+        at = 64 + 8 * random.integers(0, 3)
+        head[at : at + 8] = list(struct.pack("<d", random.choice(strange)))
+    return content.tobytes()[: random.choice([len(content), 40000, 33000, 100])]
+
+
+def test_a_recording_that_somebody_else_wrote_is_shown_or_left_out(tmp_path: Path, recorder: Recorder) -> None:
+    traced = Trace(1, 7, tmp_path, 0, lambda: (3.0, 1e-4))
+    run_steps(recorder, traced, range(1, 9))
+    seen = set()
+    for seed in range(60):
+        (tmp_path / "trace.1.bin").write_bytes(damaged(traced.data, seed))
+        shown = CliRunner().invoke(command, [str(tmp_path), *(["--json"] if seed % 2 else [])])
+        assert shown.exception is None or isinstance(shown.exception, (FleetTrainError, SystemExit)), seed
+        assert shown.output.replace("\n", "").isprintable(), seed
+        seen.add(shown.exit_code)
+        if shown.exit_code == 0:
+            assert "NaN" not in (tmp_path / "timeline.json").read_text(), seed
+    assert seen == {0, 1}
+
+
+def test_only_recordings_that_are_files_of_bounded_size_are_read(tmp_path: Path, recorder: Recorder) -> None:
+    (tmp_path / "trace.0.bin").write_bytes(recorder.copy())
+    os.mkfifo(tmp_path / "trace.1.bin")
+    (tmp_path / "trace.2.bin").symlink_to("/dev/zero")
+    (tmp_path / "trace.3.bin").mkdir()
+    with (tmp_path / "trace.4.bin").open("wb") as endless:
+        endless.truncate(1 << 42)
+    assert [each.rank for each in read_rings(tmp_path)] == [1]
+    (tmp_path / "timeline.json").mkdir()
+    refused = CliRunner().invoke(command, [str(tmp_path)])
+    assert "timeline.json cannot be written" in str(refused.exception)
+
+
+def test_a_job_of_billions_of_ranks_is_none(recorder: Recorder) -> None:
+    content = bytearray(recorder.copy())
+    struct.pack_into("<ii", content, 12, 0, 2**31 - 1)
+    assert read_ring(bytes(content)) is None
 
 
 def test_the_command_wants_one_job_with_recordings(tmp_path: Path, recorder: Recorder) -> None:

@@ -9,14 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fleet_train import timeouts
+from fleet_train.cli.top import lines
 from fleet_train.cluster.flight import witness
 from fleet_train.cluster.flight.process import ProcessState
-from fleet_train.cluster.flight.ring import EVENTS, RING_BYTES, read_ring
-from fleet_train.cluster.flight.stands import Frame, Stand
+from fleet_train.cluster.flight.ring import EVENTS, RING_BYTES, Ring, read_ring
+from fleet_train.cluster.flight.rows import row_of
+from fleet_train.cluster.flight.stands import Frame, Stand, parse
 from fleet_train.cluster.flight.witness import Seen, Witness
 from tests.support.processes import clean_environ, until
 
@@ -175,6 +179,39 @@ def test_the_ring_keeps_the_newest_events_and_outlives_its_process(start: Start)
         assert event.enqueued <= event.began <= event.ended <= last.began
 
 
+def test_a_rank_that_cuts_its_file_off_does_not_end_who_looks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = start("loop")
+    os.kill(seen.pid, signal.SIGSTOP)
+    until(lambda: ProcessState.of(seen.pid).is_stopped)
+    to_size = os.ftruncate
+    monkeypatch.setattr(os, "ftruncate", lambda file, _: to_size(file, 100))
+    (stand,) = witness.look([seen])
+    assert (stand.rank, stand.state) == (3, "is stopped by a signal (state T)")
+
+
+def test_a_strangers_process_is_no_rank_even_for_root(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = start("loop").pid
+    assert [each.pid for each in witness.ranks_here(lambda each: each == pid)] == [pid]
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert witness.ranks_here(lambda each: each == pid) == []
+
+
+def test_only_source_that_is_a_file_of_bounded_size_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "good.py").write_text("first\nsecond\n")
+    text = "Current thread 0x01 (most recent call first):\n"
+    for file, line in (
+        ("pipe.py", "1"),
+        ("/dev/zero", "1"),
+        ("good.py", "2"),
+        ("good.py", "3"),
+        ("good.py", "9" * 5000),
+    ):
+        text += f'  File "{tmp_path / file}", line {line} in f\n'
+    (thread,) = parse(text, 1)
+    assert [frame.source for frame in thread.frames] == ["", "", "second", ""]
+
+
 def test_names_beyond_the_table_are_empty(start: Start) -> None:
     names = [event.name for event in start("names").ring().events]
     assert len(names) == EVENTS
@@ -250,10 +287,40 @@ def test_a_question_is_answered_once_over_the_store_and_written(start: Start, tm
     node.close()
 
 
+def empty_ring() -> Ring:
+    return Ring(1, 0, 2, 0, 0, 5, 0.0, 0.0, 0.0, "", (0, 0), ())
+
+
 def test_nobody_is_asked_where_no_witness_is() -> None:
     assert witness.ask_about(Store(), "why", [3], [1]) == []
     assert witness.ask_about(Store({"stacks/witness/0": 2}), "why", [3], [1]) == []
     assert witness.ask(Store(), witness.ROWS) == []
+
+
+@pytest.mark.parametrize("what", [witness.ROWS, witness.STACKS])
+def test_answers_that_are_none_are_left_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STACKS_ASK_SECONDS", 0.3)
+    row = row_of(empty_ring(), ProcessState(1, 1.0, "S"))
+    stand = Stand(0, 1, 5, "wire \x1b[2J\nrank 9 hangs", True, "", ())
+    good = (replace(row, state="\x1b[2J\n0 of 9 ranks") if what == witness.ROWS else stand).to_json()
+    bad = [{}, None, 7, "x", [], {**good, "rank": float("nan")}, {**good, "pid": 10**400}, {**good, "step": "\x1b[2J"}]
+    bad += [{**good, "threads" if what == witness.STACKS else "step_ms": {"a": float("inf")}}]
+
+    class Asked(Store):
+        """Answers at once, and says that there are more ranks than there are."""
+
+        def set(self, _: str, value: object) -> None:
+            number = value[0]  # type: ignore[index]
+            answers = [*(([number, each]) for each in [good, *bad]), "x", None, [number], [float("nan"), good]]
+            self.update({f"stacks/visitor {what}/{rank}": each for rank, each in enumerate(answers)})
+            self[f"stacks/visitor {what}/no number"] = [number, good]
+
+    told = {f"stacks/witness/{node}": many for node, many in enumerate((99, "x", None, float("inf"), [1]))}
+    (found,) = witness.ask(Asked(told), what)
+    assert found.rank == 0
+    text = "\n".join(lines([found])) if what == witness.ROWS else "\n".join(found.lines(whole=True))
+    assert text.replace("\n", "").isprintable()
+    assert text.count("\n") == (4 if what == witness.ROWS else 0)
 
 
 def test_visitors_get_rows_and_use_the_same_places_again(start: Start) -> None:
@@ -268,7 +335,7 @@ def test_visitors_get_rows_and_use_the_same_places_again(start: Start) -> None:
                 node.answer()
         sizes.add(len(store))
         (row,) = asked.result()
-        assert (row["rank"], row["pid"], row["state"], row["is_slowest"]) == (3, seen.pid, "starting", False)
-        assert row["memory_bytes"] > 1_000_000
+        assert (row.rank, row.pid, row.state, row.is_slowest) == (3, seen.pid, "starting", False)
+        assert row.memory_bytes > 1_000_000
     assert len(sizes) == 1
     node.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fleet_train.cluster.received import from_json
 from fleet_train.doctor import report
 from fleet_train.doctor.facts import (
     FAIL,
@@ -33,7 +34,6 @@ from fleet_train.doctor.facts import (
     Software,
     Stream,
     exit_code,
-    from_json,
     rate,
     size,
     verdict,

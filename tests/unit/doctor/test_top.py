@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +161,33 @@ def test_a_process_that_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
     ended = CliRunner().invoke(cli, ["top", "--json"])
     assert isinstance(ended.exception, FleetTrainError)
     assert ended.exception.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("ips", "words"),
+    [
+        ("localhost:1", "no job answers at localhost:1 "),
+        ("a..b", "is no host name"),
+        ("127.0.0.1:x", "not of the form host:port"),
+        ("\x1b[31m", r"\\x1b\[31m' is neither"),
+        (" , ", "names no machine"),
+    ],
+)
+def test_a_machine_that_cannot_be_asked_is_named(ips: str, words: str) -> None:
+    asked = CliRunner().invoke(cli, ["top", "--ips", ips])
+    assert isinstance(asked.exception, FleetTrainError)
+    assert re.search(words, str(asked.exception))
+    assert str(asked.exception).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"store": 7, "job": []}', b'{"store": "a..b:80", "job": ""}', b'{"store": "\\u001b[2J", "job": 1}'],
+)
+def test_a_log_folder_of_somebody_else_names_no_job(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.json").write_bytes(content)
+    for command in ("top", "stacks"):
+        asked = CliRunner().invoke(cli, [command, "--log_dir", str(tmp_path)])
+        assert isinstance(asked.exception, FleetTrainError)
+        assert "job.json cannot be read" in str(asked.exception)
+        assert str(asked.exception).isprintable()

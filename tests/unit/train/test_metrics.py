@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +16,7 @@ from PIL import Image
 from visualdl import LogReader
 
 from fleet_train.errors import FleetTrainError
-from fleet_train.train.dashboard import read_curves, table
+from fleet_train.train.dashboard import find_runs, read_curves, table
 from fleet_train.train.metrics import JsonLinesSink, NullSink, VisualDLSink, open_sinks, sinks_of
 
 
@@ -193,6 +194,27 @@ def test_lines_that_are_no_record_are_left_out_and_names_do_nothing_to_the_termi
     lines += [json.dumps({"step": 4, "\x1b[2Ja/d": 10**5, "a/e": True})]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert read_curves(tmp_path / "metrics.jsonl") == (4, {"\\x1b[2Ja/d": [1e5], "a/e": [1.0]})
+
+
+def test_only_a_file_of_bounded_size_is_read_and_a_pipe_in_its_place_is_replaced(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    for what in ("pipe", "/dev/zero", "endless"):
+        log.unlink(missing_ok=True)
+        if what == "pipe":
+            os.mkfifo(log)
+        elif what == "endless":
+            with log.open("wb") as file:
+                file.truncate(1 << 42)
+        else:
+            log.symlink_to(what)
+        assert f"{tmp_path}: its metrics.jsonl cannot be read: " in table(tmp_path)
+        assert find_runs([tmp_path]) == [tmp_path]
+    log.unlink()
+    os.mkfifo(log)
+    open_sinks(tmp_path, True, resume_step=5).close()
+    assert log.is_file()
+    log.write_text('{"step": 1' + "0" * 3000 + ', "a/b": 1}\n{"step": 1' + "0" * 5000 + ', "a/b": 2}\n')
+    assert table(tmp_path).splitlines()[0] == f"{tmp_path}, step 0"
 
 
 def test_table_has_scalars_only_and_bears_a_half_line_or_no_record(tmp_path: Path) -> None:
