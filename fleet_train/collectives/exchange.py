@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
@@ -41,6 +41,17 @@ from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.rows import ROWS
+
+UNKNOWN_ROWS = -1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A variable of an optimizer: the ``parameter`` that it is kept for, and which of its axes has the parameter's
+    rows. None: no axis, it is one number for all rows; `UNKNOWN_ROWS`: it cannot be told."""
+
+    parameter: str
+    axis: int | None
 
 
 class GradientExchange:
@@ -90,6 +101,10 @@ class GradientExchange:
             self.averaging = Averaging(averager, job, plan, profile, self.barrier, self.check)
         self.step = 0
         """Updates so far; with gradient merge, not every run of the program is an update."""
+        self.kept: dict[str, Kept] = {}
+        """The optimizer's state, by the names of its variables."""
+        self.equal_after: int | None = None
+        """The update after which all ranks' values were made equal from outside; later ones may let them drift."""
         self._updates = True
         self._is_drained = False
         self._boundaries = Boundaries(plan.accumulate_steps, job.engine)

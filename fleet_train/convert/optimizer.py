@@ -11,7 +11,7 @@ import paddle
 from fleet_train.cluster.flight import trace
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines import CALC, OWN
-from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.exchange import GradientExchange, Kept
 from fleet_train.collectives.host_ops import emit_finish, onednn_flags
 from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
@@ -19,6 +19,7 @@ from fleet_train.convert import process
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
+    noting_state,
     one_learning_rate,
     owner_of,
     refuse_clip_of_sums,
@@ -100,6 +101,9 @@ class DistributedOptimizer:
         self._is_minimizing = False
         self._updated: UpdatedGradients | None = None
         self._norm: Any = None
+        self._kept: dict[str, Kept] = {}
+        self._owns: list[Callable[[str], bool]] = []
+        """Whether a variable is this rank's alone, by its name, for each update that is sharded."""
         self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
 
     def __getattr__(self, name: str) -> Any:
@@ -202,8 +206,11 @@ class DistributedOptimizer:
         else:
             with one_learning_rate(self._inner, main):
                 operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
-            own = _owned_state(main, exchange) if exchange.owners else None
-            make_start_equal(self._job, main, startup, self._startups, own)
+            if exchange.owners:
+                self._owns.append(_owned_state(main, exchange))
+            owns = [own for _, optimizer in self._job.optimizers for own in optimizer._owns]
+            is_own = (lambda name: any(own(name) for own in owns)) if owns else None
+            make_start_equal(self._job, main, startup, self._startups, is_own)
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
         return operators, [(p, by_name.get(p.name) if p.name in tables else value) for p, value in params_grads]
@@ -260,6 +267,7 @@ class DistributedOptimizer:
             averaged += pairs
         if owners is not None:
             chain = owners.fill(chain)
+        exchange.kept = self._kept
         remove_dense_gradients(main, [item.value for item in ready if item.rows])
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
@@ -320,7 +328,8 @@ class DistributedOptimizer:
         update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients
         for wrap in self._wraps:
             update = partial(wrap, update)
-        return self._passes.update(merged, pairs, update)
+        with noting_state(self._inner, self._kept):
+            return self._passes.update(merged, pairs, update)
 
     def _update_with_rows(self, merged: MergedGradients, pairs: Sequence[Any]) -> tuple[list[Any], ParamsGrads]:
         """The update of all pairs; of those with indices and values, of these rows alone."""
@@ -414,7 +423,7 @@ class DistributedOptimizer:
 def _owned_state(main: Any, exchange: GradientExchange) -> Callable[[str], bool]:
     """Whether a variable of this name is one rank's alone: the optimizer's state, which starts with constants."""
     parameters, trained = {each.name for each in main.global_block().all_parameters()}, set(exchange.trained)
-    return lambda name: name not in parameters and belongs_to(name, trained)
+    return lambda name: name not in parameters and (name in exchange.kept or belongs_to(name, trained))
 
 
 def _notice_of_sum(name: str) -> str:

@@ -5,21 +5,20 @@ Names on disk are those of an optimizer that is not sharded, so that a state can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.exchange import UNKNOWN_ROWS, GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays, gather_arrays
-from fleet_train.convert.program_state import Array, Arrays, ProgramState
+from fleet_train.convert.program_state import Array, Arrays, Described, ProgramState
 from fleet_train.convert.sharding import ROWS
+from fleet_train.errors import CheckpointError
 
 _PACKED = "the state of the owners"
-_COUNTS_STEPS = "_pow_acc_"
-"""In the names of Adam's powers, one element for all rows."""
 
 
 class OwnedState:
@@ -31,11 +30,12 @@ class OwnedState:
 
     def names(self, state: ProgramState) -> dict[str, str]:
         """This rank's variables, by the names of an optimizer that is not sharded."""
-        return {whole_name(name): name for name in state.kept_of(self._exchange.trained) if not name.endswith(ROWS)}
+        return {whole_name(name): name for name in state.kept_of(self._exchange) if not name.endswith(ROWS)}
 
-    def describe(self, state: ProgramState) -> dict[str, tuple[str, list[int], str]]:
-        """`ProgramState.describe` of the whole state, the same on every rank."""
-        ours, own = state.describe(), self.names(state)
+    def describe(self, state: ProgramState, ours: Described) -> dict[str, tuple[str, list[int], str]]:
+        """``ours``, `ProgramState.describe`, of the whole state, the same on every rank."""
+        own = self.names(state)
+        self._refuse_unknown_rows(own.values())
         described = {
             whole: [ours[name][0], self._whole_shape(name, ours[name][1]), ours[name][2]] for whole, name in own.items()
         }
@@ -47,7 +47,8 @@ class OwnedState:
     def gather(self, arrays: Mapping[str, Array]) -> Arrays:
         """The owners' arrays, by this rank's names, as whole ones on rank 0; empty on the others."""
         job = self._job
-        listed = [[name, list(array.shape), array.dtype.str] for name, array in arrays.items()]
+        self._refuse_unknown_rows(arrays)
+        listed = [[name, list(array.shape), array.dtype.str, self._axis(name)] for name, array in arrays.items()]
         owners = range(self._exchange.owners)
         by_rank = job.all_gather(f"gather state {job.count('gather state')}", listed)
         size = max(sum(map(_nbytes, by_rank[rank])) for rank in owners)
@@ -56,14 +57,15 @@ class OwnedState:
         filled = np.concatenate(flat) if flat else packed[:0]
         packed[: filled.size] = filled
         parts: dict[str, list[Array]] = {}
+        axes: dict[str, int | None] = {}
         for rank, table in enumerate(gather_arrays(job, {_PACKED: packed}, self._exchange.owners_group)):
             start, buffer = 0, table[_PACKED]
             for item in by_rank[rank]:
-                name, shape, dtype = item
+                name, shape, dtype, axes[name] = item
                 values = buffer[start : start + _nbytes(item)].view(dtype).reshape(shape)
                 parts.setdefault(name, []).append(values)
                 start += _nbytes(item)
-        return {whole_name(name): self._joined(name, values) for name, values in parts.items()}
+        return {whole_name(name): _joined(values, axes[name]) for name, values in parts.items()}
 
     def everywhere(self, arrays: Mapping[str, Array]) -> Arrays:
         """The same on every rank."""
@@ -71,26 +73,40 @@ class OwnedState:
 
     def own_part(self, name: str, array: Array) -> Array:
         """What this rank owns of a whole array; ``name``: this rank's own."""
-        if not self._is_in_rows(name, list(array.shape[1:]), array.ndim):
+        axis = self._axis(name)
+        if axis is None:
             return array
-        first, rows, total = self._exchange.rows_of(_parameter_of(name))
-        return array[first : first + rows] if array.shape[0] == total else array
-
-    def _joined(self, name: str, values: list[Array]) -> Array:
-        is_cut = self._is_in_rows(name, list(values[0].shape[1:]), values[0].ndim)
-        return np.concatenate(values) if is_cut else values[0]
+        first, rows, total = self._exchange.rows_of(self._parameter_of(name))
+        return array.take(range(first, first + rows), axis) if array.shape[axis] == total else array
 
     def _whole_shape(self, name: str, shape: list[int]) -> list[int]:
-        if not self._is_in_rows(name, shape[1:], len(shape)):
+        axis = self._axis(name)
+        if axis is None:
             return shape
-        return [self._exchange.rows_of(_parameter_of(name))[2], *shape[1:]]
+        return [*shape[:axis], self._exchange.rows_of(self._parameter_of(name))[2], *shape[axis + 1 :]]
 
-    def _is_in_rows(self, name: str, inner: list[int], dimensions: int) -> bool:
-        """Whether an array of this rank has one row for each row of its parameter."""
-        if ROWS not in name or _COUNTS_STEPS in name:
-            return False
-        shape = self._exchange.shape_of(_parameter_of(name))
-        return dimensions == len(shape) and inner == list(shape[1:])
+    def _axis(self, name: str) -> int | None:
+        """Which axis of a variable has the rows of a parameter that is cut; None for none."""
+        if ROWS not in name:
+            return None
+        kept = self._exchange.kept.get(name)
+        return 0 if kept is None else kept.axis  # a moving average has its parameter's shape
+
+    def _parameter_of(self, name: str) -> str:
+        kept = self._exchange.kept.get(name)
+        return (name if kept is None else kept.parameter).partition(ROWS)[0]
+
+    def _refuse_unknown_rows(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._axis(name) == UNKNOWN_ROWS:
+                raise CheckpointError(
+                    f"'{name}' is state of the optimizer whose shape does not say which part is of which rows of its "
+                    "parameter, which sharding has cut: it can neither be saved nor loaded; train without sharding"
+                )
+
+
+def _joined(values: list[Array], axis: int | None) -> Array:
+    return values[0] if axis is None else np.concatenate(values, axis)
 
 
 def whole_name(name: str) -> str:
@@ -98,10 +114,6 @@ def whole_name(name: str) -> str:
     return name.replace(ROWS, "", 1)
 
 
-def _parameter_of(name: str) -> str:
-    return name.partition(ROWS)[0]
-
-
 def _nbytes(item: Any) -> int:
-    _, shape, dtype = item
+    _, shape, dtype, _ = item
     return int(prod(shape) * np.dtype(dtype).itemsize)

@@ -8,6 +8,7 @@ pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import paddle
 from paddle import nn, optimizer
 from paddle.incubate.optimizer import LarsMomentumOptimizer
 
+from fleet_train.collectives.exchange import UNKNOWN_ROWS, Kept
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
@@ -306,8 +308,8 @@ def one_learning_rate(inner: Any, main: Any) -> Iterator[None]:
     """Within the block the updates of ``main`` read one variable for the learning rate, made now.
 
     Paddle 3.3.1 makes it in the first ``apply_gradients``, and with a schedule another one, which nothing reads, in
-    each further one. Owners make different numbers of updates, some none; but all ranks' startup programs must store the
-    same variables.
+    each further one. Owners make different numbers of updates, some none; but all ranks' startup programs must store
+    the same variables.
     """
     owner = owner_of(inner, "_create_global_learning_rate")
     if not hasattr(owner, "_create_global_learning_rate"):
@@ -385,6 +387,42 @@ def refuse_to_shard(inner: Any, wraps: Sequence[Any], dtypes: Mapping[str, str])
         )
     if problem:
         raise ConversionError(f"sharding: {problem}; or train without sharding")
+
+
+@contextmanager
+def noting_state(optimizer: Any, kept: dict[str, Kept]) -> Iterator[None]:
+    """Within the block every variable that a Paddle optimizer makes for a parameter is noted in ``kept``, by its name:
+    a name guard puts its prefix before it, so that the name alone does not say whose it is."""
+    owner = owner_of(optimizer, "_add_accumulator")
+    add = getattr(owner, "_add_accumulator", None)
+    if add is None:
+        yield
+        return
+    signature = inspect.signature(add)
+
+    def add_and_note(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named).arguments
+        made = add(*args, **named)
+        name = str(made.get_defining_op().attrs()["name"])
+        kept[name] = Kept(given["param"].name, _axis_of_rows(given.get("shape"), list(given["param"].shape)))
+        return made
+
+    owner._add_accumulator = add_and_note
+    try:
+        yield
+    finally:
+        del owner._add_accumulator
+
+
+def _axis_of_rows(shape: Any, of_parameter: list[int]) -> int | None:
+    """See `Kept`. Without a shape, state has its parameter's."""
+    if shape is None:
+        return 0
+    shape = list(shape)
+    if shape == [1]:
+        return None
+    more = len(shape) - len(of_parameter)
+    return more if more >= 0 and shape[more:] == of_parameter else UNKNOWN_ROWS
 
 
 def moments_of(optimizer: Any) -> list[Any]:

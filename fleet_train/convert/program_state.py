@@ -52,6 +52,10 @@ class ProgramState:
 
     def __init__(self, program: Any) -> None:
         scope = paddle.static.global_scope()
+        if missing := missing_in_scope(program):  # Paddle's state_dict would end the process
+            raise CheckpointError(
+                f"the program has no value of {_several(missing)} in this scope: run the startup program first"
+            )
         values = program.state_dict("all", scope)
         if not values:
             raise CheckpointError("the program has no persistable values in this scope: run the startup program first")
@@ -93,36 +97,35 @@ class ProgramState:
             if _numpy_dtype(variable) in floats and (self.kinds[name] == PARAMETER or not _NOT_AVERAGED.fullmatch(name))
         ]
 
-    def kept_of(self, parameters: Iterable[str]) -> list[str]:
-        """The optimizer's values of these parameters (Paddle names them after it) and their moving averages."""
-        known = set(parameters)
+    def kept_of(self, exchange: GradientExchange) -> list[str]:
+        """The optimizer's values of the parameters of an exchange, and their moving averages, which are named after
+        them."""
+        known = set(exchange.trained)
         return [
             name
             for name, kind in self.kinds.items()
-            if kind != PARAMETER and not _SUMS.fullmatch(name) and belongs_to(name, known)
+            if kind != PARAMETER and not _SUMS.fullmatch(name) and (name in exchange.kept or belongs_to(name, known))
         ]
 
-    def first_not_finite(self) -> str | None:
-        """The first parameter or statistic that holds NaN or infinity; one that is not trained may be infinite."""
-        values = ((name, borrowed(self.variables[name])) for name, kind in self.kinds.items() if kind == PARAMETER)
-        return next((name for name, _ in not_finite(values, self.constant)), None)
+    def first_not_finite(self, changed: Collection[str] = (), only: Collection[str] | None = None) -> str | None:
+        """The first parameter or statistic that holds NaN or infinity; one that is not trained may be infinite.
+
+        ``changed``: what other programs train; ``only``: those that are looked at.
+        """
+        names = [name for name, kind in self.kinds.items() if kind == PARAMETER and (only is None or name in only)]
+        values = ((name, borrowed(self.variables[name])) for name in names)
+        return next((name for name, _ in not_finite(values, self.constant.difference(changed))), None)
 
     @property
     def constant(self) -> frozenset[str]:
-        """Parameters that no step changes, such as a mask."""
+        """Parameters that no step of this program changes, such as a mask."""
         frozen = {value.name for value in self._program.global_block().all_parameters() if value.stop_gradient}
         return frozenset(frozen.difference(self.statistics))
 
     @property
     def statistics(self) -> list[str]:
         """Batch-norm statistics that each rank computes from its own batches."""
-        names = {
-            str(source.get_defining_op().attrs().get("parameter_name"))
-            for operator in self._program.global_block().ops
-            if operator.name() in BATCH_NORMS and not _is_frozen(operator.attrs())
-            for source in operator.operands_source()[1:3]
-        }
-        return sorted(names & self.variables.keys())
+        return sorted(statistics_of(self._program) & self.variables.keys())
 
     @property
     def sums_under_way(self) -> list[str]:
@@ -131,6 +134,33 @@ class ProgramState:
         if not any(borrowed(count).any() for count in counts):
             return []
         return [name for name in self.variables if _SUMS.fullmatch(name)]
+
+
+def held_names(program: Any) -> list[str]:
+    """The variables of a scope that ``program`` keeps its values in."""
+    names = []
+    for operator in program.global_block().ops:
+        if operator.name() == "builtin.parameter":
+            names.append(str(operator.attrs()["parameter_name"]))
+        elif operator.name() == "pd_op.data" and operator.result(0).persistable:
+            names.append(str(operator.attrs()["name"]))
+    return list(dict.fromkeys(names))
+
+
+def missing_in_scope(program: Any) -> list[str]:
+    """Those that the current scope does not have."""
+    scope = paddle.static.global_scope()
+    return [name for name in held_names(program) if scope.find_var(name) is None]
+
+
+def statistics_of(program: Any) -> set[str]:
+    """Batch-norm statistics that a run of ``program`` changes, on each rank by its own batches."""
+    return {
+        str(source.get_defining_op().attrs().get("parameter_name"))
+        for operator in program.global_block().ops
+        if operator.name() in BATCH_NORMS and not _is_frozen(operator.attrs())
+        for source in operator.operands_source()[1:3]
+    }
 
 
 def belongs_to(name: str, parameters: Collection[str]) -> bool:
@@ -357,18 +387,25 @@ def mean_of_ranks(saved: Sequence[Arrays]) -> Arrays:
     }
 
 
-def position_of(exchange: GradientExchange) -> Arrays:
-    """The positions of the exchange and LocalSGD, as arrays to save; equal on every rank."""
-    arrays: Arrays = {_STEP: np.array([exchange.step])}
+def position_of(exchange: GradientExchange, of: str = "") -> Arrays:
+    """The positions of the exchange and LocalSGD, as arrays to save; equal on every rank. ``of``: see `name_of`."""
+    arrays: Arrays = {name_of(_STEP, of): np.array([exchange.step])}
     averager = exchange.averager
     if averager is not None:
         averager.drain_copies()
-        arrays[_NUMBERS] = np.array(averager.schedule.numbers())
+        arrays[name_of(_NUMBERS, of)] = np.array(averager.schedule.numbers())
         with dynamic_mode():
             for name, buffers in ((_ANCHOR, averager.anchor), (_VELOCITY, averager.velocity)):
                 for buffer in buffers or ():
-                    arrays[_of_dtype(name, dtype_name(buffer.dtype))] = np.array(buffer.numpy())
+                    key = _of_dtype(name_of(name, of), dtype_name(buffer.dtype))
+                    arrays[key] = np.array(buffer.numpy())
     return arrays
+
+
+def name_of(name: str, of: str) -> str:
+    """The name under which a position is saved: that of another conversion of the same program than the last one has
+    its first parameter, ``of``, in it."""
+    return f"{PREFIX}of {of}/{name.removeprefix(PREFIX)}" if of else name
 
 
 def _of_dtype(name: str, dtype: str) -> str:
@@ -386,9 +423,9 @@ def refuse_damaged_position(arrays: Arrays, source: str) -> None:
         is_step = name == _STEP or (name.startswith(PREFIX) and name.endswith("/step"))
         if is_step and not (array.size == 1 and array.dtype.kind in "iuf" and 0 <= float(array.reshape(-1)[0]) < 2**53):
             raise CheckpointError(f"{source}: '{name}' is not a single number of steps; load another saved state")
-    numbers = arrays.get(_NUMBERS)
-    if numbers is not None and not _are_of_a_schedule(numbers):
-        raise CheckpointError(f"{source}: '{_NUMBERS}' is not the state of a period; load another saved state")
+        is_period = name.startswith(PREFIX) and name.endswith(_NUMBERS.removeprefix(PREFIX))
+        if is_period and not _are_of_a_schedule(array):
+            raise CheckpointError(f"{source}: '{name}' is not the state of a period; load another saved state")
 
 
 def _are_of_a_schedule(numbers: Array) -> bool:
@@ -399,15 +436,17 @@ def _are_of_a_schedule(numbers: Array) -> bool:
     return 1 <= period < 2**53 and 0 <= steps < 2**53
 
 
-def restore_position(exchange: GradientExchange, arrays: Arrays, place: Any) -> None:
-    """Continue from a saved position. With state saved without LocalSGD, periods start at the loaded parameters."""
+def restore_position(exchange: GradientExchange, arrays: Arrays, place: Any, of: str = "") -> None:
+    """Continue from a saved position; ``of`` as of `position_of`. With state saved without LocalSGD, periods start at
+    the loaded parameters."""
     exchange.drop_averaging()
-    if _STEP in arrays:
-        exchange.step = int(arrays[_STEP][0])
+    step, numbers = name_of(_STEP, of), name_of(_NUMBERS, of)
+    if step in arrays:
+        exchange.step = int(arrays[step][0])
     averager = exchange.averager
     if averager is None:
         return
-    if _NUMBERS in arrays:
-        averager.schedule.restore([float(number) for number in arrays[_NUMBERS]])
+    if numbers in arrays:
+        averager.schedule.restore([float(number) for number in arrays[numbers]])
     with dynamic_mode():
-        averager.restore(_buffers(arrays, _ANCHOR, place), _buffers(arrays, _VELOCITY, place))
+        averager.restore(*(_buffers(arrays, name_of(name, of), place) for name in (_ANCHOR, _VELOCITY)))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fleet_train.collectives.replica_check import digests
 from fleet_train.collectives.transfer import broadcast_arrays, broadcast_each, gather_arrays, scatter_arrays
 from fleet_train.convert import persistables
 from fleet_train.convert.owned_state import OwnedState
+from fleet_train.convert.passes.program import parameters_behind
 from fleet_train.convert.program_state import (
     PARAMETER,
     PREFIX,
@@ -36,12 +38,13 @@ from fleet_train.convert.program_state import (
     position_of,
     refuse_damaged_position,
     restore_position,
+    statistics_of,
     to_dgc,
     to_merged,
     to_momentum,
     what_is_not_finite,
 )
-from fleet_train.convert.session import current, exchange_of, program_or_last
+from fleet_train.convert.session import Converted, current, exchange_of, exchanges_of, program_or_last
 from fleet_train.convert.sharding import ROWS
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
 from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError, NotFinite
@@ -60,18 +63,20 @@ def synchronize_parameters(main_program: Any = None) -> None:
     """Make parameters and batch-norm statistics equal on all ranks now, as means over the ranks.
 
     LocalSGD lets parameters drift between averagings; a batch norm that is not synchronised computes its statistics
-    from each rank's own batches. Call it on all ranks before an evaluation. Every save does it automatically.
+    from each rank's own batches. Call it on all ranks before an evaluation. Every save does it automatically. Without
+    ``main_program``: those of all converted programs of the scope; else those that it has, also if it is a copy or a
+    program for evaluation.
     """
-    program = program_or_last(main_program)
-    exchange = exchange_of(program)
-    if exchange is not None:
+    found = exchanges_of(main_program)
+    if found:
         with current().job.inside("fleet.synchronize_parameters()"):
-            make_equal(current().job, ProgramState(program), exchange, with_optimizer=False)
+            make_equal(current().job, found)
 
 
 def first_not_finite(main_program: Any = None) -> str | None:
     """The name of the first parameter or batch-norm statistic of this rank that holds NaN or infinity."""
-    return ProgramState(program_or_last(main_program)).first_not_finite()
+    program = program_or_last(main_program)
+    return ProgramState(program).first_not_finite(_changed_by(exchanges_of(program)))
 
 
 def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
@@ -82,7 +87,7 @@ def capture_persistables(main_program: Any = None, memory: Captured | None = Non
     """
     program = program_or_last(main_program)
     with current().job.inside("fleet.capture_persistables()"):
-        return capture(current().job, program, exchange_of(program), memory)
+        return capture(current().job, program, memory)
 
 
 def save_persistables(
@@ -112,7 +117,7 @@ def save_persistables(
     refuse("save_persistables", "mode", mode or None, _TABLES)
     program, job = program_or_last(main_program), current().job
     with job.inside(f"fleet.save_persistables({str(folder)!r})"):
-        captured = capture(job, program, exchange_of(program))
+        captured = capture(job, program)
         on_first_worker(job, f"save to {folder}", lambda: captured.write(folder))
 
 
@@ -135,7 +140,7 @@ def load_persistables(
     refuse("load_persistables", "filename", filename, _FILES)
     program, job = program_or_last(main_program), current().job
     with job.inside(f"fleet.load_persistables({str(folder)!r})"):
-        _load(job, program, exchange_of(program), folder)
+        _load(job, program, folder)
 
 
 def save_inference_model(
@@ -171,14 +176,17 @@ def save_inference_model(
             "and build the network again"
         )
     _refuse_other_program(wanted, main_program)
-    trained, job = program_or_last(None), current().job
+    program, job = wanted[0].block.program, current().job
     with job.inside(f"fleet.{name}({str(folder)!r})"):
-        synchronize_parameters()
-        if (exchange := exchange_of(trained)) is not None:
-            compare_replicas(ProgramState(trained), exchange, with_optimizer=False)
+        found = exchanges_of(program)
+        make_equal(job, found)
+        for each in found:
+            compare_replicas(ProgramState(each.main), each.exchange, with_optimizer=False)
 
         def export() -> None:
-            if (broken := first_not_finite()) is not None:
+            exported = {name for target in wanted for name in parameters_behind(target)}
+            state = ProgramState(program) if exported else None
+            if state is not None and (broken := state.first_not_finite(_changed_by(found), exported)) is not None:
                 raise NotFinite(f"'{broken}' holds NaN or infinity: a network that computes nothing is not exported")
             _export(executor, folder, inputs, wanted)
 
@@ -214,66 +222,86 @@ class Captured:
         return persistables.write_tensors(folder, self.state)
 
 
-def capture(job: Job, program: Any, exchange: GradientExchange | None, memory: Captured | None = None) -> Captured:
+def capture(job: Job, program: Any, memory: Captured | None = None) -> Captured:
     """Copy the current state; all ranks call it.
 
     State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0.
     Raises ScheduleMismatch on every rank when the replicas have diverged (divergence_check_steps): nothing is saved.
     ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
     """
-    state = ProgramState(program)
-    is_first = job.cluster.rank == 0
-    sums: list[str] = []
-    if exchange is not None:
-        make_equal(job, state, exchange, with_optimizer=True)
-        sums = state.sums_under_way
+    state, found = ProgramState(program), exchanges_of(program)
+    is_first, continued = job.cluster.rank == 0, _continued(state, found)
+    make_equal(job, found, continued)
+    sums = state.sums_under_way if found else []
     arrays: Arrays = {}
-    owned, own_names = owned_state(job, exchange), dict[str, str]()
-    if owned is not None:
-        own_names = owned.names(state)
+    shared = [(owned, owned.names(state)) for owned in map(partial(owned_state, job), found) if owned is not None]
+    own_names = {whole: name for _, names in shared for whole, name in names.items()}
     if is_first:
         left = {*sums, *own_names.values()}
         names = [name for name in state.variables if name not in left and not name.endswith(ROWS)]
         arrays = state.read(names, into=memory.state.arrays if memory else None)
-    ranks: list[Arrays] = []
-    if exchange is not None:
-        compare_replicas(state, exchange, with_optimizer=True, copies=arrays)
-        alike, own = method_state.read_state(exchange.memories)
-        arrays |= position_of(exchange) | _with_prefix(alike)
-        own = _with_prefix(own) | state.read(sums)
-        ranks = gather_arrays(job, own) if own else []
+    for each in found:
+        compare_replicas(state, each.exchange, with_optimizer=True, copies=arrays)
+    own = state.read(sums)
+    for each in continued:
+        alike, differing = method_state.read_state(each.exchange.memories)
+        arrays |= position_of(each.exchange, _distinct(each, continued)) | _with_prefix(alike)
+        own = _with_prefix(differing) | own
+    ranks = gather_arrays(job, own) if own else []
     kinds = state.kinds
-    if owned is not None:
-        gathered = owned.gather({name: borrowed(state.variables[name]) for name in own_names.values()})
+    for owned, names_here in shared:
+        gathered = owned.gather({name: borrowed(state.variables[name]) for name in names_here.values()})
         arrays |= gathered
         kinds = {name: kind for name, kind in kinds.items() if name in arrays or name in sums}
         kinds |= {name: kind_of(name, False) for name in gathered}
     return Captured(State(arrays, kinds, ranks), state.constant) if is_first else Captured(State({}))
 
 
-def owned_state(job: Job, exchange: GradientExchange | None) -> OwnedState | None:
+def _continued(state: ProgramState, found: Sequence[Converted]) -> list[Converted]:
+    """The conversions whose training a program with this state can continue: it has their optimizers' state."""
+    return [each for each in found if each.is_own or state.kept_of(each.exchange)]
+
+
+def _distinct(each: Converted, continued: Sequence[Converted]) -> str:
+    """What tells a conversion from the first of ``continued`` in the names of its position."""
+    return "" if each is continued[0] else each.exchange.trained[0]
+
+
+def _changed_by(found: Sequence[Converted]) -> set[str]:
+    return {name for each in found for name in (*each.exchange.trained, *statistics_of(each.main))}
+
+
+def owned_state(job: Job, each: Converted) -> OwnedState | None:
     """The state that is shared among owners; None if every rank has all of it."""
-    return OwnedState(job, exchange) if exchange is not None and exchange.owners else None
+    return OwnedState(job, each.exchange) if each.exchange.owners else None
 
 
-def whole_on_every_rank(arrays: Arrays) -> Arrays:
-    """``arrays`` by the names of the parameters that this rank updates -> those of all parameters; all ranks call it.
-    Without a sharded optimizer every rank updates all of them."""
-    exchange = exchange_of(program_or_last(None))
-    owned = owned_state(current().job, exchange)
-    return arrays if owned is None else owned.everywhere(arrays)
+def whole_on_every_rank(arrays: Arrays, program: Any) -> Arrays:
+    """``arrays`` by the names of the parameters of ``program`` that this rank updates -> those of all parameters; all
+    ranks call it. Without a sharded optimizer every rank updates all of them."""
+    exchange, job = exchange_of(program), current().job
+    if exchange is None:
+        return arrays
+    if exchange.owners:
+        return OwnedState(job, exchange).everywhere(arrays)
+    if exchange.averager is not None:
+        return {name: job.reduce(each, "sum") / each.dtype.type(job.world_size) for name, each in arrays.items()}
+    return arrays
 
 
 def _with_prefix(arrays: Arrays) -> Arrays:
     return {PREFIX + name: array for name, array in arrays.items()}
 
 
-def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Path) -> None:
+def _load(job: Job, program: Any, folder: Path) -> None:
     """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
-    state = ProgramState(program)
-    saved, owned = State({}), owned_state(job, exchange)
-    ours = state.describe() if owned is None else owned.describe(state)
-    methods = exchange.methods if exchange is not None else []
+    state, found = ProgramState(program), exchanges_of(program)
+    continued = _continued(state, found)
+    saved, ours = State({}), state.describe()
+    shared = [owned for owned in map(partial(owned_state, job), found) if owned is not None]
+    for owned in shared:
+        ours = owned.describe(state, ours)
+    methods = [pair for each in continued for pair in each.exchange.methods]
     tables = {gradient.name for bucket, method in methods if method.kind == "rows" for gradient in bucket.gradients}
 
     def read() -> dict[str, Any]:
@@ -292,20 +320,42 @@ def _load(job: Job, program: Any, exchange: GradientExchange | None, folder: Pat
         return {"names": names, "ranks": len(saved.ranks)}
 
     answer = on_first_worker(job, f"load from {folder}", read)
-    own_names = {} if owned is None else owned.names(state)
+    owners = {whole: (owned, name) for owned in shared for whole, name in owned.names(state).items()}
     arrays: Arrays = {}
     for name, array in broadcast_each(job, saved.arrays):
-        if name in own_names and owned is not None:
-            arrays[own_names[name]] = owned.own_part(own_names[name], array).copy()
-        elif owned is None or name in state.variables or name.startswith(PREFIX):
+        if name in owners:
+            owned, own = owners[name]
+            arrays[own] = owned.own_part(own, array).copy()
+        elif not shared or name in state.variables or name.startswith(PREFIX):
             arrays[name] = array
     arrays |= _own_part(job, saved.ranks, answer["ranks"])
-    local = [own_names.get(name, name) for name in answer["names"]]
-    state.write({name: arrays[name] for name in local if name in state.variables}, job.place)
-    if exchange is not None:
-        restore_position(exchange, arrays, job.place)
-        memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
-        method_state.write_state(exchange.memories, memories, job.place)
+    local = [owners[name][1] if name in owners else name for name in answer["names"]]
+    values = {name: arrays[name] for name in local if name in state.variables}
+    moved = _moved(job, state, values, [each for each in found if each not in continued])
+    state.write(values, job.place)
+    for each in moved:
+        restore_position(each.exchange, {}, job.place)
+    memories = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+    for each in continued:
+        restore_position(each.exchange, arrays, job.place, _distinct(each, continued))
+        method_state.write_state(each.exchange.memories, memories, job.place)
+
+
+def _moved(job: Job, state: ProgramState, values: Arrays, others: Sequence[Converted]) -> list[Converted]:
+    """Those of ``others`` whose parameters ``values`` change on some rank: what they have under way is of the old ones.
+    The program that is loaded shares parameters with them, but does not continue their training."""
+    if not others:
+        return []
+    changes = [
+        any(
+            borrowed(state.variables[name]).tobytes() != values[name].tobytes()
+            for name in each.exchange.trained
+            if name in values
+        )
+        for each in others
+    ]
+    answers = job.all_gather(f"moved {job.count('moved')}", changes).values()
+    return [each for number, each in enumerate(others) if any(answer[number] for answer in answers)]
 
 
 def _own_part(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
@@ -340,22 +390,28 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def make_equal(job: Job, state: ProgramState, exchange: GradientExchange, with_optimizer: bool) -> None:
-    """Average state that differs between ranks but is needed once; all ranks call it.
+def make_equal(job: Job, found: Sequence[Converted], with_optimizer: Sequence[Converted] = ()) -> None:
+    """Average state of converted programs that differs between ranks but is needed once; all ranks call it.
 
-    This is batch norm's running statistics and, in LocalSGD's local steps, the parameters, and with ``with_optimizer``
-    the optimizer's state, so that one rank's file is valid for all of them.
+    This is batch norm's running statistics and, in LocalSGD's local steps, the parameters; of those in
+    ``with_optimizer`` the optimizer's state as well, so that one rank's file is valid for all of them.
     """
-    exchange.drain_copies()
-    averager = exchange.averager
-    if averager is None or averager.schedule.is_synchronous(exchange.step):
-        _average_statistics(job, state)
-        return
-    names = [name for name in state.drifting if with_optimizer or state.kinds[name] == PARAMETER]
-    with dynamic_mode():
-        tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in state.read(names).items()}
-        exchange.synchronise(tensors)
-        state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
+    statistics: dict[str, Any] = {}
+    for each in found:
+        exchange, state = each.exchange, ProgramState(each.main)
+        exchange.drain_copies()
+        averager = exchange.averager
+        if averager is None or averager.schedule.is_synchronous(exchange.step):
+            statistics |= dict.fromkeys(state.statistics, state)
+        else:
+            names = [name for name in state.drifting if each in with_optimizer or state.kinds[name] == PARAMETER]
+            with dynamic_mode():
+                copies = state.read(names).items()
+                tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in copies}
+                exchange.synchronise(tensors)
+                state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
+        exchange.equal_after = exchange.step
+    _average_statistics(job, statistics)
 
 
 def compare_replicas(
@@ -373,23 +429,26 @@ def compare_replicas(
     """
     if not exchange.check.is_asked_for:
         return
-    names, averager = exchange.trained, exchange.averager
+    names, averager = [name for name in exchange.trained if name in state.variables], exchange.averager
     if with_optimizer and not exchange.owners and (averager is None or averager.schedule.is_synchronous(exchange.step)):
-        names += state.kept_of(names)
+        names += state.kept_of(exchange)
     copied = copies or {}
+    if not names:
+        return
     values = (copied[name] if name in copied else borrowed(state.variables[name]) for name in names)
     exchange.compare_saved(names, digests(values))
 
 
-def _average_statistics(job: Job, state: ProgramState) -> None:
-    arrays = state.read(state.statistics)
-    if not arrays:
+def _average_statistics(job: Job, states: Mapping[str, ProgramState]) -> None:
+    """``states``: by the statistics' names, where they are."""
+    if not states:
         return
+    arrays = {name: states[name].read([name])[name] for name in sorted(states)}
     flat = np.concatenate([array.reshape(-1) for array in arrays.values()])
     mean = job.reduce(flat, "sum") / flat.dtype.type(job.world_size)
-    for array in arrays.values():
+    for name, array in arrays.items():
         array.reshape(-1)[:], mean = mean[: array.size], mean[array.size :]
-    state.write(arrays, job.place)
+        states[name].write({name: array}, job.place)
 
 
 def _as_list(values: Any) -> list[Any]:

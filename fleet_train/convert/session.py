@@ -23,6 +23,7 @@ from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import is_link
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
@@ -30,6 +31,7 @@ from fleet_train.convert import process
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.one_card import leave_out_host_operators
 from fleet_train.convert.passes.program import updates_alone
+from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.log import log_once
@@ -57,7 +59,7 @@ class Session:
 
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
-        leave_out_host_operators(self._is_drifting)
+        leave_out_host_operators(self._what_drifts)
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
@@ -85,7 +87,8 @@ class Session:
 
     def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
         """The error for a run in which an operator of the program itself could not communicate."""
-        exchange = exchange_of(program or paddle.static.default_main_program())
+        running = paddle.static.default_main_program() if program is None else program
+        exchange = exchange_of(running) if isinstance(running, paddle.static.Program) else None
         if exchange is None or not exchange.is_in_graph or isinstance(error, MemoryError):
             return None
         return exchange.why_failed(error) if _OF_A_BACKEND.search(str(error)) else None
@@ -106,8 +109,15 @@ class Session:
         fed._share_data_with(eager.get_tensor())  # which itself is a reference that does not keep the values
         return fed
 
-    def _is_drifting(self, program: Any) -> bool:
-        return any(main is program and exchange.averager is not None for main, exchange in self.exchanges)
+    def _what_drifts(self, program: Any) -> str:
+        """What of a program's values is this rank's own now, in words; empty if all ranks hold the same."""
+        found = [each for each in exchanges_of(program) if each.exchange.equal_after != each.exchange.step]
+        if any(each.exchange.averager is not None for each in found):
+            return "LocalSGD's ranks differ between averagings"
+        held = set(held_names(program))
+        if any(held.intersection(statistics_of(each.main)) for each in found):
+            return "each rank's batch norms keep the running statistics of its own batches"
+        return ""
 
 
 _OF_A_BACKEND = re.compile(r"gloo|nccl|all_reduce|^std::exception$", re.IGNORECASE)
@@ -182,10 +192,46 @@ def program_or_last(main_program: Any) -> Any:
     return main_program or current().main_program or paddle.static.default_main_program()
 
 
+@dataclass(frozen=True)
+class Converted:
+    """A converted program and its communication, found by what it shares with another program."""
+
+    main: Any
+    exchange: GradientExchange
+    is_own: bool
+    """Whether the other program is this one, or a copy of it with its updates."""
+
+
 def exchange_of(program: Any) -> GradientExchange | None:
-    """The communication of a converted program; None with one process."""
-    exchanges = [exchange for main, exchange in current().exchanges if main is program]
-    return exchanges[-1] if exchanges else None
+    """The communication of a converted program or of a copy of it, the last one of several; None with one process."""
+    return next((each.exchange for each in exchanges_of(program) if each.is_own), None)
+
+
+def exchanges_of(program: Any = None) -> list[Converted]:
+    """The converted programs that change a parameter or a statistic of ``program`` in the current scope; None: any.
+
+    A copy, a program for evaluation and one that shares some parameters are known by their names. The program's own
+    conversions come first; of others that change the same values, the latest one counts.
+    """
+    converted = current().exchanges
+    if not converted:
+        return []
+    programs = [main for main, _ in converted] if program is None else [program]
+    links = set[str]() if program is None else _links_of(program)
+    left = {name for each in programs for name in held_names(each)}
+    pairs = [Converted(main, each, bool(links & _links_of(main))) for main, each in reversed(converted)]
+    found = []
+    for each in sorted(pairs, key=lambda pair: not pair.is_own):
+        changes = {*each.exchange.trained, *statistics_of(each.main)}
+        if each.is_own or (changes & left and not missing_in_scope(each.main)):
+            found.append(each)
+            left -= changes
+    return found
+
+
+def _links_of(program: Any) -> set[str]:
+    """The operators of our chains, which a copy of a program has under the same names, unique in a process."""
+    return {operator.name() for operator in program.global_block().ops if is_link(operator)}
 
 
 def before_first_runs(first_run: Callable[[Any], None]) -> None:

@@ -185,6 +185,7 @@ class WeightAverage:
         self.decay = decay
         self._names: dict[str, str] = {}
         self._updates = ""
+        self._program: Any = None
 
     def follow(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
         """For `DistributedOptimizer.around_update`."""
@@ -197,20 +198,14 @@ class WeightAverage:
             self._names[parameter.name] = average.name
         updates = _persistable("weight_average_updates", paddle.int64, [1])
         paddle.assign(updates + 1, updates)
-        self._updates = updates.name
+        self._updates, self._program = updates.name, paddle.static.default_main_program()
         return operators
 
     follow.is_for_owners = True  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, NDArray[Any]]:
         """The averaged weights by parameter, equal on every rank. All ranks call it."""
-        averages = whole_on_every_rank(self._of_this_rank())
-        if fleet.profile().use_local_sgd and fleet.worker_num() > 1:
-            return {
-                name: fleet.all_reduce(each, op="sum") / each.dtype.type(fleet.worker_num())
-                for name, each in averages.items()
-            }
-        return averages
+        return whole_on_every_rank(self._of_this_rank(), self._program)
 
     def _of_this_rank(self) -> dict[str, NDArray[Any]]:
         updates = int(_read(self._updates).item())

@@ -31,32 +31,32 @@ _OPERANDS = 7
 _KEPT = ("builtin.parameter", "pd_op.data", "pd_op.feed", "py_op.")
 
 _original: Callable[..., Any] = paddle.base.core.serialize_pir_program
-_is_drifting: Callable[[Any], bool] = bool
+_what_drifts: Callable[[Any], str] = lambda _: ""  # noqa: E731
 
 
-def leave_out_host_operators(is_drifting: Callable[[Any], bool]) -> None:
-    """From now on Paddle writes converted programs as programs of one card. ``is_drifting``: does it use LocalSGD?"""
-    global _original, _is_drifting
-    _is_drifting = is_drifting
+def leave_out_host_operators(what_drifts: Callable[[Any], str]) -> None:
+    """From now on Paddle writes converted programs as programs of one card. ``what_drifts``: which values of a program
+    are one rank's own, in words."""
+    global _original, _what_drifts
+    _what_drifts = what_drifts
     _original = process.replace(paddle.base.core, "serialize_pir_program", _serialize)
 
 
 def _serialize(program: Any, *arguments: Any, **options: Any) -> Any:
     kinds = {_kind(operator)[0] for operator in program.global_block().ops if _is_ours(operator)}
-    if not kinds:
-        return _original(program, *arguments, **options)
     if "share" in kinds:
         raise ConversionError(
             "a program with a sharded optimizer updates this rank's share of the parameters only, so Paddle cannot "
             "write it for one card: call fleet.save_persistables on all ranks, or fleet.save_inference_model"
         )
-    if _is_drifting(program):
+    if drifting := _what_drifts(program):
         notice = (
-            "paddle.static.save writes this rank's own parameters, and LocalSGD's ranks differ between averagings: "
-            "call fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables"
+            f"Paddle writes this rank's own values of a program, and {drifting}: call "
+            "fleet.synchronize_parameters() on all ranks before it, or use fleet.save_persistables or "
+            "fleet.save_inference_model"
         )
         log_once([notice], rank=0)
-    return _original(for_one_card(program), *arguments, **options)
+    return _original(for_one_card(program) if kinds else program, *arguments, **options)
 
 
 def for_one_card(program: Any) -> Any:

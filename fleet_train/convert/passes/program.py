@@ -47,6 +47,12 @@ def operators_behind(value: Any) -> list[Any]:
     return [operator for operator in block.ops if operator.id() in behind]
 
 
+def parameters_behind(value: Any) -> set[str]:
+    """The names of the parameters and statistics that ``value`` depends on."""
+    makers = operators_behind(value) if value.get_defining_op() is not None else []
+    return {str(maker.attrs()["parameter_name"]) for maker in makers if maker.name() == "builtin.parameter"}
+
+
 def inputs_of(operator: Any) -> list[Any]:
     """The given operands: an optional one that is missing (dropout's seed) is an empty value."""
     return [source for source in operator.operands_source() if source.initialized()]
