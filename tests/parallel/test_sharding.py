@@ -78,7 +78,14 @@ def odd_numbers(features: Any) -> Any:
     return nn.Linear(FEATURES, CLASSES)(features)
 
 
-PARTICULAR, EVEN, HELD, ODD = (Network(each.__name__, each) for each in (particular, even, held, odd_numbers))
+def vectors(features: Any) -> Any:
+    factors, shifts = paddle.static.create_parameter([2], "float32"), paddle.static.create_parameter([5], "float32")
+    hidden = nn.Linear(FEATURES, CLASSES, bias_attr=False)(features) * factors[0] + factors[1]
+    return paddle.concat([hidden[:, :5] + shifts, hidden[:, 5:]], axis=1)
+
+
+_NETWORKS = (particular, even, held, odd_numbers, vectors)
+PARTICULAR, EVEN, HELD, ODD, VECTORS = (Network(each.__name__, each) for each in _NETWORKS)
 
 
 def adamw(**settings: Any) -> Any:
@@ -171,6 +178,38 @@ def resume(folder: Path) -> dict[str, Any]:
                 fleet.save_persistables(trained.exe, again, trained.main)
             train(trained, 3, 3, STEPS)
             ends[f"{saved} in {kind}"] = digest(trained.parameters())
+    return ends
+
+
+def start_of_each(name: str, seed: int) -> Trained:
+    """Every parameter is cut, one of them into single numbers, where the optimizer's update allows it."""
+    return start(OPTIMIZERS[name], seed, VECTORS, fuse_parameter_groups_size=1, sharding=True)
+
+
+def save_each(folder: Path) -> dict[str, str]:
+    """The middle of a sharded training with every optimizer, saved; then its end."""
+    ends = {}
+    for name in OPTIMIZERS:
+        trained = start_of_each(name, 8)
+        train(trained, 8, 0, 3)
+        with paddle.static.scope_guard(trained.scope):
+            fleet.save_persistables(trained.exe, folder / "each" / name, trained.main)
+        train(trained, 8, 3, STEPS)
+        ends[name] = digest(trained.parameters())
+    return ends
+
+
+def resume_each(folder: Path) -> dict[str, str]:
+    """Each of them loaded, saved again at once, and continued."""
+    ends = {}
+    for name in OPTIMIZERS:
+        trained = start_of_each(name, 9)
+        with paddle.static.scope_guard(trained.scope):
+            fleet.load_persistables(trained.exe, folder / "each" / name, trained.main)
+            again = folder / "each" / f"{name} on {fleet.worker_num()}"
+            fleet.save_persistables(trained.exe, again, trained.main)
+        train(trained, 8, 3, STEPS)
+        ends[name] = digest(trained.parameters())
     return ends
 
 
@@ -275,9 +314,9 @@ def main() -> None:
             uncut = {name: compare(name, 5, EVEN)["bits"] for name in exact}
             report(fleet.worker_index(), uncut=uncut, held=compare("SGD", 3, HELD))
     elif what == "save":
-        report(fleet.worker_index(), ends=save(folder))
+        report(fleet.worker_index(), ends=save(folder), each=save_each(folder))
     elif what == "resume":
-        report(fleet.worker_index(), ends=resume(folder))
+        report(fleet.worker_index(), ends=resume(folder), each=resume_each(folder))
     else:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
@@ -334,12 +373,12 @@ def check(ranks: Ranks, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RanksResult]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run(tmp_path_factory, "save", 2, folder).of_all("ends")
+    return folder, run(tmp_path_factory, "save", 2, folder)
 
 
-def test_a_save_holds_what_a_job_without_sharding_saves(saved: tuple[Path, Any]) -> None:
+def test_a_save_holds_what_a_job_without_sharding_saves(saved: tuple[Path, RanksResult]) -> None:
     whole, sharded = (persistables.read_folder(saved[0] / name) for name in KINDS)
     assert whole.kinds == sharded.kinds
     assert whole.arrays.keys() == sharded.arrays.keys()
@@ -349,20 +388,31 @@ def test_a_save_holds_what_a_job_without_sharding_saves(saved: tuple[Path, Any])
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_saved_state_goes_on_anywhere(
-    tmp_path_factory: pytest.TempPathFactory, saved: tuple[Path, Any], world_size: int
+    tmp_path_factory: pytest.TempPathFactory, saved: tuple[Path, RanksResult], world_size: int
 ) -> None:
     folder, straight = saved
-    ends = run(tmp_path_factory, "resume", world_size, folder).of_all("ends")
+    resumed = run(tmp_path_factory, "resume", world_size, folder)
+    ends = resumed.of_all("ends")
     for kind in KINDS:
         assert len({end[f"{each} in {kind}"] for each in KINDS for end in ends}) == 1
         if world_size == 2:
-            assert ends[0][f"sharded in {kind}"] == straight[0][kind]
+            assert ends[0][f"sharded in {kind}"] == straight.of_all("ends")[0][kind]
         for each in KINDS:
             first, again = (
                 persistables.read_folder(folder / name) for name in (each, f"{each} in {kind} on {world_size}")
             )
             assert first.kinds == again.kinds
             assert all(np.array_equal(first.arrays[name], again.arrays[name]) for name in first.kinds)
+    for optimizer in OPTIMIZERS:
+        assert len({each[optimizer] for each in resumed.of_all("each")}) == 1
+        if world_size == 2:
+            assert resumed.of_all("each") == straight.of_all("each"), optimizer
+        first, again = (
+            persistables.read_folder(folder / "each" / name) for name in (optimizer, f"{optimizer} on {world_size}")
+        )
+        assert first.kinds == again.kinds
+        for name in first.kinds:
+            assert np.array_equal(first.arrays[name], again.arrays[name]), (optimizer, name)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["on Gloo", "on late streams"])
