@@ -78,6 +78,7 @@ class DistributedOptimizer:
         on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
     ):
         self.amp_level, self._rank = profile.amp_level, job.cluster.rank
+        _refuse_dynamic_mode("fleet.distributed_optimizer", job, profile)
         for method in ("backward", "apply_gradients", "minimize"):
             if not callable(getattr(inner, method, None)):
                 raise ConversionError(
@@ -107,13 +108,26 @@ class DistributedOptimizer:
         self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        found = getattr(self._inner, name)
+        return partial(self._refuse_update_by, name) if self._would_update_alone(name) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_inner" not in vars(self) or name in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(owner_of(self._inner, name), name, value)
+
+    def _would_update_alone(self, method: str) -> bool:
+        """Whether a method of the wrapped optimizer would update this rank's parameters without the others'."""
+        return method in _UPDATES_WITHOUT_MINIMIZE and self._job.world_size > 1
+
+    def _refuse_update_by(self, method: str, *_: Any, **__: Any) -> None:
+        _refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
+        raise ConversionError(
+            f"optimizer.{method}() would update each of the {self._job.world_size} ranks alone; call "
+            "optimizer.minimize(loss), or backward(loss) and apply_gradients(pairs), once, before Executor.run, which "
+            "then updates in every step"
+        )
 
     def around_update(self, wrap: UpdateWrap) -> None:
         """Let ``wrap(update, averaged pairs)`` create the operators of an update; it calls ``update(pairs)``.
@@ -137,8 +151,10 @@ class DistributedOptimizer:
         ``parameter_list`` is Fleet 1.8's name of ``parameters``. Returns what Paddle's ``minimize`` returns:
         (optimizer operators, parameter and gradient pairs).
         """
-        _refuse_dynamic_mode()
         parameters = one_of("minimize", parameter_list=parameter_list, parameters=parameters)
+        if self._is_dynamic("minimize"):
+            updated: tuple[Any, ParamsGrads] = self._inner.minimize(loss, startup_program, parameters, no_grad_set)
+            return updated
         main, startup = self._programs_of(loss, startup_program)
         refuse_foreign_startup(main, (startup, self._startups[-1]))
         with paddle.static.program_guard(main, startup):
@@ -154,6 +170,11 @@ class DistributedOptimizer:
                     self._is_minimizing = False
         return operators, params_grads
 
+    def _is_dynamic(self, method: str) -> bool:
+        """Whether one process trains in dynamic mode, as Paddle does. ConversionError for everything else there."""
+        _refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
+        return bool(paddle.in_dynamic_mode())
+
     @property
     def loss_scale_name(self) -> str | None:
         """The variable with the loss scale, once a float16 backward pass has been appended."""
@@ -168,7 +189,9 @@ class DistributedOptimizer:
         callbacks: Any = None,
     ) -> ParamsGrads:
         """Append the backward pass; returns (parameter, local gradient) pairs as Paddle does. Nothing is sent yet."""
-        _refuse_dynamic_mode()
+        if self._is_dynamic("backward"):
+            found: ParamsGrads = self._inner.backward(loss, startup_program, parameters, no_grad_set, callbacks)
+            return found
         self._loss = loss
         main, startup = self._programs_of(loss, startup_program)
         self._refuse_what_needs_the_program_alone(main)
@@ -185,6 +208,8 @@ class DistributedOptimizer:
 
         The plan is compared over all ranks first. Clipping and weight decay act on the averaged gradients.
         """
+        if self._is_dynamic("apply_gradients"):
+            return self._inner.apply_gradients(params_grads)
         return self._apply(params_grads)[0]
 
     def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
@@ -433,12 +458,18 @@ def _notice_of_sum(name: str) -> str:
     )
 
 
-def _refuse_dynamic_mode() -> None:
-    if paddle.in_dynamic_mode():
-        raise ConversionError(
-            "Paddle is in dynamic mode, and fleet_train converts static programs: call paddle.enable_static() before "
-            "building the network"
-        )
+def _refuse_dynamic_mode(call: str, job: Job, profile: Profile) -> None:
+    """Raise ConversionError in dynamic mode, unless one process is to train there as Paddle does."""
+    if not paddle.in_dynamic_mode() or (job.world_size == 1 and _leaves_one_process_alone(profile)):
+        return
+    ranks = job.world_size
+    why = f"{ranks} ranks would train {ranks} models" if ranks > 1 else "the profile's settings would do nothing"
+    raise ConversionError(
+        f"{call} was called in dynamic mode, and fleet_train converts static programs: {why}. Call "
+        "paddle.enable_static() at the top of the script, before the network is built, and optimizer.minimize(loss) in "
+        "place of loss.backward() and optimizer.step(). A script that is to stay dynamic trains with "
+        "paddle.DataParallel(network) and an optimizer that is not wrapped"
+    )
 
 
 def _leaves_one_process_alone(profile: Profile) -> bool:
@@ -446,6 +477,8 @@ def _leaves_one_process_alone(profile: Profile) -> bool:
     return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
 
 
+# Methods of Paddle's optimizers, and of those that it wraps around others.
+_UPDATES_WITHOUT_MINIMIZE = ("step", "apply_optimize", "_apply_optimize", "_create_optimization_pass")
 _FOR_ONE_OPTIMIZER = (
     "collective_stream",
     "use_local_sgd",

@@ -7,6 +7,7 @@ Replaced are:
 - ``paddle.static.Executor.run`` (`session`, `compat.programs`, trials of `recommend`): scripts, and
   the libraries that they use, run programs with Paddle's executors.
 - While a script runs for a plan or a trial (`rehearsal`): ``minimize``, ``backward``, Paddle's saving functions.
+- ``paddle.optimizer.Optimizer._apply_optimize`` and Paddle's ``all_reduce`` (`session`): an update in dynamic mode.
 - ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
 - Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
 
@@ -57,6 +58,12 @@ if TYPE_CHECKING:  # it imports Paddle, which is not checked yet
 Hook = Callable[[Any, Any, Any], tuple[Any, Any]]
 _OF_RUN = ("program", "feed", "fetch_list")
 """The first arguments of ``Executor.run``."""
+# Paddle's words for an optimizer without parameters; the script meant a static program.
+_IN_DYNAMIC_MODE = "should not be None in dygraph mode"
+_STATIC_MODE = (
+    "Paddle is in dynamic mode, and fleet_train converts static programs: call paddle.enable_static() at the top of "
+    "the script, before the network is built"
+)
 # Their message is complete; a traceback through Paddle would hide it.
 _ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
 
@@ -213,6 +220,8 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
         _print(cause)
     else:
         _earlier_hook(kind, error, traceback)
+        if _IN_DYNAMIC_MODE in str(error):
+            print(f"fleet_train: {_STATIC_MODE}", file=sys.stderr, flush=True)
     _is_printed = True
     if isinstance(cause, FleetTrainError):
         raise SystemExit(cause.exit_code)

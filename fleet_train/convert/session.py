@@ -6,6 +6,8 @@ step as rank 0 of a job whose other ranks do not exist.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import re
 import sys
@@ -56,6 +58,10 @@ class Session:
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
     exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
     """Converted programs with their communication."""
+    _has_updated: bool = False
+    """Whether an optimizer has updated in dynamic mode."""
+    _has_reduced: bool = False
+    """Whether the script has summed something over ranks itself."""
 
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
@@ -85,8 +91,33 @@ class Session:
             raise error
         log_once([str(error)], self.job.cluster.rank)
 
+    def on_dynamic_update(self) -> None:
+        """Advise about an optimizer that updates in dynamic mode, where nothing averages its gradients."""
+        if self._has_updated or not paddle.in_dynamic_mode():
+            return
+        self._has_updated = True
+        if self._has_reduced or any(isinstance(each, paddle.DataParallel) for each in gc.get_objects()):
+            return
+        ranks = self.job.world_size
+        self.advise(
+            ConversionError(
+                f"an optimizer updates in dynamic mode, on each rank alone, so {ranks} ranks train {ranks} models: "
+                "call paddle.enable_static() at the top of the script, before the network is built, and train with "
+                "fleet.distributed_optimizer(optimizer).minimize(loss); or stay dynamic with "
+                "paddle.DataParallel(network)"
+            )
+        )
+
+    def on_reduction(self) -> None:
+        self._has_reduced = True
+
     def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
-        """The error for a run in which an operator of the program itself could not communicate."""
+        """The error for a run in dynamic mode, or in which an operator of the program itself could not communicate."""
+        if paddle.in_dynamic_mode() and isinstance(error, AttributeError):
+            return ConversionError(
+                "Executor.run was called in dynamic mode, and it runs static programs: call paddle.enable_static() at "
+                "the top of the script, before the network is built"
+            )
         running = paddle.static.default_main_program() if program is None else program
         exchange = exchange_of(running) if isinstance(running, paddle.static.Program) else None
         if exchange is None or not exchange.is_in_graph or isinstance(error, MemoryError):
@@ -150,11 +181,25 @@ def begin(role: Any, strategy: Any) -> Session:
     if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
         process.explain_failed_runs(_session.why_failed)
+        _call_before(paddle.optimizer.Optimizer, "_apply_optimize", _session.on_dynamic_update)
+        _call_before(paddle.distributed.communication.stream, "all_reduce", _session.on_reduction)
         if not job.engine.side_by_side:
             process.before_each_run(_session.feed_through_pinned_memory, is_last=True)
     if not imagined_job and (steps := asked_trace(os.environ)) is not None:
         trace_steps(*steps)
     return _session
+
+
+def _call_before(owner: Any, name: str, hook: Callable[[], None]) -> None:
+    """From now on ``hook`` is called before each call of a function of Paddle."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def hooked(*args: Any, **named: Any) -> Any:
+        hook()
+        return function(*args, **named)
+
+    process.replace(owner, name, hooked)
 
 
 def trace_steps(first: int, last: int, folder: Path | None = None) -> None:

@@ -122,6 +122,96 @@ optimizer.step()
 """
 
 
+# Scripts that stay in dynamic mode. argv: their names; each says what it was told.
+DYNAMIC = """
+import sys
+
+import paddle
+
+from fleet_train import fleet
+from fleet_train.errors import FleetTrainError
+
+def network():
+    return paddle.nn.Linear(8, 1)
+
+def optimizer_of(layers):
+    return paddle.optimizer.AdamW(0.1, parameters=layers.parameters())
+
+def trained(layers, optimizer):
+    layers(paddle.ones([2, 8])).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+def wrapped(layers):
+    trained(layers, fleet.distributed_optimizer(optimizer_of(layers)))
+
+def scaled():
+    layers = network()
+    optimizer = fleet.distributed_optimizer(optimizer_of(layers))
+    paddle.amp.GradScaler().step(optimizer)
+
+def switched(method):
+    paddle.enable_static()
+    optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=[]))
+    paddle.disable_static()
+    getattr(optimizer, method)(None)
+
+def executed():
+    paddle.static.Executor().run(paddle.static.default_startup_program())
+
+def in_static_mode():
+    paddle.enable_static()
+    try:
+        fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).step()
+    finally:
+        paddle.disable_static()
+
+def by_hand():
+    layers = network()
+    layers(paddle.ones([2, 8])).mean().backward()
+    for each in layers.parameters():
+        paddle.distributed.all_reduce(each.grad)
+    optimizer_of(layers).step()
+
+def data_parallel():
+    layers = paddle.DataParallel(network())
+    trained(layers, optimizer_of(layers))
+
+def alone():
+    layers = network()
+    trained(layers, optimizer_of(layers))
+
+CASES = {
+    "wrapped": lambda: wrapped(network()),
+    "to_static": lambda: wrapped(paddle.jit.to_static(network())),
+    "data parallel, wrapped": lambda: wrapped(paddle.DataParallel(network())),
+    "scaled": scaled,
+    "executed": executed,
+    "distributed_model": lambda: fleet.distributed_model(network()),
+    "step": lambda: switched("step"),
+    "minimize": lambda: switched("minimize"),
+    "backward": lambda: switched("backward"),
+    "apply_gradients": lambda: switched("apply_gradients"),
+    "in static mode": in_static_mode,
+    "data parallel": data_parallel,
+    "by hand": by_hand,
+    "alone": alone,
+}
+fleet.init(is_collective=True)
+for name in sys.argv[1:]:
+    try:
+        CASES[name]()
+    except FleetTrainError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        if name == "alone":
+            raise
+"""
+REFUSED = (
+    *("wrapped", "to_static", "data parallel, wrapped", "scaled", "executed", "distributed_model"),
+    *("step", "minimize", "backward", "apply_gradients"),
+)
+
+
 def notices(log: str) -> dict[str, list[str]]:
     """What fleet_train said about the ranks' training in each case of the script."""
     cases = re.split(r"^begin (.*)$", log, flags=re.MULTILINE)[1:]
@@ -148,6 +238,40 @@ def test_each_mistake_is_said_once_by_rank_0_and_nobody_else_is_accused(bench: B
     assert "fleet_train.data.ShardedBatchSampler" in said
     assert [case for case, said in notices(bench.log("node0/log/workerlog.1")).items() if said] == []
     assert SIDE_BY_SIDE not in launcher.output
+
+
+def test_what_updates_without_minimize_is_refused_and_dynamic_scripts_that_communicate_are_not(bench: Bench) -> None:
+    flags = ["--nproc_per_node=2", "--strict"]
+    launcher = bench.start(DYNAMIC, *REFUSED, "in static mode", "data parallel", flags=flags)
+    assert launcher.process.wait(timeout=120) == 0, launcher.output
+    said = dict(re.findall(r"^([\w ,]+): (.*)$", bench.log("node0/log/workerlog.0"), re.MULTILINE))
+    for name in REFUSED:
+        assert "paddle.enable_static()" in said[name], name
+    for name in ("wrapped", "to_static", "scaled", "step"):
+        assert "2 ranks would train 2 models" in said[name]
+    assert "update each of the 2 ranks alone; call optimizer.minimize(loss)" in said["in static mode"]
+    assert "data parallel" not in said
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("by hand", 0), ("alone", 7)])
+def test_with_strict_an_update_of_each_rank_alone_in_dynamic_mode_is_an_error(
+    bench: Bench, name: str, exit_code: int
+) -> None:
+    launcher = bench.start(DYNAMIC, name, flags=["--nproc_per_node=2", "--strict"])
+    assert launcher.process.wait(timeout=120) == exit_code, launcher.output
+    assert ("an optimizer updates in dynamic mode, on each rank alone" in launcher.output) == (exit_code != 0)
+
+
+@pytest.mark.parametrize(("merged", "said"), [("1", ""), ("2", "the profile's settings would do nothing")])
+def test_one_process_trains_in_dynamic_mode_unless_the_profile_asks_for_more(
+    bench: Bench, merged: str, said: str
+) -> None:
+    flags = ["--nproc_per_node=1", "--strict", "--set", f"accumulate_steps={merged}"]
+    launcher = bench.start(DYNAMIC, "wrapped", flags=flags)
+    assert launcher.process.wait(timeout=120) == 0, launcher.output
+    log = bench.log("node0/log/workerlog.0")
+    assert said in log
+    assert ("in dynamic mode" in log) == bool(said)
 
 
 def test_ranks_that_never_join_are_told_at_the_end_by_the_first_node(bench: Bench) -> None:
