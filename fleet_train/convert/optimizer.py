@@ -17,6 +17,7 @@ from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
+from fleet_train.convert.foreign import refuse_foreign, refuse_unreached, trained_of, untrained_of
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
     noting_state,
@@ -159,7 +160,9 @@ class DistributedOptimizer:
         refuse_foreign_startup(main, (startup, self._startups[-1]))
         with paddle.static.program_guard(main, startup):
             if self._is_untouched and not uses_a_name_twice(main):
+                parameters, no_grad_set = self._listed(main, parameters, no_grad_set)
                 operators, params_grads = self._inner.minimize(loss, startup, parameters, no_grad_set)
+                refuse_unreached(parameters, params_grads, self._job.advise)
                 self._converted(UpdatedGradients(main, params_grads), startup)
             else:
                 self._is_minimizing = True
@@ -174,6 +177,20 @@ class DistributedOptimizer:
         """Whether one process trains in dynamic mode, as Paddle does. ConversionError for everything else there."""
         _refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
         return bool(paddle.in_dynamic_mode())
+
+    def updates(self, program: Any) -> bool:
+        """Whether this optimizer has made the update of ``program``."""
+        return self._updated is not None and self._updated.program is program
+
+    @property
+    def boundary(self) -> Any:
+        """Bool [1]: whether a run of the program ends with an update; None if each does, or before ``minimize``."""
+        return None if self._updated is None else self._updated.boundary
+
+    @property
+    def changes_weights_at_the_end(self) -> bool:
+        """Whether a host operator writes into parameters behind the update, unseen by operators that read them."""
+        return self._job.world_size > 1 and (self._profile.use_local_sgd or self._profile.sharding)
 
     @property
     def loss_scale_name(self) -> str | None:
@@ -195,11 +212,13 @@ class DistributedOptimizer:
         self._loss = loss
         main, startup = self._programs_of(loss, startup_program)
         self._refuse_what_needs_the_program_alone(main)
+        parameters, no_grad_set = self._listed(main, parameters, no_grad_set)
         self._job.optimizers.append((main, self))
         with paddle.static.program_guard(main, startup):
             pairs = self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )
+            refuse_unreached(parameters, pairs, self._job.advise)
             several = self._job.world_size > 1 and self._job.engine.reads_values
             return parameters_first(pairs) if several else pairs
 
@@ -304,6 +323,13 @@ class DistributedOptimizer:
         """The program of ``loss`` and its startup program."""
         self._startups.append(paddle.static.default_startup_program())
         return loss.block.program, self._startups[-1] if startup_program is None else startup_program
+
+    def _listed(self, main: Any, parameters: Any, no_grad_set: Any) -> tuple[Any, Any]:
+        """The values of ``main`` that the two arguments name. Raises ConversionError for what is not in it."""
+        trained = trained_of(main, parameters)
+        if trained is None:
+            refuse_foreign(main, getattr(self._inner, "_parameter_list", None))
+        return trained, untrained_of(main, no_grad_set)
 
     @property
     def _is_untouched(self) -> bool:

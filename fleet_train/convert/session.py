@@ -30,6 +30,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
 from fleet_train.convert import process
+from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.one_card import leave_out_host_operators
 from fleet_train.convert.passes.program import updates_alone
@@ -178,6 +179,8 @@ def begin(role: Any, strategy: Any) -> Session:
     _session = Session(job, strategy, strict)
     process.watch(job)
     job.advise = _session.advise
+    if not imagined_job:
+        process.before_each_run(refuse_foreign_fetches, is_last=True)
     if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
         process.explain_failed_runs(_session.why_failed)
