@@ -30,8 +30,9 @@ import paddle
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import metrics, planning, session
 from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.paddle_optimizers import unwrap
+from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
 from fleet_train.convert.planning import apply_environment, resolve
 from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker
 from fleet_train.convert.saving import (
@@ -138,6 +139,8 @@ def init(
             "fleet.init(is_collective=True)"
         )
     job = session.begin(given, strategy).job
+    replace_paddles()
+    refuse_wrapping_ours()
     log_once(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         log_once(

@@ -8,6 +8,7 @@ pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,16 @@ from typing import Any
 
 import paddle
 from paddle import nn, optimizer
-from paddle.incubate.optimizer import LarsMomentumOptimizer
+from paddle.incubate import LookAhead, ModelAverage
+from paddle.incubate.optimizer import (
+    GradientMergeOptimizer,
+    LarsMomentumOptimizer,
+    PipelineOptimizer,
+    RecomputeOptimizer,
+)
 
 from fleet_train.collectives.exchange import UNKNOWN_ROWS, Kept
+from fleet_train.convert import process
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
@@ -281,6 +289,40 @@ _REFUSED = {
     "DistributedFusedLamb": "it communicates by itself, on GPUs only; wrap paddle.optimizer.Lamb",
     "LBFGS": "it evaluates the loss several times per step, which a static program cannot; wrap another optimizer",
 }
+
+
+def refuse_wrapping_ours() -> None:
+    """From now on Paddle's wrappers refuse what ``distributed_optimizer`` returned, with the way out: their own steps
+    around it would fail inside Paddle, or go on without the other ranks."""
+    from paddle.static.amp import bf16, decorator
+
+    def refused(optimizer: Any, wrapper: str) -> None:
+        if _kind(optimizer) == "DistributedOptimizer":
+            raise ConversionError(
+                f"{wrapper} was given what fleet.distributed_optimizer returned: give it the optimizer itself, and "
+                "what it returns to fleet.distributed_optimizer, or set what it does in the profile"
+            )
+
+    def set_multi_precision(optimizer: Any, multi_precision: Any) -> Any:
+        refused(optimizer, "paddle.static.amp.decorate")
+        return original(optimizer, multi_precision)
+
+    original = process.replace(decorator, "_set_multi_precision", set_multi_precision)
+    amp = (decorator.OptimizerWithMixedPrecision, bf16.decorator.OptimizerWithMixedPrecision)
+    for wrapper in (*amp, GradientMergeOptimizer, RecomputeOptimizer, PipelineOptimizer, LookAhead, ModelAverage):
+        _refuse_in(wrapper, "paddle.static.amp.decorate" if wrapper in amp else wrapper.__name__, refused)
+
+
+def _refuse_in(wrapper: Any, name: str, refused: Callable[[Any, str], None]) -> None:
+    """Let the class look at its first argument."""
+
+    @functools.wraps(wrapper.__init__)
+    def checked(self: Any, *args: Any, **named: Any) -> None:
+        for given in (*args[:1], *named.values()):
+            refused(given, name)
+        initialize(self, *args, **named)
+
+    initialize = process.replace(wrapper, "__init__", checked)
 
 
 def state_values_per_parameter(optimizer: Any) -> int:

@@ -9,6 +9,8 @@ Replaced are:
 - While a script runs for a plan or a trial (`rehearsal`): ``minimize``, ``backward``, Paddle's saving functions.
 - ``paddle.optimizer.Optimizer._apply_optimize`` and Paddle's ``all_reduce`` (`session`): an update in dynamic mode.
 - ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
+- ``paddle.static.ExponentialMovingAverage``, and the constructors of Paddle's wrappers of optimizers (`moving_average`,
+  `paddle_optimizers`): the first fails in PIR programs, the others around an optimizer of ours.
 - Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
 
 All of these go through this module. ``fleet.shutdown`` puts them back, in one process and in several, unless it is

@@ -297,6 +297,25 @@ def refusals() -> None:
     decorated = fleet.distributed_optimizer(amp())
     plain = fleet.distributed_optimizer(sgd())
 
+    def lists(listed: Callable[[Any, Any], Any], argument: str = "parameters") -> str:
+        """``minimize`` with what is listed of a program and its clone; a further parameter is not in the loss."""
+
+        def minimize(loss: Any, startup: Any) -> None:
+            copy = loss.block.program.clone()
+            with paddle.static.program_guard(loss.block.program, startup):
+                paddle.create_parameter([2], "float32", name="idle")
+            own, others = (each.global_block().all_parameters() for each in (loss.block.program, copy))
+            by_optimizer = listed(own, others) if argument == "optimizer" else None
+            optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=by_optimizer))
+            optimizer.minimize(loss, startup, **({} if by_optimizer else {argument: listed(own, others)}))
+
+        return message_of(lambda: Program(minimize))
+
+    def fetch_of_a_copy() -> None:
+        program = Program(by(sgd()))
+        program.main = program.main.clone()
+        program.train(1)
+
     def outside_without_startup() -> None:
         with paddle.static.scope_guard(paddle.static.Scope()):
             Program(lambda loss, _: plain.minimize(loss))
@@ -309,8 +328,55 @@ def refusals() -> None:
             "amp_init without amp": message_of(lambda: plain.amp_init(fleet.place())),
             "wrapped twice": message_of(lambda: fleet.distributed_optimizer(plain)),
             "two names": message_of(lambda: plain.minimize(None, parameters=[1], parameter_list=[1])),
+            "of a copy": lists(lambda _, others: others[:1]),
+            "optimizer of a copy": lists(lambda _, others: others, "optimizer"),
+            "untrained of a copy": lists(lambda _, others: {others[0]}, "no_grad_set"),
+            "no such name": lists(lambda own, _: [own[0].name, "fc_0.w_0"]),
+            "twice": lists(lambda own, _: [own[0], own[1], own[0]]),
+            "optimizer twice": lists(lambda own, _: [own[0], own[0]], "optimizer"),
+            "none": lists(lambda own, _: [one for one in own if "fc" in one.name]),
+            "not in the loss": lists(lambda own, _: [one for one in own if one.name == "idle"]),
+            "no parameter": lists(lambda own, _: [own[0].block.ops[-1].result(0)]),
+            "healthy": lists(lambda own, _: [one.name for one in own[:3]]),
+            "healthy optimizer": lists(lambda own, _: own, "optimizer"),
+            "fetch of a copy": message_of(fetch_of_a_copy),
         },
+        wrapping_ours={name: message_of(partial(wrap, plain)) for name, wrap in WRAPPERS.items()},
     )
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "paddle.static.amp.decorate": lambda ours: paddle.static.amp.decorate(ours, dtype="bfloat16"),
+    "GradientMergeOptimizer": lambda ours: GradientMergeOptimizer(ours, k_steps=2),
+    "RecomputeOptimizer": lambda ours: paddle.incubate.optimizer.RecomputeOptimizer(optimizer=ours),
+    "LookAhead": paddle.incubate.LookAhead,
+    "PipelineOptimizer": paddle.incubate.optimizer.PipelineOptimizer,
+}
+
+
+def averaged(name: str, strategy: DistributedStrategy | None) -> None:
+    """Moving averages by Paddle's name: the averaged weights, and what is trained behind the block."""
+    averages: list[Any] = []
+
+    def minimize(loss: Any, startup: Any) -> None:
+        by(sgd(), strategy)(loss, startup)
+        with paddle.static.program_guard(loss.block.program, startup):
+            averages.append(paddle.static.ExponentialMovingAverage(0.9))
+            averages[0].update()
+
+    program = Program(minimize)
+    found = [program.train(1).flat() for _ in range(STEPS)]
+    with paddle.static.scope_guard(program.scope), averages[0].apply(program.exe):
+        within = program.flat()
+    trained = {f"averaged {name}": within, f"trained {name}": np.stack(found)}
+    report(fleet.rank(), restored=bool((program.flat() == found[-1]).all()), **trained)
+
+
+AVERAGED = {"each step": None, "merged": DistributedStrategy(accumulate_steps=2)}
+NOT_AVERAGED = {
+    "use_local_sgd": DistributedStrategy(use_local_sgd=True),
+    "sharding": DistributedStrategy(sharding=True),
+}
 
 
 def message_of(action: Callable[[], Any]) -> str:
@@ -357,6 +423,12 @@ def main() -> None:
         on_one_card(folder / f"{name}, rank{fleet.rank()}of{fleet.nranks()}", name, strategy)
     paddle_model(folder / f"model, rank{fleet.rank()}of{fleet.nranks()}")
     two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
+    for name, strategy in AVERAGED.items():
+        averaged(name, strategy)
+    report(
+        fleet.rank(),
+        not_averaged={name: message_of(partial(averaged, name, strategy)) for name, strategy in NOT_AVERAGED.items()},
+    )
     refusals()
     helpers()
     if fleet.nranks() == 1:  # behind the two ranks

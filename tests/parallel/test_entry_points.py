@@ -146,6 +146,56 @@ def test_refusals_are_the_same_on_one_process_and_on_two_ranks(two: RanksResult,
     assert "parameter_list= and parameters=, which name one argument" in refused["two names"]
 
 
+LISTS = {
+    "of a copy": "minimize(parameters=...) has 'linear_2.b_0' of another program than the loss's",
+    "optimizer of a copy": "parameters= of the optimizer has 'linear_2.b_0', ",
+    "untrained of a copy": "minimize(no_grad_set=...) has 'linear_2.b_0' of another program",
+    "no such name": "lists 'fc_0.w_0', and the loss's program has no parameter of this name; it has idle, linear_0.b_0",
+    "twice": "lists 'idle' twice, and Paddle would update it twice in a step; list it once",
+    "optimizer twice": "parameters= of the optimizer lists 'idle' twice",
+    "none": "an empty list, with which Paddle trains all parameters; leave it out to have that",
+    "not in the loss": "lists 'idle', on which the loss does not depend, so that nothing would be trained",
+    "no parameter": "lists a value of pd_op.mean, which are no parameters",
+    "fetch of a copy": "fetch_list[0] is a value of pd_op.mean of another program than the one that runs",
+}
+
+
+def test_lists_that_would_train_or_fetch_something_else_are_refused_by_name(two: RanksResult) -> None:
+    refused = two.values[0]["refused"]
+    for name, words in LISTS.items():
+        assert words in refused[name], name
+    assert refused["healthy"] == refused["healthy optimizer"] == ""
+
+
+def test_wrappers_around_ours_are_refused_with_the_right_order(two: RanksResult, one: dict[str, Any]) -> None:
+    refused = two.values[0]["wrapping_ours"]
+    assert refused == one["wrapping_ours"]
+    for name, words in refused.items():
+        told = (
+            f"ConversionError: {name} was given what fleet.distributed_optimizer returned: give it the optimizer itself"
+        )
+        assert words.startswith(told)
+
+
+@pytest.mark.parametrize(("name", "every"), [("each step", 1), ("merged", 2)])
+def test_paddles_moving_average_is_the_same_on_two_ranks_as_on_one(
+    name: str, every: int, two: RanksResult, one: dict[str, Any]
+) -> None:
+    trained = one[f"trained {name}"][every - 1 :: every]
+    expected = sum(0.1 * 0.9 ** (len(trained) - 1 - step) * value for step, value in enumerate(trained))
+    expected /= 1 - 0.9 ** len(trained)
+    for values in (two.values[0], two.values[1], one):
+        np.testing.assert_allclose(values[f"averaged {name}"], expected, rtol=1e-5, atol=1e-6)
+        assert values["restored"]
+    assert np.abs(expected - trained[-1]).max() > 1e-3
+
+
+def test_a_moving_average_of_what_changes_behind_the_update_is_refused(two: RanksResult, one: dict[str, Any]) -> None:
+    assert one["not_averaged"] == {"use_local_sgd": "", "sharding": ""}
+    for words in two.values[1]["not_averaged"].values():
+        assert "weights change behind the update that it follows; call optimizer.around_update(" in words
+
+
 def test_written_updates_of_two_optimizers_have_their_own_gradients(two: RanksResult) -> None:
     updates = two.values[0]["updates"]
     assert len(updates) == 6
