@@ -39,6 +39,7 @@ from fleet_train.compat.layers import (
 from fleet_train.compat.parameters import create_parameter, dropout, embedding, embedding_v2, fc, one_hot
 from fleet_train.compat.programs import (
     DataFeeder,
+    clone,
     clone_for_test,
     create_py_reader_by_data,
     data,
@@ -46,15 +47,21 @@ from fleet_train.compat.programs import (
     py_reader,
     read_file,
 )
+from fleet_train.compat.training import Executor, minimize
+from fleet_train.convert.moving_average import ExponentialMovingAverage, autoincreased_step_counter
 
 __all__ = [
     "DataFeeder",
     "DatasetFactory",
+    "Executor",
+    "ExponentialMovingAverage",
     "InMemoryDataset",
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
     "QueueDataset",
+    "autoincreased_step_counter",
     "batch_norm",
+    "clone",
     "clone_for_test",
     "conv2d",
     "conv2d_transpose",
@@ -80,6 +87,7 @@ __all__ = [
     "infer_from_dataset",
     "layer_norm",
     "lrn",
+    "minimize",
     "mul",
     "one_hot",
     "pool2d",

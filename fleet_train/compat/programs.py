@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from paddle.base.libpaddle import pir
 
 from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import process
+from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
@@ -269,11 +270,21 @@ def _sample(entry: Any, name: str, sizes: Sequence[int], dtype: str) -> np.ndarr
     return sample.reshape(sizes)
 
 
-# ``program.clone(for_test=True)``, which programs of today cannot do.
+# ``program.clone()``, of which a script fetches the values of the original; and ``program.clone(for_test=True)``.
 
 _VALUES = "_fleet_train_values"
+_COPIES = "_fleet_train_copies"
 # What learning adds to a program without taking a gradient: state that it stores, values that loops keep for it.
 _OF_LEARNING = ("builtin.set_parameter", "builtin.shadow_output", "cf.")
+
+
+def clone(program: Any) -> Any:
+    """A copy of ``program`` as it is now, gradients and updates included.
+
+    As in Paddle 1.8, ``exe.run(copy, fetch_list=[loss])`` is given the values of ``program`` and fetches those of the
+    copy.
+    """
+    return _copied(program, lambda _: False)
 
 
 def clone_for_test(program: Any) -> Any:
@@ -283,33 +294,41 @@ def clone_for_test(program: Any) -> Any:
     copy. Operators that ``program`` gets later are not in the copy. Raises ConversionError where the learning
     operators cannot be told from the others: clone before ``minimize`` then.
     """
-    values = _Values(program)
-    for operator in _all_below(values.copy.global_block().ops):
+    learning = set[int]()
+    copy = _copied(program, lambda operator: _learns(operator, learning))
+    block = copy.global_block()
+    if learning and any(operator.name().startswith(_OF_LEARNING) for operator in block.ops):
+        raise ConversionError(
+            "clone_for_test: the program has control flow or stores values, of which it cannot be told what only "
+            "training needs; clone it before minimize"
+        )
+    for operator in _all_below(block.ops):
         if operator.has_attr("is_test"):
             operator.set_bool_attr("is_test", True)
+    return copy
+
+
+def _copied(program: Any, is_left_out: Callable[[Any], bool]) -> Any:
+    values = _Values(program, is_left_out)
     setattr(values.copy, _VALUES, values)
+    # Kept: a script may list the parameters of a copy that it does not keep itself.
+    vars(program).setdefault(_COPIES, []).append(values.copy)
     process.before_each_run(_translate_fetches)
+    process.before_each_run(refuse_foreign_fetches, is_last=True)
     return values.copy
 
 
 class _Values:
-    """A program, its copy without learning operators, and which value became which."""
+    """A program, its copy without some operators, and which value became which."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Any, is_left_out: Callable[[Any], bool]) -> None:
         self._program, self._mapping = program, pir.IrMapping()  # the mapping does not keep the program alive
         self.copy = program.clone(self._mapping)
-        block, self._learning = self.copy.global_block(), set[int]()
-        for operator in program.global_block().ops:
-            if _learns(operator, self._learning):
-                self._learning.add(operator.id())
-        for old, new in reversed(list(zip(program.global_block().ops, block.ops, strict=True))):
-            if old.id() in self._learning:
+        operators, block = program.global_block().ops, self.copy.global_block()
+        self._left_out = {operator.id() for operator in operators if is_left_out(operator)}
+        for old, new in reversed(list(zip(operators, block.ops, strict=True))):
+            if old.id() in self._left_out:
                 block.remove_op(new)
-        if self._learning and any(operator.name().startswith(_OF_LEARNING) for operator in block.ops):
-            raise ConversionError(
-                "clone_for_test: the program has control flow or stores values, of which it cannot be told what only "
-                "training needs; clone it before minimize"
-            )
 
     def translated(self, fetch_list: Any) -> Any:
         """``fetch_list`` with the copy's values. Raises ConversionError for one that the copy does not have."""
@@ -320,17 +339,18 @@ class _Values:
     def _translated(self, value: Any, where: str) -> Any:
         if not isinstance(value, pir.Value) or value.get_defining_op().get_parent_block().program == self.copy:
             return value
-        if not self._mapping.has(value) or value.get_defining_op().id() in self._learning:
+        if not self._mapping.has(value) or value.get_defining_op().id() in self._left_out:
             raise ConversionError(
-                f"{where}: the test program does not have this value; it has what came before clone(for_test=True), "
-                "without gradients: clone behind the operator that makes the value, and before minimize"
+                f"{where}: the copy of the program does not have this value; it has what came before the clone, one "
+                "for testing no gradients: clone behind the operator that makes the value"
             )
         return self._mapping.look_up(value)
 
 
-def _learns(operator: Any, learning: Collection[int]) -> bool:
-    """Whether an operator computes a gradient, talks to other ranks, or takes what those in ``learning`` made."""
-    return any(
+def _learns(operator: Any, learning: set[int]) -> bool:
+    """Whether an operator computes a gradient, talks to other ranks, or takes what those in ``learning`` made. It is
+    then added to these."""
+    learns = any(
         inner.name().endswith("_grad")
         or inner.name().startswith("py_op.fleet_train")
         or any(
@@ -339,6 +359,8 @@ def _learns(operator: Any, learning: Collection[int]) -> bool:
         )
         for inner in _all_below([operator])
     )
+    learning |= {operator.id()} if learns else set()
+    return learns
 
 
 def _all_below(operators: list[Any]) -> Iterator[Any]:

@@ -18,9 +18,13 @@ from fleet_train.port.rules import Rule
 
 _BUILD_STRATEGIES = ("paddle.fluid.BuildStrategy", "paddle.static.BuildStrategy")
 _PARAMETERS = ("parameters", "parameter_list", "no_grad_set")
-Kind = Literal["fetch list", "parameter list", "fetched value", "fetched values", "block", "build strategy"]
+_PROGRAMS = re.compile(
+    r"paddle\.(fluid|static)\.(Program|default_(main|startup)_program)|fleet_train\.compat\.clone(_for_test)?"
+)
+_EXECUTORS = ("paddle.fluid.Executor", "fleet_train.compat.Executor")
+Kind = Literal["fetch list", "parameter list", "fetched value", "fetched values", "block", "build strategy", "program"]
 """What a variable of the script is known to hold: lists that are passed to ``fetch_list=`` or to an optimizer as its
-parameters, one fetched value or the list of them, a block of a program, a BuildStrategy."""
+parameters, one fetched value or the list of them, a block of a program, a BuildStrategy, a program."""
 
 
 @dataclass
@@ -33,6 +37,10 @@ class Facts:
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
+    makes_programs: bool = False
+    """Beside the default ones."""
+    makes_old_executor: bool = False
+    """Its executor is that of `fleet_train.compat`, or becomes it: fetched scalars have the dimension that they had."""
     numpy: str = ""
     """The name by which the module knows numpy."""
     variables: dict[Kind, set[tuple[int, str]]] = field(default_factory=lambda: defaultdict(set))
@@ -95,6 +103,12 @@ class Names(cst.MetadataDependent):
         """Whether a node is a variable of this kind."""
         return not self.defining_scopes(node).isdisjoint(self.facts.variables[kind])
 
+    def clones_program(self, call: cst.Call) -> bool:
+        """Whether this is ``program.clone(...)``: of what is known to be a program, or has the name of one."""
+        if not isinstance(call.func, cst.Attribute) or call.func.attr.value != "clone":
+            return False
+        return self.holds("program", call.func.value) or bool(_PROGRAM.search(source(call.func.value)))
+
     def defining_scopes(self, node: cst.BaseExpression) -> set[tuple[int, str]]:
         """(id of scope, name) wherever this variable is assigned; empty for anything but a variable."""
         scope = self.scope_of(node)
@@ -118,6 +132,10 @@ class Names(cst.MetadataDependent):
             and all(accepts(name.name) for name in binding.get_qualified_names_for(head))
             for binding in bindings
         )
+
+
+# What is a program, of all that has a method `clone`.
+_PROGRAM = re.compile(r"(?i)(prog(ram)?|(^|[._])main)(\(\))?$")
 
 
 class FactFinder(Names, cst.CSTVisitor):
@@ -155,6 +173,11 @@ class FactFinder(Names, cst.CSTVisitor):
             self._remember("fetch list", fetched.value)
         for argument in parameter_arguments(node, name):
             self._remember("parameter list", argument.value)
+        self.facts.makes_old_executor |= name in _EXECUTORS
+        self.facts.makes_programs |= name in ("paddle.fluid.Program", "paddle.static.Program")
+        if name in ("paddle.fluid.program_guard", "paddle.static.program_guard"):
+            for argument in node.args:
+                self._remember("program", argument.value)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name = self.name_of(node)
@@ -162,25 +185,54 @@ class FactFinder(Names, cst.CSTVisitor):
         self.facts.is_dynamic |= name == "paddle.disable_static"
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        kind = self._kind_of(node.value)
-        if kind is None:
-            return
         for target in node.targets:
-            self._remember(kind, target.target)
-            if kind == "fetched values" and isinstance(target.target, (cst.Tuple, cst.List)):
-                for element in target.target.elements:
-                    self._remember("fetched value", element.value)
+            self._assigned(target.target, node.value)
+
+    def _assigned(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        kind = self._kind_of(value)
+        if kind is not None:
+            self._remember(kind, target)
+        if isinstance(target, (cst.Tuple, cst.List)) and kind == "fetched values":
+            for element in target.elements:
+                self._remember("fetched value", element.value)
+        elif isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
+            for element, given in zip(target.elements, value.elements, strict=False):
+                self._assigned(element.value, given.value)
+
+    def visit_For(self, node: cst.For) -> None:
+        self._iterated(node.target, node.iter)
+
+    def visit_CompFor(self, node: cst.CompFor) -> None:
+        self._iterated(node.target, node.iter)
+
+    def _iterated(self, target: cst.BaseExpression, over: cst.BaseExpression) -> None:
+        """``for one in fetched``, ``for old, one in zip(total, fetched)``, ``for index, one in enumerate(fetched)``."""
+        if self._is_fetched(over):
+            self._remember("fetched value", target)
+        if not isinstance(over, cst.Call) or not isinstance(target, (cst.Tuple, cst.List)):
+            return
+        iterated = [argument.value for argument in positional(over)]
+        if source(over.func) == "enumerate" and iterated and len(target.elements) == 2:
+            self._iterated(target.elements[1].value, iterated[0])
+        elif source(over.func) in ("zip", "itertools.zip_longest", "zip_longest"):
+            for element, given in zip(target.elements, iterated, strict=False):
+                self._iterated(element.value, given)
+
+    def _is_fetched(self, value: cst.BaseExpression) -> bool:
+        """Whether this is the list of fetched values."""
+        return is_run(value) or self.holds("fetched values", value)
 
     def _kind_of(self, value: cst.BaseExpression) -> Kind | None:
         """Of a variable that is given ``value``."""
         if is_run(value):
             return "fetched values"
-        if isinstance(value, cst.Subscript) and index(value).isdigit():
-            whole = is_run(value.value) or self.holds("fetched values", value.value)
-            return "fetched value" if whole else None
+        if isinstance(value, cst.Subscript) and index(value).lstrip("-").isdigit():
+            return "fetched value" if self._is_fetched(value.value) else None
         if is_block(value):
             return "block"
         name = self.name_of(value.func) if isinstance(value, cst.Call) else ""
+        if _PROGRAMS.fullmatch(name) or (isinstance(value, cst.Call) and self.clones_program(value)):
+            return "program"
         return "build strategy" if name in _BUILD_STRATEGIES else None
 
     def _remember(self, kind: Kind, node: cst.BaseExpression) -> None:
@@ -258,12 +310,10 @@ def index(node: cst.Subscript) -> str:
 
 
 def parameter_arguments(call: cst.Call, name: str) -> list[cst.Arg]:
-    """The arguments of a call that list parameters: of ``minimize`` and of what Paddle has under ``name``."""
-    minimizes = isinstance(call.func, cst.Attribute) and call.func.attr.value == "minimize"
-    if not minimizes and not name.startswith("paddle."):
+    """The arguments of a call that list parameters, of what Paddle has under ``name``."""
+    if not name.startswith("paddle."):
         return []
-    named = [argument for argument in call.args if keyword_of(argument) in _PARAMETERS]
-    return named + (positional(call)[2:4] if minimizes else [])
+    return [argument for argument in call.args if keyword_of(argument) in _PARAMETERS]
 
 
 def parts_of(node: cst.CSTNode) -> list[str]:

@@ -204,11 +204,11 @@ class Rewriter(Transformer):
     def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.Subscript:
         """``loss_now[0]`` of a fetched value, which may be a scalar: 1.x gave it one dimension, today it has none."""
         assigned = isinstance(self.parent_of(original_node), (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del))
-        if index(original_node) != "0" or assigned:
+        if index(original_node) != "0" or assigned or self.facts.makes_old_executor:
             return updated_node
         value = special.without_array(original_node.value)
         fetched = self.holds("fetched value", value)
-        if isinstance(value, cst.Subscript) and index(value).isdigit():
+        if isinstance(value, cst.Subscript) and index(value).lstrip("-").isdigit():
             fetched = is_run(value.value) or self.holds("fetched values", value.value)
         if not fetched:
             return updated_node

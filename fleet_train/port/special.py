@@ -121,7 +121,7 @@ _BY_HAND = {
 }
 _FROM_DATASET = ("train_from_dataset", "infer_from_dataset")
 _DATASET_ARGUMENTS = set("program dataset scope thread debug fetch_list fetch_info print_period fetch_handler".split())
-_CLONE = "compat.clone_for_test(program) for a program for testing, program.clone() for one for training"
+_CLONE = "compat.clone_for_test(program) for a program for testing, compat.clone(program) for one for training"
 _BY_STRING: dict[Kind, tuple[str, str]] = {
     "fetch list": ("fetching", "fetch the Python variable: values have no names today"),
     "parameter list": (
@@ -129,8 +129,6 @@ _BY_STRING: dict[Kind, tuple[str, str]] = {
         "the parameter itself: [p for p in program.global_block().all_parameters() if p.name in names]",
     ),
 }
-# What is a program, of all that has a method `clone` and may be given True.
-_PROGRAM = re.compile(r"(?i)(prog(ram)?|main)(\(\))?\.clone$")
 # What a block of today's programs does not have.
 _OF_BLOCKS = {
     "var": "keep the Python variable; a parameter's value: paddle.static.global_scope().find_var(name).get_tensor()",
@@ -148,13 +146,14 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
     function = original.func
     if not isinstance(function, cst.Attribute):
         return updated
-    method = function.attr.value
+    method, meaning = function.attr.value, script.meaning_of(function)
+    if meaning is not None and method in ("clone", "minimize"):  # a function of a module
+        return updated
     if method == "with_data_parallel" and _was_compiled(script, function.value):
         return updated.func.value if isinstance(updated.func, cst.Attribute) else updated
     if method == "all_parameters" and source(function.value).endswith("global_block()"):
         return updated
     if method in _FROM_DATASET:
-        meaning = script.meaning_of(function)
         if meaning is not None and meaning.name.startswith("fleet_train."):
             return updated
         if (call := _from_dataset(script, original, updated)) is not None:
@@ -210,20 +209,21 @@ def mark_block(script: Transformer, node: cst.Attribute) -> None:
 
 
 def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-    """``main.clone(for_test=True)`` and ``main.clone(True)``."""
-    text = _literal(original, "for_test")
-    named = keyword(original, "for_test") is not None
-    if not named and (text not in ("True", "False") or not _PROGRAM.search(source(original.func))):
+    """``main.clone()`` and ``main.clone(for_test=True)``."""
+    text, function = _literal(original, "for_test"), updated.func
+    if keyword(original, "for_test") is None and not script.clones_program(original):
         return updated
-    if text == "False":
-        return updated.with_changes(args=[])
-    function = updated.func
-    if text != "True" or not isinstance(function, cst.Attribute) or not script.may_write("compat", original):
+    if script.facts.is_dynamic and not text:
+        return updated
+    if text not in ("True", "False", "") or not isinstance(function, cst.Attribute):
         script.mark(original, f"clone(for_test={text})", _CLONE)
         return updated
+    if not script.may_write("compat", original):
+        script.mark(original, f"clone({text})", _CLONE)
+        return updated
     script.needed.add("compat")
-    argument = cst.Arg(function.value)
-    return updated.with_changes(func=dotted("compat.clone_for_test"), args=[argument])
+    name = "compat.clone_for_test" if text == "True" else "compat.clone"
+    return updated.with_changes(func=dotted(name), args=[cst.Arg(function.value)])
 
 
 def _was_compiled(script: Transformer, node: cst.BaseExpression) -> bool:
@@ -278,18 +278,57 @@ def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Ar
     return updated.with_changes(args=[*updated.args[:shift], *kept])
 
 
+_MINIMIZE = ("loss", "startup_program", "parameter_list", "no_grad_set")
+
+
 def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
+    """``compat.minimize(optimizer, loss, ...)`` where parameters are listed, or another program may be the current one:
+    it finds names, and those of a clone, in the program of the loss."""
     if keyword(original, "grad_clip") is not None:
         script.mark(original, "minimize(grad_clip=...)", "give grad_clip to the optimizer")
-    updated = with_parameters(script, original, updated, "")
-    return updated.with_changes(
-        args=[
-            argument.with_changes(keyword=cst.Name("parameters"))
-            if keyword_of(argument) == "parameter_list"
-            else argument
-            for argument in updated.args
-        ]
+        return updated
+    function = updated.func
+    renamed = [
+        argument.with_changes(keyword=cst.Name("parameter_list")) if keyword_of(argument) == "parameters" else argument
+        for argument in updated.args
+    ]
+    known = all(not argument.star and keyword_of(argument) in ("", *_MINIMIZE) for argument in renamed)
+    if not known or not renamed or not isinstance(function, cst.Attribute) or source(function.value) == "super()":
+        return updated
+    lists = any(map(_may_list_names, [*positional(original)[2:4], *map(_named_list, original.args)]))
+    elsewhere = script.facts.makes_programs and not _is_guarded(script, original)
+    if script.facts.is_dynamic or not (lists or elsewhere):
+        return updated.with_changes(args=[_as_today(argument) for argument in updated.args])
+    if not script.may_write("compat", original):
+        script.mark(original, "minimize", "compat.minimize: `compat` is the name of something else here; rename that")
+        return updated
+    script.needed.add("compat")
+    optimizer = cst.Arg(function.value, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    return updated.with_changes(func=dotted("compat.minimize"), args=[optimizer, *renamed])
+
+
+def _as_today(argument: cst.Arg) -> cst.Arg:
+    return (
+        argument.with_changes(keyword=cst.Name("parameters")) if keyword_of(argument) == "parameter_list" else argument
     )
+
+
+def _named_list(argument: cst.Arg) -> cst.Arg | None:
+    return argument if keyword_of(argument) in ("parameters", "parameter_list", "no_grad_set") else None
+
+
+def _may_list_names(argument: cst.Arg | None) -> bool:
+    """Not the parameters of a layer, which are values today as well."""
+    return argument is not None and not re.search(r"^None$|\.parameters\(\)$", source(argument.value))
+
+
+def _is_guarded(script: Transformer, node: cst.CSTNode) -> bool:
+    """Whether the program of the losses around ``node`` is the current one."""
+    while not isinstance(node, cst.Module):
+        node = script.parent_of(node)
+        if isinstance(node, cst.With) and any("program_guard(" in source(item.item) for item in node.items):
+            return True
+    return False
 
 
 # `fetch_list=[loss.name]` -> `fetch_list=[loss]`: Paddle 3 takes values, also of parameters, by no name.

@@ -205,7 +205,7 @@ LAYERS: dict[str, Rule] = {
     "double_buffer": Todo(_LOADER),
     # Learning rates
     **{name: Todo(_SCHEDULER.format(text)) for name, text in _DECAYS.items()},
-    "autoincreased_step_counter": Todo("count the steps in Python; a scheduler of paddle.optimizer.lr counts its own"),
+    "autoincreased_step_counter": To("compat.autoincreased_step_counter"),
     # Recurrent networks and sequences
     **{
         name: Todo(f"{layer} over padded sequences with their lengths")
@@ -272,7 +272,7 @@ OPTIMIZERS: dict[str, Rule] = {
     "Lookahead": Todo("nothing here; local_sgd with outer momentum is near (docs/strategies.md)"),
     "GradientMerge": Todo("strategy.gradient_merge, or accumulate_steps in a profile"),
     "ModelAverage": Todo("--ema_decay of the reference trainer, or fleet_train.train's average="),
-    "ExponentialMovingAverage": Todo("--ema_decay of the reference trainer, or fleet_train.train's average="),
+    "ExponentialMovingAverage": To("compat.ExponentialMovingAverage"),
     "Ftrl": Todo("nothing in Paddle 3"),
     "DecayedAdagrad": Todo("paddle.optimizer.RMSProp is the nearest"),
     "Dpsgd": Todo("nothing in Paddle 3"),

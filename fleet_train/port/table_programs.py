@@ -12,7 +12,7 @@ GENERATORS = ("MultiSlotDataGenerator", "MultiSlotStringDataGenerator")
 _STATE = "paddle.static.save(program, prefix) / paddle.static.load(program, prefix)"
 
 _STATIC = (
-    "Executor Program Variable append_backward cpu_places cuda_places default_main_program default_startup_program "
+    "Program Variable append_backward cpu_places cuda_places default_main_program default_startup_program "
     "device_guard global_scope gradients name_scope program_guard scope_guard"
 )
 _LOAD_STATE = To("paddle.static.load_program_state", "model_path var_list")
@@ -20,6 +20,7 @@ _SET_STATE = To("paddle.static.set_program_state", "program state_dict")
 
 PROGRAMS: dict[str, Rule] = {
     **{name: To(f"paddle.static.{name}") for name in _STATIC.split()},
+    "Executor": To("compat.Executor"),
     "CPUPlace": To("paddle.CPUPlace"),
     "CUDAPlace": To("paddle.CUDAPlace"),
     "CUDAPinnedPlace": To("paddle.CUDAPinnedPlace"),
@@ -106,6 +107,7 @@ STATIC: dict[str, Rule] = {
     "paddle.static.create_parameter": To("compat.create_parameter"),
     "paddle.create_parameter": To("compat.create_parameter"),
     "paddle.static.auc": Todo(AUC),
+    "paddle.static.ExponentialMovingAverage": To("compat.ExponentialMovingAverage"),
     "paddle.static.WeightNormParamAttr": ATTRIBUTES["WeightNormParamAttr"],
     "paddle.static.create_global_var": Todo(
         "paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=...)"

@@ -235,7 +235,7 @@ def test_attributes_that_several_layers_are_given_stay_as_they_were(outcomes: di
 
 def test_a_clone_for_testing_has_what_was_there_without_what_learns(outcomes: dict[str, Any]) -> None:
     found = outcomes["clones"]
-    assert "fetch_list[1]: the test program does not have this value" in found["late"]
+    assert "fetch_list[1]: the copy of the program does not have this value" in found["late"]
     assert "clone it before minimize" in found["flow"]
     assert found["learns"] == []
     assert found["same"][0] == found["same"][1] == found["own"]

@@ -172,8 +172,8 @@ def test_marks_are_placed_above_any_kind_of_statement() -> None:
 
 def test_only_a_script_that_runs_programs_says_that_it_is_static() -> None:
     runs = new(FLUID + "import mine\nexe = fluid.Executor(fluid.CPUPlace())\n")
-    executor = "exe = paddle.static.Executor(paddle.CPUPlace())\n"
-    assert runs == f"import paddle\nimport mine\n\npaddle.enable_static()\n{executor}"
+    executor = "exe = compat.Executor(paddle.CPUPlace())\n"
+    assert runs == f"import paddle\nfrom fleet_train import compat\nimport mine\n\npaddle.enable_static()\n{executor}"
     assert "enable_static" not in new(FLUID + "\n\ndef f(x):\n    return fluid.layers.relu(x)\n")
     assert "enable_static" not in new(FLUID + "with fluid.dygraph.guard():\n    fluid.Executor()\n")
     newer = "import paddle\nfrom paddle.distributed import fleet\nfleet.init()\nfleet.distributed_model(m)\n"
@@ -246,31 +246,75 @@ def test_fetching_by_name_becomes_fetching_the_value() -> None:
     assert whats(text) == ['fetching "mean_0.tmp_0"']
 
 
-def test_parameters_are_given_themselves_and_not_by_name() -> None:
+def test_listed_parameters_are_found_where_minimize_is_called() -> None:
     text = """\
         import paddle
         import paddle.fluid as fluid
+        from scipy import optimize
         trained = [p.name for p in parameters if p.trainable]
-        trained.append(w.name)
-        printed = [p.name for p in parameters]
         opt.minimize(loss, parameter_list=trained)
-        opt.minimize(loss, startup, [w.name], {"b"})
+        self.opt.minimize(loss=loss, startup_program=startup, parameter_list=names_of(net), no_grad_set={"b"})
+        fluid.optimizer.SGD(0.1).minimize(loss, startup, [w.name], None)
+        opt.minimize(loss)
+        opt.minimize(loss, parameter_list=None)
+        opt.minimize(loss, parameters=net.parameters())
+        opt.minimize(**options)
+        optimize.minimize(f, x, (1,), "BFGS")
         fluid.append_backward(loss, parameter_list=[w.name], no_grad_set=set())
         opt = paddle.optimizer.SGD(0.1, parameters=net.parameters())
         draw(parameters=["w"], names=[w.name])
     """
     assert without_marks(text) == [
         "import paddle",
-        "trained = [p for p in parameters if p.trainable]",
-        "trained.append(w)",
-        "printed = [p.name for p in parameters]",
-        "opt.minimize(loss, parameters=trained)",
-        'opt.minimize(loss, startup, [w], {"b"})',
+        "from fleet_train import compat",
+        "from scipy import optimize",
+        "trained = [p.name for p in parameters if p.trainable]",
+        "compat.minimize(opt, loss, parameter_list=trained)",
+        "compat.minimize(self.opt, loss=loss, startup_program=startup, parameter_list=names_of(net), "
+        'no_grad_set={"b"})',
+        "compat.minimize(paddle.optimizer.SGD(0.1), loss, startup, [w.name], None)",
+        "opt.minimize(loss)",
+        "opt.minimize(loss, parameters=None)",
+        "opt.minimize(loss, parameters=net.parameters())",
+        "opt.minimize(**options)",
+        'optimize.minimize(f, x, (1,), "BFGS")',
         "paddle.static.append_backward(loss, parameter_list=[w], no_grad_set=set())",
         "opt = paddle.optimizer.SGD(0.1, parameters=net.parameters())",
         'draw(parameters=["w"], names=[w.name])',
     ]
-    assert whats(text) == ['the parameter "b"']
+    assert whats(text) == []
+    assert not port(ported(text).new, "train.py").changed
+
+
+def test_a_minimize_outside_of_its_programs_guard_is_told_the_program() -> None:
+    text = """\
+        import paddle.fluid as fluid
+        main, startup = fluid.Program(), fluid.Program()
+        with fluid.program_guard(main, startup):
+            with fluid.unique_name.guard():
+                opt.minimize(loss)
+        opt.minimize(other)
+    """
+    assert without_marks(text)[-2:] == ["        opt.minimize(loss)", "compat.minimize(opt, other)"]
+
+
+def test_a_copy_of_a_program_takes_the_values_of_the_program() -> None:
+    text = """\
+        import paddle
+        made = build()
+        d, g = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(made):
+            test = made.clone()
+        copies = g.clone(), paddle.static.default_main_program().clone(), self.main_program.clone(), test.clone(True)
+        tensor.clone(), repository.clone(), domain.clone()
+    """
+    assert without_marks(text)[-3:] == [
+        "    test = compat.clone(made)",
+        "copies = compat.clone(g), compat.clone(paddle.static.default_main_program()), "
+        "compat.clone(self.main_program), compat.clone_for_test(test)",
+        "tensor.clone(), repository.clone(), domain.clone()",
+    ]
+    assert not port(ported(text).new, "train.py").changed
 
 
 FETCHED = """\
@@ -291,6 +335,18 @@ rows = table.run(program)
         ("np.array(ret[0])[0]", "np.atleast_1d(np.array(ret[0]))[0]"),
         ("one[0]", "np.atleast_1d(one)[0]"),
         ("exe.run(p, feed, [a])[0][0]", "np.atleast_1d(exe.run(p, feed, [a])[0])[0]"),
+        (
+            "[old + one[0] for old, one in zip(total, ret)]",
+            "[old + np.atleast_1d(one)[0] for old, one in zip(total, ret)]",
+        ),
+        (
+            "{n: one[0] for n, (i, one) in zip(names, enumerate(ret))}",
+            "{n: np.atleast_1d(one)[0] for n, (i, one) in zip(names, enumerate(ret))}",
+        ),
+        (
+            "[one[0] for one in exe.run(p, feed, [a])], ret[-1][0]",
+            "[np.atleast_1d(one)[0] for one in exe.run(p, feed, [a])], np.atleast_1d(ret[-1])[0]",
+        ),
         *((stays, stays) for stays in ("ret[0]", "other[0]", "other[0][0]", "loss[1]", "rows[0][0]", "ret[i][0]")),
     ],
 )
@@ -299,6 +355,16 @@ def test_the_first_element_of_a_fetched_value_is_that_of_1_8_for_scalars_too(old
     assert once.new.decode() == f"{FETCHED}print({now})\n"
     assert not port(once.new, "train.py").changed
     assert not ported(f"{FETCHED}loss[0] = 1\n").changed
+
+
+def test_an_old_executor_fetches_with_the_dimension_that_scalars_had() -> None:
+    text = f"{FLUID}exe = fluid.Executor(place)\n(loss,) = exe.run(fetch_list=[a])\nprint(loss[0])\n"
+    assert new(text).splitlines()[-3:] == [
+        "exe = compat.Executor(place)",
+        "(loss,) = exe.run(fetch_list=[a])",
+        "print(loss[0])",
+    ]
+    assert not port(ported(text).new, "train.py").changed
 
 
 @pytest.mark.parametrize(
