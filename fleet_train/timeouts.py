@@ -324,3 +324,5 @@ RECOMMEND_METHOD_SECONDS, RECOMMEND_ALONE_SECONDS = 0.8, 0.5
 """About how long each method is repeated concurrently with computing; at most for the steps alone before it."""
 RECOMMEND_EXCHANGE_SECONDS = 0.25
 """The limit of one exchange on the link: of more gradients than that, the first ones represent all."""
+PORT_PROGRESS_SECONDS = 5.0
+"""Between two lines of `port` about how many scripts it has read."""

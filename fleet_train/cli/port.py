@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from fleet_train.cli.options import HELP
-from fleet_train.errors import printable
+from fleet_train.errors import ConversionError, printable
+from fleet_train.timeouts import PORT_PROGRESS_SECONDS
 
 if TYPE_CHECKING:
     from fleet_train.port import Ported
@@ -36,7 +38,7 @@ skipped, and listed if there are scripts in them; they are ported where they are
 Exit codes:
   0   done; with --check: nothing would change (remaining TODO lines are listed)
   1   --check: something would change
-  7   a file is not Python 3 (the message names file and line); nothing was written
+  7   files are not Python 3 (listed with file and line); the others are ported
   10  no such file or folder
 """
 
@@ -56,7 +58,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     from fleet_train.port import script
 
     scripts, skipped = script.scripts_in(paths)
-    ported = [script.port(path.read_bytes(), str(path)) for path in scripts]  # all, before one is written
+    ported, unreadable = _ported(scripts)
     changed = [result for result in ported if result.changed]
     for result in changed:
         if write:
@@ -68,9 +70,34 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     _list_marks(ported)
     for folder in skipped:
         click.echo(printable(f"skipped {folder}"), err=True)
+    if unreadable and len(scripts) == 1:
+        raise ConversionError(unreadable[0])
+    for problem in unreadable:
+        click.echo(printable(f"skipped {problem}"), err=True)
     click.echo(_summary(len(ported), len(changed), write, check), err=True)
+    if unreadable:
+        raise ConversionError(
+            f"{len(unreadable)} of {len(scripts)} file(s) are not Python 3 and were skipped, see above"
+        )
     if check and changed:
         sys.exit(EXIT_WOULD_CHANGE)
+
+
+def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
+    """The scripts, before one is written, and what is wrong with those that cannot be read. Says every few seconds how
+    far it has come."""
+    from fleet_train.port import script
+
+    ported, unreadable, told = list[script.Ported](), list[str](), time.monotonic()
+    for number, path in enumerate(scripts, start=1):
+        try:
+            ported.append(script.port(path.read_bytes(), str(path)))
+        except (ConversionError, OSError) as error:
+            unreadable.append(str(error) if isinstance(error, ConversionError) else f"{path}: {error}")
+        if time.monotonic() - told > PORT_PROGRESS_SECONDS:
+            told = time.monotonic()
+            click.echo(f"{number} of {len(scripts)} scripts read", err=True)
+    return ported, unreadable
 
 
 def _list_marks(ported: list[Ported]) -> None:

@@ -74,12 +74,31 @@ def test_what_is_left_is_listed_again_by_every_run(tmp_path: Path) -> None:
         assert f"  {script}:3: clone(for_test=testing) -> compat.clone_for_test(program)" in result.stderr
 
 
-def test_a_file_that_does_not_parse_stops_everything_before_a_file_is_written(folder: Path) -> None:
-    (folder / "zzz.py").write_text("print 'old'\n")
+def test_files_that_do_not_parse_are_listed_and_the_others_are_ported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleet_train.cli.port.PORT_PROGRESS_SECONDS", 0.0)
+    (folder / "aaa.py").write_text("print 'old'\n")
+    (folder / "models" / "binary.py").write_bytes(b"\x00\xff")
+    before = run("--check", folder)
+    assert isinstance(before.exception, ConversionError), "something would change, too, but not all could be read"
+    assert len(before.stdout.splitlines()) == 2
     result = run("--write", folder)
+    assert str(result.exception) == "2 of 4 file(s) are not Python 3 and were skipped, see above"
+    assert (folder / "train.py").read_text() == (folder / "models" / "net.py").read_text() == NEW
+    assert (folder / "aaa.py").read_text() == "print 'old'\n"
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if line.startswith(f"skipped {folder}/aaa.py:1: not Python 3: ")]
+    assert [line for line in lines if line.startswith(f"skipped {folder}/models/binary.py:1: not ")]
+    assert "4 of 4 scripts read" in lines
+    assert "2 script(s), 2 changed" in lines
+
+
+def test_the_error_about_a_single_file_names_its_line(folder: Path) -> None:
+    (folder / "aaa.py").write_text("x = 1\nprint 'old'\n")
+    result = run("--write", folder / "aaa.py")
     assert isinstance(result.exception, ConversionError)
-    assert str(result.exception).startswith(f"{folder}/zzz.py:1: not Python 3")
-    assert (folder / "train.py").read_text() == OLD
+    assert str(result.exception).startswith(f"{folder}/aaa.py:2: not Python 3")
 
 
 @pytest.mark.parametrize("name", ["missing.py", "empty"])
