@@ -30,6 +30,7 @@ from fleet_train.convert import process
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
+from fleet_train.profile.fleet_sections import lists_what_happens
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
 
@@ -220,7 +221,11 @@ def _refuse_custom_lists(lists: Any, level: str) -> None:
         "_custom_fp32_list",
         "fp32_varnames",
     )
-    given = [name.strip("_") for name in names if getattr(lists, name, None)]
+    given = [
+        name.strip("_")
+        for name in names
+        if (listed := getattr(lists, name, None)) and not lists_what_happens(f"amp_configs.{name.strip('_')}", listed)
+    ]
     if given and level != "OD":
         raise ProfileError(
             f"paddle.static.amp.decorate: amp_lists with {', '.join(given)}: which operators run in low precision "

@@ -13,6 +13,7 @@ from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.profile import Profile, load_profile
 from fleet_train.profile.fleet_fields import STOCK_FIELDS, outcome_of
 from fleet_train.profile.fleet_objects import asked_of_stock
+from fleet_train.profile.fleet_sections import DEFAULTS
 from fleet_train.profile.knobs import hidden, shown
 from fleet_train.profile.rules import describe, suggestion, value_problems
 from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
@@ -128,7 +129,7 @@ class DistributedStrategy:
 
     def to_profile(self) -> Profile:
         """The settings as one checked profile. Raises ProfileError for contradictory settings."""
-        if problems := [*self._without_switch(), *self._overruled()]:
+        if problems := [*self._without_switch(), *self._overruled(), *self._guarded()]:
             raise ProfileError("\n".join(problems))
         asked = self._asked()
         if not asked and not self._sentences:
@@ -158,6 +159,16 @@ class DistributedStrategy:
             for path in self._accepted
             if path in self._written.values() and (needed := _needs(path)) and not self._is_on(needed)
         ]
+
+    def _guarded(self) -> list[str]:
+        """Regions under fp16_guard, which Fleet looks at with use_pure_fp16 only."""
+        configs = "amp_configs"
+        if all(self._accepted.get(f"{configs}.{name}") is True for name in ("use_fp16_guard", "use_pure_fp16")):
+            return [
+                f"DistributedStrategy.{configs}.use_fp16_guard: given true with use_pure_fp16: regions under "
+                "fp16_guard are not supported; set it to False"
+            ]
+        return []
 
     def _is_on(self, switch: str) -> bool:
         """Whether Fleet's switch was set, under either of its names, or the base profile has the feature."""
@@ -265,7 +276,7 @@ class DistributedStrategy:
             return MappingProxyType(
                 {leaf.partition(".")[2]: self._read(leaf) for leaf in STOCK_FIELDS if leaf.startswith(f"{path}.")}
             )
-        return row.silent[0] if row and row.silent else None
+        return row.silent[0] if row and row.silent else DEFAULTS.get(path)
 
     def __repr__(self) -> str:
         asked = self._base.shown_settings() | self._asked()

@@ -45,8 +45,8 @@ STOCK_HEAD = """
 
 How `fleet_train.DistributedStrategy`, and `DistributedStrategy.from_stock` of a stock
 `paddle.distributed.fleet.DistributedStrategy`, read names that are not knobs of the same name. A field that is not
-listed is refused by its name. Two defaults of Fleet 2.x differ from ours, and an unmodified stock object does not
-set them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
+listed is refused by its name; a value that Fleet has anyway asks for nothing, and is taken. Two defaults of Fleet 2.x
+differ from ours, and an unmodified stock object does not set them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
 (Fleet true, here false; the results are the same). A LocalSGD that is switched on in a stock object brings Fleet's own
 defaults with it (`k_steps` 1 and `begin_step` 1, here 2 and 100), and so does an `amp` (float16, here bfloat16).
 
@@ -119,6 +119,8 @@ def _stock_line(field: StockField) -> str:
     if field.knob:
         return f"| `{field.path}` | mapped | read as `{field.knob}`{field.note} |\n"
     mapped = [f"{shown(field.switch.value)}: {field.switch.words}"] if field.switch else []
+    if field.mapping and not field.mapped:
+        return f"| `{field.path}` | mapped | {field.mapping} |\n"
     if field.mapping:
         mapped.append(" or ".join(shown(value) for value in field.mapped) + f": {field.mapping}")
     if mapped:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.errors import ProfileError
+from fleet_train.profile import fleet_sections
 from fleet_train.profile.knobs import Fate, shown
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS
 
@@ -95,6 +96,7 @@ _TO_KNOBS = {
     "_fuse_grad_size_in_TFLOPS": "fuse_parameter_groups_size",
     "sharding_configs.stage": "sharding_stage",
     "sharding_configs.sharding_degree": "sharding_degree",
+    "sharding_configs.sharding_group_size": "sharding_degree",
     "hybrid_configs.sharding_degree": "sharding_degree",
     "localsgd": "use_local_sgd",
     "localsgd_configs.k_steps": "local_sgd_steps",
@@ -182,7 +184,7 @@ _REFUSED = {
     "known",
     "amp_configs.use_pure_fp16": _ON_OR_OFF,
     "amp_configs.use_pure_bf16": _ON_OR_OFF,
-    "amp_configs.use_fp16_guard": "regions under fp16_guard are not supported; set it to False",
+    "amp_configs.use_fp16_guard": "allowed: true or false",
     "amp_configs.use_optimizer_fp16": "the optimizer and its state stay float32; leave it off",
     "amp_configs.custom_white_list": _FIXED_LISTS,
     "amp_configs.custom_black_list": _FIXED_LISTS,
@@ -214,7 +216,7 @@ _REFUSED = {
     "pipeline_configs": _DATA_PARALLEL,
     "tensor_parallel": _DATA_PARALLEL,
     "tensor_parallel_configs": _DATA_PARALLEL,
-    "sharding_configs": "has no such field here; stage and sharding_degree are known",
+    "sharding_configs": "has no such field here; stage, sharding_degree and those that only tune are known",
     "hybrid_configs": _DATA_PARALLEL,
     "hybrid_configs.dp_degree": "is the number of ranks, which follows from the launch command; leave it out",
     "hybrid_parallel_order": _DATA_PARALLEL,
@@ -258,6 +260,7 @@ _REFUSED = {
     "exec_strategy.num_iteration_per_run": "one run of the executor is one step; loop in Python and leave it at 1",
     "exec_strategy.allow_op_delay": _ON_OR_OFF,
     "exec_strategy.use_thread_barrier": _ON_OR_OFF,
+    **fleet_sections.REFUSED,
 }
 
 _MAPPED = {
@@ -309,7 +312,7 @@ _NEEDS = {
     **dict.fromkeys(("amp_configs.level", "amp_configs.use_pure_fp16", "amp_configs.use_pure_bf16"), "amp"),
     "gradient_merge_configs.k_steps": "gradient_merge",
     "recompute_configs.checkpoints": "recompute",
-    **dict.fromkeys(("sharding_configs.stage", "sharding_configs.sharding_degree"), "sharding"),
+    **{f"sharding_configs.{name}": "sharding" for name in ("stage", "sharding_degree", "sharding_group_size")},
 }
 """Fields that would enable a feature that Fleet leaves off without its switch; the other knobs have ``only_with``."""
 
@@ -338,9 +341,11 @@ _READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 def _row(path: str) -> StockField:
     mapping, mapped = _MAPPED.get(path, ("", ()))
+    mapping = mapping or fleet_sections.TUNING.get(path, "")
     refusal = _REFUSED.get(path) or _REFUSED.get(path.partition(".")[0], "has no other value here; remove it")
     knob = _TO_KNOBS.get(path, "")
-    silent, (reading, note) = _SILENT.get(path, () if knob else _OFF), _READINGS.get(path, (None, ""))
+    silent = _SILENT.get(path, () if knob or path in fleet_sections.DEFAULTS else _OFF)
+    reading, note = _READINGS.get(path, (None, ""))
     also = (("sharding", True),) if path == "hybrid_configs.sharding_degree" else ()
     return StockField(
         path, silent, mapped, mapping, refusal, knob, _SWITCHES.get(path), reading, note, _NEEDS.get(path, ""), also
@@ -349,7 +354,8 @@ def _row(path: str) -> StockField:
 
 _SAME_NAME = [name for name in KNOBS if name not in FLAG_KNOBS and name not in DESCRIPTIVE]
 STOCK_FIELDS: dict[str, StockField] = {
-    path: _row(path) for path in sorted({*_REFUSED, *_MAPPED, *_SILENT, *_SWITCHES, *_TO_KNOBS})
+    path: _row(path)
+    for path in sorted({*_REFUSED, *_MAPPED, *_SILENT, *_SWITCHES, *_TO_KNOBS, *fleet_sections.DEFAULTS})
 } | {name: StockField(name, knob=name, switch=_NO_LIMIT.get(name)) for name in _SAME_NAME}
 
 
@@ -385,8 +391,14 @@ def outcome_of(path: str, value: Any) -> Outcome:
         is_variable = row.knob.startswith("environment.") and isinstance(read, int)
         settings = ((row.knob, str(int(read)) if is_variable else read), *row.also)
         return Outcome(settings, sentence="" if row.knob == row.path else f"{prefix}read as {row.knob}{row.note}")
+    if fleet_sections.lists_what_happens(path, value):
+        return Outcome(sentence=f"{prefix}amp treats these operators so anyway")
     if _is_one_of(value, row.mapped):
         return Outcome(sentence=prefix + row.mapping)
+    if fleet_sections.asks_for_nothing(path, value):
+        return Outcome()
+    if path in fleet_sections.TUNING:
+        return Outcome(sentence=prefix + fleet_sections.TUNING[path])
     # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.
     if row.path == path and _is_one_of(value, row.silent):
         return Outcome()

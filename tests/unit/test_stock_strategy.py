@@ -168,7 +168,7 @@ def change(message: Any, path: str) -> None:
     ("switch", "field", "value", "said"),
     [
         ("gradient_merge", "avg", False, "given false: asks for the sum"),
-        ("recompute", "enable_offload", True, "given true: has no such field"),
+        ("recompute", "enable_offload", True, "given true: keeps activations on the host"),
         ("amp", "use_optimizer_fp16", True, "given true: the optimizer and its state"),
         ("amp", "custom_black_list", ["relu"], "given ['relu']: which operators"),
     ],

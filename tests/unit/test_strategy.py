@@ -77,7 +77,18 @@ def test_a_strategy_from_a_profile_its_name_or_file_may_be_changed_and_the_profi
         ("amp_configs", {"levels": "O1"}, "levels: given 'O1': has no such field here; level, dtype, use_pure_fp16, "),
         ("amp_configs", {"incr_ratio": 1.0}, "incr_ratio (read as amp_incr_ratio): given 1; allowed: a number, more"),
         ("amp_configs", {"level": "O3"}, "level (read as amp_level): given 'O3': Apex's pure half precision also "),
-        ("amp_configs", {"use_fp16_guard": True}, "given true: regions under fp16_guard are not supported; set it to"),
+        ("amp_configs", {"custom_white_list": ["conv2d", "relu"]}, "given ['conv2d', 'relu']: which operators run in "),
+        ("amp_configs", {"custom_black_list": ["matmul_v2"]}, "given ['matmul_v2']: which operators run in low"),
+        ("sharding_configs", {"mp_degree": 2}, "mp_degree: given 2: splits the model; only data parallelism"),
+        ("sharding_configs", {"pp_degree": True}, "pp_degree: given true: splits the model"),
+        ("sharding_configs", {"dp_degree": 2}, "given 2: follows from the number of ranks and sharding_degree; leave"),
+        ("sharding_configs", {"optimize_offload": True}, "given true: keeps the optimizer's state on the host, which"),
+        ("sharding_configs", {"gradient_merge_acc_step": 4}, "given 4: set gradient_merge and gradient_merge_configs"),
+        ("sharding_configs", {"segment_MB": 4}, "given 4: has no such field here; stage, sharding_degree and those"),
+        ("recompute_configs", {"enable_offload": True}, "given true: keeps activations on the host, which is not"),
+        ("lars_configs", {"lars_coeff": 0.01}, "given 0.01: belongs to the optimizer: give these values to Lars"),
+        ("qat_configs", {"weight_bits": 4}, "weight_bits: given 4: quantizes, which is out of scope here"),
+        ("hybrid_configs", {"sharding_configs": {"comm_overlap": True}}, "tunes Fleet's dynamic mode; here fuse_grad"),
         ("dgc_configs", {"sparsity": [0.9, 1.0]}, "(read as dgc_sparsity): given 1; allowed: a number, 0 to 0.9999"),
         ("a_sync", True, "a_sync: given true: belongs to parameter servers, which are out of scope here: "),
         ("exec_strategy", 3, "exec_strategy: given 3 (a whole number); allowed: a mapping of field to value"),
@@ -118,6 +129,55 @@ def test_a_wrong_assignment_is_an_error_at_once(path: str, value: object, messag
 )
 def test_older_names_and_fields_of_our_own_become_knobs(given: dict[str, Any], settings: dict[str, Any]) -> None:
     assert settings_of(DistributedStrategy(**given)) == settings
+
+
+# The sections of public examples for Fleet 2.x: what they set to what Fleet has anyway, and what only tunes.
+SHARDED = {"segment_broadcast_MB": 32, "sharding_segment_strategy": "segment_broadcast_MB", "segment_anchors": None}
+SHARDED |= {"mp_degree": 1, "dp_degree": 1, "pp_degree": 1, "hybrid_dp": False, "gradient_merge_acc_step": 1}
+SHARDED |= {"optimize_offload": False, "optimize_cast": False, "use_calc_stream": False}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "sharding_configs": SHARDED,
+    "amp_configs": {"init_loss_scaling": 32768, "custom_black_list": [], "use_fp16_guard": True},
+    "recompute_configs": {"enable_offload": False, "checkpoint_shape": []},
+    "gradient_merge_configs": {"avg": True},
+    "hybrid_configs": {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sep_degree": 1, "mp_configs": {}},
+    "pipeline_configs": {"micro_batch_size": 1, "accumulate_steps": 1, "schedule_mode": "1F1B"},
+    "tensor_parallel_configs": {"tensor_parallel_degree": 1, "tensor_init_seed": -1},
+    "lars_configs": {"lars_coeff": 0.001, "lars_weight_decay": 0.0005, "epsilon": 0, "exclude_from_weight_decay": []},
+    "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": ()},
+    "qat_configs": {"channel_wise_abs_max": True, "weight_bits": 8, "activation_bits": 8},
+    "a_sync_configs": {"k_steps": 0, "launch_barrier": True, "send_queue_size": 16, "thread_pool_size": 1},
+    "gradient_scale_configs": {"scale_strategy": "avg", "scale_gradient": False},
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_section_has_anyway_is_taken_without_a_word(section: str) -> None:
+    strategy = DistributedStrategy()
+    setattr(strategy, section, SECTIONS[section])
+    assert settings_of(strategy) == {}
+    assert said(strategy) == []
+
+
+def test_what_only_tunes_a_section_is_taken_with_a_word() -> None:
+    strategy = DistributedStrategy(amp=True, sharding=True)
+    strategy.sharding_configs = {"segment_broadcast_MB": 64, "segment_anchors": ["fc_0.tmp_0"], "optimize_cast": True}
+    strategy.sharding_configs = {"hybrid_dp": True, "sharding_group_size": 4}
+    strategy.amp_configs = {"custom_white_list": ["conv2d", "matmul_v2"], "custom_black_list": ["softmax"]}
+    assert settings_of(strategy) == AMP | {"sharding": True, "sharding_degree": 4}
+    words = "\n".join(said(strategy))
+    for field in ("segment_broadcast_MB: 64", "segment_anchors: ['fc_0.tmp_0']", "optimize_cast: true"):
+        assert f"sharding_configs.{field} is mapped: " in words
+    assert (
+        "amp_configs.custom_white_list: ['conv2d', 'matmul_v2'] is mapped: amp treats these operators so anyway"
+        in words
+    )
+
+
+def test_regions_under_a_guard_are_refused_where_fleet_looks_at_them() -> None:
+    strategy = DistributedStrategy(amp=True, amp_configs={"use_pure_fp16": True, "use_fp16_guard": True})
+    with pytest.raises(ProfileError, match="regions under fp16_guard are not supported; set it to False"):
+        strategy.to_profile()
 
 
 @pytest.mark.parametrize(
