@@ -46,9 +46,10 @@ STOCK_HEAD = """
 How `fleet_train.DistributedStrategy`, and `DistributedStrategy.from_stock` of a stock
 `paddle.distributed.fleet.DistributedStrategy`, read names that are not knobs of the same name. A field that is not
 listed is refused by its name; a value that Fleet has anyway asks for nothing, and is taken. Two defaults of Fleet 2.x
-differ from ours, and an unmodified stock object does not set them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32 that was assigned counts) and `sync_nccl_allreduce`
-(Fleet true, here false; the results are the same). A LocalSGD that is switched on in a stock object brings Fleet's own
-defaults with it (`k_steps` 1 and `begin_step` 1, here 2 and 100), and so does an `amp` (float16, here bfloat16).
+differ from ours, and an unmodified stock object does not set them: `fuse_grad_size_in_MB` (Fleet 32, here auto; a 32
+that was assigned counts) and `sync_nccl_allreduce` (Fleet true, here false; the results are the same). A LocalSGD that
+is switched on in a stock object brings Fleet's own defaults with it (`k_steps` 1 and `begin_step` 1, here 2 and
+100), and so does an `amp` (float16, here bfloat16).
 
 | field | fate | how it is read |
 | --- | --- | --- |

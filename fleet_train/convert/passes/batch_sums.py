@@ -8,7 +8,6 @@ What cannot be decided has the degree None, and is never accused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,8 +100,10 @@ def _degrees(operator: Any, result: Any, known: dict[int, Degrees], parts: int) 
 
 def _of_input(value: Any) -> Degrees:
     shape = list(value.shape)
-    if value.persistable or math.prod(shape) == 1:
+    if value.persistable:
         return {}
+    if all(size == 1 for size in shape):
+        return _UNKNOWN  # a fed number may count the samples
     return {0: None} if shape and shape[0] < 0 else _UNKNOWN
 
 

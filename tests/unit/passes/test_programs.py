@@ -59,6 +59,7 @@ SUMS: dict[str, Loss] = {
     "one term of two": lambda x, y, weight: F.cross_entropy(x, y) + 0.5 * x.square().sum(),
     "negative, kept dimensions": lambda x, y, weight: -paddle.log(F.sigmoid(x)).sum(axis=[0, 1], keepdim=True),
     "beside an unknown term": lambda x, y, weight: x.sum() + paddle.logsumexp(x),
+    "beside a term by a fed count": lambda x, y, weight: x.sum() + F.square_error_cost(x, x).sum() / fed([1]),
     "reshaped": lambda x, y, weight: x.reshape([-1]).sum(),
     "two unknown dimensions": lambda x, y, weight: sequence(x).sum(),
     "squared norm": lambda x, y, weight: paddle._C_ops.squared_l2_norm(x).sum(),
@@ -85,6 +86,12 @@ OTHERS: dict[str, Loss] = {
         sequence(x).sum(axis=1) / paddle.ones_like(sequence(x)).sum(axis=1)
     ).mean(),
     "by a number, which may be that of samples": lambda x, y, weight: x.sum() / 8,
+    "by a fed count": lambda x, y, weight: x.sum() / fed([1]),
+    "by a fed count without dimensions": lambda x, y, weight: F.cross_entropy(x, y, reduction="sum") / fed([]),
+    "by a fed count and more": lambda x, y, weight: l2(weight) + x.sum() / paddle.clip(fed([1]) * 1.0, min=1.0),
+    "by a fed whole number": lambda x, y, weight: x.sum() / fed([1], "int64").cast("float32"),
+    "times one over a fed count": lambda x, y, weight: paddle.scale(x.sum(), 2.0) * (1.0 / fed([1, 1])),
+    "each by a fed count": lambda x, y, weight: (x / fed([1])).sum(),
     "times the number of shares": lambda x, y, weight: F.cross_entropy(x, y) + 3 * x.sum(),
     "one of two unknown dimensions": lambda x, y, weight: sequence(x).sum(axis=1).mean(),
     "softmax over samples": lambda x, y, weight: (F.softmax(x, axis=0) * x).sum(),
@@ -94,6 +101,10 @@ OTHERS: dict[str, Loss] = {
     "fixed batch": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("fixed", [8, 4])).sum(),
     "time first": lambda x, y, weight: nn.Linear(4, 2)(paddle.static.data("time", [8, None, 4])).sum(axis=1).mean(),
 }
+
+
+def fed(shape: list[int], dtype: str = "float32") -> Any:
+    return paddle.static.data("count", shape, dtype)
 
 
 def mask(y: Any) -> Any:
