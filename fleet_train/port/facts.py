@@ -13,7 +13,7 @@ from libcst.metadata import Assignment, ImportAssignment, ParentNodeProvider, Po
 
 from fleet_train.port import calls
 from fleet_train.port.calls import HEADS, REPLACED, keyword, keyword_of, positional, source
-from fleet_train.port.index import FLUID, canonical, is_fleet, is_old, rule_of
+from fleet_train.port.index import CARRIED_OUT, FLUID, IN_STATIC_MODE, canonical, is_fleet, is_old, rule_of
 from fleet_train.port.rules import Rule
 
 _BUILD_STRATEGIES = ("paddle.fluid.BuildStrategy", "paddle.static.BuildStrategy")
@@ -34,9 +34,17 @@ class Facts:
     is_fleet_script: bool = False
     is_fluid_script: bool = False
     """Imports ``paddle.fluid``: of 1.x, in which programs were static unless a script said otherwise."""
+    wraps_optimizer: bool = False
+    """Calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it builds programs, as far as can be seen."""
+        return not self.is_dynamic and (self.is_fluid_script or self.enables_static or self.makes_programs)
+
     makes_programs: bool = False
     """Beside the default ones."""
     makes_old_executor: bool = False
@@ -97,7 +105,10 @@ class Names(cst.MetadataDependent):
 
     def rule_of(self, node: cst.CSTNode) -> Rule | None:
         meaning = self.meaning_of(node)
-        return rule_of(meaning.name, self.facts.is_fleet_script) if meaning else None
+        if meaning is None or (meaning.name in IN_STATIC_MODE and not self.facts.is_static):
+            return None
+        in_fleet_script = self.facts.is_fleet_script and (self.facts.wraps_optimizer or meaning.name not in CARRIED_OUT)
+        return rule_of(meaning.name, in_fleet_script)
 
     def holds(self, kind: Kind, node: cst.BaseExpression) -> bool:
         """Whether a node is a variable of this kind."""
@@ -173,6 +184,7 @@ class FactFinder(Names, cst.CSTVisitor):
             self._remember("fetch list", fetched.value)
         for argument in parameter_arguments(node, name):
             self._remember("parameter list", argument.value)
+        self.facts.wraps_optimizer |= name.endswith(("fleet.distributed_optimizer", "fleet.CollectiveOptimizer"))
         self.facts.makes_old_executor |= name in _EXECUTORS
         self.facts.makes_programs |= name in ("paddle.fluid.Program", "paddle.static.Program")
         if name in ("paddle.fluid.program_guard", "paddle.static.program_guard"):

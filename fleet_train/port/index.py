@@ -32,11 +32,17 @@ _RULES: dict[str, Rule] = {
     ),
     **STATIC,
 }
+CARRIED_OUT = [f"paddle.incubate.optimizer.{name}Optimizer" for name in ("GradientMerge", "Recompute")]
 _IN_FLEET_SCRIPTS: dict[str, Rule] = {
     **{f"{FLUID}{name}": rule for name, rule in SAVING.items()},
     "paddle.static.ExecutionStrategy": SAVING["ExecutionStrategy"],
     "paddle.static.BuildStrategy": SAVING["BuildStrategy"],
+    # Around the optimizer itself, distributed_optimizer carries them out.
+    **{name: To(name) for name in CARRIED_OUT},
 }
+
+IN_STATIC_MODE = ("paddle.nn.ClipGradByValue",)
+"""Names that only static programs cannot use."""
 
 _LAYER_MODULES = "nn|ops|tensor|loss|control_flow|io|metric_op|learning_rate_scheduler|rnn|detection|sequence_lod"
 # Modules in which 1.x defined what the table has under the public name.
@@ -52,6 +58,7 @@ _HOMES = (
     (r"paddle\.fluid\.(executor|framework|compiler|param_attr|data_feeder|backward|dataset)\.", FLUID),
     (r"paddle\.distributed\.fleet\.metrics\.metric(?=\.|$)", f"{FLEET}metrics"),
     (r"paddle\.fluid\.core\.(?=(CPU|CUDA|CUDAPinned)Place)", FLUID),
+    (r"paddle\.static\.nn\.(common|sequence_lod|control_flow|metric)\.", "paddle.static.nn."),
     (r"(paddle\.fluid\.optimizer\.\w+?)Optimizer(?=\.|$)", r"\1"),
     (r"(paddle\.fluid\.initializer\.\w+?)Initializer(?=\.|$)", r"\1"),
     (r"(paddle\.fluid\.regularizer\.\w+?)Regularizer(?=\.|$)", r"\1"),
@@ -122,4 +129,7 @@ _PACKAGES = {
     *(f"{FLUID}{name}" for name in ("contrib", "dygraph", "metrics", "profiler", "transpiler")),
     f"{FLUID}incubate.fleet.parameter_server",
     f"{FLUID}incubate.fleet.utils.fleet_util",
+    f"{FLEET}meta_optimizers",
+    f"{FLEET}meta_optimizers.sharding.utils",
+    "paddle.distributed.transpiler",
 }

@@ -47,6 +47,15 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
     return updated.with_changes(func=dotted("paddle.static.data"), args=kept)
 
 
+def static_data(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
+    """``paddle.static.data`` of 2.x, which stays unless it has levels of detail."""
+    del script
+    for given in (keyword(original, "lod_level"), *positional(original)[3:4]):
+        if given is not None and source(given.value) != "0":
+            raise Undecided(f"lod_level={source(given.value)}: pad the sequences and feed their lengths")
+    return updated
+
+
 def _is_plain(shape: cst.Arg | None) -> bool:
     if shape is None or not isinstance(shape.value, cst.List):
         return False
@@ -102,6 +111,7 @@ Special = Callable[[Transformer, cst.Call, cst.Call], cst.BaseExpression | None]
 """(script, original call, updated call) -> the new call; None: as the table says. Raises Undecided."""
 CALLS: dict[str, Special] = {
     "paddle.fluid.layers.data": layers_data,
+    "paddle.static.data": static_data,
     "paddle.fluid.CUDAPlace": cuda_place,
     "paddle.fluid.initializer.TruncatedNormal": truncated_normal,
     "paddle.CUDAPlace": cuda_place,

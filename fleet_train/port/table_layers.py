@@ -40,7 +40,42 @@ _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), an
 SPECTRAL_NORM = "paddle.nn.SpectralNorm(weight.shape, dim, power_iters, eps)(weight)"
 AUC = "paddle.metric.Auc on fetched predictions: the static one keeps no statistics, each value is of one batch"
 
+_PADDED = "padded sequences with their lengths"
+_SEQUENCES = {
+    "pool": "a masked mean, sum or max",
+    "conv": "paddle.nn.Conv1D",
+    "softmax": "a masked softmax",
+    "first_step": "x[:, 0]",
+    "last_step": "paddle.take_along_axis at length - 1",
+    "unpad": "paddle.masked_select",
+    **dict.fromkeys("concat slice expand expand_as reshape scatter enumerate reverse".split(), "operators of paddle"),
+}
+
+# Layers of 1.x and of `paddle.static.nn` in 2.x, of which the latter are gone or fail in today's programs.
+STATIC_LAYERS: dict[str, Rule] = {
+    **{f"sequence_{name}": Todo(f"{layer} over {_PADDED}") for name, layer in _SEQUENCES.items()},
+    "sequence_pad": Todo("pad the sequences where they are loaded, and feed their lengths"),
+    "prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
+    "instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
+    "spectral_norm": Todo(SPECTRAL_NORM),
+    "conv3d": Todo("paddle.nn.Conv3D(in_channels, num_filters, filter_size, ...)(input)"),
+    "conv3d_transpose": Todo("paddle.nn.Conv3DTranspose(in_channels, num_filters, filter_size, ...)(input)"),
+    "bilinear_tensor_product": Todo("paddle.nn.Bilinear(x_size, y_size, size)(x, y)"),
+    "data_norm": Todo("paddle.nn.BatchNorm1D(num_features)(input), or normalize the data before it is fed"),
+    "deform_conv2d": Todo("paddle.vision.ops.DeformConv2D(in_channels, num_filters, filter_size)(x, offset, mask)"),
+    "nce": Todo("paddle.nn.functional.cross_entropy over all classes, or over negative samples that are fed"),
+    "row_conv": Todo("paddle.nn.Conv1D over the steps, padded at their end"),
+    "crf_decoding": Todo("paddle.text.viterbi_decode(potentials, transitions, lengths)"),
+    "multi_box_head": Todo("paddle.vision.ops.prior_box and paddle.nn.Conv2D for each map of features"),
+    "prior_box": Todo("paddle.vision.ops.prior_box(input, image, min_sizes, ...)"),
+    "sparse_embedding": Todo("paddle.nn.Embedding(*size)(input): parameter servers are not supported"),
+    "continuous_value_model": Todo("slices of the input: use_cvm=False drops its first two columns"),
+    "StaticRNN": Todo("paddle.static.nn.while_loop, or paddle.nn.RNN(cell)"),
+    "py_func": Todo("paddle.static.register_op, or compute in Python between two exe.run"),
+}
+
 LAYERS: dict[str, Rule] = {
+    **STATIC_LAYERS,
     # Inputs and parameters
     "data": To(
         "compat.data",
@@ -51,10 +86,6 @@ LAYERS: dict[str, Rule] = {
     ),
     # Layers with parameters
     **{name: To(f"compat.{name}") for name in _COMPAT.split()},
-    "spectral_norm": Todo(SPECTRAL_NORM),
-    "prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
-    "instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
-    "conv3d": Todo("paddle.nn.Conv3D(in_channels, num_filters, filter_size, ...)(input)"),
     # Activations
     **{name: To(f"paddle.{name}", "x name") for name in _MATH.split()},
     **{old: To(_F + new, "x name") for old, new in _FUNCTIONS.items()},
@@ -196,7 +227,7 @@ LAYERS: dict[str, Rule] = {
     "while_loop": To("paddle.static.nn.while_loop"),
     **{
         name: Todo("paddle.static.nn.cond / case / while_loop, or decide in Python and feed the result")
-        for name in ("Switch", "While", "IfElse", "StaticRNN", "DynamicRNN")
+        for name in ("Switch", "While", "IfElse", "DynamicRNN")
     },
     # Readers
     "py_reader": To("compat.py_reader"),
@@ -208,20 +239,21 @@ LAYERS: dict[str, Rule] = {
     "autoincreased_step_counter": To("compat.autoincreased_step_counter"),
     # Recurrent networks and sequences
     **{
-        name: Todo(f"{layer} over padded sequences with their lengths")
+        name: Todo(f"{layer} over {_PADDED}")
         for name, layer in (
             ("dynamic_lstm", "paddle.nn.LSTM"),
             ("dynamic_gru", "paddle.nn.GRU"),
             ("lstm", "paddle.nn.LSTM"),
             ("gru_unit", "paddle.nn.GRUCell"),
-            ("sequence_pool", "a masked mean, sum or max"),
         )
     },
     "sequence_mask": To(_F + "sequence_mask", "x maxlen dtype name"),
     **{f"utils.{name}": To(f"paddle.utils.layers_utils.{name}") for name in _STRUCTURES.split()},
     "Print": To("paddle.static.Print"),
-    "py_func": Todo("paddle.static.register_op, or compute in Python between two exe.run"),
 }
+
+# As Paddle 2.0 had them for a while.
+OF_2_0 = ("elementwise_", "reduce_", "fill_constant")
 
 NETS: dict[str, Rule] = {
     "simple_img_conv_pool": To("compat.simple_img_conv_pool"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleet_train.port.rules import Rule, To, Todo
-from fleet_train.port.table_layers import ATTRIBUTES, AUC, SPECTRAL_NORM
+from fleet_train.port.table_layers import ATTRIBUTES, AUC, CLIPS, LAYERS, OF_2_0, OPTIMIZERS, STATIC_LAYERS
 
 _LOADER = "paddle.io.DataLoader(dataset, feed_list=[...], return_list=False), and feed what it yields"
 _DYNAMIC = "fleet_train converts static programs; dynamic mode is not supported"
@@ -90,9 +90,12 @@ PROGRAMS: dict[str, Rule] = {
     },
 }
 
+_SERIALIZED = "paddle.static.save_inference_model and load_inference_model: today's programs have no such text"
+
 # Of Paddle 2.x: what its static programs use that Paddle 3 does not have any more.
 STATIC: dict[str, Rule] = {
     "paddle.CUDAPlace": To("paddle.CUDAPlace"),
+    "paddle.static.data": To("paddle.static.data"),
     "paddle.static.nn.conv2d": To("compat.conv2d"),
     "paddle.static.nn.conv2d_transpose": To("compat.conv2d_transpose"),
     "paddle.static.nn.batch_norm": To("compat.batch_norm"),
@@ -103,7 +106,10 @@ STATIC: dict[str, Rule] = {
     "paddle.static.nn.fc": To(
         "compat.fc", "x>input size num_flatten_dims weight_attr>param_attr bias_attr activation>act name"
     ),
-    "paddle.static.nn.spectral_norm": Todo(SPECTRAL_NORM),
+    **{f"paddle.static.nn.{name}": rule for name, rule in STATIC_LAYERS.items()},
+    **{f"paddle.{name}": rule for name, rule in LAYERS.items() if name.startswith(OF_2_0)},
+    "paddle.static.nn.create_parameter": To("compat.create_parameter"),
+    "paddle.static.py_func": STATIC_LAYERS["py_func"],
     "paddle.static.create_parameter": To("compat.create_parameter"),
     "paddle.create_parameter": To("compat.create_parameter"),
     "paddle.static.auc": Todo(AUC),
@@ -117,8 +123,21 @@ STATIC: dict[str, Rule] = {
     "paddle.static.ParallelExecutor": PROGRAMS["ParallelExecutor"],
     "paddle.static.amp.decorate": PROGRAMS["contrib.mixed_precision.decorate"],
     "paddle.io.DataLoader.from_generator": To("compat.from_generator"),
-    "paddle.static.nn.instance_norm": Todo("paddle.nn.InstanceNorm2D(num_features, epsilon)(input)"),
-    "paddle.static.nn.prelu": Todo("paddle.nn.PReLU(num_parameters)(x)"),
+    "paddle.static.ctr_metric_bundle": Todo("fleet.metrics on sums of fetched predictions and labels"),
+    **{f"paddle.static.{what}": Todo(_SERIALIZED) for what in ("serialize_program", "serialize_persistables")},
+    **{f"paddle.static.{what}": Todo(_SERIALIZED) for what in ("deserialize_program", "deserialize_persistables")},
+    "paddle.nn.ClipGradByValue": CLIPS["GradientClipByValue"],
+    **{
+        f"paddle.incubate.optimizer.{name}Optimizer": OPTIMIZERS[name]
+        for name in ("GradientMerge", "Recompute", "Pipeline")
+    },
+    "paddle.distributed.collective._init_parallel_env": Todo("delete it: fleet.init joins the job"),
+    "paddle.distributed.split": Todo("a layer of paddle.nn: only data parallelism is supported"),
+    "paddle.distributed.transpiler": Todo("fleet.distributed_optimizer"),
+    **{
+        f"paddle.distributed.{name}": Todo("delete it: parameter servers are not supported")
+        for name in ("CountFilterEntry", "ProbabilityEntry", "ShowClickEntry")
+    },
 }
 
 # What a BuildStrategy of Paddle 3 can be given; assigning to anything else raises.
@@ -175,6 +194,7 @@ FACADE: dict[str, Rule] = {
     "load_check_point": Todo("fleet.load_persistables(exe, dirname) and a file of your own for the epoch"),
     "save": Todo("fleet.save_persistables(exe, dirname) or fleet.save_inference_model(exe, dirname, feeds, targets)"),
     "meta_optimizers": Todo("the profile's knobs: python -m fleet_train profiles"),
+    "meta_optimizers.sharding.utils": Todo("fleet.save_persistables(exe, dirname), which gathers what ranks own"),
     **{name: Todo(_SERVERS) for name in ("init_server", "run_server", "server_index", "shrink")},
 }
 

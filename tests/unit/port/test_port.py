@@ -133,6 +133,39 @@ def test_what_is_no_longer_there_is_marked(text: str, expected: list[str]) -> No
     assert whats(text) == expected
 
 
+def test_what_is_known_of_fluid_is_known_at_its_2_x_address() -> None:
+    text = """\
+        import paddle
+        paddle.enable_static()
+        x = paddle.static.data("x", [-1, 8], "float32", lod_level=1)
+        y = paddle.static.data("y", [-1, 8], "float32"), paddle.static.data("z", [8], lod_level=0)
+        a = paddle.static.nn.sequence_lod.sequence_pool(input=x, pool_type="sum")
+        b = paddle.static.nn.sequence_pool(input=x, pool_type="sum")
+        c = paddle.static.nn.common.fc(y, 3)
+        clip = paddle.nn.ClipGradByValue(1.0)
+        o = paddle.incubate.optimizer.GradientMergeOptimizer(paddle.optimizer.SGD(0.1), 2)
+        e = paddle.static.nn.sparse_embedding(x, [10, 8])
+        paddle.distributed.collective._init_parallel_env("nccl")
+        from paddle.distributed.fleet.meta_optimizers import sharding
+        sharding.utils.save_persistables(None, "d")
+    """
+    assert whats(text) == [
+        "paddle.static.data",
+        "paddle.static.nn.sequence_pool",
+        "paddle.static.nn.sequence_pool",
+        "paddle.nn.ClipGradByValue",
+        "paddle.incubate.optimizer.GradientMergeOptimizer",
+        "paddle.static.nn.sparse_embedding",
+        "collective._init_parallel_env",
+        "an import of old Paddle",
+        "fleet.meta_optimizers.sharding.utils.save_persistables",
+    ]
+    assert "c = compat.fc(y, 3)" in new(text)
+    inside = f"{FLEET}o = paddle.incubate.optimizer.GradientMergeOptimizer(o, 2)\nfleet.distributed_optimizer(o)\n"
+    assert whats("import paddle\n" + inside) == [], "it is carried out there"
+    assert whats("import paddle\nclip = paddle.nn.ClipGradByValue(1.0)\n") == [], "it may be dynamic mode"
+
+
 def test_a_marked_line_keeps_its_import_and_the_others_go() -> None:
     text = FLUID + "import paddle.fluid.layers as L\nreader = fluid.layers.double_buffer(reader)\ny = L.relu(x)\n"
     lines = new(text).splitlines()
