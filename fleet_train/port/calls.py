@@ -248,6 +248,25 @@ def comment(what: str, do: str) -> str:
     return PREFIX + " ".join(f"{what} -> {do}".split())
 
 
+def is_mark(line: cst.EmptyLine) -> bool:
+    """Whether this is a TODO line."""
+    return line.comment is not None and line.comment.value.startswith(PREFIX)
+
+
+def without_done(lines: Sequence[cst.EmptyLine], due: Sequence[str], statement: str) -> list[cst.EmptyLine]:
+    """The lines in front of a statement, without TODO lines about what it does not do any more. ``due``: those that it
+    gets now. A line about what was rewritten beside it stays while the statement has the name that it is about."""
+    return [line for line in lines if not is_mark(line) or line.comment.value in due or _is_open(line, statement)]  # type: ignore[union-attr]
+
+
+def _is_open(line: cst.EmptyLine, statement: str) -> bool:
+    match = _LINE.match(line.comment.value) if line.comment else None
+    if match is None or match["what"].startswith(("CompiledProgram with", "fleet.place()")):
+        return match is None or "fleet.place()" not in match["what"]
+    name = re.match(r"fleet\.(?:\w+\.)*(\w+)", match["what"])
+    return name is not None and bool(re.search(rf"\b{name[1]}\b", statement))
+
+
 def not_in(lines: Sequence[cst.EmptyLine], comments: Sequence[str]) -> list[str]:
     """The comments that none of these lines is: what is above a module's first statement is the module's header."""
     there = {line.comment.value for line in lines if line.comment}

@@ -170,7 +170,7 @@ class FactFinder(Names, cst.CSTVisitor):
             self._imported(f"{module}.{alias.evaluated_name}")
 
     def _imported(self, name: str) -> None:
-        self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx"}
+        self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx", "fleet_train"}
         self.facts.is_fluid_script |= f"{name}.".startswith(FLUID)
         self.facts.is_fleet_script |= is_fleet(name) or name == "fleet_train.fleet"
 
@@ -178,7 +178,7 @@ class FactFinder(Names, cst.CSTVisitor):
         name = self.name_of(node.func)
         if name == "paddle.enable_static":
             self.facts.enables_static = True
-        if name == "paddle.distributed.fleet.init":
+        if name in ("paddle.distributed.fleet.init", "fleet_train.fleet.init"):
             self.facts.init_lines.append((id(self.scope_of(node)), self.line_of(node)))
         if (fetched := keyword(node, "fetch_list")) is not None:
             self._remember("fetch list", fetched.value)
@@ -280,6 +280,8 @@ class Transformer(Names, cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         result = super().on_leave(original_node, updated_node)
         comments = self._comments.get(original_node)
+        if isinstance(result, cst.CSTNode):
+            result = self._without_done(original_node, result, comments or [])
         if comments and self._first is not None and original_node is self._first[0]:
             comments = calls.not_in(self._first[1], comments)
         if not comments or not isinstance(result, (cst.CSTNode, cst.FlattenSentinel)):
@@ -288,6 +290,27 @@ class Transformer(Names, cst.CSTTransformer):
             first, *others = result
             return cst.FlattenSentinel([_commented(first, comments), *others])
         return _commented(result, comments)
+
+    def _without_done(self, original: cst.CSTNode, result: Any, due: list[str]) -> Any:
+        """``result`` without TODO lines of an earlier run that are done."""
+        if isinstance(result, (cst.IndentedBlock, cst.Module)):  # behind the last statement: what it was about is gone
+            kept = [line for line in result.footer if not calls.is_mark(line)]
+            result = result.with_changes(footer=kept) if len(kept) < len(result.footer) else result
+        if isinstance(original, cst.Module) and self._first is not None:
+            first = self._first[0]
+            due, header = self._comments.get(first, []), result.header
+            kept = calls.without_done(header, due, _head_of(first))
+            return result.with_changes(header=kept) if len(kept) < len(header) else result
+        if not hasattr(result, "leading_lines") or not any(map(calls.is_mark, result.leading_lines)):
+            return result
+        return result.with_changes(leading_lines=calls.without_done(result.leading_lines, due, _head_of(original)))
+
+
+def _head_of(statement: cst.CSTNode) -> str:
+    """The source text of a statement, without comments before it and without its block."""
+    empty = statement.with_changes(leading_lines=[])
+    body = getattr(statement, "body", None)
+    return source(empty.with_changes(body=cst.IndentedBlock([])) if isinstance(body, cst.IndentedBlock) else empty)
 
 
 def _commented(node: Any, comments: list[str]) -> Any:

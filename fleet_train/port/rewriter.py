@@ -138,6 +138,8 @@ class Rewriter(Transformer):
         meaning = self.meaning_of(original_node.func)
         rule = self.rule_of(original_node.func)
         updated_node = special.with_pir(self, original_node, updated_node)
+        if meaning is not None and meaning.name == "fleet_train.fleet.place":
+            special.mark_early_place(self, original_node)
         if meaning is not None:
             updated_node = special.with_parameters(self, original_node, updated_node, canonical(meaning.name))
         if meaning is None or rule is None:

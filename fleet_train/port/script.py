@@ -52,7 +52,7 @@ def port(content: bytes, path: str) -> Ported:
     wrapper = MetadataWrapper(module)
     finder = FactFinder()
     wrapper.visit(finder)
-    if not finder.facts.uses_paddle:
+    if not finder.facts.uses_paddle and calls.PREFIX.encode() not in content:
         return Ported(path, content, content, ())
     rewriter = Rewriter(finder.facts)
     ported = with_new_imports(wrapper.visit(rewriter), rewriter.kept, rewriter.needed)

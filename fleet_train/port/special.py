@@ -87,11 +87,16 @@ def cuda_place(script: Transformer, original: cst.Call, updated: cst.Call) -> cs
     """In a fleet script every rank has its device, on CPUs too; else the place stays."""
     if not script.facts.is_fleet_script:
         return None
+    mark_early_place(script, original)
+    return updated.with_changes(func=dotted("fleet.place"), args=[])
+
+
+def mark_early_place(script: Transformer, original: cst.Call) -> None:
+    """A mark at ``fleet.place()`` in front of ``fleet.init``."""
     here, line = id(script.scope_of(original)), script.line_of(original)
     lines = [init for scope, init in script.facts.init_lines if scope == here]
     if lines and min(lines) > line:
         script.mark(original, "fleet.place() before fleet.init", "move fleet.init(...) above this line")
-    return updated.with_changes(func=dotted("fleet.place"), args=[])
 
 
 def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:

@@ -440,6 +440,40 @@ if rank == 0:
     assert not port(first.new, "train.py").changed
 
 
+DONE = {
+    "reader = fluid.layers.double_buffer(reader)": "reader = paddle.io.DataLoader(reader)",
+    "def f():\n    fluid.layers.While(1)": "def f():\n    pass",
+    "if a:\n    b()\n    x = main.global_block().var('x')": "if a:\n    b()",
+    "place = fluid.CUDAPlace(0)\nfleet.init(role)": "fleet.init(role)\nplace = fleet.place()",
+    "model = fleet.distributed_model(net)": "model = net",
+    "exe.train_from_dataset(**options)": "compat.train_from_dataset(exe, main, data)",
+    "if rank == 0:\n    print()\n    fleet.save_persistables(exe, 'out')": (
+        "if rank == 0:\n    print()\nfleet.save_persistables(exe, 'out')"
+    ),
+}
+
+
+@pytest.mark.parametrize("old", DONE)
+def test_a_line_to_do_goes_when_it_is_done_and_not_before(old: str) -> None:
+    once = ported(f"{FLEET}# mine\nstart()\n{old}\nend()\n")
+    assert once.marks
+    twice = port(once.new, "train.py")
+    assert (twice.new, twice.marks) == (once.new, once.marks)
+    lines = once.new.decode().splitlines()
+    marked = [at for at, line in enumerate(lines) if "TODO" in line and "an import of old" not in line]
+    begin, end = lines.index("start()") + 1, lines.index("end()")
+    comments = [lines[at] for at in marked if begin <= at < end]
+    now = DONE[old].splitlines()
+    # Done by hand, with the comment left where it was: above the statement that it was about, or at the block's end.
+    indented = comments[0].startswith(" ")
+    edited = [*now[: 1 + (len(now) > 2)], *comments, *now[1 + (len(now) > 2) :]] if indented else [*comments, *now]
+    done = port("\n".join([*lines[:begin], *edited, *lines[end:], ""]).encode(), "train.py")
+    assert [mark for mark in done.marks if "import of old" not in mark.what] == []
+    assert "# TODO" not in done.new.decode()
+    assert "# mine" in done.new.decode()
+    assert not port(done.new, "train.py").changed
+
+
 @pytest.mark.parametrize(
     ("text", "line"), [("x = 1\ny = (\n", 2), ("import paddle\nprint 'loss'\n", 2), ("# coding: nonsense\n", 1)]
 )
