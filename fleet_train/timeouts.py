@@ -100,6 +100,8 @@ TOP_LONG_SECONDS = 2.0
 """From when ``top`` says what a rank is in, and that others wait for it: steps are shorter, or it is worth a look."""
 TOP_SILENT_SECONDS = 3.0
 """Without a heartbeat, which comes four times a second: on a busy machine it may be late."""
+TOP_TURNS_SECONDS = 0.3
+"""For seeing whether a silent rank runs, or only waits for a processor."""
 
 # Data and manifests.
 DECODE_TASK_SECONDS = 120.0

@@ -41,8 +41,8 @@ def command(
     """Show in which line of the script each rank of a running job stands, and what it waits for.
 
     Without --log_dir or --ips: the ranks of this machine that belong to this user. The ranks go on: a look takes them
-    a few milliseconds. A rank that cannot answer is told as such: stopped, asleep in the kernel, or in native code that
-    keeps Python's lock. Stacks hold files, lines and functions, no values.
+    a few milliseconds. A rank that cannot answer is told as such: stopped, asleep in the kernel, without a processor,
+    or in native code that keeps Python's lock. Stacks hold files, lines and functions, no values.
 
     With --samples the lines are counted, for ranks that are slow and do not hang.
     """

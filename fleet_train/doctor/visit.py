@@ -8,10 +8,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.rows import Row, marked, rows_of
 from fleet_train.cluster.flight.stands import Stand
-from fleet_train.cluster.flight.witness import JOB_FILE, ROWS, STACKS, Seen, ask, look, one_of_each, ranks_here
+from fleet_train.cluster.flight.witness import (
+    JOB_FILE,
+    ROWS,
+    STACKS,
+    Seen,
+    ask,
+    look,
+    looked_at,
+    one_of_each,
+    ranks_here,
+)
 from fleet_train.cluster.network import is_local, local_addresses, resolve
 from fleet_train.cluster.started import endpoint
 from fleet_train.cluster.store.access import Access
@@ -40,7 +49,7 @@ class Here:
 
     def rows(self) -> list[Row]:
         self._find()
-        looked = {pid: (each.ring(), ProcessState.of(pid)) for pid, each in self._seen.items()}
+        looked = dict(zip(self._seen, looked_at([*self._seen.values()]), strict=True))
         living = {ring.job for ring, process in looked.values() if ring.has_joined and not process.has_ended}
         for pid, (ring, process) in looked.items():
             if process.has_ended and ring.job not in living:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from fleet_train.cluster.flight.stands import ENDED
 
@@ -24,6 +26,65 @@ _OF_A_FILE = ("read", "write", "pread64", "pwrite64", "fsync", "fdatasync", "rec
 _MANY_FAULTS = 8, 50  # in all, and per second
 
 
+# A thread that has run so long, or so often, could have let go of Python's lock, or taken it.
+_ENOUGH_SECONDS, _ENOUGH_TURNS = 0.1, 20
+Turns = Mapping[int, "Turn"]
+"""By the thread's native id."""
+
+
+class Turn(NamedTuple):
+    """Of a thread, in seconds since it began."""
+
+    ran: float
+    ready: float
+    """It waited for a processor."""
+    turns: int
+    is_ready: bool
+    """Now, or it runs: the kernel adds a wait to ``ready`` when that is over."""
+
+
+def turns_of(pid: int) -> Turns:
+    """How long its threads ran, and waited for a processor; empty where the kernel does not tell."""
+    turns = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                ran, ready, count = map(int, Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split())
+                letter = _stat(f"/proc/{pid}/task/{thread}/stat")[0]
+                turns[int(thread)] = Turn(ran / 1e9, ready / 1e9, count, letter == "R")
+    return turns
+
+
+def lacks_processor(before: Turns, later: Turns, helper: int, seconds: float) -> str:
+    """In words, whether a process lacked a processor for ``seconds`` in which ``helper``, its recorder's thread, did
+    not get Python's lock; else empty, and some native code keeps it.
+
+    The recorder's thread wakes up 200 times a second while it waits for the lock: where it got to run as often, another
+    thread has the lock; and that one could have let go of it if it ran itself.
+    """
+    waits = {
+        thread: (one.ran - before[thread].ran, _waited(before[thread], one, seconds), one.turns - before[thread].turns)
+        for thread, one in later.items()
+        if thread in before
+    }
+    total = sum(ran for ran, _, _ in waits.values())
+    _, ready, turns = waits.pop(helper, (0.0, 0.0, _ENOUGH_TURNS))
+    ran, most_ready = (max((wait[part] for wait in waits.values()), default=0.0) for part in (0, 1))
+    helper_waited = turns < _ENOUGH_TURNS and ready >= seconds / 2
+    others_waited = ran < _ENOUGH_SECONDS and most_ready >= seconds / 2
+    if not helper_waited and not others_waited:
+        return ""
+    longest = max(ready, most_ready) if helper_waited else most_ready
+    return f"lacks a processor (in {seconds:.1f} s it ran for {total:.2f} s, and was ready to run for {longest:.2f} s)"
+
+
+def _waited(before: Turn, later: Turn, seconds: float) -> float:
+    """A wait that has not ended is not counted yet: of a thread that is ready at the end, all that it did not run."""
+    counted = later.ready - before.ready
+    is_waiting = later.is_ready and (before.is_ready or later.turns - before.turns < _ENOUGH_TURNS)
+    return min(seconds, max(counted, seconds - (later.ran - before.ran)) if is_waiting else counted)
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """``letter``: of its main thread, as in ``ps``; empty if it has ended. ``at``: of ``time.perf_counter``."""
@@ -36,6 +97,8 @@ class ProcessState:
     """Resident, on the host."""
     faults: int = 0
     """Pages that its threads had to read from a disk."""
+    lacks_processor: str = ""
+    """See the function of this name, where it was asked."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessState:
@@ -78,6 +141,8 @@ class ProcessState:
             return " and ".join(filter(None, (sleeps, pages)))
         if pages:
             return pages
+        if keeps_lock and later.lacks_processor:
+            return later.lacks_processor
         if keeps_lock and self.letter == "R":
             return "computes in native code that keeps Python's lock (state R)"
         if keeps_lock:

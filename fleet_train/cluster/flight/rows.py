@@ -134,6 +134,12 @@ def _pace(ring: Ring) -> _Pace | None:
     return _Pace(median(steps), median(waits), mean(spent("loader")), median(busy))
 
 
+def is_silent(ring: Ring, process: ProcessState) -> bool:
+    """Whether its recorder's thread, which nothing but Python's lock and the processor keeps, writes nothing."""
+    is_able = ring.heartbeat and process.letter in ("R", "S")
+    return bool(is_able) and process.at - ring.heartbeat >= timeouts.TOP_SILENT_SECONDS
+
+
 def state_of(ring: Ring, process: ProcessState) -> str:
     if process.has_ended:
         return "ended"
@@ -141,9 +147,9 @@ def state_of(ring: Ring, process: ProcessState) -> str:
         return "stopped"
     if process.letter == "D":
         return "waits for the disk"
-    if ring.heartbeat and (silent := process.at - ring.heartbeat) >= timeouts.TOP_SILENT_SECONDS:
+    if is_silent(ring, process):
         what = "keeps Python's lock" if process.letter == "R" else "does not react"
-        return f"{what} for {silent:.0f} s"
+        return f"{'lacks a processor' if process.lacks_processor else what} for {process.at - ring.heartbeat:.0f} s"
     if not ring.events:
         return "starting"
     what, since = "in the script", max(event.ended for event in ring.events)

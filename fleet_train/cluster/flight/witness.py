@@ -1,7 +1,8 @@
 """The witness: where the ranks of this machine stand, seen from another process.
 
 It finds ranks by the anonymous file of their flight recorders, asks each for the stacks of its threads, and reads from
-``/proc`` why one cannot answer: stopped, asleep in the kernel, or in native code that keeps Python's lock.
+``/proc`` why one cannot answer: stopped, asleep in the kernel, without a processor, or in native code that keeps
+Python's lock.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.process import ProcessState, Turns, lacks_processor, turns_of
 from fleet_train.cluster.flight.ring import (
     FILE_NAME,
     RING_BYTES,
@@ -32,7 +34,7 @@ from fleet_train.cluster.flight.ring import (
     has_joined,
     read_ring,
 )
-from fleet_train.cluster.flight.rows import Row, row_of
+from fleet_train.cluster.flight.rows import Row, is_silent, row_of
 from fleet_train.cluster.flight.stands import Stand, parse
 from fleet_train.errors import printable
 from fleet_train.files import publish
@@ -106,7 +108,7 @@ class Witness:
             except (TypeError, ValueError, OverflowError):  # whoever may connect to the store may write anything
                 continue
             if what == ROWS:
-                answers = {each.ring().rank: row_of(each.ring(), ProcessState.of(each.pid)).to_json() for each in seen}
+                answers = {ring.rank: row_of(ring, process).to_json() for ring, process in looked_at(seen)}
             else:
                 stands = self.look(wanted or None, resume=what == FAILURE)
                 answers = {stand.rank: stand.to_json() for stand in stands}
@@ -272,6 +274,11 @@ class Seen:
         """Whether its recorder's thread has written the stacks that were asked for."""
         return has_answered(self._file)
 
+    def lack(self, turns: Turns, since: float) -> str:
+        """Whether it has lacked a processor ``since`` then, in words. Not asked of the ring alone: both a busy
+        processor and native code keep the recorder's thread from its lock."""
+        return lacks_processor(turns, turns_of(self.pid), self.ring().helper, time.monotonic() - since)
+
     def take_back(self) -> None:
         """Its recorder's thread is not to write at the same time as a handler."""
         ask_for_stacks(self._file, not_any_more=True)
@@ -353,8 +360,9 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
         for each in alive:
             asked.enter_context(each.asked())
         silent = [each for each in alive if not before[each.pid].is_stopped]
+        since, turns = time.monotonic(), {each.pid: turns_of(each.pid) for each in silent}
         silent = _await(silent, Seen.has_answered, timeouts.STACKS_ANSWER_SECONDS)
-        kept = {each.pid for each in silent}  # Python's lock, or all of the processor
+        kept = {each.pid: each.lack(turns[each.pid], since) for each in silent}
         for each in alive:
             if resume and before[each.pid].is_stopped:
                 each.take_back()
@@ -364,7 +372,20 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
                 silent.append(each)
         silent = [each for each in silent if each.pid not in kept or each.signal()]
         _await(silent, _is_whole(), timeouts.STACKS_SIGNAL_SECONDS)
-        return [_stand(each, before[each.pid], each.pid in kept, native) for each in seen]
+        return [_stand(each, before[each.pid], kept.get(each.pid), native) for each in seen]
+
+
+def looked_at(seen: Sequence[Seen]) -> list[tuple[Ring, ProcessState]]:
+    """What `top` shows of these ranks; takes a moment longer where one is silent, and may lack a processor."""
+    looked = [(each, each.ring(), ProcessState.of(each.pid)) for each in seen]
+    since = time.monotonic()
+    turns = {each.pid: turns_of(each.pid) for each, ring, process in looked if is_silent(ring, process)}
+    if turns:
+        time.sleep(timeouts.TOP_TURNS_SECONDS)
+    return [
+        (ring, replace(process, lacks_processor=each.lack(turns[each.pid], since)) if each.pid in turns else process)
+        for each, ring, process in looked
+    ]
 
 
 def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float) -> list[Seen]:
@@ -392,11 +413,12 @@ def _is_whole() -> Callable[[Seen], bool]:
     return is_whole
 
 
-def _stand(each: Seen, before: ProcessState, keeps_lock: bool, native: bool) -> Stand:
-    ring, now = each.ring(), ProcessState.of(each.pid)
+def _stand(each: Seen, before: ProcessState, lack: str | None, native: bool) -> Stand:
+    """``lack``: None for a rank that has answered; else whether it lacked a processor, in words."""
+    ring, now = each.ring(), replace(ProcessState.of(each.pid), lacks_processor=lack or "")
     threads = parse(each.text(), ring.main_ident) if not before.has_ended else ()
     what = "" if ring.doing is None else ring.doing.words
-    state = before.words(now, keeps_lock=keeps_lock)
+    state = before.words(now, keeps_lock=lack is not None)
     waits = ring.waits and not before.is_kept(now)
     return Stand(ring.rank, each.pid, ring.step, what, waits, state, threads, _native(each.pid) if native else "")
 

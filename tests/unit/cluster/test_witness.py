@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from fleet_train import timeouts
 from fleet_train.cli.top import lines
 from fleet_train.cluster.flight import witness
-from fleet_train.cluster.flight.process import ProcessState
+from fleet_train.cluster.flight.process import ProcessState, Turn, lacks_processor
 from fleet_train.cluster.flight.ring import EVENTS, RING_BYTES, Ring, read_ring
 from fleet_train.cluster.flight.rows import row_of
 from fleet_train.cluster.flight.stands import Frame, Stand, parse
@@ -35,6 +36,11 @@ def loop(ready=False):
 
 def regex():
     re.match(r"(a+)+b", "a" * 60)  # regex
+
+def busy():
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    os.nice(19)
+    while True: pass  # busy
 
 def native():
     ctypes.PyDLL(None).pause()  # native
@@ -128,7 +134,8 @@ def test_the_scripts_innermost_line_is_found(start: Start, name: str, state: str
     (stand,) = witness.look([start(name)])
     assert stand.place is not None
     assert (stand.rank, os.path.basename(stand.place.file), stand.place.source) == (3, "train.py", the_line(name))
-    assert stand.state.startswith(state)
+    # On a machine that is busy enough, one that computes with the lock lacks a processor as well.
+    assert stand.state.startswith((state, "lacks a processor") if state.startswith("computes") else state)
     assert bool(stand.state) is bool(state)
     assert stand.sentence().endswith(f"stands in train.py:{stand.place.line} `{the_line(name)}`")
     shown = "\n".join(stand.lines(whole=True))
@@ -177,6 +184,50 @@ def test_the_ring_keeps_the_newest_events_and_outlives_its_process(start: Start)
         assert (event.kind, event.name, event.group) == ("wire", f"bucket {event.step % 3}", "ranks 0-3")
         assert event.nbytes == 1000 + event.step
         assert event.enqueued <= event.began <= event.ended <= last.began
+
+
+@pytest.fixture
+def hogs() -> Iterator[None]:
+    """Leave a rank that is nice little of its processor."""
+    first = min(os.sched_getaffinity(0))
+    script = f"import os; os.sched_setaffinity(0, [{first}])\nwhile True: pass"
+    started = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
+    yield
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.usefixtures("hogs")
+def test_a_rank_that_lacks_a_processor_is_not_said_to_keep_pythons_lock(start: Start) -> None:
+    busy = start("busy")
+    with suppress(OSError):  # where sessions share the processors, being nice counts within one
+        Path(f"/proc/{busy.pid}/autogroup").write_text("19")
+    seen: set[str] = set()
+    for _ in range(40):
+        seen |= {stand.state.partition(" (")[0] for stand in witness.look([busy])}
+        if seen != {""}:
+            break
+    assert seen - {""} == {"lacks a processor"}
+
+
+def test_who_lacks_a_processor_is_seen_from_its_threads_turns() -> None:
+    helper, main, other = 7, 1, 2
+
+    def lacks(of_helper: Turn, of_main: Turn) -> bool:
+        later = {helper: of_helper, main: of_main, other: Turn(0.0, 0.0, 0, False)}
+        nothing = {thread: Turn(0.0, 0.0, 0, turn.is_ready) for thread, turn in later.items()}
+        return lacks_processor(nothing, later, helper, 1.0) != ""
+
+    asks, sleeps = Turn(0.01, 0.01, 180, False), Turn(0.0, 0.0, 0, False)
+    assert not lacks(asks, Turn(0.98, 0.01, 9, True))  # it computes
+    assert not lacks(asks, sleeps)  # it waits for something else
+    assert not lacks(asks, Turn(0.3, 0.7, 90, True))  # it computes, on a busy machine
+    assert not lacks(Turn(0.01, 0.8, 60, False), sleeps)  # on a busy machine it waits for something else
+    assert lacks(asks, Turn(0.02, 0.9, 5, True))
+    assert lacks(Turn(0.0, 0.9, 2, True), Turn(0.3, 0.7, 90, True))
+    assert lacks(Turn(0.0, 0.0, 0, True), Turn(0.0, 0.0, 0, True))  # waits that have not ended
+    assert lacks_processor({}, {}, helper, 1.0) == ""  # the kernel does not tell
 
 
 def test_a_rank_that_cuts_its_file_off_does_not_end_who_looks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

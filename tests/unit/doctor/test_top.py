@@ -121,6 +121,13 @@ def test_the_slowest_rank_waits_least_and_equal_ranks_are_not_marked() -> None:
     assert slowest(0.03) == []
 
 
+def test_who_lacks_a_processor_is_not_said_to_keep_the_lock() -> None:
+    silent = ring(trained(20), heartbeat=NOW - 5)
+    lacking = replace(facts(silent, "R"), lacks_processor="lacks a processor (...)")
+    assert rows_of([(silent, facts(silent, "R"))])[0].state == "keeps Python's lock for 5 s"
+    assert rows_of([(silent, lacking)])[0].state == "lacks a processor for 5 s"
+
+
 def test_who_others_wait_for_is_who_does_not_wait_or_is_behind() -> None:
     def waited_for(*doing: Event) -> list[int]:
         rings = [ring([each], rank) for rank, each in enumerate(doing)]
