@@ -28,6 +28,7 @@ from fleet_train.convert.paddle_optimizers import (
     take_over_momentum,
     updates_each_alone,
 )
+from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.program import held_values
 from fleet_train.convert.passes.recompute import recomputes
@@ -68,7 +69,8 @@ class DistributedOptimizer:
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
     Other attributes (``set_lr``, ``state_dict``, ``_grad_clip``, ...) are read from and set on the wrapped optimizer.
-    With one process the wrapped optimizer's program is unchanged, unless the profile asks for a pass over it.
+    With one process the wrapped optimizer's program is unchanged, unless the profile asks for a pass over it, or a
+    branch returns values that it has not made (`passes.aliases`).
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class DistributedOptimizer:
         log_once(fitted, job.cluster.rank)
         wrapped, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(profile, job)
-        log_once(self._passes.notices, job.cluster.rank)
+        log_once([*self._passes.notices, *keep_shared_memory(profile.environment)], job.cluster.rank)
         self._profile = profile
         self._job = job
         self._on_converted = on_converted
@@ -161,6 +163,7 @@ class DistributedOptimizer:
         with paddle.static.program_guard(main, startup):
             if self._is_untouched and not uses_a_name_twice(main):
                 parameters, no_grad_set = self._listed(main, parameters, no_grad_set)
+                separate_results_of_branches(main)
                 operators, params_grads = self._inner.minimize(loss, startup, parameters, no_grad_set)
                 refuse_unreached(parameters, params_grads, self._job.advise)
                 self._converted(UpdatedGradients(main, params_grads), startup)
@@ -215,6 +218,7 @@ class DistributedOptimizer:
         parameters, no_grad_set = self._listed(main, parameters, no_grad_set)
         self._job.optimizers.append((main, self))
         with paddle.static.program_guard(main, startup):
+            separate_results_of_branches(main)
             pairs = self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )

@@ -11,7 +11,8 @@ Replaced are:
 - ``paddle.base.core.serialize_pir_program`` (`one_card`): scripts save converted programs with Paddle's functions.
 - ``paddle.static.ExponentialMovingAverage``, and the constructors of Paddle's wrappers of optimizers (`moving_average`,
   `paddle_optimizers`): the first fails in PIR programs, the others around an optimizer of ours.
-- Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`).
+- Paddle's flags: the profile's ``environment``; oneDNN's, whose layouts cannot be sent (`optimizer`); the in-place pass
+  (`passes.aliases`).
 
 All of these go through this module. ``fleet.shutdown`` puts them back, in one process and in several, unless it is
 called while an error of ours may be ending the script, which is still to be printed. With them it unregisters an
