@@ -224,7 +224,7 @@ class DistributedOptimizer:
             )
             refuse_unreached(parameters, pairs, self._job.advise)
             several = self._job.world_size > 1 and self._job.engine.reads_values
-            return parameters_first(pairs) if several else pairs
+            return parameters_first(pairs, self._passes.held) if several else pairs
 
     def apply_gradients(self, params_grads: ParamsGrads) -> Any:
         """Append communication and update to the current program (``paddle.static.program_guard``).
@@ -237,7 +237,7 @@ class DistributedOptimizer:
 
     def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
         """The update's operators, and the pairs of `minimize`: local gradients; averaged ones where those are gone, or
-        None where another rank has them."""
+        None where another rank has them, or where only the rows of a table are made."""
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
@@ -261,6 +261,7 @@ class DistributedOptimizer:
             make_start_equal(self._job, main, startup, self._startups, is_own)
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
+        by_name |= {name: None for name, table in tables.items() if table.rows_only}
         return operators, [(p, by_name.get(p.name) if p.name in tables else value) for p, value in params_grads]
 
     def _tables_of(self, params_grads: ParamsGrads) -> dict[str, Table]:

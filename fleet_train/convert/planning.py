@@ -7,7 +7,7 @@ Flags of the command line win over the script, the script over a profile's file.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,17 +265,18 @@ _IN_TWO_HALVES = {f"pd_op.{name}_grad" for name in ("conv2d", "conv3d", "depthwi
 """Operators with two gradients, of which neither uses the other's work on a CPU."""
 
 
-def parameters_first(params_grads: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def parameters_first(params_grads: Sequence[tuple[Any, Any]], held: Collection[int] = ()) -> list[tuple[Any, Any]]:
     """The pairs, after an operator that makes the gradients of a parameter and of an activation is cut into one for
     each, that of the parameter first: it is sent while the other is computed. The same kernels compute the same bits.
     Only in float32: oneDNN, which computes bfloat16 on CPUs, ends the process where a product has to make one of two.
+    ``held``: operators, by their ids, that stay, because a script may hold their results.
     """
-    return [(parameter, value if value is None else _alone_first(value)) for parameter, value in params_grads]
+    return [(parameter, value if value is None else _alone_first(value, held)) for parameter, value in params_grads]
 
 
-def _alone_first(gradient: Any) -> Any:
+def _alone_first(gradient: Any, held: Collection[int]) -> Any:
     both = gradient.get_defining_op()
-    if both is None or both.name() not in _IN_TWO_HALVES or gradient.dtype != paddle.float32:
+    if both is None or both.id() in held or both.name() not in _IN_TWO_HALVES or gradient.dtype != paddle.float32:
         return gradient
     results = both.results()
     if not all(result.initialized() for result in results) or results[1 - gradient.index()].use_empty():

@@ -48,6 +48,8 @@ class ProgramPasses:
         self._statistics: RankStatistics | None = None
         self.exchanges: list[CollectiveSpec] = []
         """The exchanges of synchronised batch norm in one pass; known after ``backward``."""
+        self.held: set[int] = set()
+        """The operators that were there before ``backward``, by their ids."""
 
     @property
     def notices(self) -> list[str]:
@@ -67,11 +69,13 @@ class ProgramPasses:
         if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
             log_once([remark], self._job.cluster.rank)
         lower_precision(loss, self._profile, on_gpu=self._on_gpu)
+        # A script holds what it, or Paddle for it, has made until now; what follows is ours alone.
+        self.held = {operator.id() for operator in loss.block.program.global_block().ops}
         pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             arithmetic = Composed() if self._on_gpu else Kernels()
-            pairs = synchronize_batch_norms(pairs, self._statistics, arithmetic)
+            pairs = synchronize_batch_norms(pairs, self._statistics, arithmetic, self.held)
             self.exchanges = self._statistics.exchanges
         recompute_segments(loss, self._profile)
         return pairs

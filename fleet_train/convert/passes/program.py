@@ -102,7 +102,8 @@ def held_values(program: Any, trained: Sequence[Any]) -> Held:
     for operator in program.global_block().ops:
         if operator.name() in BATCH_NORMS:
             for source in operator.operands_source()[1:3]:
-                statistics[source.get_defining_op().id()] = source
+                if source.get_defining_op().name() == "builtin.parameter":  # not those of all ranks, of a step
+                    statistics[source.get_defining_op().id()] = source
     return Held(list(trained), list(statistics.values()), [])
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.host_ops import emit_hold
-from fleet_train.convert.passes.program import all_inputs_of, inputs_of, operators_behind
+from fleet_train.convert.passes.program import BATCH_NORMS, all_inputs_of, inputs_of, operators_behind
+from fleet_train.convert.passes.sync_norm import FORWARD_MARK
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 
@@ -191,12 +192,17 @@ def _is_repeatable(operator: Any) -> bool:
     name = operator.name()
     return bool(
         name.startswith(("pd_op.", "builtin."))
-        and not name.endswith("_")
+        and (not name.endswith("_") or _moves_no_average(operator))
         and name not in (*_RANDOM, *_HOLDS_STATE)
         and not operator.num_regions()
         and not _touches_array(operator)
         and not any(operator.has_attr(mark) for mark in ("seed", "rng_name", "parameter_name"))
     )
+
+
+def _moves_no_average(operator: Any) -> bool:
+    """Whether it is a synchronised batch norm, which writes nothing in place."""
+    return operator.name() in BATCH_NORMS and operator.has_attr(FORWARD_MARK)
 
 
 def _touches_array(operator: Any) -> bool:

@@ -1,13 +1,14 @@
 """Synchronised batch norm: statistics over the batches of all ranks, forward and backward.
 
-Works on a program that has its gradient operators: Paddle's ``batch_norm_`` and ``batch_norm_grad`` are both replaced
-by local sums, an exchange, and arithmetic. So no gradient of an exchange must be derived, all exchanges are in the main
-block, and one chain of tokens gives them the same order on every rank. Norms share an exchange where no other operator
-has to move: in the forward pass it waits for the last of its norms, if no operator reads the others' results before; in
-the backward pass it is placed at the first of its norms, if the others' inputs already exist. In a residual network
-these are the norm of a shortcut and the last norm of the parallel branch. The program keeps what
-``one_card.py`` needs to write it with plain batch norms: further operands of the exchanges, and marks on results.
-Paddle's own ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each
+Works on a program that has its gradient operators: before Paddle's ``batch_norm_`` come local sums and an exchange,
+and it normalises by their results, as with ``use_global_stats``; so what a script holds of it stays what it was.
+``batch_norm_grad`` is replaced by the same and arithmetic. So no gradient of an exchange must be derived, all
+exchanges are in the main block, and one chain of tokens gives them the same order on every rank. Norms share an
+exchange where no other operator has to move: in the forward pass it waits for the last of its norms, if no operator
+reads the others' results before; in the backward pass it is placed at the first of its norms, if the others' inputs
+already exist. In a residual network these are the norm of a shortcut and the last norm of the parallel branch. The
+program keeps what ``one_card.py`` needs to write it with plain batch norms: further operands of the exchanges, and
+marks on operators. Paddle's own ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each
 device would order it against the gradients' collectives independently.
 
 On CPUs the local part uses Paddle's batch norm kernels (`Kernels`), which read the values once, while composed
@@ -19,7 +20,7 @@ single operators (`Composed`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +37,14 @@ _ATTRIBUTES = ("momentum", "epsilon", "data_format", "use_global_stats", "traina
 
 
 def synchronize_batch_norms(
-    params_grads: Sequence[tuple[Any, Any]], exchange: RankStatistics, arithmetic: Arithmetic
+    params_grads: Sequence[tuple[Any, Any]],
+    exchange: RankStatistics,
+    arithmetic: Arithmetic,
+    held: Collection[int] = (),
 ) -> list[tuple[Any, Any]]:
-    """Replace every training-mode batch norm of the current program, and its gradient; returns the new pairs.
+    """Change every training-mode batch norm of the current program, and its gradient; returns the new pairs.
+
+    ``held``: the operators whose results a script may hold, by their ids: gradients among them keep their values.
 
     Call it after the backward pass and before anything that reads gradients. Ranks may have batches of different sizes:
     each value counts once. Running statistics become the same on every rank.
@@ -62,8 +68,11 @@ def synchronize_batch_norms(
         of_forward = [statistics[owners[operator.id()]] for operator in group]
         results, chain = _replace_backward(group, of_forward, exchange, arithmetic, chain)
         replaced |= results
-    for operator in [*reversed(backward), *reversed(forward)]:
-        operator.erase()
+    for operator in reversed(backward):
+        if operator.id() in held:
+            _keep_results(operator, statistics[owners[operator.id()]], replaced)
+        else:
+            operator.erase()
     paddle.pir.reset_insertion_point_to_end()
     return [(parameter, _current(gradient, replaced)) for parameter, gradient in params_grads]
 
@@ -87,8 +96,28 @@ def _refuse_hidden(operators: Sequence[Any]) -> None:
 
 
 def _gradients_of(operator: Any) -> list[Any]:
-    saved_mean = operator.result(3)
-    return [user for user in saved_mean.all_used_ops() if user.name() == _GRADIENT]
+    users = {
+        user.id(): user for result in operator.results()[3:] if result.initialized() for user in result.all_used_ops()
+    }
+    if others := sorted({user.name() for user in users.values()} - {_GRADIENT}):
+        raise ConversionError(
+            f"sync_batch_norm: {', '.join(others)} reads what a batch norm keeps for its gradient, and only its first "
+            "gradient is synchronised; leave sync_batch_norm out, or take the second gradient of a part without "
+            "batch norms"
+        )
+    return list(users.values())
+
+
+def _keep_results(operator: Any, statistics: Statistics, replaced: Mapping[int, Any]) -> None:
+    """Let the results of a gradient operator, whose readers got ``replaced``, have these values in the end."""
+    for index in (3, 5):
+        operator.operand(index).set_source(statistics.mean)
+        operator.operand(index + 1).set_source(statistics.variance)
+    operator.set_bool_attr("use_global_stats", True)  # so that it waits for the exchange, and reads nothing else
+    paddle.pir.set_insertion_point_after(operator)
+    for result in operator.results():
+        if result.initialized() and result.id in replaced:
+            paddle._C_ops.assign_out_(replaced[result.id], result)
 
 
 def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
@@ -111,12 +140,23 @@ def _replace_forward(
         unread = (running_mean, running_variance, norms[-1].scale, norms[-1].bias)
         local.append(replace(arithmetic.local(norms[-1]), unread=unread))
     combined, chain = exchange.combine(f"statistics of {_names_of(norms)}", local, chain)
-    for number, (operator, norm, statistics) in enumerate(zip(group, norms, combined, strict=True)):
-        normalised = arithmetic.normalised(norm, statistics)
-        mark_forward(normalised, local[number].variance, statistics, number, operator.attrs())
-        operator.result(0).replace_all_uses_with(normalised)
+    for number, (operator, statistics) in enumerate(zip(group, combined, strict=True)):
         _move_averages(operator, statistics)
+        if number < len(group) - 1:
+            operator.move_before(group[-1])  # behind the exchange
+        mark_forward(operator, local[number].variance, statistics, number, operator.attrs())
+        _normalise_by(operator, statistics)
     return {operator.id(): statistics for operator, statistics in zip(group, combined, strict=True)}, chain
+
+
+def _normalise_by(operator: Any, statistics: Statistics) -> None:
+    """Let a batch norm normalise by the statistics of all ranks: it then computes none, and moves no average."""
+    running = operator.operands_source()[1:3]
+    for result, average in zip(operator.results()[1:3], running, strict=True):
+        result.replace_all_uses_with(average)
+    operator.operand(1).set_source(statistics.mean)
+    operator.operand(2).set_source(statistics.variance)
+    operator.set_bool_attr("use_global_stats", True)
 
 
 def _move_averages(operator: Any, batch: Statistics) -> None:
@@ -160,15 +200,15 @@ def _replace_backward(
     return replaced, chain
 
 
-def mark_forward(normalised: Any, variance: Any, statistics: Any, number: int, attributes: Mapping[str, Any]) -> None:
-    """Note that ``normalised`` is layer ``number`` of the exchange behind ``statistics``, and the layer's attributes.
+def mark_forward(operator: Any, variance: Any, statistics: Any, number: int, attributes: Mapping[str, Any]) -> None:
+    """Note that ``operator`` is layer ``number`` of the exchange behind ``statistics``, and the layer's attributes.
 
     Paddle sets ``is_test`` in the copy of a program that is for inference. It is found at the operator of ``variance``,
     that of this rank: Paddle cannot read attributes of host operators.
     """
     noted = {name: attributes[name] for name in _ATTRIBUTES}
     mark = json.dumps([statistics.count.get_defining_op().name(), number, noted])
-    normalised.get_defining_op().set_str_attr(FORWARD_MARK, mark)
+    operator.set_str_attr(FORWARD_MARK, mark)
     if not variance.get_defining_op().has_attr("is_test"):
         variance.get_defining_op().set_bool_attr("is_test", False)
 
@@ -262,12 +302,6 @@ class Composed:
         variance = (values - norm.spread(mean)).square().mean(norm.axes)
         return Local(norm.x, mean, variance)
 
-    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
-        """``x`` with the mean and variance ``statistics``, scaled and shifted; its shape and dtype."""
-        centred = norm.x.cast("float32") - norm.spread(statistics.mean)
-        factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
-        return (centred * norm.spread(factor) + norm.spread(norm.bias)).cast(norm.x.dtype)
-
     def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
         gradients of bias and scale); and the values that ``x_gradient`` needs."""
@@ -304,9 +338,6 @@ class Kernels:
         # For a single value the kernel computes nothing and leaves zeros, which is correct for the variance.
         mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
         return Local(norm.x, mean, made[2])
-
-    def normalised(self, norm: Norm, statistics: Statistics) -> Any:
-        return _normalised(norm, statistics, norm.scale, norm.bias)
 
     def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The gradient with given statistics: its sums are the ones needed, and its gradient of ``x`` is
