@@ -355,8 +355,8 @@ def one_learning_rate(inner: Any, main: Any) -> Iterator[None]:
     """Within the block the updates of ``main`` read one variable for the learning rate, made now.
 
     Paddle 3.3.1 makes it in the first ``apply_gradients``, and with a schedule another one, which nothing reads, in
-    each further one. Owners make different numbers of updates, some none; but all ranks' startup programs must store
-    the same variables.
+    each further one. Owners make different numbers of updates; all ranks' startup programs must store the same
+    variables.
     """
     owner = owner_of(inner, "_create_global_learning_rate")
     if not hasattr(owner, "_create_global_learning_rate"):

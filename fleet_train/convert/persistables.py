@@ -2,8 +2,9 @@
 
 persistables.safetensors   one of each tensor: what a single card needs, and what is equal on every rank
 ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only if there is such state
-complete.json              each tensor's kind, dtype, shape and SHA-256, in a checkpoint of a trainer also its state,
-                           score and run; begins with the SHA-256 of its own rest; written last
+complete.json              each tensor's kind, dtype, shape and SHA-256, the state of a script's learning-rate schedule,
+                           in a checkpoint of a trainer also its state, score and run; begins with the SHA-256 of its
+                           own rest; written last
 
 A safetensors file is 8 bytes little endian, the header's length; the header, JSON of ``{name: {dtype, shape,
 data_offsets}}``; the tensors' bytes without gaps. Source: https://huggingface.co/docs/safetensors. It is written

@@ -44,6 +44,7 @@ from fleet_train.convert.program_state import (
     to_momentum,
     what_is_not_finite,
 )
+from fleet_train.convert.schedules import Saved, read_saved, state_to_save
 from fleet_train.convert.session import Converted, current, exchange_of, exchanges_of, program_or_last
 from fleet_train.convert.sharding import ROWS
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
@@ -101,9 +102,10 @@ def save_persistables(
 ) -> None:
     """Save everything that a resumed run needs of the program: rank 0 writes, and all ranks return when it is done.
 
-    Parameters, statistics, optimizer state, and the state of the profile's passes, LocalSGD and compression, including
-    state that differs between ranks. With LocalSGD, parameters and optimizer state are averaged first. Writes
-    ``persistables.safetensors``, ``complete.json`` and, for state that differs between ranks, ``ranks.safetensors``
+    Parameters, statistics, optimizer state, where the learning-rate schedule stands, and the state of the profile's
+    passes, LocalSGD and compression, including state that differs between ranks. With LocalSGD, parameters and
+    optimizer state are averaged first. Writes ``persistables.safetensors``, ``complete.json`` and, for state that
+    differs between ranks, ``ranks.safetensors``
     into ``dirname``. Raises CheckpointError on every rank when rank 0 could not write, ScheduleMismatch when the ranks'
     values have diverged: they are compared before, unless divergence_check_steps is 0, and NotFinite instead of saving
     NaN or infinity.
@@ -130,6 +132,8 @@ def load_persistables(
     executor: Any = None,
 ) -> None:
     """Load state written by ``save_persistables``. Rank 0 reads it and sends the values to the others.
+
+    A learning-rate schedule goes on where it was saved; what the script sets after the load wins.
 
     The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
     offending tensor, for state that is missing, cut off, altered, of another model, or holds NaN or infinity. The
@@ -201,12 +205,15 @@ class Captured:
     """Copies; empty on every rank except 0."""
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
+    schedule: Saved | None = None
+    """Where the program's learning-rate schedule stands."""
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError, and NotFinite
         instead of writing NaN or infinity.
         """
-        persistables.publish(folder, self.write_tensors(folder))
+        schedule = {} if self.schedule is None else {"schedule": self.schedule}
+        persistables.publish(folder, self.write_tensors(folder) | schedule)
 
     def write_tensors(self, folder: Path, when: str = "") -> dict[str, Any]:
         """The first part of ``write``: what is returned is for `persistables.publish`, which completes it.
@@ -254,7 +261,9 @@ def capture(job: Job, program: Any, memory: Captured | None = None) -> Captured:
         arrays |= gathered
         kinds = {name: kind for name, kind in kinds.items() if name in arrays or name in sums}
         kinds |= {name: kind_of(name, False) for name in gathered}
-    return Captured(State(arrays, kinds, ranks), state.constant) if is_first else Captured(State({}))
+    if not is_first:
+        return Captured(State({}))
+    return Captured(State(arrays, kinds, ranks), state.constant, state_to_save(program, current().main_program))
 
 
 def _continued(state: ProgramState, found: Sequence[Converted]) -> list[Converted]:
@@ -317,7 +326,8 @@ def _load(job: Job, program: Any, folder: Path) -> None:
                 f"{folder}: {problem}: it was saved after the training had gone wrong; load an earlier one"
             )
         log_once(notes, rank=0)
-        return {"names": names, "ranks": len(saved.ranks)}
+        schedule = read_saved(persistables.read_entries(folder).get("schedule"), str(folder))
+        return {"names": names, "ranks": len(saved.ranks), "schedule": schedule}
 
     answer = on_first_worker(job, f"load from {folder}", read)
     owners = {whole: (owned, name) for owned in shared for whole, name in owned.names(state).items()}
@@ -329,6 +339,8 @@ def _load(job: Job, program: Any, folder: Path) -> None:
         elif not shared or name in state.variables or name.startswith(PREFIX):
             arrays[name] = array
     arrays |= _own_part(job, saved.ranks, answer["ranks"])
+    rate = arrays.get(getattr(program, "lr_name", ""))
+    current().schedules.restore(program, answer["schedule"], None if rate is None else float(rate.item()))
     local = [owners[name][1] if name in owners else name for name in answer["names"]]
     values = {name: arrays[name] for name in local if name in state.variables}
     moved = _moved(job, state, values, [each for each in found if each not in continued])

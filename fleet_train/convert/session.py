@@ -36,6 +36,7 @@ from fleet_train.convert.passes.one_card import leave_out_host_operators
 from fleet_train.convert.passes.program import updates_alone
 from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
+from fleet_train.convert.schedules import Schedules
 from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
@@ -59,14 +60,19 @@ class Session:
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
     exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
     """Converted programs with their communication."""
+    schedules: Schedules = field(init=False)
     _has_updated: bool = False
     """Whether an optimizer has updated in dynamic mode."""
     _has_reduced: bool = False
     """Whether the script has summed something over ranks itself."""
 
+    def __post_init__(self) -> None:
+        self.schedules = Schedules(self.job.cluster.rank, lambda error: self.advise(error))
+
     def on_converted(self, main: Any, startup: Any, plan: CommPlan | None, exchange: GradientExchange | None) -> None:
         self.main_program, self.startup_program = main, startup
         leave_out_host_operators(self._what_drifts)
+        self.schedules.watch(main, self.profile.accumulate_steps if self.profile else 1)
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))

@@ -22,7 +22,10 @@ _COMPAT = (
     "one_hot pool2d"  # same names
 )
 _STRUCTURES = "assert_same_structure convert_to_list flatten is_sequence map_structure pack_sequence_as"
-_SCHEDULER = "use {}; give it to the optimizer as learning_rate and call its step() after each exe.run"
+_SCHEDULER = (
+    "use {}; give it to the optimizer as learning_rate and call its step() after each exe.run, with gradient merge "
+    "(accumulate_steps) once in so many runs"
+)
 _DECAYS = {
     "piecewise_decay": "paddle.optimizer.lr.PiecewiseDecay(boundaries, values)",
     "cosine_decay": "paddle.optimizer.lr.LambdaDecay(learning_rate, lambda step: ...), which counts steps, not epochs",

@@ -57,10 +57,12 @@ class OnRanks(Script):
     def mean_over_ranks(self, value: float) -> float:
         return float(fleet.all_reduce(np.array([value])).item() / self.ranks)
 
-    def save(self) -> None:
+    def save(self, schedule: Any = None) -> None:
+        del schedule  # known by its program
         fleet.save_persistables(self.exe, self.name, paddle.static.default_main_program())
 
-    def load(self) -> None:
+    def load(self, schedule: Any = None) -> None:
+        del schedule
         fleet.load_persistables(self.exe, self.name, paddle.static.default_main_program())
 
     def finish(self) -> None:

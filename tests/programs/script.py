@@ -56,6 +56,7 @@ class Script:
         self.fetched: list[float] = []
         """The first value that each run fetched."""
         self.runs = 0
+        self._kept: dict[str, Any] = {}
         self._inputs: list[tuple[Any, dict[str, Input]]] = []
 
     def wrap(self, optimizer: Any) -> Any:
@@ -128,13 +129,16 @@ class Script:
             if scheduler is not None:
                 scheduler.step()
 
-    def save(self) -> None:
+    def save(self, schedule: Any = None) -> None:
         """Save the state of the current program."""
         paddle.static.save(paddle.static.default_main_program(), f"{self.name}/state")
+        self._kept = {} if schedule is None else dict(schedule.state_dict())
 
-    def load(self) -> None:
+    def load(self, schedule: Any = None) -> None:
         """Take back what ``save`` has saved."""
         paddle.static.load(paddle.static.default_main_program(), f"{self.name}/state", self.exe)
+        if schedule is not None:
+            schedule.set_state_dict(self._kept)
 
     def finish(self) -> None:
         """Keep what the training came to."""

@@ -85,6 +85,19 @@ def save_and_load(script: Script) -> None:
             then()
 
 
+@program("State is saved, changed and loaded with the learning-rate schedule, which nobody else restores.")
+def save_and_load_with_schedule(script: Script) -> None:
+    schedule = paddle.optimizer.lr.NoamDecay(8, 3)
+    loss = _minimized(script, Adam(schedule, epsilon=1e-3), 8)
+    script.start()
+    for steps, then in (((0, 1), script.save), ((7, 8), script.load), ((2, 3), None)):
+        for step in steps:
+            script.run(script.batch(step), [loss])
+            schedule.step()
+        if then:
+            then(schedule)
+
+
 @program("The schedule is stepped with the loss: ReduceOnPlateau on the mean over ranks.")
 def reduce_on_plateau(script: Script) -> None:
     schedule = paddle.optimizer.lr.ReduceOnPlateau(0.1, factor=0.5, patience=0)

@@ -1,6 +1,7 @@
 """Cases one after another in one process, or as one of several ranks, recorded one line each.
 
-Arguments: ``alone`` or ``ranks``; a file with one case in JSON a line; the folder with what ``alone`` wrote.
+Arguments: ``alone``, ``reordered`` or ``ranks``; a file with one case in JSON a line; the folder with what ``alone``
+wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 import paddle
 
 from tests.programs.alone import attempt, compared, run_alone, run_program
-from tests.programs.random_programs.draw import Case, program_of
+from tests.programs.random_programs.draw import SAMPLES, Case, program_of
+from tests.programs.script import Batch, Script
 
 _NOISE = 1e-3
 """Of values that are all smaller, the difference is compared with this: a parameter whose gradient is zero, such as a
@@ -26,13 +28,35 @@ def main() -> None:
     paddle.enable_static()
     how, cases = sys.argv[1], [Case.from_json(line) for line in Path(sys.argv[2]).read_text().splitlines()]
     folder = Path(sys.argv[3]).resolve()
-    if how == "alone":
+    if how == "reordered":
+        for case in cases:
+            attempt(Path("reordered.jsonl"), case.name, partial(_run_reordered, case, folder))
+    elif how == "alone":
         os.chdir(folder)
         for case in cases:
             attempt(folder / "alone.jsonl", case.name, partial(run_alone, program_of(case), folder))
         assert not any(module.startswith("fleet_train.convert") for module in sys.modules), "not plain Paddle"
     else:
         _run_on_ranks(cases, folder)
+
+
+class _Reordered(Script):
+    """The samples of a joint batch in another order: the same numbers but for rounding."""
+
+    def batch(self, step: int, program: Any = None, samples: int = SAMPLES) -> Batch:
+        return {
+            name: np.roll(values, 1 + step, axis=0)[::-1]
+            for name, values in super().batch(step, program, samples).items()
+        }
+
+
+def _run_reordered(case: Case, folder: Path) -> dict[str, Any]:
+    program = program_of(case)
+    script = _Reordered(program)
+    run_program(program, script)
+    with np.load(folder / f"{case.name}.npz") as saved:
+        expected = {name.removeprefix("state/"): saved[name] for name in saved if name.startswith("state/")}
+    return compared(script.end_state, expected, smallest_scale=_NOISE)
 
 
 def _run_on_ranks(cases: list[Case], folder: Path) -> None:

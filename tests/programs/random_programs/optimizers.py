@@ -48,8 +48,9 @@ RATES |= {"adagrad": 0.1, "adadelta": 0.5, "asgd": 0.1, "lars": 1.0, "look_ahead
 WITHOUT_DECAY = ("lamb", "rprop", "lars")
 WITHOUT_SCHEDULE = ("rprop",)
 ADAMW = ("adamw", "adamw_in_part")
-READS_SIGNS = ("rprop",)
-"""Their update is as large for rounding noise as for a gradient: programs get no parameter whose gradient is zero."""
+WITHOUT_BIAS = ("rprop", "lamb", "lars")
+"""Their update can be as large for rounding noise as for a gradient: by the gradient's sign, or by the norm of a
+parameter that began as zero. Programs get no parameter whose gradient may be zero."""
 WRAPS = ("look_ahead",)
 AT_ONCE = ("momentum_multi_tensor", "adam_multi_tensor")
 """Their parameters cannot have owners."""

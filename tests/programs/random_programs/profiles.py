@@ -82,7 +82,8 @@ def _goes(settings: dict[str, Any], case: Case) -> bool:
         return False
     degree = settings.get("sharding_degree", 0)
     inner = settings.get("hierarchical_allreduce_inter_nranks", 0)
-    if (degree and case.ranks % degree) or (inner and case.ranks % inner):
+    uneven = settings.get("use_hierarchical_allreduce") and case.ranks % (inner or case.nodes)
+    if (degree and case.ranks % degree) or uneven:
         return False
     updates_locally = settings.get("use_local_sgd") or settings.get("accumulate_steps", 1) > 1
     if case.optimizer in optimizers.WRAPS and (updates_locally or settings.get("sharding")):
