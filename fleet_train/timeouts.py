@@ -156,6 +156,8 @@ PROGRESS_LINE_SECONDS = 10.0
 """Between two progress lines within an epoch, in a log."""
 SAME_STOP_SECONDS = 2.0
 """Stopping signals within this time are one request: Slurm and a launcher both pass theirs on to a rank."""
+SAME_KEY_SECONDS = 0.2
+"""Ctrl-C that comes twice within this time, from the terminal and from a program that passes it on, was typed once."""
 VISUALDL_START_SECONDS = 30.0
 """For VisualDL's page to answer; importing it reads much from the disk."""
 VISUALDL_ANSWER_SECONDS = 5.0

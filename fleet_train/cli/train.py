@@ -147,7 +147,11 @@ def _refuse_without_effect(context: click.Context, options: Mapping[str, Any]) -
     "Folder for checkpoints, metrics.jsonl, visualdl/ and summary.json (on rank 0's machine).",
     shell_complete=folders,
 )
-@_option("--checkpoint_every", "Epochs between two checkpoints; 0 = only at the end.", type=WholeNumber())
+@_option(
+    "--checkpoint_every",
+    "Epochs between two checkpoints; 0 = only at the end, or when it is stopped.",
+    type=WholeNumber(),
+)
 @_option("--checkpoint_every_steps", "Steps between two checkpoints within epochs; 0 = none.", type=WholeNumber())
 @_option("--keep_checkpoints", "How many of the newest checkpoints to keep.", type=WholeNumber())
 @_option("--keep_best", "Also keep the checkpoint with the best evaluation.", is_flag=True)

@@ -258,10 +258,12 @@ def _too_much(command: Sequence[str], environ: Mapping[str, str]) -> str:
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
 """Kubernetes, Slurm and ``kill`` send SIGTERM; Slurm's ``--signal=USR1@seconds`` comes earlier."""
 _HANDLED = (signal.SIGINT, signal.SIGHUP, *GRACEFUL)
+_WHILE_RANKS_RUN = (signal.SIGINT, *GRACEFUL)
+"""These let the ranks save first. Ctrl-C between two attempts ends the job like any program."""
 
 
 class StopRequested(BaseException):
-    """Ctrl-C, a closed terminal, or a second signal. Not an Exception, so that no handler swallows it.
+    """A closed terminal, a second signal, or Ctrl-C without a running rank. Not an Exception: no handler swallows it.
 
     ``may_go_on``: a graceful signal between two attempts: there is nothing to save beyond what earlier ones saved.
     """
@@ -290,7 +292,7 @@ class Stopping:
             self._watching = False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        if number in GRACEFUL and self._watching and not self.asked:
+        if number in _WHILE_RANKS_RUN and self._watching and not self.asked:
             self.asked = number
             return
         for each in _HANDLED:

@@ -7,6 +7,7 @@ of one attempt: who requested it, which nodes are notified, how long ranks may t
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from fleet_train.launch.processes import (
 )
 from fleet_train.launch.rendezvous import Rendezvous, polling_seconds
 from fleet_train.launch.report import WorkerResult, choose_root_cause, with_reports
+from fleet_train.log import logger
 
 if TYPE_CHECKING:
     from fleet_train.cluster.store.client import StoreClient
@@ -377,6 +379,11 @@ class GracefulStop:
         """Once per tick: signals, and ranks that another process asked to stop."""
         if self._stopping.asked and not self.by_signal:
             self.by_signal = True
+            if self._stopping.asked == signal.SIGINT:
+                logger.info(
+                    f"Ctrl-C: the ranks have up to {self._grace_seconds:g} s to save their state (--grace_seconds); a "
+                    "second one ends them at once"
+                )
             self._ask(f"{self._ranks.node.describe()} was asked to stop by {request_name(self._stopping.asked)}")
         elif one_has_stopped and self._until is None:
             self._until = self._clock() + self._grace_seconds

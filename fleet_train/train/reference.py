@@ -123,6 +123,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
             description={**config.as_json(), "peak_learning_rate": config.peak_learning_rate(fleet.worker_num())},
         )
         progress.say(headline(config, batches_per_epoch))
+        progress.say(where_it_saves(config))
         if checkpoint is not None:
             trainer.resume(checkpoint)
         outcome = trainer.fit()
@@ -190,6 +191,13 @@ def headline(config: TrainConfig, batches_per_epoch: int) -> str:
         f"{_steps(batches_per_epoch)} per epoch, "
         f"{config.optimizer} with learning rate {rate:g}{scaled}, {config.lr_schedule}"
     )
+
+
+def where_it_saves(config: TrainConfig) -> str:
+    every, steps = config.checkpoint_every, config.checkpoint_every_steps
+    times = ["after every epoch" if every == 1 else f"every {every} epochs"] * (every > 0)
+    times += [f"every {steps} steps"] * (steps > 0) + ["at the end"] * (every != 1)
+    return f"saves to {config.output_dir} (--output_dir) {', '.join(times)}, and when it is asked to stop (Ctrl-C)"
 
 
 def _steps(batches: int) -> str:

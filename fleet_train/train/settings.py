@@ -23,8 +23,8 @@ class TrainerSettings:
     """Start of the random streams of dropout: one per rank and batch."""
     evaluate_every: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
-    checkpoint_every: int = 0
-    """Epochs between two checkpoints. 0 = only at the end."""
+    checkpoint_every: int = 1
+    """Epochs between two checkpoints. 0 = only at the end, and when the training is asked to stop."""
     checkpoint_every_steps: int = 0
     """Steps between two checkpoints within epochs. 0 = none."""
     log_every: int = 10

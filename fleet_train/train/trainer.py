@@ -41,7 +41,7 @@ from fleet_train.train.progress import Progress
 from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
 
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass
@@ -428,9 +428,11 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
 
     Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
-    --signal=USR1@120``). The first signal requests a stop; a later one ends the process at once, as by default. If
-    Slurm signals every process of a step, a rank gets the same signal twice, from Slurm and from its launcher: signals
-    within SAME_STOP_SECONDS of the first count as the same request.
+    --signal=USR1@120``); a terminal sends SIGINT at Ctrl-C. The first signal requests a stop; a later one ends the
+    process at once, as by default. If Slurm signals every process of a step, a rank gets the same signal twice, from
+    Slurm and from its launcher: signals within SAME_STOP_SECONDS of the first count as the same request. Two of
+    Ctrl-C are two unless they come faster than anybody types. A process in the background, which ignores Ctrl-C, goes
+    on doing so.
 
     Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
     handlers, the block does nothing: the caller handles signals.
@@ -439,17 +441,25 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
-    asked_at: list[float] = []
+    asked: list[tuple[int, float]] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        if not asked_at:
-            asked_at.append(time.monotonic())
-            request_stop(signal.Signals(number).name)
-        elif time.monotonic() - asked_at[0] > timeouts.SAME_STOP_SECONDS:
+        if not asked:
+            asked.append((number, time.monotonic()))
+            request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+            if number == signal.SIGINT:
+                os.write(2, b"\nfleet_train: Ctrl-C: stopping after this step; a second one ends it at once\n")
+            return
+        typed_twice = number == asked[0][0] == signal.SIGINT
+        same_seconds = timeouts.SAME_KEY_SECONDS if typed_twice else timeouts.SAME_STOP_SECONDS
+        if time.monotonic() - asked[0][1] > same_seconds:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    before = {each: signal.signal(each, on_signal) for each in STOPPING_SIGNALS}
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    before = {
+        each: signal.signal(each, on_signal) for each in STOPPING_SIGNALS if each != signal.SIGINT or not is_ignored
+    }
     try:
         yield
     finally:

@@ -71,6 +71,8 @@ def test_ctrl_c_ends_everything_with_one_message(bench: Bench) -> None:
     assert launcher.process.wait(timeout=120) == 130
     assert launcher.output.splitlines()[1:] == [
         "began",
+        "fleet_train: Ctrl-C: the ranks have up to 30 s to save their state (--grace_seconds); a second one ends them "
+        "at once",
         "fleet_train: node 0 (127.0.0.1) was stopped by Ctrl-C; 2 ranks ended with it",
     ]
     assert bench.job.leftovers() == []

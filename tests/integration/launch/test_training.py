@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.conftest import Bench
-from tests.support.processes import ROOT
+from tests.integration.launch.conftest import Bench, send
+from tests.support.processes import ROOT, clean_environ, python
 
 
 @pytest.mark.long
@@ -29,6 +29,29 @@ def test_an_own_script_that_resumes_from_its_own_checkpoint_makes_the_same_steps
     made_twice = before.keys() & after.keys()
     assert {step: before[step] for step in made_twice} == {step: after[step] for step in made_twice}
     assert "restart 1 of 3" in launcher.output
+
+
+def test_the_trainer_as_it_is_goes_on_after_a_restart_and_loses_nothing_by_ctrl_c(bench: Bench) -> None:
+    """Neither --output_dir nor a flag that asks for checkpoints."""
+    recipe = "-m fleet_train train --model=mlp --data=digits --epochs=500".split()
+    command = python("-m", "fleet_train", "launch", f"--started_port={bench.first_port}", "--nproc_per_node=2")
+    started = bench.job.start("node0", [*command, "--max_restarts=1", *recipe], clean_environ(), bench.folder / "node0")
+    saved = bench.folder / "node0" / "runs" / "train" / "checkpoints"
+    bench.wait_for(lambda: len(list(saved.glob("step-*/complete.json"))) == 2, "two checkpoints", 90.0)
+    first = min(saved.glob("step-*")).name
+    os.kill(json.loads(bench.log("node0/log/workerend.1.json"))["pid"], signal.SIGKILL)
+    bench.wait_for_output("resumed from runs/train/checkpoints/step-", "node0/log/workerlog.0")
+    bench.wait_for(lambda: min(saved.glob("step-*")).name > first, "another checkpoint", 90.0)
+    send(started, signal.SIGINT)
+    assert started.process.wait(timeout=90) == 12, started.output
+    assert (
+        "saves to runs/train (--output_dir) after every epoch, and when it is asked to stop (Ctrl-C)" in started.output
+    )
+    assert "epoch 1/" not in bench.log("node0/log/workerlog.0"), "the restart began again"
+    last = max(saved.glob("step-*")).name
+    told = started.output + bench.log("node0/log/workerlog.1")
+    assert re.search(rf"stopped after step \d+: .*; resume from runs/train/checkpoints/{last}", told), told
+    assert (saved / last / "complete.json").exists()
 
 
 # The trainer on a cluster whose rank 0 has faulty memory: after one step a bit of a weight is another one.

@@ -167,7 +167,7 @@ def test_nothing_of_a_loss_that_is_not_finite_is_saved(tmp_path: Path) -> None:
         if step == 8:
             feed["features"][3, 0] = np.nan
 
-    settings = TrainerSettings(epochs=3, checkpoint_every_steps=4)
+    settings = TrainerSettings(epochs=3, checkpoint_every=0, checkpoint_every_steps=4)
     made, sinks = trainer(Watched(spoil), settings, checkpoints=Checkpoints(tmp_path))
     said = "rank 0 is nan at step 9; its batch: samples .*'features' itself is not finite"
     with pytest.raises(NotFinite, match=said):
@@ -263,7 +263,7 @@ def test_a_signal_becomes_one_request_with_its_name_and_the_handlers_of_before_c
         with listening(asked.append):
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
-        assert asked == [number.name]
+        assert asked == ["Ctrl-C" if number == signal.SIGINT else number.name]
     assert [signal.getsignal(number) for number in STOPPING_SIGNALS] == before
 
 
@@ -278,6 +278,23 @@ def test_a_later_signal_ends_the_process_at_once() -> None:
     done = subprocess.run(python("-c", code), env=clean_environ(), capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGTERM
     assert done.stdout.splitlines() == ["SIGUSR1", "still here"]
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_is_ignored_stays_ignored() -> None:
+    code = (
+        "import os, signal, time\nfrom fleet_train.train.trainer import listening\n"
+        "with listening(print):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.3)\n    print('still here', flush=True)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.3)\n    print('not reached')"
+    )
+    line = python("-c", code)
+    done = subprocess.run(line, env=clean_environ(), capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout.splitlines() == ["Ctrl-C", "still here"]
+    assert "a second one ends it at once" in done.stderr
+    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *line]
+    done = subprocess.run(background, env=clean_environ(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["still here", "not reached"])
 
 
 def test_another_thread_than_the_main_one_listens_to_nothing() -> None:
