@@ -21,7 +21,7 @@ from paddle.static import MetaTensor, register_op
 
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import operators_in_dynamic_mode
@@ -249,12 +249,19 @@ def emit_finish(exchange: GradientExchange, values: Held, names: Sequence[str], 
 
 
 def emit_barrier(job: Job, moment: str, chain: Any) -> Any:
-    """Insert a barrier of all ranks, with the job's timeout."""
+    """Insert a barrier of all ranks, with the job's timeout. It follows what is under way: an averaging that overlaps
+    has a barrier of its own, and two at a time would be met in another order on each rank."""
 
     def wait() -> None:
-        job.step_barrier(f"{moment} {job.count(moment)}", job.timeout_seconds)
+        name = f"{moment} {job.count(moment)}"
+        barrier = job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
+        job.engine.start(_nothing(), CallContext(name, name, job.timeout_seconds), barrier=barrier).result()
 
     return emit_link("barrier", wait, chain)[0]
+
+
+def _nothing() -> Stages[None]:
+    yield HAND_OVER
 
 
 def is_barrier(operator: Any) -> bool:

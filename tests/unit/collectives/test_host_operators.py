@@ -112,15 +112,23 @@ class Job(PaperRank):
 
     def __init__(self) -> None:
         super().__init__(0, 2)
-        self.engine = SimpleNamespace(start=self._start)
+        self.engine = SimpleNamespace(start=self._start, run_in_background=self._in_background)
         self.did: list[Any] = []
 
     def step_barrier(self, name: str, timeout_seconds: float) -> None:
         self.did.append((name, timeout_seconds))
 
-    def _start(self, stages: Any, place: Any) -> Any:
+    def _in_background(self, task: Any) -> str:
+        self.did.append("behind what is under way")
+        task()
+        return "passed"
+
+    def _start(self, stages: Any, place: Any, barrier: str = "") -> Any:
         progress = Progress[Any](stages, place)
         assert progress.stage is not None
+        if barrier:
+            self.did.append(barrier)
+            return SimpleNamespace(result=lambda: None)
         (one,) = progress.stage.collectives
         assert (one.kind, one.root, one.tensor.dtype, one.group.id) == ("broadcast", 0, paddle.uint8, 0)
         self.did.append((place.what, place.timeout_seconds, one.tensor.size))
@@ -136,7 +144,8 @@ def test_ranks_pass_a_named_barrier_within_the_jobs_timeout(main: Any) -> None:
     assert [(is_barrier(operator), is_link(operator)) for operator in operators] == [(True, False)] * 2
     assert len({operator.name() for operator in operators}) == 2
     run(main, [chain])
-    assert job.did == [("before the epoch 0", 9.0), ("before the epoch 1", 9.0)]
+    behind = "behind what is under way"
+    assert job.did == [behind, ("before the epoch 0", 9.0), "passed", behind, ("before the epoch 1", 9.0), "passed"]
 
 
 @pytest.mark.parametrize(
