@@ -123,7 +123,7 @@ class Averaging:
         self._run("synchronisation", step, self.averager.mean(list(tensors.values())))
 
     def drop(self) -> None:
-        """Discard an averaging under way, on all ranks: other state is being loaded."""
+        """Discard an averaging under way, on all ranks: other state is being loaded, or a training begins anew."""
         self.averager.drain_copies()  # now, with the previous schedule
         if self._underway is not None:
             self._underway.correction.result()

@@ -12,27 +12,19 @@ import paddle
 
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
-from fleet_train.collectives.engine import (
-    HAND_OVER,
-    CallContext,
-    Collective,
-    Engine,
-    HostCopy,
-    Running,
-    Stage,
-    Stages,
-)
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
 from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
-from fleet_train.collectives.methods.rows import HostRows, Lookups, StreamRows
+from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.collectives.methods.sharded import make_owners, make_sharded
 from fleet_train.collectives.own_streams import OwnStreamProof
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.collectives.step_notes import Communication
+from fleet_train.collectives.training import Boundaries, Training, Trainings
 from fleet_train.errors import ConversionError, WorkerFailed
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.pricing import traffic
@@ -59,7 +51,8 @@ class GradientExchange:
 
     The host operators call ``arrive``, ``begin``, ``launch``, ``wait`` and ``finish`` in the same order on every rank.
     The job's engine carries out what they start; buckets keep their order on each communicator. Beside the buckets:
-    ``barrier`` (of the step), ``averaging`` (of parameters, with LocalSGD) and ``check`` (of the replicas).
+    ``barrier`` (of the step), ``averaging`` (of parameters, with LocalSGD) and ``check`` (of the replicas). What is
+    remembered from step to step belongs to a `Training`: that of the scope which was entered last.
     """
 
     def __init__(
@@ -75,41 +68,21 @@ class GradientExchange:
         self._job = job
         self._plan = plan
         self._profile = profile
+        self._rate, self._dgc, self._lookups = rate, dgc, lookups or {}
         between = compression_of(profile.compression).wire_dtype or "float32"
-        allreduces = make_allreduces(job, plan.communicators, plan.group_size, between)
-        sums = QuantisedSums(job, plan, allreduces) if plan.is_quantised else None
-        self.notices = sums.notices if sums else []
+        self._allreduces = make_allreduces(job, plan.communicators, plan.group_size, between)
+        self._sums = QuantisedSums(job, plan, self._allreduces) if plan.is_quantised else None
+        self.notices = self._sums.notices if self._sums else []
         """Notes to users about how this job carries out the plan."""
-        owners = make_owners(job, plan) if plan.owners else []
-        self._sharded = [
-            make_sharded(bucket, owners[bucket.communicator], job, profile) for bucket in plan.buckets if owners
-        ]
-        self._methods: list[BucketMethod] = [
-            self._sharded[bucket.index]
-            if owners and bucket.algorithm != ROWS
-            else Parts(bucket, job, plan, profile, allreduces[bucket.communicator], dgc, sums, lookups or {}).make()
-            for bucket in plan.buckets
-        ]
+        self._owners = make_owners(job, plan) if plan.owners else []
         self.number = job.count("exchange")
         """The number of the conversion that this belongs to: 0, 1, ..."""
         self._stream = profile.collective_stream
-        self.barrier = StepBarrier(job, profile, self.number, 1 if self.is_in_graph else len(plan.buckets))
-        self.check = ReplicaCheck(job, profile.divergence_check_steps)
-        self.averaging: Averaging | None = None
-        if plan.averaging is not None:
-            averager = ParameterAverager(profile, plan, allreduces[0], sums, rate, job.engine.device.to_host)
-            self.averaging = Averaging(averager, job, plan, profile, self.barrier, self.check)
-        self.step = 0
-        """Updates so far; with gradient merge, not every run of the program is an update."""
         self.kept: dict[str, Kept] = {}
         """The optimizer's state, by the names of its variables."""
-        self.equal_after: int | None = None
-        """The update after which all ranks' values were made equal from outside; later ones may let them drift."""
-        self._updates = True
-        self._is_drained = False
-        self._boundaries = Boundaries(plan.accumulate_steps, job.engine)
-        self._rows = {i: each for i, each in enumerate(self._methods) if isinstance(each, HostRows | StreamRows)}
-        whole = tuple(replace(each, sent=()) if each.index in self._rows else each for each in plan.buckets)
+        self._trainings = Trainings(self._new_training)
+        rows = self._now.rows
+        whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
         self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
@@ -120,6 +93,88 @@ class GradientExchange:
             job.engine.use(CALC if self.is_in_graph else self._stream)
             self._proof = OwnStreamProof(job, job.engine) if self._stream == OWN else None
 
+    def _new_training(self) -> Training:
+        """One that remembers nothing. The groups that communicate are shared by all of them."""
+        job, plan, profile = self._job, self._plan, self._profile
+        sharded = [
+            make_sharded(bucket, self._owners[bucket.communicator], job, profile)
+            for bucket in plan.buckets
+            if self._owners
+        ]
+        methods: list[BucketMethod] = [
+            sharded[bucket.index]
+            if sharded and bucket.algorithm != ROWS
+            else Parts(
+                bucket, job, plan, profile, self._allreduces[bucket.communicator], self._dgc, self._sums, self._lookups
+            ).make()
+            for bucket in plan.buckets
+        ]
+        barrier = StepBarrier(job, profile, self.number, 1 if self.is_in_graph else len(plan.buckets))
+        check = ReplicaCheck(job, profile.divergence_check_steps)
+        averaging = None
+        if plan.averaging is not None:
+            to_host = job.engine.device.to_host
+            averager = ParameterAverager(profile, plan, self._allreduces[0], self._sums, self._rate, to_host)
+            averaging = Averaging(averager, job, plan, profile, barrier, check)
+        boundaries = Boundaries(plan.accumulate_steps, job.engine)
+        return Training(methods, sharded, barrier, check, boundaries, averaging)
+
+    @property
+    def _now(self) -> Training:
+        return self._trainings.current
+
+    def enter(self, scope: Any) -> None:
+        """Go on with the training of ``scope``: what runs from now on, is saved or loaded, has its variables there."""
+        self._trainings.enter(scope)
+
+    def has_trained_in(self, scope: Any) -> bool:
+        """Whether anything is remembered of a training in ``scope``."""
+        return self._trainings.has(scope)
+
+    def begin_anew(self, scope: Any, is_inside_update: bool = False) -> None:
+        """Called before a startup program runs in ``scope``: nothing is remembered there. All ranks call it.
+
+        ``is_inside_update``: but for the sums of the micro-batches since the last update, which continues.
+        """
+        self.enter(scope)
+        rows = self._now.rows if is_inside_update else {}
+        self._trainings.forget(scope)
+        for index, each in rows.items():
+            self._now.rows[index].load_state(each.state())
+
+    @property
+    def step(self) -> int:
+        """Updates so far; with gradient merge, not every run of the program is an update."""
+        return self._now.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._now.step = step
+
+    @property
+    def equal_after(self) -> int | None:
+        """The update after which all ranks' values were made equal from outside; later ones may let them drift."""
+        return self._now.equal_after
+
+    @equal_after.setter
+    def equal_after(self, step: int) -> None:
+        self._now.equal_after = step
+
+    @property
+    def barrier(self) -> StepBarrier:
+        """Of the step."""
+        return self._now.barrier
+
+    @property
+    def check(self) -> ReplicaCheck:
+        """Of the replicas."""
+        return self._now.check
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """Of parameters, with LocalSGD."""
+        return self._now.averaging
+
     @property
     def is_in_graph(self) -> bool:
         """Whether operators of the program sum the buckets (`in_graph`)."""
@@ -128,17 +183,17 @@ class GradientExchange:
     @property
     def averager(self) -> ParameterAverager | None:
         """What LocalSGD keeps: its schedule, the last agreed values and their momentum."""
-        return self.averaging.averager if self.averaging is not None else None
+        return self._now.averager
 
     @property
     def sends_gradients(self) -> bool:
         """Whether the current run averages gradients: not between updates, and not in LocalSGD's local steps."""
-        return self._updates and self._is_synchronous(self.step)
+        return self._now.updates and self._now.is_synchronous(self.step)
 
     @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
         """The buckets with their methods; to be read between steps."""
-        return list(zip(self._plan.buckets, self._methods, strict=True))
+        return list(zip(self._plan.buckets, self._now.methods, strict=True))
 
     @property
     def memories(self) -> list[tuple[Bucket, Remembers]]:
@@ -153,14 +208,15 @@ class GradientExchange:
     @property
     def _checks_start(self) -> bool:
         """Local steps from the start hide what the sentinel would see after a synchronous step."""
-        return self.check.is_asked_for and not self._is_synchronous(1)
+        return self.check.is_asked_for and not self._now.is_synchronous(1)
 
     def arrive(self) -> None:
         """Called at the start of a step that ends with an update."""
-        self.barrier.mark_active_program()
-        recorder.step = self.step + 1
-        if self._is_synchronous(self.step + 1):
-            self.barrier.arrive(self.step + 1)
+        now = self._trainings.begin()
+        now.barrier.mark_active_program()
+        recorder.step = now.step + 1
+        if now.is_synchronous(now.step + 1):
+            now.barrier.arrive(now.step + 1)
 
     def begin(self, parameters: Sequence[Any]) -> None:
         """Called before the first bucket of a step, with the parameters that the step starts from."""
@@ -178,10 +234,10 @@ class GradientExchange:
         """
         if index == 0:
             self._job.refuse_other_place(gradients[0])
-            self._next_step(boundary is None or self._boundaries.ends_update(boundary))
+            self._next_step(boundary is None or self._now.boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
-        if self._updates:
+        if self._now.updates:
             self.barrier.first_gradients.see(self._own(index, gradients), self.step)
         if not self.sends_gradients:
             self._running[index] = _done(self._unsent(index, gradients))
@@ -198,27 +254,30 @@ class GradientExchange:
                 self._running[index].result()
 
     def _averages(self, index: int, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        averages = yield from self._methods[index].average(gradients)
-        return self._sharded[index].owned(averages) if self._sharded and index in self._rows else averages
+        now = self._now
+        averages = yield from now.methods[index].average(gradients)
+        return now.sharded[index].owned(averages) if now.sharded and index in now.rows else averages
 
     def _own(self, index: int, gradients: Sequence[Any]) -> Sequence[Any]:
         """What of a bucket's operands follows from this rank's samples."""
-        return self._rows[index].without_tables(gradients) if index in self._rows else gradients
+        rows = self._now.rows
+        return rows[index].without_tables(gradients) if index in rows else gradients
 
     def _unsent(self, index: int, gradients: Sequence[Any]) -> list[Any]:
         """The results of a bucket in a run that sends nothing."""
-        if index in self._rows:
-            rows = self._rows[index]
-            found = rows.local(gradients) if self._updates else rows.idle(gradients)
-            return self._sharded[index].owned(found) if self._sharded else found
+        now = self._now
+        if index in now.rows:
+            rows = now.rows[index]
+            found = rows.local(gradients) if now.updates else rows.idle(gradients)
+            return now.sharded[index].owned(found) if now.sharded else found
         # The executor empties its own tensor objects after their last use; a view keeps the memory.
         kept = [gradient.view(gradient.shape) for gradient in gradients]
-        return self._sharded[index].owned(kept) if self._sharded else kept
+        return now.sharded[index].owned(kept) if now.sharded else kept
 
     @property
     def member(self) -> int:
         """This rank's position among the owners of a sharded optimizer; 0 without one."""
-        return self._sharded[0].owners.member if self._sharded else 0
+        return self._owners[0].member if self._owners else 0
 
     @property
     def owners(self) -> int:
@@ -228,7 +287,7 @@ class GradientExchange:
     @property
     def owners_group(self) -> Any:
         """Their process group, of a sharded optimizer."""
-        return self._sharded[0].owners.group
+        return self._owners[0].group
 
     def shape_of(self, parameter: str) -> tuple[int, ...]:
         """The shape of a parameter that this communicates for."""
@@ -250,18 +309,18 @@ class GradientExchange:
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()
         is_last = index == len(self._plan.buckets) - 1
-        recorder.add("wait", self._labels[index] if self._updates else "", began, is_worth_it=is_last)
-        if is_last and self._updates and not self._sharded:
+        recorder.add("wait", self._labels[index] if self._now.updates else "", began, is_worth_it=is_last)
+        if is_last and self._now.updates and not self._owners:
             self._end_step()
         return averages
 
     def share(self, index: int, parameters: Sequence[Any], own: Sequence[Any]) -> None:
         """Start sending the owners' new values of a bucket's parameters into ``parameters`` of all ranks. ``own``: the
         values that this rank owns."""
-        if self._updates:
+        if self._now.updates:
             self._sharing.append(
                 self._job.engine.start(
-                    self._sharded[index].share(parameters, own),
+                    self._now.sharded[index].share(parameters, own),
                     self._context(f"the parameters of {self._descriptions[index]}", f"parameters {index}"),
                     self._plan.buckets[index].communicator,
                 )
@@ -310,7 +369,7 @@ class GradientExchange:
 
     def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
         """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
-        if not self._updates:
+        if not self._now.updates:
             return
         self.check.count()
         if self.averaging is None:
@@ -321,12 +380,7 @@ class GradientExchange:
     def drain_copies(self) -> None:
         """Read what the last step copied to the host: before the next step reads anything, and before state is saved.
         All ranks call it; raises ScheduleMismatch for replicas that have diverged."""
-        if self._is_drained:
-            return
-        self._is_drained = True
-        self.check.drain_copies()
-        if self.averager is not None:
-            self.averager.drain_copies()
+        self._now.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
         """See `Averaging.synchronise`; without LocalSGD all ranks hold the same values already."""
@@ -334,10 +388,8 @@ class GradientExchange:
             self.averaging.synchronise(tensors, self.step)
 
     def drop_averaging(self) -> None:
-        """Forget what is under way, on all ranks: other state is being loaded."""
-        self._boundaries.forget()
-        if self.averaging is not None:
-            self.averaging.drop()
+        """Forget what is under way, on all ranks: other state is being loaded, or a training begins anew."""
+        self._now.drop_averaging()
 
     @property
     def trained(self) -> list[str]:
@@ -350,7 +402,7 @@ class GradientExchange:
 
     def communication(self) -> Communication:
         """The cost of this job's communication since the last call."""
-        if self.averager is None or self._is_synchronous(max(self.step, 1)):
+        if self.averager is None or self._now.is_synchronous(max(self.step, 1)):
             return self._job.notes.read(1)
         self.averager.drain_copies()
         return self._job.notes.read(self.averager.schedule.period)
@@ -359,26 +411,21 @@ class GradientExchange:
     def _moment(self) -> str:
         return self.barrier.moment(self.step)
 
-    def _is_synchronous(self, step: int) -> bool:
-        return self.averager is None or self.averager.schedule.is_synchronous(step)
-
     def _next_step(self, updates: bool) -> None:
-        self.barrier.mark_active_program()
-        self.drain_copies()
-        self._is_drained = False
-        self._updates = updates
-        self.step += updates
-        recorder.step = self.step
+        now = self._trainings.begin()
+        now.barrier.mark_active_program()
+        now.next_run(updates)
+        recorder.step = now.step
         if updates and self._proof is not None:
             self._proof.begin_update()
         self._job.clock.begin_step()
-        if updates and self._is_synchronous(self.step):
-            self.barrier.before_first_bucket(self.step)
+        if updates and now.is_synchronous(now.step):
+            now.barrier.before_first_bucket(now.step)
 
     def _end_step(self) -> None:
         self._job.clock.end_step()
         if self.sends_gradients:
-            self._job.clock.add_sent(self._gradient_bytes + sum(rows.sent_bytes for rows in self._rows.values()))
+            self._job.clock.add_sent(self._gradient_bytes + sum(rows.sent_bytes for rows in self._now.rows.values()))
         if self._proof is not None:
             self._proof.end_update()
         self.barrier.end_step()
@@ -400,47 +447,3 @@ def _done(values: list[Any]) -> Future[list[Any]]:
     future: Future[list[Any]] = Future()
     future.set_result(values)
     return future
-
-
-class Boundaries:
-    """Tells the host, before a run's first bucket, whether a run with gradient merge ends with an update.
-
-    Reads the program's own count where the host may read it; otherwise counts itself and compares one run later.
-
-    The program counts in a variable that is saved with its state. At the start and after state was loaded, the count is
-    unknown: the host then reads the variable until the next update.
-    """
-
-    def __init__(self, accumulate_steps: int, engine: Engine) -> None:
-        self._size = accumulate_steps
-        self._engine = engine
-        self._runs: int | None = None
-        """Micro-batches since the last update; None if unknown."""
-        self._last: tuple[bool, HostCopy] | None = None
-        """The answer given for the last run, and what the program counted in it."""
-
-    def forget(self) -> None:
-        """Called when other state is loaded."""
-        self._runs, self._last = None, None
-
-    def ends_update(self, boundary: Any) -> bool:
-        """Whether this run ends with an update; ``boundary``: bool [1], as counted by the program."""
-        if self._engine.reads_values:
-            return bool(boundary.item())
-        self._compare()
-        copy = self._engine.device.to_host(boundary)
-        if self._runs is None:
-            ends = bool(copy.read().item())
-        else:
-            ends = self._runs + 1 >= self._size
-            self._last = ends, copy
-        self._runs = 0 if ends else None if self._runs is None else self._runs + 1
-        return ends
-
-    def _compare(self) -> None:
-        last, self._last = self._last, None
-        if last is not None and bool(last[1].read().item()) != last[0]:
-            raise ConversionError(
-                "gradient merge: the program's count of micro-batches changed between two steps, so the last step was "
-                "classified wrongly; load state with fleet.load_persistables or another call of fleet"
-            )

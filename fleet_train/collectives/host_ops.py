@@ -13,6 +13,7 @@ an ``assign`` stands before each operand that oneDNN may have computed.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,6 +139,15 @@ def is_launch(operator: Any) -> bool:
 def is_wait(operator: Any) -> bool:
     """Whether an operator of a program waits for a bucket."""
     return _kind(operator) == "wait"
+
+
+_STARTS_A_STEP = re.compile(r"fleet_train_(?:launch|gate)_(\d+)_\d+_")
+
+
+def exchanges_in(program: Any) -> frozenset[int]:
+    """The numbers of the exchanges that a program, or a copy of it, carries out."""
+    found = (_STARTS_A_STEP.search(operator.name()) for operator in program.global_block().ops)
+    return frozenset(int(match[1]) for match in found if match)
 
 
 def passes_a_token(operator: Any) -> bool:

@@ -53,7 +53,8 @@ class GraphSums:
         del boundary  # every run is an update
         flat = flatten(gradients)
         if bucket.index == 0:
-            chain, flat = emit_link("gate", self._gate, chain, [flat], [(flat.shape, flat.dtype)])
+            name = f"gate_{self._exchange.number}_0"
+            chain, flat = emit_link(name, self._gate, chain, [flat], [(flat.shape, flat.dtype)])
         divide_by, stream = 1.0 / self._plan.world_size, STREAM if not self._plan.waits_for_each else ""
         if self._scales_first:
             mean = emit_sum(scaled(flat, divide_by), self._ring, stream)

@@ -104,7 +104,7 @@ class Job:
         """Synchronization points other than step barriers: the same number on every rank between the same calls."""
         self.advise: Callable[[FleetTrainError], None] = lambda _: None
         """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
-        self._turn = -1
+        self._turn = (-1, 0)
         self._left = False
         self._has_reported = False
         self.network: Network | None = None
@@ -173,8 +173,8 @@ class Job:
     def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
-    def mark_active_program(self, number: int) -> None:
-        """A program of this exchange starts; after another program, this counts as a synchronization point."""
+    def mark_active_program(self, number: tuple[int, int]) -> None:
+        """A program of this exchange and training starts; after another one, this counts as a synchronization point."""
         if number != self._turn:
             self._turn = number
             self.sync_points += 1

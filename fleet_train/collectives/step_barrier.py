@@ -35,6 +35,8 @@ class StepBarrier:
         self._every = profile.barrier_every_steps
         self._bound_seconds = profile.collective_timeout_seconds + job.engine.barrier_margin_seconds
         self._number = number
+        self.training = 1
+        """The number of the training that it belongs to, of those of this exchange."""
         self._begun = 0
         self._sync_points = 0
         """``Job.sync_points`` at the last barrier of this exchange."""
@@ -44,11 +46,13 @@ class StepBarrier:
 
     def moment(self, step: int) -> str:
         """A step's name, as all ranks know it."""
-        return f"step {step}" if self._number == 0 else f"step {step} of program {self._number}"
+        where = [f"program {self._number}"] if self._number else []
+        where += [f"training {self.training}"] if self.training > 1 else []
+        return f"step {step} of {', '.join(where)}" if where else f"step {step}"
 
     def mark_active_program(self) -> None:
-        """Called when a run of this exchange's program begins."""
-        self._job.mark_active_program(self._number)
+        """Called when a run of this exchange's program begins, in the scope of this training."""
+        self._job.mark_active_program((self._number, self.training))
 
     def is_due(self, step: int) -> bool:
         """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""

@@ -28,7 +28,7 @@ require_paddle()
 import paddle
 
 from fleet_train.collectives.step_notes import Communication as Communication
-from fleet_train.convert import metrics, planning, session
+from fleet_train.convert import metrics, planning, session, trainings
 from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
@@ -141,6 +141,8 @@ def init(
     job = session.begin(given, strategy).job
     replace_paddles()
     refuse_wrapping_ours()
+    if job.world_size > 1:
+        process.on_each_run(trainings.choose)
     log_once(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         log_once(

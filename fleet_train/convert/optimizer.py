@@ -256,9 +256,7 @@ class DistributedOptimizer:
                 operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
             if exchange.owners:
                 self._owns.append(_owned_state(main, exchange))
-            owns = [own for _, optimizer in self._job.optimizers for own in optimizer._owns]
-            is_own = (lambda name: any(own(name) for own in owns)) if owns else None
-            make_start_equal(self._job, main, startup, self._startups, is_own)
+            make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
         by_name |= {name: None for name, table in tables.items() if table.rows_only}
@@ -474,6 +472,12 @@ class DistributedOptimizer:
     def get_scaled_loss(self) -> Any:
         """Refused: fetch the loss itself."""
         raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
+
+
+def owned_by_one_rank(job: Job) -> Callable[[str], bool] | None:
+    """Whether a variable of this name is one rank's alone, in any program of the job; None if there is none."""
+    owns = [own for _, optimizer in job.optimizers for own in optimizer._owns]
+    return (lambda name: any(own(name) for own in owns)) if owns else None
 
 
 def _owned_state(main: Any, exchange: GradientExchange) -> Callable[[str], bool]:

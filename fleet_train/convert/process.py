@@ -4,7 +4,7 @@ Replaced are:
 
 - ``sys.excepthook``: an error of ours is one line, and has its own exit code.
 - ``sys.exit``: its code is this rank's failure, which the others learn before the process has ended.
-- ``paddle.static.Executor.run`` (`session`, `compat.programs`, trials of `recommend`): scripts, and
+- ``paddle.static.Executor.run`` (`session`, `trainings`, `compat.programs`, trials of `recommend`): scripts, and
   the libraries that they use, run programs with Paddle's executors.
 - While a script runs for a plan or a trial (`rehearsal`): ``minimize``, ``backward``, Paddle's saving functions.
 - ``paddle.optimizer.Optimizer._apply_optimize`` and Paddle's ``all_reduce`` (`session`): an update in dynamic mode.
@@ -59,8 +59,8 @@ if TYPE_CHECKING:  # it imports Paddle, which is not checked yet
     from fleet_train.collectives.job import Job
 
 Hook = Callable[[Any, Any, Any], tuple[Any, Any]]
-_OF_RUN = ("program", "feed", "fetch_list")
-"""The first arguments of ``Executor.run``."""
+_OF_RUN = ("program", "feed", "fetch_list", "feed_var_name", "fetch_var_name", "scope")
+"""The first arguments of ``Executor.run``; hooks may change the first three."""
 # Paddle's words for an optimizer without parameters; the script meant a static program.
 _IN_DYNAMIC_MODE = "should not be None in dygraph mode"
 _STATIC_MODE = (
@@ -90,6 +90,7 @@ class _Replaced:
 _replaced: list[_Replaced] = []
 _hooks: list[Hook] = []
 _last_hooks: list[Hook] = []
+_on_runs: list[Callable[[Any, Any], None]] = []
 _explanations: list[Callable[[Any, Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
 
@@ -309,20 +310,40 @@ def set_flags(flags: Mapping[str, Any]) -> None:
 def before_each_run(hook: Hook, is_last: bool = False) -> None:
     """From now on ``hook(program, feed, fetch_list)`` is called before a static program runs in this process, with the
     arguments of ``Executor.run``; it returns the feed and the fetch list to use. ``is_last``: after all others."""
+    _hook_runs()
+    hooks = _last_hooks if is_last else _hooks
+    if hook not in hooks:
+        hooks.append(hook)
+
+
+def on_each_run(act: Callable[[Any, Any], None]) -> None:
+    """From now on ``act(program, scope)`` is called before a static program runs in this process, and before all hooks:
+    never None."""
+    _hook_runs()
+    if act not in _on_runs:
+        _on_runs.append(act)
+
+
+def _hook_runs() -> None:
     import paddle
 
-    if not _hooks and not _last_hooks:
+    if not _hooks and not _last_hooks and not _on_runs:
         run = paddle.static.Executor.run
 
         @functools.wraps(run)
         def run_with_hooks(self: Any, *args: Any, **named: Any) -> Any:
             # Passed on as the caller gave them, by place or by name: what ``run`` is may be another library's wrapper.
             given = dict(zip(_OF_RUN, args, strict=False)) | named
-            program, feed, fetch_list = (given.get(name) for name in _OF_RUN)
+            program, feed, fetch_list, *_, scope = (given.get(name) for name in _OF_RUN)
+            for act in _on_runs:
+                act(
+                    paddle.static.default_main_program() if program is None else program,
+                    paddle.static.global_scope() if scope is None else scope,
+                )
             for each in (*_hooks, *_last_hooks):
                 feed, fetch_list = each(program, feed, fetch_list)
             places = list(args)
-            for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=True)):
+            for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=False)):
                 if place < len(places):
                     places[place] = value
                 elif value is not given.get(name):
@@ -341,9 +362,6 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
             return results
 
         replace(paddle.static.Executor, "run", run_with_hooks)
-    hooks = _last_hooks if is_last else _hooks
-    if hook not in hooks:
-        hooks.append(hook)
 
 
 def explain_failed_runs(explain: Callable[[Any, Exception], FleetTrainError | None]) -> None:
@@ -356,6 +374,7 @@ def put_back() -> None:
     """Make everything in this process as it was. What somebody else has replaced since stays."""
     _hooks.clear()
     _last_hooks.clear()
+    _on_runs.clear()
     _explanations.clear()
     while _replaced:
         last = _replaced.pop()

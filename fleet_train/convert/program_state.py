@@ -168,6 +168,11 @@ def belongs_to(name: str, parameters: Collection[str]) -> bool:
     return any(name[:end] in parameters for end, sign in enumerate(name) if sign in "_@")
 
 
+def counts_micro_batches(name: str) -> bool:
+    """Whether a variable is gradient merge's count."""
+    return _COUNT.fullmatch(name) is not None
+
+
 def kind_of(name: str, is_parameter: bool) -> str:
     """The kind of a variable: parameter, optimizer, or pass."""
     if not is_parameter and any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):

@@ -25,7 +25,7 @@ from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import is_link
+from fleet_train.collectives.host_ops import exchanges_in
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
@@ -60,6 +60,8 @@ class Session:
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
     exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
     """Converted programs with their communication."""
+    startups: list[Any] = field(default_factory=list)
+    """The startup programs of these."""
     schedules: Schedules = field(init=False)
     _has_updated: bool = False
     """Whether an optimizer has updated in dynamic mode."""
@@ -76,6 +78,7 @@ class Session:
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
+            self.startups.append(startup)
 
     def on_first_run(self, program: Any) -> None:
         """Advise about a program that trains on each rank alone."""
@@ -262,7 +265,8 @@ def exchange_of(program: Any) -> GradientExchange | None:
 
 
 def exchanges_of(program: Any = None) -> list[Converted]:
-    """The converted programs that change a parameter or a statistic of ``program`` in the current scope; None: any.
+    """The converted programs that change a parameter or a statistic of ``program`` in Paddle's global scope, with what
+    they remember of the training there; None: any.
 
     A copy, a program for evaluation and one that shares some parameters are known by their names. The program's own
     conversions come first; of others that change the same values, the latest one counts.
@@ -271,21 +275,17 @@ def exchanges_of(program: Any = None) -> list[Converted]:
     if not converted:
         return []
     programs = [main for main, _ in converted] if program is None else [program]
-    links = set[str]() if program is None else _links_of(program)
+    own = frozenset[int]() if program is None else exchanges_in(program)
     left = {name for each in programs for name in held_names(each)}
-    pairs = [Converted(main, each, bool(links & _links_of(main))) for main, each in reversed(converted)]
+    pairs = [Converted(main, each, each.number in own) for main, each in reversed(converted)]
     found = []
     for each in sorted(pairs, key=lambda pair: not pair.is_own):
         changes = {*each.exchange.trained, *statistics_of(each.main)}
         if each.is_own or (changes & left and not missing_in_scope(each.main)):
+            each.exchange.enter(paddle.static.global_scope())
             found.append(each)
             left -= changes
     return found
-
-
-def _links_of(program: Any) -> set[str]:
-    """The operators of our chains, which a copy of a program has under the same names, unique in a process."""
-    return {operator.name() for operator in program.global_block().ops if is_link(operator)}
 
 
 def before_first_runs(first_run: Callable[[Any], None]) -> None:

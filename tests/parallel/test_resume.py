@@ -107,7 +107,8 @@ def steps(trained: Trained, first: int, last: int, seed: int) -> None:
 
 def memories(trained: Trained) -> dict[str, np.ndarray]:
     """What compression remembers on this rank."""
-    exchange = exchange_of(trained.main)
+    with paddle.static.scope_guard(trained.scope):
+        exchange = exchange_of(trained.main)
     if exchange is None:
         return {}
     alike, own = registry.read_state(exchange.memories)

@@ -14,9 +14,10 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
 from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.exchange import Boundaries, GradientExchange
+from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Passed
 from fleet_train.collectives.step_notes import StepClock, StepNotes
+from fleet_train.collectives.training import Boundaries
 from fleet_train.errors import ConversionError
 from fleet_train.selftest.late import LateDevice
 from tests.unit.collectives.played import OneOfTwo, exchange_of

@@ -253,6 +253,24 @@ def test_hooks_see_a_run_and_what_the_one_before_has_fed() -> None:
     assert paddle.static.Executor.run is before
 
 
+def test_what_acts_on_each_run_gets_the_program_and_the_scope_in_which_it_runs() -> None:
+    seen: list[tuple[object, object]] = []
+    main, scope, exe = paddle.static.Program(), paddle.static.Scope(), paddle.static.Executor()
+    with paddle.static.program_guard(main, paddle.static.Program()):
+        one = paddle.full([1], 1.0)
+    try:
+        process.on_each_run(lambda *given: seen.append(given))
+        process.before_each_run(lambda _, feed, fetched: (feed, [one]))
+        by_name = exe.run(main, fetch_list=[], scope=scope)
+        by_place = exe.run(main, {}, [], "feed", "fetch", scope)
+        with paddle.static.program_guard(main), paddle.static.scope_guard(scope):
+            by_default = exe.run()
+    finally:
+        process.put_back()
+    assert [value.item() for values in (by_name, by_place, by_default) for value in values] == [1.0] * 3
+    assert [(program is main, where is scope) for program, where in seen] == [(True, True)] * 3
+
+
 @pytest.mark.parametrize(
     ("error", "is_in_graph", "is_explained"),
     [

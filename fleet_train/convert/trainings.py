@@ -1,0 +1,80 @@
+"""Which training a run of a program belongs to: that of the variables in its scope, anew after a startup program.
+
+What the ranks remember beside the variables (`fleet_train.collectives.training`) follows them in this one way: before
+every run, the scope and what the program stores are looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from fleet_train.collectives.exchange import GradientExchange
+from fleet_train.collectives.host_ops import exchanges_in
+from fleet_train.convert.optimizer import owned_by_one_rank
+from fleet_train.convert.program_state import belongs_to, counts_micro_batches
+from fleet_train.convert.rewrite import broadcast_start_state, names_stored_by
+from fleet_train.convert.saving import make_equal
+from fleet_train.convert.session import Converted, current
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A program as it was: its number of operators, the exchanges that it carries out, the variables that it
+    initializes."""
+
+    operators: int
+    exchanges: frozenset[int]
+    stored: frozenset[str]
+
+
+_seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+
+
+def choose(program: Any, scope: Any) -> None:
+    """Called before ``program`` runs in ``scope``. Every rank chooses alike: all run the same programs."""
+    if not isinstance(program, paddle.static.Program):
+        return
+    seen = _seen.get(program)
+    if seen is None or seen.operators != program.num_ops():
+        stored = frozenset(names_stored_by(program))
+        seen = _seen[program] = _Seen(program.num_ops(), exchanges_in(program), stored)
+    now = current()
+    for (main, exchange), startup in zip(now.exchanges, now.startups, strict=True):
+        if exchange.number in seen.exchanges:
+            exchange.enter(scope)
+        elif (program is startup or _starts(seen.stored, main, exchange)) and exchange.has_trained_in(scope):
+            _begin_anew(program, seen.stored, main, exchange, scope)
+
+
+def _starts(stored: Set[str], main: Any, exchange: GradientExchange) -> bool:
+    """Whether something is initialized that ``exchange`` trains, or that its optimizer keeps of it."""
+    trained = set(exchange.trained)
+    return not trained.isdisjoint(stored) or any(belongs_to(name, trained) for name in stored & _names_of(main))
+
+
+def _names_of(program: Any) -> set[str]:
+    """The variables that a program uses."""
+    attributes = [each.attrs() for each in program.global_block().ops if each.name() in _VARIABLES]
+    return {str(each.get("parameter_name") or each.get("name")) for each in attributes}
+
+
+_VARIABLES = ("builtin.parameter", "pd_op.data")
+
+
+def _begin_anew(program: Any, stored: Set[str], main: Any, exchange: GradientExchange, scope: Any) -> None:
+    """What a startup program leaves is what a training begins with, and so it must be equal on all ranks: also what is
+    not initialized, and drifts in LocalSGD's local steps. Gradient merge's count tells whether an update continues."""
+    job = current().job
+    exchange.enter(scope)
+    averager = exchange.averager
+    is_drifting = averager is not None and not averager.schedule.is_synchronous(exchange.step)
+    if is_drifting and not stored >= set(exchange.trained):
+        with paddle.static.scope_guard(scope), job.inside("the run of a startup program"):
+            make_equal(job, [own := Converted(main, exchange, is_own=True)], [own])
+    exchange.begin_anew(scope, is_inside_update=not any(map(counts_micro_batches, stored)))
+    broadcast_start_state(job, program, owned_by_one_rank(job))
