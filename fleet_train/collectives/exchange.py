@@ -84,6 +84,8 @@ class GradientExchange:
         rows = self._now.rows
         whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
         self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
+        self.first_parameter = plan.buckets[0].gradients[0].name
+        """One that this communicates for: a training is where it is."""
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
@@ -179,6 +181,11 @@ class GradientExchange:
     def is_in_graph(self) -> bool:
         """Whether operators of the program sum the buckets (`in_graph`)."""
         return self._stream == GRAPH
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether it has taken the optimizer's momentum over."""
+        return self._dgc is not None
 
     @property
     def averager(self) -> ParameterAverager | None:

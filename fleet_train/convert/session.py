@@ -62,7 +62,12 @@ class Session:
     """Converted programs with their communication."""
     startups: list[Any] = field(default_factory=list)
     """The startup programs of these."""
+    started: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """The scopes in which a startup program has run."""
     schedules: Schedules = field(init=False)
+    _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     _has_updated: bool = False
     """Whether an optimizer has updated in dynamic mode."""
     _has_reduced: bool = False
@@ -94,6 +99,22 @@ class Session:
                 f"fleet.distributed_optimizer(optimizer) before it, and use that optimizer in it{late}"
             )
         )
+
+    def owner_of(self, scope: Any, exchange: GradientExchange) -> Any:
+        """The scope that has the variables which a run in ``scope`` trains: itself, or the one that it was made in by
+        ``new_scope()``."""
+        owners, name = self._owners.setdefault(scope, {}), exchange.first_parameter
+        if (known := owners.get(name, lambda: None)()) is not None:
+            return known
+        variable = scope.find_var(name)
+        if variable is None:
+            return scope
+        owner = scope
+        if name not in scope.local_var_names():
+            others = (other for other in (*self.started, paddle.static.global_scope()) if other is not scope)
+            owner = next((other for other in others if other.find_var(name) is variable), scope)
+        owners[name] = weakref.ref(owner)
+        return owner
 
     def advise(self, error: FleetTrainError) -> None:
         """Say once, on rank 0, what is probably a mistake in the script; with ``--strict`` it is an error."""
@@ -282,7 +303,7 @@ def exchanges_of(program: Any = None) -> list[Converted]:
     for each in sorted(pairs, key=lambda pair: not pair.is_own):
         changes = {*each.exchange.trained, *statistics_of(each.main)}
         if each.is_own or (changes & left and not missing_in_scope(each.main)):
-            each.exchange.enter(paddle.static.global_scope())
+            each.exchange.enter(current().owner_of(paddle.static.global_scope(), each.exchange))
             found.append(each)
             left -= changes
     return found

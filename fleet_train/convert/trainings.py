@@ -46,13 +46,19 @@ def choose(program: Any, scope: Any) -> None:
     now = current()
     for (main, exchange), startup in zip(now.exchanges, now.startups, strict=True):
         if exchange.number in seen.exchanges:
-            exchange.enter(scope)
-        elif (program is startup or _starts(seen.stored, main, exchange)) and exchange.has_trained_in(scope):
-            _begin_anew(program, seen.stored, main, exchange, scope)
+            exchange.enter(now.owner_of(scope, exchange))
+        elif (exchange.keeps_momentum and program is startup) or _starts(seen.stored, main, exchange):
+            owner = now.owner_of(scope, exchange)
+            if exchange.has_trained_in(owner):
+                _begin_anew(program, seen.stored, main, exchange, owner)
+    if seen.stored:
+        now.started.add(scope)
 
 
 def _starts(stored: Set[str], main: Any, exchange: GradientExchange) -> bool:
     """Whether something is initialized that ``exchange`` trains, or that its optimizer keeps of it."""
+    if not stored:
+        return False
     trained = set(exchange.trained)
     return not trained.isdisjoint(stored) or any(belongs_to(name, trained) for name in stored & _names_of(main))
 

@@ -271,6 +271,27 @@ def a_part_of_the_startup_programs() -> dict[str, bool]:
     return {"alike": len(set(alike)) == 1, "goes on": script.digest(scope) == new.digest(other)}
 
 
+def the_optimizers_alone() -> dict[str, bool]:
+    """DGC keeps its momentum; the learning rate alone is no reason to forget anything."""
+    found = {}
+    dgc = Profile(compression="dgc", dgc_min_elements=16, dgc_sparsity=0.75)
+    for name, profile, optimizer in (("dgc", dgc, momentum), ("int8", Profile(compression="int8"), sgd)):
+        script, scope, other = Script(profile, optimizer=optimizer), paddle.static.Scope(), paddle.static.Scope()
+        script.begin(scope)
+        script.train(scope, 1, 3)
+        script.begin(scope, script.rest)
+        start = script.values(scope)
+        script.train(scope, 0, 3)
+        new = Script(profile, optimizer=optimizer)
+        new.begin(other)
+        new.train(other, 1, 3 if name == "int8" else 0)
+        for name_of, value in new.main.state_dict("all", other).items():
+            value.set(start[name_of], fleet.place())
+        new.train(other, 0, 3)
+        found[name] = script.digest(scope) == new.digest(other)
+    return found
+
+
 def a_part_of_them_within_an_update() -> dict[str, bool]:
     """As in one process, where the sums of gradient merge are variables that another startup program initializes."""
     found = []
@@ -361,6 +382,29 @@ def one_rank_evaluates_in_a_scope_of_its_own() -> dict[str, bool]:
     return {"goes on": script.digest(scope) == new.digest(other)}
 
 
+def scopes_within_a_scope() -> dict[str, bool]:
+    """Their runs train the variables of the scope around them, and go on with that training."""
+    found = {}
+    for number, profile in enumerate((INT8_OVERLAP, Profile(compression="int8"))):
+        script, scope = Script(profile), paddle.static.Scope()
+        script.begin(scope)
+        for seed in (1, 2):
+            script.train(scope.new_scope(), seed, 3)
+            script.train(scope, seed, 2)
+        script.begin(scope.new_scope())
+        for _ in range(AGAIN_AFTER):
+            inner = scope.new_scope()
+            script.train(inner, 0, 1)
+        with paddle.static.scope_guard(inner):
+            fleet.synchronize_parameters(script.main)
+        new, other = Script(profile), paddle.static.Scope()
+        new.begin(other)
+        for _ in range(AGAIN_AFTER):
+            new.train(other, 0, 1)
+        found[str(number)] = digest(script.values(scope)) == new.digest(other)
+    return found
+
+
 def freed_scopes() -> dict[str, bool]:
     script, kept = Script(Profile(compression="int8")), []
     for seed in range(3):
@@ -384,11 +428,13 @@ SITUATIONS = {
         startup_programs_in_any_order,
         a_copy_from_before_minimize_starts_all_ranks_alike,
         a_part_of_the_startup_programs,
+        the_optimizers_alone,
         a_part_of_them_within_an_update,
         one_of_two_programs_in_a_scope,
         startup_programs_while_an_averaging_is_under_way,
         saved_and_loaded_in_two_scopes,
         one_rank_evaluates_in_a_scope_of_its_own,
+        scopes_within_a_scope,
         freed_scopes,
     )
 }
