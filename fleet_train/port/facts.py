@@ -22,9 +22,38 @@ _PROGRAMS = re.compile(
     r"paddle\.(fluid|static)\.(Program|default_(main|startup)_program)|fleet_train\.compat\.clone(_for_test)?"
 )
 _EXECUTORS = ("paddle.fluid.Executor", "fleet_train.compat.Executor")
-Kind = Literal["fetch list", "parameter list", "fetched value", "fetched values", "block", "build strategy", "program"]
+Kind = Literal[
+    "fetch list",
+    "parameter list",
+    "fetched value",
+    "fetched values",
+    "block",
+    "build strategy",
+    "program",
+    "strategy",
+    "value",
+    "condition",
+    "anything",
+]
 """What a variable of the script is known to hold: lists that are passed to ``fetch_list=`` or to an optimizer as its
-parameters, one fetched value or the list of them, a block of a program, a BuildStrategy, a program."""
+parameters, one fetched value or the list of them, a block of a program, a BuildStrategy, a program, Fleet's strategy;
+a value of the program, or None; a comparison of such values; or, perhaps, anything else."""
+_VALUES = re.compile(
+    r"(paddle\.fluid\.(layers\.(?!\w*reader|utils\.|create_array|double_buffer)|nets\.)|paddle\.static\.nn\.|"
+    r"paddle\.nn\.functional\.|fleet_train\.compat\.(?!clone|minimize|\w*(reader|dataset)|from_generator))[a-z]\w*|"
+    r"paddle\.fluid\.(data|embedding|one_hot)|paddle\.static\.data|paddle\.(mean|sum|add|subtract|multiply|divide|"
+    r"matmul|concat|split|cast|reshape|squeeze|unsqueeze|transpose|stack|tanh|exp|log|sqrt|square|abs|max|min|clip|scale)"
+)
+_CONDITIONS = re.compile(
+    r"paddle\.(fluid\.layers\.)?((less|greater)_(than|equal)|(not_)?equal|logical_\w+|reduce_(all|any)|all|any|is_empty)"
+)
+_OF_SHAPES = re.compile(
+    r"\.(data|zeros|ones|fill_constant\w*|range|linspace|create_\w+|py_func|cond|case|switch_case|while_loop|concat|stack|"
+    r"sums?|assign|cast|Print)$"
+)
+"""Layers that take something else first, or a list, whose truth says something."""
+_OF_VALUES = ("input", "x", "y", "label", "logits", "index")
+"""Names of parameters of layers, by which these take values."""
 
 
 @dataclass
@@ -172,10 +201,11 @@ class FactFinder(Names, cst.CSTVisitor):
     def _imported(self, name: str) -> None:
         self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx", "fleet_train"}
         self.facts.is_fluid_script |= f"{name}.".startswith(FLUID)
-        self.facts.is_fleet_script |= is_fleet(name) or name == "fleet_train.fleet"
+        self.facts.is_fleet_script |= is_fleet(name) or name in ("fleet_train.fleet", "fleet_train.DistributedStrategy")
 
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name_of(node.func)
+        self._takes_values(node, name)
         if name == "paddle.enable_static":
             self.facts.enables_static = True
         if name in ("paddle.distributed.fleet.init", "fleet_train.fleet.init"):
@@ -196,6 +226,17 @@ class FactFinder(Names, cst.CSTVisitor):
         self.facts.is_dynamic |= name.startswith(("paddle.fluid.dygraph", "paddle.fluid.enable_dygraph"))
         self.facts.is_dynamic |= name == "paddle.disable_static"
 
+    def visit_Param(self, node: cst.Param) -> None:
+        if node.default is not None and source(node.default) != "None":
+            self._remember("anything", node.name)
+
+    def _takes_values(self, call: cst.Call, name: str) -> None:
+        """Variables that a layer is given are values of the program."""
+        if _VALUES.fullmatch(name) and not _OF_SHAPES.search(name):
+            given = [*positional(call)[:1], *(one for one in call.args if keyword_of(one) in _OF_VALUES)]
+            for argument in given:
+                self._remember("value", argument.value)
+
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:
             self._assigned(target.target, node.value)
@@ -204,6 +245,8 @@ class FactFinder(Names, cst.CSTVisitor):
         kind = self._kind_of(value)
         if kind is not None:
             self._remember(kind, target)
+        if kind != "value" and source(value) != "None":
+            self._remember("anything", target)
         if isinstance(target, (cst.Tuple, cst.List)) and kind == "fetched values":
             for element in target.elements:
                 self._remember("fetched value", element.value)
@@ -217,8 +260,14 @@ class FactFinder(Names, cst.CSTVisitor):
     def visit_CompFor(self, node: cst.CompFor) -> None:
         self._iterated(node.target, node.iter)
 
+    def visit_With(self, node: cst.With) -> None:
+        for item in node.items:
+            if item.asname is not None:
+                self._remember("anything", item.asname.name)
+
     def _iterated(self, target: cst.BaseExpression, over: cst.BaseExpression) -> None:
         """``for one in fetched``, ``for old, one in zip(total, fetched)``, ``for index, one in enumerate(fetched)``."""
+        self._remember("anything", target)
         if self._is_fetched(over):
             self._remember("fetched value", target)
         if not isinstance(over, cst.Call) or not isinstance(target, (cst.Tuple, cst.List)):
@@ -243,6 +292,12 @@ class FactFinder(Names, cst.CSTVisitor):
         if is_block(value):
             return "block"
         name = self.name_of(value.func) if isinstance(value, cst.Call) else ""
+        if _CONDITIONS.fullmatch(name):
+            return "condition"
+        if _VALUES.fullmatch(name):
+            return "value"
+        if name in ("paddle.distributed.fleet.DistributedStrategy", "fleet_train.DistributedStrategy"):
+            return "strategy"
         if _PROGRAMS.fullmatch(name) or (isinstance(value, cst.Call) and self.clones_program(value)):
             return "program"
         return "build strategy" if name in _BUILD_STRATEGIES else None

@@ -6,7 +6,7 @@ from typing import cast
 
 import libcst as cst
 
-from fleet_train.port import special
+from fleet_train.port import special, training
 from fleet_train.port.calls import HEADS, Undecided, call_of, dotted, outer_names, rewritten, shown, source
 from fleet_train.port.facts import Meaning, Transformer, index, is_run
 from fleet_train.port.index import FLEET, canonical, is_module, is_old
@@ -175,6 +175,28 @@ class Rewriter(Transformer):
                 raise
             return updated.with_changes(func=dotted(rule.otherwise))
 
+    # Truth
+
+    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.IfExp:
+        return updated_node.with_changes(test=training.truth(self, original_node.test, updated_node.test))
+
+    def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> cst.Assert:
+        return updated_node.with_changes(test=training.truth(self, original_node.test, updated_node.test))
+
+    def leave_CompIf(self, original_node: cst.CompIf, updated_node: cst.CompIf) -> cst.CompIf:
+        return updated_node.with_changes(test=training.truth(self, original_node.test, updated_node.test))
+
+    def leave_UnaryOperation(
+        self, original_node: cst.UnaryOperation, updated_node: cst.UnaryOperation
+    ) -> cst.BaseExpression:
+        return training.negated(self, original_node, updated_node)
+
+    def visit_BooleanOperation(self, node: cst.BooleanOperation) -> None:
+        training.mark_choice(self, node)
+
+    def visit_While(self, node: cst.While) -> None:
+        training.mark_loop(self, node)
+
     # Fetches and rank guards
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
@@ -183,6 +205,7 @@ class Rewriter(Transformer):
             if any(self.holds(kind, target) for target in targets):
                 special.mark_names(self, original_node, original_node.value, kind)
                 return updated_node.with_changes(value=special.without_names(updated_node.value))
+        training.mark_settings(self, original_node)
         for target in targets:
             self._mark_build_field(target)
         # os.environ["FLAGS_enable_pir_api"] = "0"
@@ -228,6 +251,7 @@ class Rewriter(Transformer):
     def leave_If(
         self, original_node: cst.If, updated_node: cst.If
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        updated_node = updated_node.with_changes(test=training.truth(self, original_node.test, updated_node.test))
         if not self.facts.is_fleet_script:
             return updated_node
         if not isinstance(self.parent_of(original_node), cst.If):  # an elif belongs to its if

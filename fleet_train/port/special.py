@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import libcst as cst
 
+from fleet_train.port import training
 from fleet_train.port.calls import Undecided, as_keyword, dotted, keyword, keyword_of, positional, source
 from fleet_train.port.facts import Kind, Transformer, is_block, parameter_arguments
 
@@ -180,7 +181,7 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
     elif method == "run":
         return _fetching(script, original, updated, keyword(original, "fetch_list") or _third(original))
     elif method == "minimize":
-        return _minimize(script, original, updated)
+        return training.minimize(script, original, updated)
     elif method == "append" and (
         script.holds("fetch list", function.value) or script.holds("parameter list", function.value)
     ):
@@ -291,59 +292,6 @@ def _without_names(original: cst.Call, updated: cst.Call, arguments: list[cst.Ar
         for old, argument in zip(original.args, updated.args[shift:], strict=True)
     ]
     return updated.with_changes(args=[*updated.args[:shift], *kept])
-
-
-_MINIMIZE = ("loss", "startup_program", "parameter_list", "no_grad_set")
-
-
-def _minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
-    """``compat.minimize(optimizer, loss, ...)`` where parameters are listed, or another program may be the current one:
-    it finds names, and those of a clone, in the program of the loss."""
-    if keyword(original, "grad_clip") is not None:
-        script.mark(original, "minimize(grad_clip=...)", "give grad_clip to the optimizer")
-        return updated
-    function = updated.func
-    renamed = [
-        argument.with_changes(keyword=cst.Name("parameter_list")) if keyword_of(argument) == "parameters" else argument
-        for argument in updated.args
-    ]
-    known = all(not argument.star and keyword_of(argument) in ("", *_MINIMIZE) for argument in renamed)
-    if not known or not renamed or not isinstance(function, cst.Attribute) or source(function.value) == "super()":
-        return updated
-    lists = any(map(_may_list_names, [*positional(original)[2:4], *map(_named_list, original.args)]))
-    elsewhere = script.facts.makes_programs and not _is_guarded(script, original)
-    if script.facts.is_dynamic or not (lists or elsewhere):
-        return updated.with_changes(args=[_as_today(argument) for argument in updated.args])
-    if not script.may_write("compat", original):
-        script.mark(original, "minimize", "compat.minimize: `compat` is the name of something else here; rename that")
-        return updated
-    script.needed.add("compat")
-    optimizer = cst.Arg(function.value, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    return updated.with_changes(func=dotted("compat.minimize"), args=[optimizer, *renamed])
-
-
-def _as_today(argument: cst.Arg) -> cst.Arg:
-    return (
-        argument.with_changes(keyword=cst.Name("parameters")) if keyword_of(argument) == "parameter_list" else argument
-    )
-
-
-def _named_list(argument: cst.Arg) -> cst.Arg | None:
-    return argument if keyword_of(argument) in ("parameters", "parameter_list", "no_grad_set") else None
-
-
-def _may_list_names(argument: cst.Arg | None) -> bool:
-    """Not the parameters of a layer, which are values today as well."""
-    return argument is not None and not re.search(r"^None$|\.parameters\(\)$", source(argument.value))
-
-
-def _is_guarded(script: Transformer, node: cst.CSTNode) -> bool:
-    """Whether the program of the losses around ``node`` is the current one."""
-    while not isinstance(node, cst.Module):
-        node = script.parent_of(node)
-        if isinstance(node, cst.With) and any("program_guard(" in source(item.item) for item in node.items):
-            return True
-    return False
 
 
 # `fetch_list=[loss.name]` -> `fetch_list=[loss]`: Paddle 3 takes values, also of parameters, by no name.

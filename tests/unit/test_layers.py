@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selftest": {"fleet", "convert", "launch"},
     "recommend": {"selftest"},
     "doctor": {"selftest"},
-    "port": {"files", "log", "timeouts"},
+    "port": {"profile"},
     "manifest": {"errors", "timeouts"},
     "compat": {"convert", "data"},
     "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},

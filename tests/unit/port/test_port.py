@@ -440,6 +440,77 @@ if rank == 0:
     assert not port(first.new, "train.py").changed
 
 
+def test_settings_of_a_strategy_that_are_refused_are_marked() -> None:
+    text = """\
+        import paddle
+        from paddle.distributed import fleet
+        s = fleet.DistributedStrategy()
+        s.sharding = True
+        s.sharding_configs = {"segment_broadcast_MB": 32, "mp_degree": 1, "optimize_offload": False, "stage": n}
+        s.sharding_configs = {"segment_broadcast_MB": 64, "mp_degree": 2, "optimize_offload": True}
+        s.lamb = True
+        s.pipeline = False
+        s.amp_configs = {"custom_white_list": ["conv2d"], "custom_black_list": ["matmul"], "init_loss_scaling": 1.0}
+        other.lamb = True
+        other.amp_configs = options
+    """
+    assert whats(text) == [
+        "sharding_configs.mp_degree",
+        "sharding_configs.optimize_offload",
+        "lamb",
+        "amp_configs.custom_black_list",
+    ]
+    assert "build paddle.optimizer.Lamb yourself" in ported(text).marks[2].do
+    assert not port(ported(text).new, "train.py").changed
+
+
+TRUTHS = """\
+import paddle.fluid as fluid
+def net(x, label=None, act=None, shape=None, drop=True):
+    {0}
+    y = fluid.layers.fc(x, 3, act=act)
+    z = fluid.layers.cross_entropy(input=y, label=label)
+    c = fluid.layers.less_than(y, y)
+    w = y if drop else 3
+    n = fluid.layers.fill_constant(shape, 'float32', 0.)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("if label: pass", "if label is not None: pass"),
+        ("if act and not label and (x or drop): pass", "if act and label is None and (x is not None or drop): pass"),
+        ("a = 1 if label else not y", "a = 1 if label is not None else y is None"),
+        ("assert label, 'no label'", "assert label is not None, 'no label'"),
+        ("a = [1 for i in x if y]", "a = [1 for i in x if y is not None]"),
+        *(
+            (stays, stays)
+            for stays in ("if act: pass", "if not drop: pass", "while drop: pass", "if shape: pass", "if w: pass")
+        ),
+    ],
+)
+def test_the_truth_of_a_value_is_whether_there_is_one(old: str, now: str) -> None:
+    once = ported(TRUTHS.format(old))
+    assert once.new.decode().splitlines()[3] == f"    {now}"
+    assert once.marks == ()
+    assert not port(once.new, "train.py").changed
+    assert f"    {old}\n" in new(TRUTHS.format(old).replace("def net", "fluid.enable_dygraph()\ndef net"))
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("while y: pass", "while y"),
+        ("while not label: pass", "while not label"),
+        ("if c: pass", "the truth of c"),
+        ("a = label or y", "the truth of label"),
+    ],
+)
+def test_the_truth_that_cannot_be_decided_is_marked(line: str, what: str) -> None:
+    assert what in whats(TRUTHS.format(line))
+
+
 DONE = {
     "reader = fluid.layers.double_buffer(reader)": "reader = paddle.io.DataLoader(reader)",
     "def f():\n    fluid.layers.While(1)": "def f():\n    pass",
