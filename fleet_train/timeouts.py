@@ -235,6 +235,8 @@ FIND_LEADER_SECONDS = 0.5
 """How often a launcher without a leader asks all others."""
 CHECK_OTHER_LEADER_SECONDS = 2.0
 """How often a leader that waits for nodes checks whether they follow another leader."""
+SIGNPOST_SECONDS = 1.0
+"""After this a launcher that waits looks for others with different flags, and again this often."""
 ASK_LAUNCHER_SECONDS = 1.0
 """For another launcher to report its state; then it is silent."""
 LEADER_BUSY_SECONDS = 40.0

@@ -33,7 +33,9 @@ from fleet_train.doctor.participants import Participants, find
 from fleet_train.doctor.peer_group import PeerGroup
 from fleet_train.doctor.responder import ReplicatedState, Responder, held_ports
 from fleet_train.errors import printable
+from fleet_train.launch.node import Node
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
+from fleet_train.launch.signpost import Signpost
 from fleet_train.log import logger
 from fleet_train.selftest.child import Child, environ_of, free_port
 from fleet_train.selftest.options import FAIL, TOGETHER, Result
@@ -95,11 +97,14 @@ class Examiner:
             participants.address, participants.ports[index], participants.access, participants.addresses, state
         ).start()
         peer_group = PeerGroup(participants, state, responder)
+        signpost = self._signpost()
+        peer_group.waits_in_vain = lambda: signpost.difference
         try:
             facts = self._facts(responder.held)
             here = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
             state.put(f"here/{index}", here | {"subject": free_port(participants.address), "mark": self.mark})
             present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds))
+            signpost.close()
             state.put(f"report/{index}", asdict(self._report(peer_group, facts, present)))
             exchange_seconds = timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS
             missing = peer_group.collect("report", present, self._left(exchange_seconds))
@@ -108,9 +113,21 @@ class Examiner:
                 state.put(f"group/{index}", asdict(self._form_group(state, reached)))
                 peer_group.collect("group", reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
             peer_group.leave(reached, self._left(timeouts.DOCTOR_LEAVE_SECONDS))
-            return self._examination(state)
+            return replace(self._examination(state), difference=signpost.difference)
         finally:
+            signpost.close()
             responder.close()
+
+    def _signpost(self) -> Signpost:
+        """Doctors that were started with different flags look at each other's ports in vain, as launchers do."""
+        there = self.participants
+        node = Node(there.addresses, there.index, there.ports[there.index][0], there.processes, None, None)
+        facts = {
+            "the node list (--ips)": ",".join(there.addresses),
+            "--started_port": node.started_port,
+            "the number of processes per node (--nproc)": node.processes,
+        }
+        return Signpost(node, there.access, ["doctor"], facts)
 
     def _facts(self, held: dict[int, str]) -> NodeFacts:
         """Of this node, as far as they are requested."""

@@ -220,6 +220,8 @@ class Examination:
     reports: dict[int, NodeReport]
     groups: dict[int, GroupResult] = field(default_factory=dict)
     started_port: int = 6170
+    difference: str = ""
+    """In what the doctor of another node was started differently, so that the two did not meet; empty: in nothing."""
 
     def host(self, index: int) -> str:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"

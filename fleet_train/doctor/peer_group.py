@@ -33,6 +33,8 @@ class PeerGroup:
         """The answers of nodes that refuse this one."""
         self._ports: dict[int, int] = {}
         self._complete: set[int] = set()
+        self.waits_in_vain: Callable[[], object] = lambda: False
+        """Whether it is known that a missing node will not come."""
 
     def wait_for_nodes(self, seconds: float) -> tuple[int, ...]:
         """Wait until all nodes are present, or one of them times out. Returns the present nodes, this one included."""
@@ -53,7 +55,9 @@ class PeerGroup:
         word_at = began + timeouts.DOCTOR_FIRST_WORD_SECONDS
         while True:
             missing, now = wanted - self.state.nodes(kind), time.monotonic()
-            if not missing or now > began + seconds or (is_joining and self.state.nodes("over")):
+            if not missing or now > began + seconds:
+                return missing
+            if is_joining and (self.state.nodes("over") or self.waits_in_vain()):
                 return missing
             if is_joining and now > word_at:
                 names = ", ".join(f"node {i} ({self.participants.addresses[i]})" for i in sorted(missing)[:5])

@@ -42,6 +42,7 @@ from fleet_train.launch.report import (
     headline,
     with_reports,
 )
+from fleet_train.launch.signpost import Signpost, program_of
 from fleet_train.launch.terminal import Follower, StartupLines, messages_in_order, show_lines
 from fleet_train.launch.workers import (
     Cause,
@@ -63,13 +64,14 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
     """
     node, request = launch.node, launch.request
     membership: Membership | None = None
+    signpost = Signpost(node, launch.access, program_of(request), launch.facts)
     with messages_in_order(), stopping_signals() as stopping:
         try:
             membership = Membership(
-                node, request.faults, request.join_timeout_seconds, launch.access, request.direct_ranks
+                node, request.faults, request.join_timeout_seconds, launch.access, request.direct_ranks, signpost.refuse
             )
             coordinator = Coordinator(membership, request.faults, launch.facts, request.run)
-            return _run_attempts(launch, coordinator, environ, stopping, diagnose)
+            return _run_attempts(launch, coordinator, environ, stopping, diagnose, signpost)
         except (JoinTimeout, WorkerFailed):
             _report_cause(diagnose)
             raise
@@ -77,6 +79,7 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
             logger.info(f"{_stop_message(launch, stop)}; no rank was running")
             return stop.exit_code
         finally:
+            signpost.close()
             if membership is not None:
                 membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
                 membership.close()
@@ -88,11 +91,12 @@ def _run_attempts(
     environ: Mapping[str, str],
     stopping: Stopping,
     diagnose: Callable[[], str],
+    signpost: Signpost,
 ) -> int:
     try:
         attempt = coordinator.first()
         while True:
-            attempt, result = _run_one(launch, coordinator, attempt, environ, stopping)
+            attempt, result = _run_one(launch, coordinator, attempt, environ, stopping, signpost)
             following = coordinator.next(attempt, result)
             if following is None:
                 coordinator.end(result)
@@ -111,7 +115,12 @@ def _stop_message(launch: Launch, stop: StopRequested) -> str:
 
 
 def _run_one(
-    launch: Launch, coordinator: Coordinator, attempt: Attempt, environ: Mapping[str, str], stopping: Stopping
+    launch: Launch,
+    coordinator: Coordinator,
+    attempt: Attempt,
+    environ: Mapping[str, str],
+    stopping: Stopping,
+    signpost: Signpost,
 ) -> tuple[Attempt, RunResult]:
     """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
     membership, round_name = coordinator.membership, str(attempt.round)
@@ -123,7 +132,8 @@ def _run_one(
         rendezvous = Rendezvous(
             launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
         )
-        number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched)
+        number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched, signpost.refuse)
+        signpost.close()
         coordinator.launched = rendezvous.launched
         membership.learn(attempt.nodes, rendezvous.addresses)
         launch = replace(launch, node=membership.place_of(attempt.nodes))

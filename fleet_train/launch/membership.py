@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -61,8 +61,11 @@ class Membership:
         timeout_seconds: float,
         access: Access,
         direct_ranks: int = FAN_IN,
+        refuse: Callable[[], None] = lambda: None,
     ) -> None:
+        """``refuse`` is called while this launcher looks for the leader, and may raise."""
         self.node = node
+        self._refuse = refuse
         self.access = access
         self.leader = -1
         self.term = -1
@@ -136,12 +139,13 @@ class Membership:
                 return
             if 0 in self._neighbours.refusals:
                 raise self._neighbours.refusals[0]
+            self._refuse()
             turn += _ASKED_AT_A_TIME
             if time.monotonic() > deadline:
                 raise JoinTimeout(
                     f"the launcher of {self.node.describe(0)}, which hosts the job store at {self.node.store_endpoint},"
-                    f" did not connect within {timeout_seconds:g} s; start it with the same --cluster_node_ips and "
-                    "--started_port, or check that this port is not blocked by a firewall"
+                    f" did not connect within {timeout_seconds:g} s; start it with the same --cluster_node_ips, "
+                    "--nproc_per_node and --started_port, or check that this port is not blocked by a firewall"
                 )
             time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
 

@@ -259,7 +259,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     """What must be equal on every node, by the names used to report a difference."""
     facts: Facts = {
         "the node list": ",".join(node.every_host),
-        "the number of processes per node": node.processes,
+        "the number of processes per node (--nproc_per_node)": node.processes,
         "--started_port": node.started_port,
         "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
         if profile and request.strategy

@@ -64,15 +64,23 @@ class Rendezvous:
 
     # before the first rank
 
-    def join(self, facts: Facts, attempt: int, timeout_seconds: float, launched: str = "") -> int:
+    def join(
+        self,
+        facts: Facts,
+        attempt: int,
+        timeout_seconds: float,
+        launched: str = "",
+        refuse: Callable[[], None] = lambda: None,
+    ) -> int:
         """The attempt's number (the highest that a node proposed), once every node has joined with the same facts.
+        ``refuse`` is called meanwhile, every second, and may raise.
 
         Raises JoinTimeout with the missing nodes, ScheduleMismatch with the differences.
         """
         deadline = time.monotonic() + timeout_seconds
         count = len(self.node.addresses)
         try:
-            for ranges, theirs in self._compare(facts, deadline, timeout_seconds):
+            for ranges, theirs in self._compare(facts, deadline, timeout_seconds, refuse):
                 if theirs is not None and theirs != facts:
                     refuse_other_launcher(self.node, facts, ranges[0][0], theirs)
             left = max(1.0, deadline - time.monotonic())
@@ -87,24 +95,26 @@ class Rendezvous:
         self.addresses = tuple(str(proposals[index][1]) for index in range(count))
         return int(max(number for number, _ in proposals.values()))
 
-    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float) -> Variants:
+    def _compare(self, facts: Facts, deadline: float, timeout_seconds: float, refuse: Callable[[], None]) -> Variants:
         """The facts of each node, once all have joined; reports periodically which nodes it waits for."""
-        count, patience = len(self.node.addresses), 1.0
+        count, word_at = len(self.node.addresses), time.monotonic() + 0.9
         while True:
             left = deadline - time.monotonic()
             try:
-                return self.client.compare("facts", facts, count, max(0.1, min(patience, left)))
+                return self.client.compare("facts", facts, count, max(0.1, min(1.0, left)))
             except JoinTimeout as error:
                 self._refuse_failure()
+                refuse()
                 awaited = ", ".join(self.node.describe(each.member) for each in error.absent) or "the other nodes"
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise JoinTimeout(
                         f"{awaited} did not connect within {timeout_seconds:g} s (--join_timeout); start the launcher "
-                        "there with the same node list in the same order"
+                        "there with the same node list in the same order, --nproc_per_node and --started_port"
                     ) from None
-                logger.info(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
-                patience = timeouts.REPORT_WAITING_SECONDS
+                if time.monotonic() > word_at:
+                    logger.info(f"waiting for {awaited} (until --join_timeout, {left:.0f} s more)")
+                    word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
             except WorkerFailed:
                 self._refuse_failure()
                 raise
@@ -288,10 +298,16 @@ def polling_seconds(node: Node, least: float) -> float:
 
 def refuse_other_launcher(node: Node, ours: Mapping[str, Any], index: int, theirs: Mapping[str, Any]) -> None:
     """Raises ScheduleMismatch with every fact in which two launchers differ."""
+    if difference := difference_of(node.describe(index), node.describe(), ours, theirs):
+        raise ScheduleMismatch(difference)
+
+
+def difference_of(there: str, here: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The message with every fact in which two launchers differ; empty if they do not."""
     different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
-    if different:
-        parts = [f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in different]
-        raise ScheduleMismatch(
-            f"{node.describe(index)} and {node.describe()} were started differently: {'; '.join(parts)}; start every "
-            "node with the same flags (except --node_ip) and the same installation"
-        )
+    parts = [f"{name} is {theirs.get(name)} there and {ours.get(name)} here" for name in different]
+    said = (
+        f"{there} and {here} were started differently: {'; '.join(parts)}; start every node with the same flags "
+        "(except --node_ip) and the same installation"
+    )
+    return said if different else ""

@@ -59,7 +59,8 @@ class StoreServer:
 
     ``callers``: the accepted addresses; None for all. With a secret in ``access`` they are ignored.
     ``members``: how many connect here at most; the process's limit of open files is raised for them.
-    ``begins_namespaces``: whether a member may begin a namespace that has not been opened.
+    ``begins_namespaces``: whether a member may begin a namespace that has not been opened. ``logs_refusals``: whether a
+    connection from another address is reported.
     ``start`` raises ClusterError if the address cannot be bound, or the limit cannot be raised.
     """
 
@@ -71,6 +72,7 @@ class StoreServer:
         callers: Callers | None = None,
         members: int = 0,
         begins_namespaces: bool = True,
+        logs_refusals: bool = True,
     ) -> None:
         self.host = host
         self.port = port
@@ -79,6 +81,7 @@ class StoreServer:
         self._callers = callers if self.access.secret is None else None
         self._members = members
         self._begins_namespaces = begins_namespaces
+        self._logs_refusals = logs_refusals
         self._strangers: Strangers[Session] = Strangers(_MOST_STRANGERS, lambda stranger: stranger.abort())
         self._known: set[Session] = set()
         self._refused: set[str] = set()
@@ -237,7 +240,8 @@ class StoreServer:
         if self._callers is None or self._callers.hears(address):
             self._strangers.add(session)
             return True
-        if not self.may_admit_later and address not in self._refused and len(self._refused) < _MOST_REFUSALS_LOGGED:
+        is_new = address not in self._refused and len(self._refused) < _MOST_REFUSALS_LOGGED
+        if self._logs_refusals and not self.may_admit_later and is_new:
             self._refused.add(address)
             logger.warning(f"refused a connection from {address}, which is not in the node list")
         return False

@@ -89,6 +89,35 @@ def test_kill_of_one_launcher_ends_the_job_on_all_nodes_and_a_stranger_does_not(
     bench.no_orphans_within(1.0)
 
 
+@pytest.mark.parametrize(
+    ("flags", "there", "here"),
+    [
+        pytest.param([("--nproc_per_node=2",), ()], "the number of processes per node (--nproc_per_node) is {}", "12"),
+        pytest.param([(), ("--max_restarts=3",)], "--max_restarts is {}", "30", marks=pytest.mark.long),
+        pytest.param([(), ("port",)], "--started_port is {}", "", marks=pytest.mark.long),
+        pytest.param([(), ("order",)], "the node list is {}", "", marks=pytest.mark.long),
+    ],
+    ids=["processes", "restarts", "port", "order"],
+)
+def test_nodes_with_different_flags_learn_at_once_in_what_they_differ(
+    bench: Bench, flags: list[tuple[str, ...]], there: str, here: str
+) -> None:
+    port, nodes = f"--started_port={bench.first_port + 3}", ",".join(HOSTS)
+    words = {"port": (port,), "order": (f"--cluster_node_ips={','.join(reversed(HOSTS))}",)}
+    values = {"port": (str(bench.first_port + 3), str(bench.first_port)), "order": (",".join(reversed(HOSTS)), nodes)}
+    name = next((word for word in words if (word,) in flags), "")
+    began = time.monotonic()
+    for index, own in enumerate(flags):
+        bench.start(_SLEEP, flags=words.get(name, ()) if own == (name,) else own, node=index)
+    first, second = bench.ended(60.0)
+    assert time.monotonic() - began < 45.0  # of the 300 s of --join_timeout
+    assert [first.exit_code, second.exit_code] == [8, 8], bench.job.report()
+    one, other = values.get(name, tuple(here))
+    assert f"{there.format(one)} there and {other} here" in first.output
+    assert f"{there.format(other)} there and {one} here" in second.output
+    bench.no_orphans_within(1.0)
+
+
 # What each attempt does: `sys.argv[1]` has one word per attempt, the last one counts for all further ones. Rank 1 fails
 # once rank 0 has begun.
 _ATTEMPTS = """

@@ -310,7 +310,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
     node = Node(("10.0.0.1", "10.0.0.2"), 1, 6170, 2, None, "eth0")
     assert prepare.facts_of(node, machine(), None, asked()) == {
         "the node list": "10.0.0.1,10.0.0.2",
-        "the number of processes per node": 2,
+        "the number of processes per node (--nproc_per_node)": 2,
         "--started_port": 6170,
         "--strategy": "none",
         "--set": "none",

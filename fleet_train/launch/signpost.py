@@ -1,0 +1,171 @@
+"""Launchers that wait for one another in vain because they were started with different flags: each finds the other.
+
+Where a launcher's store listens follows from its own --started_port and --nproc_per_node, and who waits for whom from
+its own list. So one that has waited for a moment also shows its flags at one of `PORTS`, which follow from nothing, and
+looks there on the other machines. Two that wait with the same program and other flags learn of each other, and end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fleet_train import timeouts
+from fleet_train.cluster.store.access import Access, Callers
+from fleet_train.cluster.store.client import StoreClient
+from fleet_train.cluster.store.server import StoreServer
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch
+from fleet_train.launch.node import Node
+from fleet_train.launch.rendezvous import difference_of
+from fleet_train.launch.request import LaunchRequest
+
+PORTS = range(28170, 28178)
+"""The first free one: launchers of several jobs may wait on one machine. Below those of outgoing connections."""
+_NAMESPACE, _CARD, _TOLD = "waiting", "card", "told "
+_HOSTS_AT_A_TIME = 8
+_LOOKS = 2
+"""How often in a row a difference is seen before it counts: a job's own launcher there may be about to start."""
+
+Card = dict[str, Any]
+"""What a waiting launcher shows: ``host``, ``program``, ``facts``; ``place``: what decides whom it meets, and where."""
+
+
+def program_of(request: LaunchRequest) -> list[str]:
+    """What tells the jobs of one machine apart: launchers of two programs do not wait for each other."""
+    if request.is_module:
+        return ["-m", request.command[0], str(Path.cwd())]
+    return [str(Path(request.command[0]).resolve())]
+
+
+class Signpost:
+    """Of one launcher, until it has met the others. ``refuse`` is called while it waits."""
+
+    def __init__(self, node: Node, access: Access, program: list[str], facts: Mapping[str, Any]) -> None:
+        self._node = node
+        self._access = replace(access, job="waiting launchers")
+        place = [",".join(node.every_host), node.started_port, node.processes]
+        self._card: Card = {"host": node.address, "program": program, "place": place, "facts": dict(facts)}
+        self._server: StoreServer | None = None
+        self.difference = ""
+        """In what a launcher that waits for this one was started differently; empty: none is known."""
+        self._seen: dict[str, int] = {}
+        self._turn = 0
+        self._closing = threading.Event()
+        if len(node.addresses) > 1:
+            threading.Thread(target=self._watch, name="fleet_train signpost", daemon=True).start()
+
+    def refuse(self) -> None:
+        """Raises ScheduleMismatch once a launcher with other flags is known to wait for this one."""
+        if self.difference:
+            raise ScheduleMismatch(self.difference)
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _watch(self) -> None:
+        with suppress(FleetTrainError, OSError):
+            while not self._closing.wait(timeouts.SIGNPOST_SECONDS) and not self.difference:
+                self._server = self._server or self._shown()
+                self._look()
+        if self._server is not None:
+            self._server.stop()
+
+    def _shown(self) -> StoreServer | None:
+        callers = Callers(self._node.every_host)
+        for port in PORTS:
+            with suppress(ClusterError):  # another job's is there
+                server = StoreServer(self._node.address, port, self._access, callers, logs_refusals=False).start()
+                server.publish(_NAMESPACE, _CARD, self._card)
+                return server
+        return None
+
+    def _look(self) -> None:
+        """One look at this machine's and some other machines' waiting launchers."""
+        here = set()
+        for port, card, told in self._cards(self._node.index):
+            here.add(str(card["place"]))
+            if self._server is not None and port == self._server.port:
+                self._hear(told)
+        for index in () if self.difference else self._asked():
+            cards = [(port, card) for port, card, _ in self._cards(index) if card["program"] == self._card["program"]]
+            if any(card["place"] == self._card["place"] for _, card in cards):
+                continue
+            for port, card in cards:
+                key = f"{card['host']} {card['place']}"
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if str(card["place"]) not in here and self._seen[key] >= _LOOKS:
+                    self._tell(index, port, card)
+                    self._learn(card)
+                    return
+
+    def _asked(self) -> Iterator[int]:
+        """The first node, and some others in turn."""
+        others = [index for index in range(len(self._node.addresses)) if index != self._node.index]
+        some = {(self._turn + each) % len(others) for each in range(min(len(others), _HOSTS_AT_A_TIME))}
+        self._turn += _HOSTS_AT_A_TIME
+        yield from sorted({others[each] for each in some} | ({0} & set(others)))
+
+    def _cards(self, index: int) -> Iterator[tuple[int, Card, list[Card]]]:
+        """Of a machine's launchers that wait: the port, the card, and the cards that others have shown there."""
+        for port in PORTS:
+            try:
+                with self._visited(index, port) as client:
+                    card = client.get(_CARD)
+                    told = [client.get(key) for key in client.keys(_TOLD)]
+            except JoinTimeout as nobody:
+                if not isinstance(nobody.__cause__, ConnectionRefusedError):
+                    return  # the machine does not answer
+                continue
+            except (FleetTrainError, OSError):
+                continue  # of a job with another secret, or another program's port
+            if _is_card(card):
+                yield port, card, list(filter(_is_card, told))
+
+    @contextmanager
+    def _visited(self, index: int, port: int) -> Iterator[StoreClient]:
+        client = StoreClient.connect(
+            f"{self._node.host(index)}:{port}/{_NAMESPACE}",
+            os.getpid() % 10_000,
+            group="visitor",
+            timeout_seconds=0.0,
+            watched=False,
+            answer_seconds=timeouts.ASK_LAUNCHER_SECONDS,
+            dial_seconds=timeouts.ASK_LAUNCHER_SECONDS,
+            access=self._access,
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def _hear(self, told: list[Card]) -> None:
+        """Another launcher has found this one, and shown its card; or one like this, and shown a third one's."""
+        for card in told:
+            if card["program"] == self._card["program"] and card["place"] != self._card["place"]:
+                self._learn(card)
+
+    def _tell(self, index: int, port: int, card: Card) -> None:
+        """Show our card there, and that card to the other launchers like us, which may not see it any more."""
+        with suppress(FleetTrainError, OSError), self._visited(index, port) as client:
+            client.set(f"{_TOLD}{secrets.token_hex(4)}", self._card)
+        for other in self._asked():
+            for where, like_us, _ in list(self._cards(other)):
+                if like_us["place"] == self._card["place"] and like_us["program"] == self._card["program"]:
+                    with suppress(FleetTrainError, OSError), self._visited(other, where) as client:
+                        client.set(f"{_TOLD}{secrets.token_hex(4)}", card)
+
+    def _learn(self, card: Card) -> None:
+        hosts = self._node.addresses
+        there = self._node.describe(hosts.index(card["host"])) if card["host"] in hosts else card["host"]
+        self.difference = difference_of(there, self._node.describe(), self._card["facts"], card["facts"])
+
+
+def _is_card(value: Any) -> bool:
+    kinds = {"host": str, "program": list, "place": list, "facts": dict}
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
