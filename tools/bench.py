@@ -3,8 +3,8 @@
     python tools/bench.py codec --rounds 5
     python tools/bench.py start --before main --record docs/benchmarks
     python tools/bench.py before-and-after --before main --profiles dgc,diloco --ranks 2
-    sudo python tools/bench.py strategies --quick
-    sudo python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py strategies --quick
+    sudo .venv/bin/python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
 
 Whatever is compared runs in turn within a round, and ratios are taken within a round: both sides have the same load
 beside them. A page shows medians over the rounds. `--record FOLDER` writes FOLDER/DATE-WHAT.json, with every raw

@@ -1,8 +1,8 @@
 """Make trainings hang, and see whether the report says which rank stands where; or watch trainings that do not hang.
 
-    sudo python tools/hangs.py run --seed 1 --cases 100 --record docs/benchmarks --name DATE-hangs
-    sudo python tools/hangs.py run --case 17 --keep_files /tmp/hang
-    sudo python tools/hangs.py clean --runs 1000 --per_launch 50 --record docs/benchmarks --name DATE-clean-runs
+    sudo .venv/bin/python tools/hangs.py run --seed 1 --cases 100 --record docs/benchmarks --name DATE-hangs
+    sudo .venv/bin/python tools/hangs.py run --case 17 --keep_files /tmp/hang
+    sudo .venv/bin/python tools/hangs.py clean --runs 1000 --per_launch 50 --record docs/benchmarks --name DATE-clean
 
 `run` starts the scripts of tools/soaking/hanging.py, which says what is right for each, on 2 to 4 ranks in network
 namespaces (tools/lab.py) under the real launcher. `clean` trains without a fault while ranks are asked for their stacks

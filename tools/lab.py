@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -160,7 +161,7 @@ def checked_name(name: str) -> str:
 def why_no_lab() -> str | None:
     """Why this process cannot make a lab, or None when it can."""
     if os.geteuid() != 0:
-        return "the lab makes network namespaces, which needs root: run it with sudo"
+        return f"the lab makes network namespaces, which needs root: sudo {shlex.join([sys.executable, *sys.argv])}"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
     return f"the lab needs {' and '.join(missing)}: apt-get install iproute2" if missing else None
 

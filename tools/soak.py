@@ -2,8 +2,8 @@
 
     python tools/soak.py --faults save,step,start,freeze --network loopback --nodes 2 --epochs 6
     python tools/soak.py --faults save,step,start,freeze --fault_count 60 --network loopback --nodes 2 --epochs 120
-    sudo python tools/soak.py --faults machine:0,frozen:leader,cut --epochs 12
-    sudo python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --record docs/benchmarks
+    sudo .venv/bin/python tools/soak.py --faults machine:0,frozen:leader,cut --epochs 12
+    sudo .venv/bin/python tools/soak.py --faults machine,frozen,cut,relay --fault_count 30 --record docs/benchmarks
 
 Each machine has its own disk. Faults of ranks (step, save, start, freeze) need no root on loopback addresses; those of
 machines (machine, frozen, cut, relay) need the network namespaces of tools/lab.py. tools/soaking/faults.py says what

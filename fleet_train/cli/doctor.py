@@ -31,7 +31,7 @@ Under a launcher or an engine (Slurm, MPI, Kubernetes), on its nodes:
 
 \b
 Each line shows PASS, WARN (suspicious) or FAIL; the check; the host, or the source and destination hosts; the
-measured value; the threshold; the command that fixes it. docs/doctor.md explains each check.
+measured value; the threshold; what fixes it. docs/doctor.md explains each check.
 
 \b
 Exit codes:

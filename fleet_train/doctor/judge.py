@@ -46,12 +46,27 @@ GPU_MEMORY_WARN = 1 << 30
 
 def judge(examined: Examination, groups: Sequence[str]) -> list[Finding]:
     findings: list[Finding] = []
+    findings += started_differently(examined)
     if "network" not in groups and len(examined.addresses) > 1:
         findings += absent(examined)
     for group, read in _READERS.items():
         if group in groups:
             findings += read(examined)
     return findings
+
+
+def started_differently(examined: Examination) -> Iterator[Finding]:
+    """Doctors with other flags than this one, and nodes that have met although their numbers of processes differ."""
+    rule, fix = "the same flags on every node", "start it with the same flags on every node, except --node_ip"
+    if examined.difference:
+        missing = (i for i in range(len(examined.addresses)) if i not in examined.reports)
+        hosts = tuple(examined.host(index) for index in missing)
+        yield Finding("network", "flags", FAIL, hosts, examined.difference.partition("; start every")[0], rule, fix)
+    numbers = {index: report.facts.processes for index, report in examined.reports.items()}
+    if len(set(numbers.values())) > 1:
+        said = ", ".join(f"{number} on {examined.host(index)}" for index, number in numbers.items())
+        hosts = tuple(examined.host(index) for index in numbers)
+        yield Finding("network", "flags", FAIL, hosts, f"processes per node (--nproc): {said}", rule, fix)
 
 
 _machine = partial(Finding, "machine")
@@ -90,11 +105,14 @@ def memory(host: str, memory: Memory, processes: int) -> Finding:
 
 
 def shared_memory(host: str, memory: Memory, processes: int) -> Finding:
-    gibibytes = max(1, -(-SHM_WARN * processes // (1 << 30)))
+    # A remount sets the size: never to less than it has, and beside what is in it.
+    needed = max(memory.shm_total, memory.shm_total - memory.shm_free + SHM_WARN * processes)
+    gibibytes = max(1, -(-needed // (1 << 30)))
     return _machine(
         "shm", level_below(memory.shm_free / processes, SHM_FAIL, SHM_WARN), (host,),
         f"/dev/shm has {size(memory.shm_free)} free of {size(memory.shm_total)}", f"{size(SHM_WARN)} per process",
-        f"sudo mount -o remount,size={gibibytes}G /dev/shm; in a container: docker run --shm-size",
+        f"ls -l /dev/shm shows leftovers; sudo mount -o remount,size={gibibytes}G /dev/shm; in a container: docker run "
+        "--shm-size",
     )  # fmt: skip
 
 
@@ -104,7 +122,8 @@ def open_files(host: str, limits: Limits, world: int) -> Finding:
     return _machine(
         "open_files", PASS if files == UNLIMITED else level_below(files, need, enough), (host,),
         f"ulimit -n: {'no limit' if files == UNLIMITED else files}", f"{enough} for {world} ranks",
-        f"ulimit -n {max(2 * need, 65536)}",
+        f"ulimit -Sn {max(2 * need, 65536)} in the shell that starts the job; above ulimit -Hn: nofile in "
+        "/etc/security/limits.conf",
     )  # fmt: skip
 
 
@@ -207,7 +226,11 @@ _SAME_SOFTWARE: tuple[tuple[str, str, Callable[[Software], str], str, str], ...]
         "python", "Python", lambda software: ".".join(software.python.split(".")[:2]), FAIL,
         "python -m venv with the same Python as on the other nodes",
     ),
-    ("paddle", "Paddle", lambda software: software.paddle, FAIL, "pip install paddlepaddle==3.3.1 on every node"),
+    (
+        "paddle", "Paddle", lambda software: software.paddle, FAIL,
+        "install that version there, with pip of the environment that runs the job, and the same package: "
+        "paddlepaddle and paddlepaddle-gpu overwrite each other",
+    ),
     (
         "fleet_train", "fleet_train", lambda software: software.fleet_train, FAIL,
         "pip install the same version everywhere",
@@ -215,7 +238,7 @@ _SAME_SOFTWARE: tuple[tuple[str, str, Callable[[Software], str], str, str], ...]
     ("numpy", "numpy", lambda software: software.numpy, WARN, "pip install the same numpy on every node"),
     (
         "package", "the files of fleet_train (digest)", lambda software: software.package_digest, FAIL,
-        "git status in the checkout, or pip install --force-reinstall the same package on every node",
+        "git status in the checkout; or install the same wheel on every node: pip install --force-reinstall --no-deps",
     ),
     ("profile", "the profile (digest)", lambda software: software.profile, FAIL, "copy the profile to every node"),
     ("script", "the script (digest)", lambda software: software.script, FAIL, "copy the script to every node"),
@@ -223,7 +246,7 @@ _SAME_SOFTWARE: tuple[tuple[str, str, Callable[[Software], str], str, str], ...]
 _SAME_GPUS: tuple[tuple[str, str, Callable[[Gpus], str], str, str], ...] = (
     (
         "gpu_driver", "driver", lambda gpus: ", ".join(sorted({gpu.driver for gpu in gpus.found})), FAIL,
-        "sudo apt-get install the same nvidia-driver everywhere",
+        "install the same driver on every node, with the package manager that has installed it",
     ),
     ("nccl", "NCCL", lambda gpus: gpus.nccl, FAIL, "pip install the same paddlepaddle-gpu everywhere"),
     ("gpu_models", "GPUs", lambda gpus: _models(gpus), FAIL, "nvidia-smi -L; start with --selected_gpus"),
@@ -237,7 +260,7 @@ def software_findings(examined: Examination) -> Iterator[Finding]:
         for error in software.errors:
             yield Finding("software", "profile_or_script", FAIL, host, error, "can be read", "ls -l")
         if not software.paddle:
-            fix = "pip install paddlepaddle==3.3.1 (CPU), or see requirements-gpu.txt"
+            fix = "pip install paddlepaddle==3.3.1 on a machine without GPU, else as requirements-gpu.txt says"
             yield Finding("software", "paddle", FAIL, host, "Paddle is not installed", "3.3", fix)
     for id, name, read, level, fix in _SAME_SOFTWARE:
         values = {index: read(software) for index, software in of_nodes.items()}
@@ -290,7 +313,10 @@ def _of_gpus(host: str, gpus: Gpus) -> Iterator[Finding]:
     for gpu in gpus.found:
         place = (f"{host} GPU {gpu.index}",)
         if gpu.ecc_errors:
-            measured, fix = f"{gpu.ecc_errors} uncorrected ECC errors", f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
+            measured, fix = (
+                f"{gpu.ecc_errors} uncorrected ECC errors",
+                f"end what runs on it, then sudo nvidia-smi --gpu-reset -i {gpu.index}",
+            )
             yield finding("ecc", FAIL, place, measured, "none", fix)
         if gpu.links_down:
             measured, fix = f"{gpu.links_down} NVLinks are inactive", f"nvidia-smi nvlink --status -i {gpu.index}"

@@ -24,6 +24,8 @@ from fleet_train.doctor.facts import (
 )
 
 SPEEDS_DIFFER = 0.5
+_LEAST_MTU = 1280
+"""A smaller one ends IPv6 on an interface."""
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
@@ -72,6 +74,8 @@ def network_findings(examined: Examination) -> Iterator[Finding]:
 
 def absent(examined: Examination) -> Iterator[Finding]:
     missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
+    if missing and examined.difference:
+        return  # it is told instead
     tries = [attempt for report in examined.reports.values() for attempt in report.tries]
     for index in missing:
         seen_by = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
@@ -88,13 +92,18 @@ def absent(examined: Examination) -> Iterator[Finding]:
 
 def own_name(host: str, address: str, network: Network) -> Finding:
     name, resolved = f"its own name {network.host_name!r}", network.resolved
-    fix = add = f"echo '{address} {network.host_name}' | sudo tee -a /etc/hosts"
+    # In words: no pattern finds a name in every /etc/hosts (aliases, comments, names within names).
+    add = f"add the line '{address} {network.host_name}' to /etc/hosts there (sudoedit /etc/hosts)"
+    fix = f"{add}, or list nodes by their addresses"
     is_loopback = resolved.startswith("127.")
     if not resolved:
         level, measured = WARN, f"{name} cannot be resolved here"
     else:
         level, measured = PASS, f"{name} resolves to {resolved}"
-        fix = f"sudo sed -i '/^127/ s/[[:space:]]{network.host_name}\\b//g' /etc/hosts && {add}"
+        fix = (
+            f"if a line of /etc/hosts there gives {network.host_name} the address {resolved}, take that one name out "
+            f"of it and leave its other names; {add}; or list nodes by their addresses"
+        )
         if network.is_named:
             level, measured = FAIL, f"{measured} here, and the node list uses that name"
         elif is_loopback and not address.startswith("127."):
@@ -111,16 +120,21 @@ def routes(examined: Examination, index: int, network: Network) -> Iterator[Find
     for other, route in network.routes.items():
         pair, there = (host, examined.host(other)), examined.addresses[other]
         if not route.source:
-            fix = f"ip route get {there}; sudo ip route add {there} dev IFACE"
+            fix = (
+                f"ip route shows the routes of {host}: add one, by its router (via ROUTER) unless {there} is beside it"
+            )
             findings.append(_finding("route", FAIL, pair, f"there is no route to {there}", "a route", fix))
         elif route.source != address and not address.startswith("127."):
             measured = f"packets to {there} leave from {route.source} ({route.interface}), not from {address}"
-            fix = f"sudo ip route replace {there} dev IFACE src {address}; or name this node by {route.source}"
+            fix = (
+                f"name this node by {route.source} in the list on every node; or give the route that ip route get "
+                f"{there} shows, with its router, the source {address}"
+            )
             findings.append(_finding("route", WARN, pair, measured, "the listed address", fix))
     used = sorted({route.interface for route in network.routes.values() if route.source})
     if len(used) > 1:
         measured = f"the routes to the nodes leave by different interfaces: {', '.join(used)}"
-        fix = "ip route get ADDRESS for each node, and remove the wrong route: sudo ip route del"
+        fix = "ip route get ADDRESS for each node; list the nodes by addresses of one network, or mend the wrong route"
         findings.append(_finding("route", WARN, (host,), measured, "one interface", fix))
     yield from findings or [
         _finding("route", PASS, (host,), f"by {', '.join(used) or 'no interface'}", "one interface")
@@ -131,8 +145,11 @@ def ports_held(host: str, network: Network) -> Finding:
     if not network.held:
         return _finding("ports_held", PASS, (host,), "the ports of a job are free here", "free")
     measured = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(network.held.items()))
-    fix = f"sudo ss -ltnp 'sport = :{min(network.held)}', and end that process; or choose another --started_port"
-    return _finding("ports_held", FAIL, (host,), measured, "free", f"{fix} on every node")
+    fix = (
+        f"choose another --started_port on every node; or sudo ss -ltnp 'sport = :{min(network.held)}' shows who it "
+        "is: end it if it is a leftover of a job"
+    )
+    return _finding("ports_held", FAIL, (host,), measured, "free", fix)
 
 
 def ports_outgoing(host: str, network: Network, started_port: int) -> Finding:
@@ -149,7 +166,9 @@ def proxies(host: str, network: Network, addresses: Sequence[str]) -> Finding:
     if not network.proxies:
         return _finding("proxy", PASS, (host,), "no proxy between the nodes", rule)
     measured = f"{', '.join(network.proxies)} set, and no_proxy does not list all nodes (values are not shown)"
-    return _finding("proxy", WARN, (host,), measured, rule, f"export no_proxy=$no_proxy,{','.join(addresses)}")
+    # What NO_PROXY alone excludes must stay: programs read no_proxy before it.
+    fix = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{",".join(addresses)}"'
+    return _finding("proxy", WARN, (host,), measured, rule, fix)
 
 
 def variables(host: str, address: str, network: Network) -> Finding:
@@ -195,6 +214,8 @@ def ports(examined: Examination, index: int, tries: Sequence[PortTry]) -> Iterat
         for outcome, numbers in closed.items():
             # Gloo and NCCL use ports chosen by the kernel, so the target must admit the host.
             fix = f"on {pair[1]}: sudo iptables -I INPUT -p tcp -s {own} -j ACCEPT (ufw: sudo ufw allow from {own})"
+            if outcome.startswith(("another program", "refused by")):
+                fix = f"choose another --started_port on every node; sudo ss -ltnp on {pair[1]} shows who listens"
             yield _finding("port", FAIL, pair, f"port {', '.join(numbers)}: {outcome}", rule, fix)
         seen_as = next((attempt.seen_as for attempt in attempts if attempt.outcome == "open" and attempt.seen_as), "")
         if seen_as:
@@ -211,7 +232,11 @@ def mtu(examined: Examination, index: int, datagrams: Datagrams) -> Finding:
     there = _mtu_at(examined, target, index)
     need = min(here, there) if there else here
     pair, rule = _pair(examined, index, target), f"packets of {need} bytes, as the interfaces are set"
-    fix = f"sudo ip link set dev {_interface(examined, index, target)} mtu {min(largest, need)} on both nodes"
+    there_to = _interface(examined, target, index)
+    fix = f"sudo ip link set dev {_interface(examined, index, target)} mtu {min(largest, need)} on {pair[0]}, and "
+    fix += f"dev {there_to} on {pair[1]}"
+    if largest < _LEAST_MTU:
+        fix = f"tracepath -n {examined.addresses[target]} shows where they are lost: mend that, not the interfaces' MTU"
     if not largest:
         measured = "no UDP packet is answered: the MTU could not be measured"
         fix = f"ping -M do -s {need - 28} {examined.addresses[target]}"
@@ -246,7 +271,7 @@ def clock(pair: tuple[str, str], echo: Echo) -> Finding:
     return _finding(
         "clock", level_above(off, CLOCK_FAIL, CLOCK_WARN), pair,
         f"the first one's clock is {abs(echo.ahead):.3f} s {'ahead' if echo.ahead > 0 else 'behind'}",
-        f"{CLOCK_WARN:g} s", "sudo timedatectl set-ntp true on both, then timedatectl timesync-status",
+        f"{CLOCK_WARN:g} s", "on both: timedatectl, and if no NTP service is active: sudo timedatectl set-ntp true",
     )  # fmt: skip
 
 

@@ -39,11 +39,10 @@ def _together(same: Sequence[Finding]) -> Finding:
         return same[0]
     texts = list(dict.fromkeys(finding.measured for finding in same))
     rest = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
-    unit = "pairs" if len(same[0].hosts) == 2 else "hosts"
-    first = same[0]
-    return Finding(
-        first.group, first.id, PASS, (f"{len(same)} {unit}",), "; ".join(texts[:_MOST_SHOWN]) + rest, first.threshold
-    )
+    first, hosts = same[0], list(dict.fromkeys(finding.hosts for finding in same))
+    where = f"{len(hosts)} {'pairs' if len(first.hosts) == 2 else 'hosts'}"  # a host may have several folders
+    of = first.hosts if len(hosts) == 1 else (where,)
+    return Finding(first.group, first.id, PASS, of, "; ".join(texts[:_MOST_SHOWN]) + rest, first.threshold)
 
 
 def matrix(examined: Examination) -> list[str]:

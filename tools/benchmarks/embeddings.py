@@ -1,7 +1,7 @@
 """Embeddings whose touched rows are sent, beside whole tables, PyTorch and Horovod: steps, bytes, parameters. Root.
 
-    sudo python tools/bench.py embeddings --rounds 3 --record docs/benchmarks
-    sudo python tools/bench.py embeddings --model deepfm --ranks 2 --optimizer sgd --steps 6
+    sudo .venv/bin/python tools/bench.py embeddings --rounds 3 --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py embeddings --model deepfm --ranks 2 --optimizer sgd --steps 6
 
 DeepFM and Wide&Deep as PaddleRec has them, with tables of 1,000,000 rows, 26 categorical and 13 dense features,
 generated clicks (Zipf ids). Each rank is an emulated machine on a link of --network. Every side trains once per round

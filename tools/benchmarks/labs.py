@@ -71,7 +71,7 @@ def alarms_page(at: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], nodes:
 def doctor_alarms(nodes: int, group: bool, rounds: int, keep: Keep) -> None:
     """Count the doctor's false alarms in many runs on emulated machines without a fault.
 
-        sudo python tools/bench.py doctor --rounds 100 --record docs/benchmarks
+        sudo .venv/bin/python tools/bench.py doctor --rounds 100 --record docs/benchmarks
 
     Every WARN and FAIL is an alarm, except ``busy``: emulated machines share the processors of one, which may really
     be busy. The record counts it separately. Needs root (tools/lab.py). Exit code 1: there was an alarm.
@@ -198,7 +198,7 @@ def prediction(
 ) -> None:
     """Predicted and measured steps: `recommend` with trials of every profile, on emulated networks, in one table.
 
-        sudo python tools/bench.py prediction --rounds 3 --record docs/benchmarks
+        sudo .venv/bin/python tools/bench.py prediction --rounds 3 --record docs/benchmarks
 
     Each network is a lab (tools/lab.py, root) of two machines, the task one of the benchmarks'. A round is one
     `recommend` on each network; the page has every profile's predicted and measured step, medians over the rounds, and

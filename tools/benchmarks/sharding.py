@@ -1,6 +1,6 @@
 """A sharded optimizer beside one that every rank has all of: a rank's memory, steps and bytes on an emulated network.
 
-    sudo python tools/bench.py sharding --rounds 5 --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py sharding --rounds 5 --record docs/benchmarks
 
 Adam trains a network of matrix products, where the link decides, and a ResNet-18, where computing does. All sides run
 in turn within a round, in a lab of machines with one rank each (tools/lab.py, root); ratios are taken within a round.

@@ -1,7 +1,7 @@
 """Where the milliseconds of a float32 step are: the recorder's timeline of ours, and the link, also of PyTorch's. Root.
 
-    sudo python tools/bench.py step --record docs/benchmarks
-    sudo python tools/bench.py step --before COMMIT --rounds 3
+    sudo .venv/bin/python tools/bench.py step --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py step --before COMMIT --rounds 3
 
 ResNet-18 of the benchmark of strategies, on two emulated machines. Each contestant trains once per round in turn. The
 link's counter is read every 4 ms: the link is busy where it carries more than a third of its rate, and idle in the rest

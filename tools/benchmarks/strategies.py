@@ -1,8 +1,8 @@
 """Communication strategies beside PyTorch, Horovod, stock Paddle and ranks that send nothing, on an emulated network.
 
-    sudo python tools/bench.py strategies --task bytes --quick
-    sudo python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
-    sudo python tools/bench.py strategies --task resnet18 --ours multi_node --ours my/profile.yaml --rivals torch:ddp
+    sudo .venv/bin/python tools/bench.py strategies --task bytes --quick
+    sudo .venv/bin/python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py strategies --task resnet18 --ours my/profile.yaml --rivals torch:ddp
 
 Trains the same network with every contestant, once per round in turn, and judges the trained parameters on data that
 nobody trained on: at equal steps, at equal time, and by the time to the task's target. The seeds of the rounds follow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,53 @@ def test_a_fault_is_named_with_its_node_or_its_direction(
     assert [one for one in findings if one.level != PASS and not (one.threshold and one.fix)] == []
 
 
+HARMFUL = re.compile(
+    r"sed -i|tee|>>|echo |printf |rm |kill|route (add|del|replace)|apt-get|pip install .*paddlepaddle=="
+)
+"""What edits a file by a pattern, ends the unknown, cuts a machine off, or installs one build over another."""
+
+
+@pytest.mark.parametrize("examined", [fault[0] for fault in FAULTS.values()], ids=FAULTS.keys())
+def test_no_fix_harms_a_machine_that_is_not_as_expected(examined: Examination) -> None:
+    for finding in judge(examined, tuple(GROUPS)):
+        if finding.level != PASS and "Paddle is not installed" not in finding.measured:
+            assert not HARMFUL.search(finding.fix), finding.fix
+
+
+def fix_of(examined: Examination, id: str) -> str:
+    (fix,) = [finding.fix for finding in judge(examined, tuple(GROUPS)) if finding.id == id and finding.level != PASS]
+    return fix
+
+
+def test_fixes_leave_what_is_right_as_it_is() -> None:
+    hosts = fix_of(with_network(1, host_name="vm", resolved="127.0.1.1"), "own_name")
+    assert "gives vm the address 127.0.1.1, take that one name out of it and leave its other names" in hosts
+    assert "add the line '10.0.0.2 vm' to /etc/hosts there" in hosts
+    full = with_facts(1, memory=Memory(64 * GIB, 32 * GIB, shm_total=16 * GIB, shm_free=9 << 20))
+    assert "size=17G" in fix_of(full, "shm"), "what is in it, and room beside it"
+    little = with_facts(1, memory=Memory(64 * GIB, 32 * GIB, shm_total=64 << 20, shm_free=64 << 20))
+    assert "size=1G" in fix_of(little, "shm")
+    assert "tracepath" in fix_of(with_report(1, datagrams=(Datagrams(2, 576, 1500, 1500),)), "mtu"), "IPv6 needs 1280"
+    assert "mtu 1400 on node 1 (10.0.0.2), and dev eth0 on node 2" in fix_of(
+        with_report(1, datagrams=(Datagrams(2, 1400, 1500, 1500),)), "mtu"
+    )
+    for outcome, is_firewall in (("timed out", True), ("another program", False)):
+        fix = fix_of(with_report(1, tries=(OPEN, PortTry(2, 6171, outcome))), "port")
+        assert ("iptables" in fix) == is_firewall
+    proxy = with_network(1, proxies=("http_proxy",))
+    script = f'NO_PROXY=internal; {fix_of(proxy, "proxy")}; echo "$no_proxy"'
+    shell = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
+    assert shell.stdout.strip() == "internal,10.0.0.1,10.0.0.2,10.0.0.3"
+
+
+def test_one_machine_is_not_counted_twice() -> None:
+    two = tuple(Folder(purpose, f"/here/{purpose}", 100 * GIB, 10**6, 5e8) for purpose in ("logs", "output"))
+    alone = replace(HEALTHY, addresses=ADDRESSES[:1], reports={0: with_facts(0, folders=two).reports[0]})
+    (shown,) = [line for line in lines(judge(alone, ("machine",))) if line.startswith("PASS  disk")]
+    assert shown.startswith("PASS  disk  this machine: /here/logs (logs): ")
+    assert "2 hosts" not in shown
+
+
 def test_what_is_not_known_well_or_too_fast_to_compare_is_no_alarm() -> None:
     assert "clock" not in {id for _, id, _ in alarms(with_report(1, echoes=(Echo(2, 4e-3, 1.5, 0.6),)))}
     examined = with_report(1, streams=(Stream(1, 2, 4e8, 4e8, 9999, 0),))  # one process cannot fill such links
@@ -209,6 +258,19 @@ def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
     (absent,) = [finding for finding in findings if finding.level == FAIL]
     assert (absent.hosts, absent.measured) == ((host(1),), "did not connect")
     assert exit_code(findings) == 6
+
+
+def test_nodes_that_were_started_differently_are_named_instead_of_absent_ones() -> None:
+    said = (
+        "node 1 (10.0.0.2) and node 0 (10.0.0.1) were started differently: --started_port is 6180 there and 6170 here"
+    )
+    reports = {i: replace(HEALTHY.reports[i], present=(0, 2)) for i in (0, 2)}
+    examined = replace(HEALTHY, reports=reports, difference=f"{said}; start every node with the same flags")
+    for groups in (tuple(GROUPS), ("machine",)):
+        (found,) = [each for each in judge(examined, groups) if each.level == FAIL]
+        assert (found.id, found.hosts, found.measured) == ("flags", (host(1),), said)
+        assert exit_code([found]) == 1
+    assert alarms(with_facts(1, processes=3))[0] == (FAIL, "flags", (host(0), host(1), host(2)))
 
 
 def test_exit_codes_and_verdicts() -> None:
