@@ -8,8 +8,8 @@ exchange where no other operator has to move: in the forward pass it waits for t
 reads the others' results before; in the backward pass it is placed at the first of its norms, if the others' inputs
 already exist. In a residual network these are the norm of a shortcut and the last norm of the parallel branch. The
 program keeps what ``one_card.py`` needs to write it with plain batch norms: further operands of the exchanges, and
-marks on operators. Paddle's own ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the calculation stream: each
-device would order it against the gradients' collectives independently.
+marks on operators. Paddle's own ``sync_batch_norm_`` exists only on GPUs and uses its own communicator from the
+calculation stream: each device would order it against the gradients' collectives independently.
 
 On CPUs the local part uses Paddle's batch norm kernels (`Kernels`), which read the values once, while composed
 operators allocate and broadcast at each step: there a broadcast costs five times a pass of the kernel. On GPUs, whose
