@@ -95,13 +95,9 @@ class OwnersUpdate:
         norm = isinstance(clip, nn.ClipGradByGlobalNorm)
         if not norm and not checks:
             return pairs, chain
-        if checks:
-            one = paddle.full([1], 1.0, "float32")
-            checked, broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in pairs], one)
-            pairs = [(parameter, value) for (parameter, _), value in zip(pairs, checked, strict=True)]
-        else:
-            broken = paddle.full([1], False, "bool")
-        wide = "float64" if any(gradient.dtype == paddle.float64 for _, gradient in pairs) else "float32"
+        pairs, broken = _checked(pairs) if checks else (pairs, paddle.full([1], False, "bool"))
+        # The same on every rank, whatever it owns itself.
+        wide = "float64" if any(each.dtype == paddle.float64 for each in self._parameters.values()) else "float32"
         clipped = [gradient for parameter, gradient in pairs if getattr(parameter, "need_clip", True)] if norm else []
         squares = sum_of_squares(clipped, wide)
         told = paddle.concat([squares, broken.astype(wide)])
@@ -192,6 +188,20 @@ def _after_other_readers(parameters: Sequence[Any]) -> None:
     operator cannot say that it writes, so each parameter is first copied to itself."""
     for parameter in parameters:
         _C_ops.assign_out_(parameter, parameter)
+
+
+def _checked(pairs: Pairs) -> tuple[Pairs, Any]:
+    """The same pairs, and whether a gradient is NaN or infinite, bool [1]. Paddle's operator for it takes gradients of
+    one dtype, which is that of its scale."""
+    pairs, broken = list(pairs), paddle.full([1], False, "bool")
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in pairs):
+        places = [place for place, (_, gradient) in enumerate(pairs) if gradient.dtype == dtype]
+        one = paddle.full([1], 1.0, dtype)
+        checked, found = _C_ops.check_finite_and_unscale_([pairs[place][1] for place in places], one)
+        broken = paddle.logical_or(broken, found)
+        for place, value in zip(places, checked, strict=True):
+            pairs[place] = (pairs[place][0], value)
+    return pairs, broken
 
 
 def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:

@@ -268,6 +268,41 @@ def scheduled() -> float:
     return relative_difference(*found)
 
 
+def wide() -> dict[str, float]:
+    """In float64, and beside parameters in float32, under a wrap: how far sharding is from training without it."""
+
+    def wrap(update: Any, pairs: Any) -> Any:
+        return update(pairs)
+
+    wrap.is_for_owners = True  # type: ignore[attr-defined]
+    found = {}
+    for name, dtypes in (("float64", ("float64", "float64")), ("both", ("float32", "float64"))):
+        ends = []
+        for kind, knobs in KINDS.items():
+            main, startup = paddle.static.Program(), paddle.static.Program()
+            guard = paddle.utils.unique_name.guard(f"{name}_{kind}_")
+            with paddle.static.program_guard(main, startup), guard:
+                x = paddle.static.data("x", [None, 8])
+                shapes = zip(([8, 5], [5, 3]), dtypes, strict=True)
+                first, second = (paddle.static.create_parameter(shape, dtype) for shape, dtype in shapes)
+                hidden = paddle.tanh(x.astype(first.dtype) @ first).astype(second.dtype)
+                loss = ((hidden @ second) ** 2).mean()
+                clip = nn.ClipGradByGlobalNorm(0.05)
+                optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.1, grad_clip=clip), Profile(**knobs))
+                optimizer.around_update(wrap)
+                optimizer.minimize(loss)
+            exe = paddle.static.Executor()
+            paddle.seed(11)
+            exe.run(startup)
+            for step in range(STEPS):
+                rows = np.random.default_rng([step, fleet.worker_index()]).standard_normal((4, 8)).astype("float32")
+                exe.run(main, feed={"x": rows}, fetch_list=[])
+            kept = main.state_dict("param", paddle.static.global_scope())
+            ends.append([np.array(kept[each]) for each in sorted(kept) if not each.endswith("@rows")])
+        found[name] = max(float(np.abs(one - other).max()) for one, other in zip(*ends, strict=True))
+    return found
+
+
 def save_as_paddle_does(folder: Path) -> None:
     trained = start(OPTIMIZERS["SGD"], 1, **KINDS["sharded"])
     with paddle.static.scope_guard(trained.scope):
@@ -321,7 +356,7 @@ def main() -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             each = {str(merged): surrounded(merged) for merged in (1, 2)}
-        report(fleet.worker_index(), surrounded=each, norms=norms(), scheduled=scheduled())
+        report(fleet.worker_index(), surrounded=each, norms=norms(), scheduled=scheduled(), wide=wide())
         report(fleet.worker_index(), refused=refusals(folder))
 
 
@@ -441,6 +476,11 @@ def test_a_norm_is_summed_while_new_parameters_are_sent(around: RanksResult) -> 
 
 def test_owners_of_unequal_numbers_of_buckets_follow_one_schedule(around: RanksResult) -> None:
     assert max(around.of_all("scheduled")) < EXACT
+
+
+@pytest.mark.parametrize("name", ["float64", "both"])
+def test_owners_update_float64_under_a_wrap(around: RanksResult, name: str) -> None:
+    assert all(rank[name] < EXACT for rank in around.of_all("wide"))
 
 
 @pytest.mark.parametrize(
