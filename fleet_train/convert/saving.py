@@ -383,23 +383,36 @@ def _own_part(job: Job, saved: Sequence[Arrays], number_saved: int) -> Arrays:
     return broadcast_arrays(job, mean_of_ranks(saved) if job.cluster.rank == 0 else {})
 
 
+_MOST_WORDS = 2000
+
+
 def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
     """Run ``action`` on rank 0; its result (a JSON value) on every rank, or rank 0's NotFinite, or CheckpointError with
-    its reason.
+    the words of whatever it has raised, Paddle's errors as well.
 
     ``what``: for the message; its first word names the broadcast, since each rank may pass a different folder.
     """
     answer: dict[str, Any] = {}
+    cause: Exception | None = None
     if job.cluster.rank == 0:
         try:
             answer = {"value": action()}
-        except (OSError, FleetTrainError) as error:
-            answer = {"problem": f"{what}: {error}", "not_finite": isinstance(error, NotFinite)}
+        except Exception as error:
+            cause = error
+            answer = {"problem": f"{what}: {_words_of(error)}", "not_finite": isinstance(error, NotFinite)}
     name = what.partition(" ")[0]
     answer = job.broadcast(f"{name} {job.count(name)}", answer)
     if "problem" in answer:
-        raise (NotFinite if answer["not_finite"] else CheckpointError)(answer["problem"])
+        raise (NotFinite if answer["not_finite"] else CheckpointError)(answer["problem"]) from cause
     return answer["value"]
+
+
+def _words_of(error: Exception) -> str:
+    """Its message; with its kind, where that is neither ours nor the system's."""
+    if isinstance(error, (OSError, FleetTrainError)):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *(["; ".join(lines)[:_MOST_WORDS]] if lines else [])])
 
 
 def make_equal(job: Job, found: Sequence[Converted], with_optimizer: Sequence[Converted] = ()) -> None:

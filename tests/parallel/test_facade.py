@@ -88,7 +88,9 @@ def main() -> None:
     fleet.save_persistables(exe, folder / f"rank{RANK}")
     report(RANK, folders=sorted(path.name for path in folder.glob("rank*")))
     weight = fleet.main_program.global_block().all_parameters()[0]
+    report(RANK, folder=str(folder))
     report(RANK, unknown_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["y"], [weight])))
+    report(RANK, unused_input=message_of(lambda: fleet.save_inference_model(exe, folder, ["x"], [weight])))
     other_model(folder / "good")
     report(RANK, replaced_in_job=replaced())
     fleet.shutdown()
@@ -150,6 +152,9 @@ def test_every_rank_gets_the_error_if_a_file_cannot_be_saved_or_loaded(ranks: Ra
         assert rank[case].startswith("CheckpointError: ")
         assert told in rank[case]
     assert "the program has no input 'y'; it has " in ranks[1]["unknown_input"]
+    for rank in ranks:  # an error of Paddle's own
+        assert rank["unused_input"].startswith(f"CheckpointError: export to {rank['folder']}: ValueError: ")
+        assert "is not involved in the target_vars calculation" in rank["unused_input"]
 
 
 if __name__ == "__main__":

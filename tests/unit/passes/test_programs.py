@@ -286,7 +286,7 @@ def test_what_an_operator_of_the_program_raises_is_explained_if_it_could_not_com
 ) -> None:
     main, job = paddle.static.Program(), SimpleNamespace()
     lost = WorkerFailed("step 4: rank 1 was lost")
-    exchange = SimpleNamespace(is_in_graph=is_in_graph, why_failed=lambda _: lost)
+    exchange = SimpleNamespace(trained=[], is_in_graph=is_in_graph, why_failed=lambda _: lost)
     made = session.Session(job, exchanges=[(main, exchange)])  # type: ignore[arg-type, list-item]
     monkeypatch.setattr(session, "_session", made)
     assert made.why_failed(main, error) is (lost if is_explained else None)
