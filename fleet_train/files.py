@@ -47,6 +47,15 @@ def publish(path: Path, content: bytes, draft_name: str, *, synced: bool = False
     os.replace(draft, path)
 
 
+def sync_folder(path: Path) -> None:
+    """Let the names in a folder be on the disk, in the order of their changes so far. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def publish_where_linked(path: Path, content: bytes) -> Path:
     """``publish`` for a file that users may have linked to another disk; returns where it was written.
 

@@ -4,7 +4,9 @@ persistables.safetensors   one of each tensor: what a single card needs, and wha
 ranks.safetensors          what differs between the ranks, as "rank 0/<name>"; only if there is such state
 complete.json              each tensor's kind, dtype, shape and SHA-256, the state of a script's learning-rate schedule,
                            in a checkpoint of a trainer also its state, score and run; begins with the SHA-256 of its
-                           own rest; written last
+                           own rest
+
+A file is written as ``<name>.part``. The rename of ``complete.json`` publishes a state; the tensors' follow it.
 
 A safetensors file is 8 bytes little endian, the header's length; the header, JSON of ``{name: {dtype, shape,
 data_offsets}}``; the tensors' bytes without gaps. Source: https://huggingface.co/docs/safetensors. It is written
@@ -32,7 +34,7 @@ import fleet_train
 from fleet_train.collectives.paddle_compat import installed_version
 from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, Array, Arrays, State
 from fleet_train.errors import CheckpointError
-from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, read_regular, write_all
+from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, read_regular, sync_folder, write_all
 
 TENSORS = "persistables.safetensors"
 RANKS = "ranks.safetensors"
@@ -40,7 +42,7 @@ DESCRIPTION = "complete.json"
 FORMAT = 3
 _TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2 = "persistables.json", "state.json"
 FILES = (TENSORS, RANKS, _TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2, DESCRIPTION)
-"""All files that a saved state may have, in any format; the last one is written last."""
+"""All files that a saved state may have, in any format."""
 _MOST_BYTES = 256 << 20
 _OF_A_RANK = re.compile(r"rank (0|[1-9][0-9]{0,8})/(.+)", re.DOTALL)
 _SEAL = b'{"sha256": "%s",'
@@ -57,6 +59,7 @@ _CHUNK = 16 << 20
 def write_tensors(folder: Path, state: State) -> dict[str, Any]:
     """Write the tensors under temporary names, synced; returns what ``publish`` is to say of them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
+    _finish(folder)
     files = {TENSORS: state.arrays, RANKS: _with_ranks(state.ranks)}
     written = {name: write_safetensors(_draft_of(folder, name), arrays) for name, arrays in files.items() if arrays}
     return {
@@ -72,16 +75,45 @@ def write_tensors(folder: Path, state: State) -> dict[str, Any]:
 
 
 def publish(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write the entries, synced, and give all files their names: the description last, which matches only them.
+    """Write the entries, synced, and give all files their names. Raises OSError.
 
-    Raises OSError.
+    The description gets its name first, and from then on the folder holds the new state: where the tensors that it
+    describes do not have theirs yet, they are read under their temporary ones.
     """
     with open_new(_draft_of(folder, DESCRIPTION)) as file:
         write_all(file, sealed({"format": FORMAT, **entries}))
         os.fsync(file.fileno())
-    for name in (*entries["files"], DESCRIPTION):
+    os.replace(_draft_of(folder, DESCRIPTION), folder / DESCRIPTION)
+    sync_folder(folder)
+    for name in entries["files"]:
         os.replace(_draft_of(folder, name), folder / name)
     (folder / _TENSORS_OF_FORMAT_2).unlink(missing_ok=True)  # it described the tensors that were here before
+
+
+def _finish(folder: Path) -> None:
+    """Complete a ``publish`` that was interrupted: what the next one writes has the same temporary names."""
+    left = [name for name in (TENSORS, RANKS) if os.path.lexists(_draft_of(folder, name))]
+    try:
+        files = _tensors_of(read_entries(folder))[0] if left else {}
+    except (CheckpointError, ValueError):
+        return  # the folder holds no state of this format
+    for name in left:
+        if _read_draft(folder, name, files[name]) is not None:
+            os.replace(_draft_of(folder, name), folder / name)
+
+
+def _read_draft(folder: Path, name: str, written: Mapping[str, Content]) -> Arrays | None:
+    """The tensors under their temporary name, if there are those that were ``written``; remains of a save that was
+    interrupted before it was published are others."""
+    try:
+        return read_safetensors(_draft_of(folder, name), written) if written else None
+    except (OSError, CheckpointError):
+        return None
+
+
+def _read_file(folder: Path, name: str, written: Mapping[str, Content]) -> Arrays:
+    draft = _read_draft(folder, name, written)
+    return read_safetensors(folder / name, written) if draft is None else draft
 
 
 def sealed(entries: Mapping[str, Any]) -> bytes:
@@ -112,9 +144,7 @@ def read_folder(folder: Path) -> State:
     except ValueError as error:
         raise CheckpointError(f"{folder / _describing(entries)} is damaged: {error}; {WAY_OUT}") from None
     try:
-        arrays, mixed = (
-            read_safetensors(folder / name, files[name]) if files[name] else {} for name in (TENSORS, RANKS)
-        )
+        arrays, mixed = (_read_file(folder, name, files[name]) if files[name] else {} for name in (TENSORS, RANKS))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no saved state: {Path(str(error.filename)).name} is missing") from None
     ranks: list[Arrays] = [{} for _ in range(number)]

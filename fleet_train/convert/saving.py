@@ -49,6 +49,7 @@ from fleet_train.convert.session import Converted, current, exchange_of, exchang
 from fleet_train.convert.sharding import ROWS
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
 from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError, NotFinite
+from fleet_train.files import sync_folder
 from fleet_train.log import log_once
 
 Folder = str | os.PathLike[str]
@@ -502,6 +503,9 @@ _EXPORTED_FILES = ("model.json", "model.pdiparams")
 def _export(exe: Any, folder: Path, feeds: Sequence[Any], targets: Sequence[Any]) -> None:
     """Write the program of ``targets``, pruned to what they need, and its parameters; old files are kept until both
     exist.
+
+    Parameters are never beside the program of others: the same program keeps its file, another one's is removed before
+    and gets its name last.
     """
     program, draft = targets[0].block.program, folder / ".exporting"
     shutil.rmtree(draft, ignore_errors=True)
@@ -511,9 +515,17 @@ def _export(exe: Any, folder: Path, feeds: Sequence[Any], targets: Sequence[Any]
     for name in _EXPORTED_FILES:
         with (draft / name).open("rb") as file:
             os.fsync(file.fileno())
-    for name in _EXPORTED_FILES:
-        os.replace(draft / name, folder / name)
+    described, parameters = _EXPORTED_FILES
+    if _content(folder / described) != _content(draft / described):
+        (folder / described).unlink(missing_ok=True)
+        sync_folder(folder)
+    os.replace(draft / parameters, folder / parameters)
+    os.replace(draft / described, folder / described)
     draft.rmdir()
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _value(program: Any, feed: Any) -> Any:

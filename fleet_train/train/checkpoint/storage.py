@@ -30,7 +30,7 @@ from fleet_train.cluster.environment import launched_job
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import WAY_OUT
 from fleet_train.errors import CheckpointError
-from fleet_train.files import read_regular
+from fleet_train.files import read_regular, sync_folder
 
 MARKER = persistables.DESCRIPTION
 _MOST_MARKER_BYTES = 256 << 20
@@ -98,7 +98,7 @@ def begin_draft(draft: Path) -> Path:
     """Create that empty folder in the folder of the checkpoints."""
     _remove(draft)
     draft.mkdir(parents=True)
-    _sync(draft.parent.parent)
+    sync_folder(draft.parent.parent)
     return draft
 
 
@@ -127,12 +127,12 @@ def publish(
 
 def put_in_place(draft: Path, final: Path) -> Path:
     """Rename a complete draft with synced files; an earlier checkpoint of that name is then removed."""
-    _sync(draft)
+    sync_folder(draft)
     if os.path.lexists(final):  # os.replace refuses a folder that is not empty
         _remove(_replaced_path(final))
         os.replace(final, _replaced_path(final))
     os.replace(draft, final)
-    _sync(final.parent)
+    sync_folder(final.parent)
     return final
 
 
@@ -239,7 +239,7 @@ def remove_others(checkpoints: Path, run: Run) -> None:
     try:
         ours = {path: _read_or_none(path) for path in reversed(_ours(checkpoints))}
         doomed = [_marked_for_removal(path) for path, saved in ours.items() if saved is None or saved.run != run]
-        _sync(checkpoints)
+        sync_folder(checkpoints)
         for path in doomed:
             _remove(path)
     except OSError as error:
@@ -321,7 +321,7 @@ def move_aside(path: Path, why: str) -> Path:
     target = aside / name_of(path)
     _remove(target)
     os.replace(path, target)
-    _sync(path.parent)
+    sync_folder(path.parent)
     return aside
 
 
@@ -351,11 +351,3 @@ def _marked_for_removal(folder: Path) -> Path:
     _remove(doomed)
     os.replace(folder, doomed)
     return doomed
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -17,6 +21,8 @@ import pytest
 
 from fleet_train import files, fleet
 from fleet_train.convert import persistables
+from fleet_train.convert import saving as saving_module
+from fleet_train.convert.program_state import State
 from fleet_train.errors import NotSaved
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
@@ -174,3 +180,80 @@ def test_full_disk_at_any_operation_is_said_and_leaves_the_one_before(tmp_path: 
         if path is None:
             assert not list((output / "checkpoints").glob(".writing-*")), "the draft is removed: its space is needed"
         assert_goes_on(output)
+
+
+def save_state(folder: Path, value: float) -> None:
+    arrays = {"w": np.full((40, 3), value, "float32"), "v": np.full(2, value, "float32")}
+    kinds = {"w": "parameter", "v": "optimizer"}
+    own = [{"fleet_train/dgc/w.velocity": np.full(120, value, "float32")} for _ in range(2)]
+    persistables.publish(folder, persistables.write_tensors(folder, State(arrays, kinds, own)))
+
+
+def value_in(folder: Path) -> float:
+    """The one value that all of a saved state has."""
+    state = persistables.read_folder(folder)
+    values = {
+        float(each) for arrays in (state.arrays, *state.ranks) for array in arrays.values() for each in array.flat
+    }
+    assert len(values) == 1
+    return values.pop()
+
+
+def cut_short(folder: Path, fails_at: int, action: Callable[[], None]) -> int:
+    """How many operations were done when the machine stopped; its disk then holds what was synced."""
+    with pytest.MonkeyPatch.context() as patched:
+        disk = Disk(folder, fails_at, Crash())
+        disk.install(patched)
+        with suppress(Crash):
+            action()
+    disk.lose_what_was_not_synced()
+    return disk.operations
+
+
+def test_a_state_saved_over_another_is_one_of_the_two_wherever_the_save_ends(tmp_path: Path) -> None:
+    save_state(tmp_path / "counted", 0.0)
+    operations = cut_short(tmp_path / "counted", 0, lambda: save_state(tmp_path / "counted", 1.0))
+    assert operations > 10
+    seen = set()
+    for first in range(1, operations + 2):
+        folder = tmp_path / str(first)
+        save_state(folder, 1.0)
+        cut_short(folder, first, lambda folder=folder: save_state(folder, 2.0))
+        seen.add(left := value_in(folder))
+        for second in range(1, operations + 4, 2):
+            again = tmp_path / f"{first} {second}"
+            shutil.copytree(folder, again)
+            cut_short(again, second, lambda again=again: save_state(again, 3.0))
+            assert value_in(again) in (left, 3.0)
+            save_state(again, 4.0)
+            assert value_in(again) == 4.0
+            assert not list(again.glob("*.part"))
+    assert seen == {1.0, 2.0}
+
+
+def test_an_export_over_another_never_has_parameters_beside_the_program_of_others(tmp_path: Path) -> None:
+    """Paddle reads two files: they are of one export, or the program is missing, which Paddle says."""
+
+    def export(folder: Path, number: int) -> None:
+        def write(prefix: str, *_: Any, **__: Any) -> None:
+            Path(f"{prefix}.json").write_text(f"program {number // 2}")
+            Path(f"{prefix}.pdiparams").write_text(f"parameters {number}")
+
+        block = SimpleNamespace(program=None)
+        with mock.patch.object(paddle.static, "save_inference_model", write):
+            saving_module._export(None, folder, [], [SimpleNamespace(block=block)])
+
+    for before, after in ((2, 3), (2, 4)):  # the same program, and another one
+        seen = set()
+        for fails_at in range(1, 30):
+            folder = tmp_path / f"{before} {after} {fails_at}"
+            export(folder, before)
+            cut_short(folder, fails_at, lambda folder=folder, after=after: export(folder, after))
+            found = [
+                (folder / name).read_text() for name in ("model.pdiparams", "model.json") if (folder / name).exists()
+            ]
+            seen.add(tuple(found))
+        whole = {(f"parameters {number}", f"program {number // 2}") for number in (before, after)}
+        assert whole <= seen
+        assert all(len(each) == 1 for each in seen - whole)
+        assert (before // 2 != after // 2) == bool(seen - whole)
