@@ -348,3 +348,19 @@ def group_norm(
     weight = parameter(layer, param_attr or False, size, dtype_of(input), ones)
     bias = parameter(layer, bias_attr or False, size, dtype_of(input), is_bias=True)
     return activated(functional.group_norm(input, groups, epsilon, weight, bias, data_layout), act)
+
+
+def fill_constant_batch_size_like(
+    input: Any,
+    shape: Sequence[int],
+    dtype: str,
+    value: float,
+    input_dim_idx: int = 0,
+    output_dim_idx: int = 0,
+    force_cpu: bool = False,
+) -> Any:
+    """``value`` in ``shape``, of which one size is that of ``input``, such as the batch."""
+    del force_cpu
+    sizes: list[Any] = [int(size) for size in shape]
+    sizes[output_dim_idx] = paddle.shape(input)[input_dim_idx]
+    return paddle.full(sizes, value, dtype)

@@ -14,7 +14,7 @@ from libcst.metadata import Assignment, ImportAssignment, ParentNodeProvider, Po
 from fleet_train.port import calls
 from fleet_train.port.calls import HEADS, REPLACED, keyword, keyword_of, positional, source
 from fleet_train.port.index import CARRIED_OUT, FLUID, IN_STATIC_MODE, canonical, is_fleet, is_old, rule_of
-from fleet_train.port.rules import Rule
+from fleet_train.port.rules import Rule, To
 
 _BUILD_STRATEGIES = ("paddle.fluid.BuildStrategy", "paddle.static.BuildStrategy")
 _PARAMETERS = ("parameters", "parameter_list", "no_grad_set")
@@ -233,9 +233,13 @@ class FactFinder(Names, cst.CSTVisitor):
     def _takes_values(self, call: cst.Call, name: str) -> None:
         """Variables that a layer is given are values of the program."""
         if _VALUES.fullmatch(name) and not _OF_SHAPES.search(name):
-            given = [*positional(call)[:1], *(one for one in call.args if keyword_of(one) in _OF_VALUES)]
-            for argument in given:
-                self._remember("value", argument.value)
+            rule = self.rule_of(call.func)
+            known = [parameter.old for parameter in rule.parameters] if isinstance(rule, To) else []
+            known = known or ["x", *(["y"] if "elementwise" in name else [])]
+            named = [(keyword_of(argument), argument) for argument in call.args if argument.keyword is not None]
+            for parameter, argument in [*zip(known, positional(call), strict=False), *named]:
+                if parameter in _OF_VALUES:
+                    self._remember("value", argument.value)
 
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:

@@ -181,7 +181,7 @@ LAYERS: dict[str, Rule] = {
         "shape / dtype value>fill_value force_cpu- out-None",
         hand="paddle.assign(paddle.full(shape, value, dtype), out)",
     ),
-    "fill_constant_batch_size_like": Todo("paddle.full([paddle.shape(input)[0], ...], value, dtype)"),
+    "fill_constant_batch_size_like": To("compat.fill_constant_batch_size_like"),
     "zeros": To("paddle.zeros", "shape dtype / force_cpu-"),
     "ones": To("paddle.ones", "shape dtype / force_cpu-"),
     "zeros_like": To("paddle.zeros_like", "x / out-None", hand="paddle.zeros_like(x)"),
