@@ -194,7 +194,9 @@ def _unwritable_logs_refused(launch: Launch, rendezvous: Rendezvous, number: int
     try:
         yield
     except OSError as error:
-        message = f"--log_dir={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
+        message = (
+            f"{launch.request.log_flag}={launch.log_dir}: {error.filename or 'it'} cannot be written: {error.strerror}"
+        )
         if number == 0:
             message += "; make room, or choose another folder"
             rendezvous.fail(message, ClusterError.exit_code, no_root_cause=True, final=True)

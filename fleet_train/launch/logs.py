@@ -129,9 +129,7 @@ def take_log_dir(wanted: Path) -> Path:
         except BlockingIOError:
             continue
         if number > 1:
-            logger.warning(
-                f"{wanted} is in use by another job ({holder(wanted)}); the logs of this one go to {folder} (--log_dir)"
-            )
+            logger.warning(f"{wanted} is in use by another job ({holder(wanted)}); the logs of this one go to {folder}")
         _taken[wanted] = folder, held
         break
     return _taken[wanted][0]

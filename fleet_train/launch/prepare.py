@@ -123,7 +123,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
     node = place(request, machine)
     check_ports(node)
     access = access_of_request(request, node, environ)
-    check_log_dir(request.log_dir)
+    check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
     strict = request.strict or is_strict(environ)
     environment = build_environment(
@@ -324,11 +324,11 @@ def check_name(what: str, path: Path) -> None:
         raise ClusterError(f"{what}{str(path)[:100]} cannot be used: {reason}; give another path") from None
 
 
-def check_log_dir(log_dir: Path) -> None:
-    check_name("--log_dir=", log_dir)
+def check_log_dir(log_dir: Path, flag: str = "--log_dir") -> None:
+    check_name(f"{flag}=", log_dir)
     nearest = next(folder for folder in [log_dir.absolute(), *log_dir.absolute().parents] if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ClusterError(f"--log_dir={log_dir}: {nearest} is not a writable folder; choose another")
+        raise ClusterError(f"{flag}={log_dir}: {nearest} is not a writable folder; choose another")
 
 
 def load_strategy(asked: str | None, settings: Sequence[str] = ()) -> tuple[str | None, Profile | None]:

@@ -61,6 +61,8 @@ class LaunchRequest:
     settings: tuple[str, ...] = ()
     """The texts of ``--set``, ``knob=value`` each."""
     log_dir: Path = Path("log")
+    log_flag: str = "--log_dir"
+    """The flag that the user has given it by, for messages: other commands launch as well."""
     join_timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     job_id: str | None = None

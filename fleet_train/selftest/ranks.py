@@ -101,6 +101,7 @@ def request_of(command: Command, where: Where, outcome: Path) -> LaunchRequest:
         started_port=where.started_port,
         processes_per_node=nproc,
         log_dir=command.folder / "log",
+        log_flag="--record",
         join_timeout_seconds=command.join_timeout_seconds,
     )
 

@@ -201,7 +201,7 @@ def _log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     if log_dir is None:
         return None
     path = Path(log_dir)
-    check_log_dir(path)
+    check_log_dir(path, "log_dir")
     path.mkdir(parents=True, exist_ok=True)
     return path.absolute()
 

@@ -68,8 +68,8 @@ RUN = [
         "--epochs 2 --output_dir runs/two": "2 rank(s) on 1 node(s)",
     },
     {  # docs/data.md; its first block of Python makes the images
-        "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/two/log -m fleet_train train --model ResNet18 "
-        "--data_dir ./images --image_size 32 --epochs 1 --batch_size 8 --workers 1 --output_dir runs/two": (
+        "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/images/log -m fleet_train train --model "
+        "ResNet18 --data_dir ./images --image_size 32 --epochs 1 --batch_size 8 --workers 1 --output_dir runs/images": (
             "ResNet18 on ./images: 2 rank(s)"
         ),
         "python -m fleet_train train --model cnn --data synthetic:3x32x32x10x640 --epochs 1 --output_dir runs/noise": (
@@ -93,6 +93,23 @@ BY_NAME = (
 )
 # Commands that have commands of their own.
 GROUPS = {name for name in COMMANDS if isinstance(cli.get_command(Context(cli), name), Group)}
+
+
+def test_no_page_trains_into_a_folder_that_another_command_has_used() -> None:
+    """It would be refused, by whoever follows the pages from the first to the last."""
+    used: dict[str, str] = {}
+    for page in PAGES:
+        if page.name == "README_cn.md":  # the same commands as README.md
+            continue
+        for command in shell_commands(page.read_text()):
+            words = shlex.split(command, comments=True)
+            is_trainer = "fleet_train train" in command or "own_program.py" in command
+            if not is_trainer or {"--resume", "--overwrite", "--dry-run"} & set(words):
+                continue
+            folder = re.search(r"--output_dir[ =](\S+)", command)
+            where = folder[1] if folder else "runs/train"
+            assert where not in used, f"{page.name}: {command}\n{used[where]}"
+            used[where] = f"{page.name}: {command}"
 
 
 def test_what_is_run_is_what_the_pages_print() -> None:

@@ -259,6 +259,8 @@ def test_what_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ClusterError, match="file is not a writable folder"):
         prepare.check_log_dir(tmp_path / "file" / "log")
+    with pytest.raises(ClusterError, match=r"^--record=.*file is not a writable folder"):
+        prepare.check_log_dir(tmp_path / "file" / "log", "--record")
     with pytest.raises(PaddleUnusable, match=r"Paddle is not installed for .*pip install paddlepaddle"):
         prepare.check_paddle(machine("not installed"), None)
 

@@ -351,7 +351,7 @@ def test_a_folder_in_use_by_another_job_is_left_to_it_until_that_ends(tmp_path: 
             assert logs.take_log_dir(tmp_path / "log") == tmp_path / "log.2"
         assert len(messages) == 1
         assert messages[0].startswith(f"{tmp_path}/log is in use by another job (process {pid} of ")
-        assert messages[0].endswith(f"); the logs of this one go to {tmp_path}/log.2 (--log_dir)")
+        assert messages[0].endswith(f"); the logs of this one go to {tmp_path}/log.2")
         assert (tmp_path / "log.2").is_dir()
     finally:
         other.kill()

@@ -500,6 +500,7 @@ def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     command = command_of(options, tmp_path / "out")
     request = request_of(command, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "outcome")
     assert request.is_module
+    assert (request.log_dir, request.log_flag) == (tmp_path / "out" / "log", "--record")
     assert request.hosts == ("10.0.0.1", "10.0.0.2")
     assert request.processes_per_node == 3
     words = list(request.command)
