@@ -210,6 +210,9 @@ class _Watched:
             self._error = not_converted(what, "", self._minimized_alone)
         elif isinstance(error, SystemExit):
             self._error = ConversionError(f"the script ended (exit {error.code}) before optimizer.minimize was called")
+        elif paddle.distributed.fleet.fleet._role_maker is not None and not session.is_open():
+            name = type(error).__name__
+            self._error = not_converted(f"the script uses Paddle's own fleet, and ended with {name}: {error}"[:300])
         else:
             raise error
 
