@@ -74,19 +74,8 @@ def evaluation(script: Script) -> None:
     _evaluated(script, loss, judging, judged)
 
 
-@program("State is saved in the middle, changed by more steps and loaded; training continues.")
+@program("State is saved in the middle, changed by more steps and loaded with its schedule; training continues.")
 def save_and_load(script: Script) -> None:
-    loss = _minimized(script, Adam(0.01, epsilon=1e-3), 8)
-    script.start()
-    for steps, then in (((0, 1), script.save), ((7, 8), script.load), ((2, 3), None)):
-        for step in steps:
-            script.run(script.batch(step), [loss])
-        if then:
-            then()
-
-
-@program("State is saved, changed and loaded with the learning-rate schedule, which nobody else restores.")
-def save_and_load_with_schedule(script: Script) -> None:
     schedule = paddle.optimizer.lr.NoamDecay(8, 3)
     loss = _minimized(script, Adam(schedule, epsilon=1e-3), 8)
     script.start()
