@@ -14,6 +14,7 @@ from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
 from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
+from fleet_train.collectives.finite import IGNORE, SKIP, FiniteCheck, Rollback
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
@@ -63,8 +64,10 @@ class GradientExchange:
         rate: Callable[[], float],
         dgc: DgcSettings | None = None,
         lookups: Mapping[str, Lookups] | None = None,
+        nonfinite: str = IGNORE,
     ) -> None:
-        """``lookups``: of the embeddings' tables whose rows are sent, by parameter."""
+        """``lookups``: of the embeddings' tables whose rows are sent, by parameter. ``nonfinite``: as of
+        `FiniteCheck`."""
         self._job = job
         self._plan = plan
         self._profile = profile
@@ -80,6 +83,19 @@ class GradientExchange:
         self._stream = profile.collective_stream
         self.kept: dict[str, Kept] = {}
         """The optimizer's state, by the names of its variables."""
+        self.finite = FiniteCheck(job, nonfinite, lambda: self._moment)
+        kept = compression_of(profile.compression)
+        outlives = kept.has_error_feedback or kept.keeps_nan
+        self._rollback = Rollback() if outlives and nonfinite == SKIP else None
+        self.asks_all = nonfinite == SKIP and (outlives or profile.use_local_sgd)
+        """Whether ranks decide with `is_spoilt` which steps are skipped: the averages of all gradients do not say."""
+        if self._rollback is not None and not job.engine.reads_values:
+            raise ConversionError(
+                f"nonfinite: skip with compression: {profile.compression}: after a skipped step what is kept of a "
+                "gradient is put back, and a device would have to be read for that; use nonfinite: error, or "
+                "compression: none or bf16"
+            )
+        self._is_spoilt: Any = None
         self._trainings = Trainings(self._new_training)
         rows = self._now.rows
         whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
@@ -87,6 +103,7 @@ class GradientExchange:
         self.first_parameter = plan.buckets[0].gradients[0].name
         """One that this communicates for: a training is where it is."""
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
+        self._names = [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
         self._sharing: list[Running[None]] = []
@@ -177,6 +194,15 @@ class GradientExchange:
         """Of parameters, with LocalSGD."""
         return self._now.averaging
 
+    def is_spoilt(self) -> Any:
+        """Whether no rank is to update in this run, because a gradient of one is not finite: float32 [1], above 0 if
+        so. Called after the last bucket was launched."""
+        if not self._now.updates:
+            return paddle.zeros([1], "float32")
+        with self._job.clock.exposed():
+            self._is_spoilt = self.finite.is_spoilt_somewhere()
+        return self._is_spoilt
+
     @property
     def is_in_graph(self) -> bool:
         """Whether operators of the program sum the buckets (`in_graph`)."""
@@ -244,8 +270,12 @@ class GradientExchange:
             self._next_step(boundary is None or self._now.boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
+        own = self._own(index, gradients)
         if self._now.updates:
-            self.barrier.first_gradients.see(self._own(index, gradients), self.step)
+            self.barrier.samples.first_gradients.see(own, self.step)
+        self.finite.see(self._names[index], own)
+        if index == len(self._plan.buckets) - 1:
+            self.finite.end_step()
         if not self.sends_gradients:
             self._running[index] = _done(self._unsent(index, gradients))
             return
@@ -317,6 +347,8 @@ class GradientExchange:
             averages = self._running.pop(index).result()
         is_last = index == len(self._plan.buckets) - 1
         recorder.add("wait", self._labels[index] if self._now.updates else "", began, is_worth_it=is_last)
+        if is_last and self._rollback is not None and self.sends_gradients and bool(self._is_spoilt.item()):
+            self._rollback.undo()
         if is_last and self._now.updates and not self._owners:
             self._end_step()
         return averages
@@ -357,11 +389,13 @@ class GradientExchange:
         """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""
         self._job.refuse_other_place(flat)
         self._next_step(True)
-        self.barrier.first_gradients.see([flat], self.step)
+        self.barrier.samples.first_gradients.see([flat], self.step)
         self.barrier.wait(on_any_engine=True)
 
-    def end_in_graph(self) -> None:
-        """Called after the operators that wait for the last bucket."""
+    def end_in_graph(self, are_finite: Sequence[Any]) -> None:
+        """Called after the operators that wait for the last bucket. ``are_finite``: of each bucket, before its sum."""
+        self.finite.see_flags(are_finite)
+        self.finite.end_step()
         self._job.engine.watch_step(self._context("the sums of its buckets"))
         recorder.add("wait", "the program's sums", time.perf_counter(), is_worth_it=True)
         self._end_step()
@@ -387,6 +421,7 @@ class GradientExchange:
     def drain_copies(self) -> None:
         """Read what the last step copied to the host: before the next step reads anything, and before state is saved.
         All ranks call it; raises ScheduleMismatch for replicas that have diverged."""
+        self.finite.drain_copies()
         self._now.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
@@ -426,6 +461,10 @@ class GradientExchange:
         if updates and self._proof is not None:
             self._proof.begin_update()
         self._job.clock.begin_step()
+        self.finite.drain_copies()
+        self.finite.begin_step()
+        if self._rollback is not None and self.sends_gradients:
+            self._rollback.remember(now.methods)
         if updates and now.is_synchronous(now.step):
             now.barrier.before_first_bucket(now.step)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def token() -> Any:
     return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
-_LINKS = ("arrive", "begin", "launch", "wait", "share", "fill", "finish", "gate", "passed")
+_LINKS = ("arrive", "begin", "launch", "spoilt", "wait", "share", "fill", "finish", "gate", "passed")
 _OTHER_LINKS = ("barrier", "gather", "total", "owners", "broadcast", "loss")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
@@ -144,10 +145,20 @@ def is_wait(operator: Any) -> bool:
 _STARTS_A_STEP = re.compile(r"fleet_train_(?:launch|gate)_(\d+)_\d+_")
 
 
+_exchanges: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+"""By program: how many operators it had when it was looked at, and what was found."""
+
+
 def exchanges_in(program: Any) -> frozenset[int]:
     """The numbers of the exchanges that a program, or a copy of it, carries out."""
-    found = (_STARTS_A_STEP.search(operator.name()) for operator in program.global_block().ops)
-    return frozenset(int(match[1]) for match in found if match)
+    if not isinstance(program, paddle.static.Program):
+        return frozenset()
+    operators, numbers = _exchanges.get(program, (-1, frozenset[int]()))
+    if operators != program.num_ops():
+        found = (_STARTS_A_STEP.search(operator.name()) for operator in program.global_block().ops)
+        numbers = frozenset(int(match[1]) for match in found if match)
+        _exchanges[program] = program.num_ops(), numbers
+    return numbers
 
 
 def passes_a_token(operator: Any) -> bool:
@@ -211,6 +222,13 @@ def emit_wait(
     name = f"wait_{exchange.number}_{bucket.index}"
     link, *averages = emit_link(name, lambda: exchange.wait(bucket.index), chain, outputs=outputs)
     return link, averages
+
+
+def emit_is_spoilt(exchange: GradientExchange, chain: Any) -> tuple[Any, Any]:
+    """Insert the operator by which all ranks learn whether one has NaN or infinity; returns the next token and that,
+    float32 [1], above 0 if so."""
+    link, spoilt = emit_link("spoilt", lambda: [exchange.is_spoilt()], chain, outputs=[_TOKEN])
+    return link, spoilt
 
 
 def emit_share(

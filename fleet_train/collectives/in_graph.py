@@ -47,6 +47,7 @@ class GraphSums:
                 )
         self._ring = ring_of(job)
         self._means: dict[int, Any] = {}
+        self._are_finite: list[Any] = []
 
     def launch(self, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None) -> tuple[Any, Any]:
         """Append the operators that sum a bucket; returns the next token and the value of the last operator."""
@@ -55,6 +56,8 @@ class GraphSums:
         if bucket.index == 0:
             name = f"gate_{self._exchange.number}_0"
             chain, flat = emit_link(name, self._gate, chain, [flat], [(flat.shape, flat.dtype)])
+        if self._exchange.finite.is_asked_for:
+            self._are_finite.append(paddle.isfinite(flat).all())
         divide_by, stream = 1.0 / self._plan.world_size, STREAM if not self._plan.waits_for_each else ""
         if self._scales_first:
             mean = emit_sum(scaled(flat, divide_by), self._ring, stream)
@@ -70,7 +73,9 @@ class GraphSums:
         mean = self._means.pop(bucket.index)
         averages = unflatten(mean, [gradient.shape for gradient in bucket.gradients])
         if bucket.index == len(self._plan.buckets) - 1:
-            chain = emit_link("passed", lambda _: self._exchange.end_in_graph(), chain, [mean])[0]
+            found, self._are_finite = self._are_finite, []
+            passed = lambda _, *flags: self._exchange.end_in_graph(flags)  # noqa: E731
+            chain = emit_link("passed", passed, chain, [mean, *found])[0]
         return chain, averages
 
     def _gate(self, flat: Any) -> list[Any]:

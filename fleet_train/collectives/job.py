@@ -55,6 +55,8 @@ from fleet_train.plan.price import Network
 _GIVEN_UP = "a collective is given up"
 # One name for all steps: without a step barrier, a rank may already be in the next step.
 _ATTRIBUTION = "a collective that failed"
+_STEPS_OF = "steps of rank "
+_NAMED_LEFT = 8
 _REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 Array = np.ndarray[Any, Any]
@@ -104,6 +106,8 @@ class Job:
         """Synchronization points other than step barriers: the same number on every rank between the same calls."""
         self.advise: Callable[[FleetTrainError], None] = lambda _: None
         """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
+        self.describe_steps: Callable[[], str] = str
+        """How many steps this rank has made, and where in the script; empty for none."""
         self._turn = (-1, 0)
         self._left = False
         self._has_reported = False
@@ -163,6 +167,11 @@ class Job:
         with self._sync_point():
             return self.store.broadcast(name, value, source, *self._everybody(timeout_seconds))
 
+    def share(self, name: str, value: Any) -> Any:
+        """As `broadcast`, of rank 0 and right before a step, which needs no barrier of its own because of it."""
+        with self._remembering():
+            return self.store.broadcast(name, value, 0, *self._everybody(None))
+
     def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
         """Whether all ranks pass the same JSON value: empty if they do, else which ranks pass which."""
         if self.world_size == 1:
@@ -217,8 +226,28 @@ class Job:
             raise
 
     def located(self, error: _Error) -> _Error:
-        """The error with the lines at which ranks stand that others wait for, if their witnesses know."""
+        """The error with the lines at which ranks stand that others wait for, if their witnesses know, and the steps of
+        those that have left."""
+        if steps := self._steps_of_those_that_left(error):
+            error.args = (f"{error}; {steps}",)
         return _with_stands(error, self._stands_of(error))
+
+    def _steps_of_those_that_left(self, error: BaseException) -> str:
+        left = (
+            [each.member for each in error.absent if each.kind == "left"] if isinstance(error, FleetTrainError) else []
+        )
+        made = []
+        for rank in left[:_NAMED_LEFT]:
+            with contextlib.suppress(FleetTrainError):
+                if steps := self._watchdogs_store().get(f"{_STEPS_OF}{rank}"):
+                    made.append(f"rank {rank} made {steps}")
+        if not made or not (own := self.describe_steps()):
+            return ""
+        return (
+            f"{', '.join(made)}; rank {self.cluster.rank} has begun {own}. All ranks must make equally many: let them "
+            "agree on the fewest batches before the loop, number = int(fleet.all_reduce(np.array([number]), "
+            "op='min')[0]), or read with a sampler that fills up (docs/data.md)"
+        )
 
     def _stands_of(self, error: BaseException) -> list[Stand]:
         absent = error.absent if isinstance(error, FleetTrainError) else ()
@@ -386,6 +415,8 @@ class Job:
         self.engine.stop()
         if self._store is not None and self.failure is None:
             with contextlib.suppress(FleetTrainError):
+                if steps := self.describe_steps():
+                    self._store.set(f"{_STEPS_OF}{self.cluster.rank}", steps)
                 self._store.leave()
         self.close()
 

@@ -6,19 +6,13 @@ from concurrent.futures import Future
 
 from fleet_train import timeouts
 from fleet_train.collectives.job import Job, Passed
-from fleet_train.collectives.replica_check import FirstGradients
+from fleet_train.collectives.samples import SamplesCheck
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
 
 # The first step compiles and connects, and its time is reported at the second step's barrier; the third one's compares
 # the first two steps' gradients.
 _FIRST_STEPS = 3
-
-_SAME_GRADIENTS = (
-    "all ranks computed the same gradient twice in a row: they read the same samples; share them: "
-    "fleet_train.data.ShardedBatchSampler, paddle.io.DistributedBatchSampler, fleet.split_files, or a seed with "
-    "fleet.worker_index() (docs/data.md)"
-)
 
 
 class StepBarrier:
@@ -40,7 +34,7 @@ class StepBarrier:
         self._begun = 0
         self._sync_points = 0
         """``Job.sync_points`` at the last barrier of this exchange."""
-        self.first_gradients = FirstGradients(job.engine.device, buckets)
+        self.samples = SamplesCheck(job, number, buckets)
         self.running: Future[Passed] | None = None
         """The barrier of the current step."""
 
@@ -93,7 +87,7 @@ class StepBarrier:
         """Start a barrier in the background; the note has this rank's times since the last one."""
         self._begun += 1
         self._sync_points = self._job.sync_points
-        note = self._job.notes.own(self.first_gradients.digest(step))
+        note = self._job.notes.own(self.samples.digest(step))
         return self._job.engine.run_in_background(lambda: self._job.step_barrier(name, self._bound_seconds, note))
 
     def passed(self, barrier: Future[Passed]) -> None:
@@ -102,4 +96,4 @@ class StepBarrier:
         self._job.clock.add_barrier(passed.seconds)
         self._job.notes.read_answer(passed.answer)
         if passed.answer.same_gradients:
-            self._job.advise(DataError(_SAME_GRADIENTS))
+            self._job.advise(DataError(self.samples.found()))

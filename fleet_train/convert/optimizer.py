@@ -12,7 +12,8 @@ from fleet_train.cluster.flight import trace
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange, Kept
-from fleet_train.collectives.host_ops import emit_finish, onednn_flags
+from fleet_train.collectives.finite import IGNORE, SKIP
+from fleet_train.collectives.host_ops import emit_finish, emit_is_spoilt, onednn_flags
 from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process
@@ -32,6 +33,7 @@ from fleet_train.convert.passes.aliases import keep_shared_memory, separate_resu
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.program import held_values
 from fleet_train.convert.passes.recompute import recomputes
+from fleet_train.convert.passes.skipping import SkipNotFinite, keep_statistics_finite
 from fleet_train.convert.planning import (
     agreed_plan,
     fitted_to,
@@ -241,6 +243,8 @@ class DistributedOptimizer:
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
         refuse_clip_of_sums(self._profile, self._inner)
+        if self._profile.nonfinite == SKIP and self._skipping is None:
+            self._wraps.append(SkipNotFinite().guard)  # last, so that nothing else sees such gradients
         params_grads, several = summed_over_uses(
             params_grads, getattr(owner_of(self._inner, "_grad_clip"), "_grad_clip", None) is not None
         )
@@ -249,6 +253,7 @@ class DistributedOptimizer:
         merged = self._passes.merge(params_grads, tables)
         if self._job.world_size == 1:
             operators = self._update(merged, merged.pairs)
+            self._keep_statistics(main)
             updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.loss_scale)
             self._converted(updated, startup)
         else:
@@ -289,13 +294,17 @@ class DistributedOptimizer:
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
         lookups = {name: table.described for name, table in tables.items()}
-        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, self._dgc, lookups)
+        exchange = GradientExchange(
+            self._job, plan, profile, self._inner.get_lr, self._dgc, lookups, self._on_not_finite
+        )
         log_once(exchange.notices, self._rank)
         sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange, tables)
         owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         if trace.current is not None and self._loss is not None:
             insert_mark_of_backward(self._loss)
+        if exchange.asks_all and self._skipping is not None:
+            chain, self._skipping.spoilt = emit_is_spoilt(exchange, chain)
         operators: list[Any] = []
         averaged: ParamsGrads = []
         together = self._updated_together(plan)
@@ -316,11 +325,29 @@ class DistributedOptimizer:
             chain = owners.fill(chain)
         exchange.kept = self._kept
         remove_dense_gradients(main, [item.value for item in ready if item.rows])
+        self._keep_statistics(main)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
         over_owners = None if owners is None else owners.over_owners
         updated = UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale, over_owners)
         return operators, updated, plan, exchange
+
+    @property
+    def _skipping(self) -> SkipNotFinite | None:
+        """What skips updates with NaN or infinity, by the profile or by a call of `around_update`."""
+        owners = [getattr(wrap, "__self__", None) for wrap in self._wraps]
+        return next((owner for owner in owners if isinstance(owner, SkipNotFinite)), None)
+
+    @property
+    def _on_not_finite(self) -> str:
+        """As of `FiniteCheck`. A loss scale makes infinite gradients on purpose, and skips such updates itself."""
+        if self._passes.loss_scale is not None:
+            return IGNORE
+        return self._profile.nonfinite if self._skipping is None else SKIP
+
+    def _keep_statistics(self, main: Any) -> None:
+        if self._skipping is not None:
+            keep_statistics_finite(main)
 
     def _programs_of(self, loss: Any, startup_program: Any) -> tuple[Any, Any]:
         """The program of ``loss`` and its startup program."""
@@ -509,7 +536,8 @@ def _refuse_dynamic_mode(call: str, job: Job, profile: Profile) -> None:
 
 def _leaves_one_process_alone(profile: Profile) -> bool:
     """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
-    return profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
+    plain = profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
+    return plain and profile.nonfinite != SKIP
 
 
 # Methods of Paddle's optimizers, and of those that it wraps around others.

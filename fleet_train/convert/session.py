@@ -33,11 +33,12 @@ from fleet_train.convert import process
 from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.one_card import leave_out_host_operators
-from fleet_train.convert.passes.program import updates_alone
+from fleet_train.convert.passes.program import script_line, updates_alone
+from fleet_train.convert.passes.skipping import of_feeds
 from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.convert.schedules import Schedules
-from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
+from fleet_train.errors import ClusterError, ConversionError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
 from fleet_train.plan.choose import MeasuredLink
@@ -68,6 +69,10 @@ class Session:
     _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _feed: Any = None
+    """What the last run was fed."""
+    _running: tuple[GradientExchange, str] | None = None
+    """The program that ran last, and where in the script."""
     _has_updated: bool = False
     """Whether an optimizer has updated in dynamic mode."""
     _has_reduced: bool = False
@@ -142,8 +147,29 @@ class Session:
     def on_reduction(self) -> None:
         self._has_reduced = True
 
+    def on_feed(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+        """Look at what the next run is fed, and keep it: an error about its gradients says whether that is finite."""
+        self._feed = feed
+        numbers = exchanges_in(program or paddle.static.default_main_program())
+        exchange = next((each for _, each in reversed(self.exchanges) if each.number in numbers), None)
+        if exchange is not None:
+            self._running = exchange, script_line()
+            exchange.barrier.samples.fed(feed)
+        return feed, fetch_list
+
+    def describe_steps(self) -> str:
+        """``18 steps, the last one in train.py, line 14``; empty if there were none."""
+        if self._running is None or not self._running[0].step:
+            return ""
+        exchange, line = self._running
+        return f"{exchange.step} steps, the last one in {line}"
+
     def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
-        """The error for a run in dynamic mode, or in which an operator of the program itself could not communicate."""
+        """The error for a run with NaN, in dynamic mode, or in which an operator of the program itself could not
+        communicate."""
+        if isinstance(self.job.failure, NotFinite) and not isinstance(error, NotFinite):
+            self.job.failure = NotFinite(f"{self.job.failure}{of_feeds(self._feed)}")
+            return self.job.failure
         if paddle.in_dynamic_mode() and isinstance(error, AttributeError):
             return ConversionError(
                 "Executor.run was called in dynamic mode, and it runs static programs: call paddle.enable_static() at "
@@ -209,10 +235,12 @@ def begin(role: Any, strategy: Any) -> Session:
     _session = Session(job, strategy, strict)
     process.watch(job)
     job.advise = _session.advise
+    job.describe_steps = _session.describe_steps
     if not imagined_job:
         process.before_each_run(refuse_foreign_fetches, is_last=True)
     if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
+        process.before_each_run(_session.on_feed, is_last=True)
         process.explain_failed_runs(_session.why_failed)
         _call_before(paddle.optimizer.Optimizer, "_apply_optimize", _session.on_dynamic_update)
         _call_before(paddle.distributed.communication.stream, "all_reduce", _session.on_reduction)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
@@ -145,7 +146,8 @@ def _run_one(
         waiting_nodes = partial(coordinator.waiting_nodes, attempt)
         with _unwritable_logs_refused(launch, rendezvous, number):
             launch = _with_own_log_dir(launch, rendezvous)
-            logs = LogFolder(launch.node, launch.log_dir, number, launch.request.verbose)
+            script = None if launch.request.is_module else Path(launch.request.command[0])
+            logs = LogFolder(launch.node, launch.log_dir, number, launch.request.verbose, script)
             logs.prepare()
             write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
         logger.info(launch.summary() + (f"; attempt {number}" if number else ""))

@@ -7,13 +7,14 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.flight.witness import Seen, flight_name, stacks_name, write_files
-from fleet_train.files import hold, holder, open_new, publish
+from fleet_train.files import hold, holder, open_new, publish, read_regular
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of
 from fleet_train.launch.report import last_lines
@@ -39,14 +40,17 @@ _STOPPED_BLOCK = re.compile(
 class LogFolder:
     """The logs and end records of one attempt; the first problem with writing them is reported.
 
-    ``verbose``: last lines include Paddle's start-up lines.
+    ``verbose``: last lines include Paddle's start-up lines. ``script``: what the ranks run, if it is a file.
     """
 
-    def __init__(self, node: Node, folder: Path, attempt: int = 0, verbose: bool = False) -> None:
+    def __init__(
+        self, node: Node, folder: Path, attempt: int = 0, verbose: bool = False, script: Path | None = None
+    ) -> None:
         self._node = node
         self._folder = folder
         self._attempt = attempt
         self._verbose = verbose
+        self._script = script
         self._reported = threading.Lock()
 
     def prepare(self) -> None:
@@ -104,10 +108,35 @@ class LogFolder:
             self._report_once(f"{error.filename or self._folder} cannot be written: {error.strerror}")
 
     def tail(self, local_rank: int, stopped: bool = False) -> tuple[str, ...]:
-        """The last lines of a rank's log; ``stopped``: without what Paddle prints when it is ended by a signal."""
+        """The last lines of a rank's log, and what they mean where that is known; ``stopped``: without what Paddle
+        prints when it is ended by a signal."""
         end = end_of(self.file(local_rank))
         end = end if self._verbose else without_startup_lines(end)
-        return last_lines(_STOPPED_BLOCK.sub("", end) if stopped else end)
+        lines = last_lines(_STOPPED_BLOCK.sub("", end) if stopped else end)
+        return (*lines, *of_paddles_fleet(end_of(self.file(local_rank), _MOST_BYTES), self._script))
+
+
+_MOST_BYTES = 1 << 20
+"""Of a log, and of a script. Paddle's error prints the whole program behind its traceback."""
+_IN_PADDLES_FLEET = re.compile(r'[/\\]paddle[/\\]distributed[/\\]fleet[/\\]fleet\.py", line \d+, in _?minimize')
+_IMPORTS_IT = re.compile(
+    r"^\s*(from\s+paddle\.distributed\s+import\b.*\bfleet\b|(from|import)\s+paddle\.distributed\.fleet\b).*$"
+)
+
+
+def of_paddles_fleet(log: str, script: Path | None) -> list[str]:
+    """Names the line to change where a rank ended in the ``minimize`` of Paddle's own fleet; else nothing."""
+    if not _IN_PADDLES_FLEET.search(log):
+        return []
+    where = ""
+    with suppress(OSError):
+        lines = read_regular(script, _MOST_BYTES).decode(errors="replace").splitlines() if script else []
+        found = [(number, line.strip()) for number, line in enumerate(lines, 1) if _IMPORTS_IT.match(line)]
+        where = f" in line {found[0][0]} of {script.name} ({found[0][1]})" if found and script else ""
+    return [
+        f"fleet_train: ConversionError: paddle.distributed.fleet, Paddle's own, was imported{where}: it does not "
+        "convert the static programs of Paddle 3; import this package's there: from fleet_train import fleet"
+    ]
 
 
 # Of this process: requested folder -> assigned folder, and its lock.

@@ -199,12 +199,12 @@ def _descendants() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def end_of(log: Path) -> str:
+def end_of(log: Path, most_bytes: int = _TAIL_BYTES) -> str:
     """The end of a process's output; empty if there is nothing to read."""
     try:
         with open_regular(log) as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            file.seek(max(0, file.tell() - most_bytes))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

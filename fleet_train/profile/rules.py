@@ -86,6 +86,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
         + _size_contradictions(settings)
         + _overlap_contradictions(settings)
         + _loss_scale_contradictions(settings)
+        + _skipping_contradictions(settings)
         + _recompute_contradictions(settings)
         + _executor_contradictions(settings)
         + _block_contradictions(settings)
@@ -186,6 +187,17 @@ def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
         rule = f"{clash}: ranks that average no gradients would skip different updates; use amp_dtype: bfloat16"
         problems.append(Problem("use_local_sgd", rule))
     return problems
+
+
+def _skipping_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    """An adaptive period follows from the loss, which is NaN in a step that is skipped."""
+    if settings.get("nonfinite") != "skip" or settings.get("local_sgd_schedule") != "adaptive":
+        return []
+    rule = (
+        "'skip' does not go with local_sgd_schedule: adaptive, whose next period is computed from the loss, which "
+        "would be NaN; use nonfinite: error, or a constant or doubling schedule"
+    )
+    return [Problem("nonfinite", rule)]
 
 
 _WAYS_TO_CUT: dict[str, Any] = {"recompute_segments": 1, "recompute_every_blocks": 0, "recompute_checkpoints": []}

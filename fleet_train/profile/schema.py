@@ -154,6 +154,16 @@ class Settings(ProgramKnobs):
         "between averagings: they are compared before the first local step, and at the first averaging after this many "
         "steps.",
     )
+    nonfinite: Literal["error", "skip", "ignore"] = knob(
+        "error",
+        meaning="A gradient of a rank that holds NaN or infinity: the job stops and names rank and step (error), no "
+        "rank updates in that step (skip), or nothing is looked at (ignore).",
+        reason="Each rank looks at its own gradients before they are sent; on a device, the host reads the answer a "
+        "step later. skip: all ranks decide alike, by the averaged gradients; by a message where those do not say, in "
+        "LocalSGD's local steps and with compressions that keep what they do not send, which is put back. The "
+        "update then waits for the last bucket. With float16's loss scale an update with infinity is skipped in any "
+        "case. One process alone carries out skip only.",
+    )
     collective_timeout_seconds: int = knob(
         300,
         unit="seconds",

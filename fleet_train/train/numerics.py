@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 import paddle
 from numpy.typing import NDArray
-from paddle import _C_ops
 
 from fleet_train import fleet
 from fleet_train.convert import process
-from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.passes.skipping import SkipNotFinite as SkipNotFinite
+from fleet_train.convert.passes.skipping import statistics_of
 from fleet_train.convert.saving import whole_on_every_rank
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
 from fleet_train.log import logger
 from fleet_train.profile import Profile
-from fleet_train.profile.methods import compression_of
 
 Pairs = list[tuple[Any, Any]]
 _NAMED_SAMPLES = 64
@@ -39,73 +38,13 @@ _DETERMINISTIC = {
 }
 
 
-class SkipNotFinite:
-    """Skips an update whose averaged gradients hold NaN or infinity, and counts it.
-
-    One rank's NaN is in the average, which is equal on all ranks, so all skip the same update without a message. In
-    LocalSGD's local steps there is no average, and a rank skips only its own update. With gradient merge the update of
-    all its micro-batches is skipped.
-    """
-
-    def __init__(self) -> None:
-        self._skipped = ""
-
-    def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
-        """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
-        present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        scale = paddle.full([1], 1.0, "float32")
-        values, is_broken = _C_ops.check_finite_and_unscale_([gradient for _, gradient in present], scale)
-        skipped = _persistable("skipped_updates", paddle.int64, [1])
-        paddle.assign(skipped + is_broken.reshape([1]).astype("int64"), skipped)
-        self._skipped = skipped.name
-        checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
-        return run_if(paddle.logical_not(is_broken), lambda: update(checked))
-
-    guard.is_for_owners = True  # type: ignore[attr-defined]
-
-    def count(self) -> int:
-        """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
-        return int(_read(self._skipped).item())
-
-
 def refuse_to_skip_with(profile: Profile) -> None:
-    """Raise ProfileError for a profile that keeps state of a gradient beyond the skipped update."""
-    if compression_of(profile.compression).keeps_nan:
-        raise ProfileError(
-            f"--on_nan skip with compression: {profile.compression}: the unsent part of a gradient is kept and sent "
-            "later, so that one NaN would stay in it forever; use --on_nan stop, or compression: none or bf16"
-        )
+    """Raise ProfileError for a profile whose periods would follow from NaN."""
     if profile.use_local_sgd and profile.local_sgd_schedule == "adaptive":
         raise ProfileError(
             "--on_nan skip with local_sgd_schedule: adaptive: its next period is computed from the loss, which would "
             "be NaN; use --on_nan stop, or a constant or doubling schedule"
         )
-
-
-def keep_statistics_finite(program: Any) -> None:
-    """Append to a finished program: untrained values (batch norm's running statistics) that would end a run of the
-    program with NaN or infinity keep their previous values.
-
-    The forward pass updates them before any gradient is checked.
-    """
-    block = program.global_block()
-    names = statistics_of(program)
-    kept = [each for each in block.all_parameters() if each.name in names]
-    with paddle.static.program_guard(program, paddle.static.Program()):
-        for value in kept:
-            paddle.pir.set_insertion_point_after(value.get_defining_op())
-            before = paddle.assign(value)
-            paddle.pir.reset_insertion_point_to_end()
-            paddle.assign(paddle.where(paddle.isfinite(value).all(), value, before), value)
-
-
-def statistics_of(program: Any) -> list[str]:
-    """Names of the float parameters of `program` that are not trained, sorted."""
-    values = program.global_block().all_parameters()
-    # The learning rate is also such a parameter, but has no dimensions.
-    return sorted(
-        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
-    )
 
 
 def describe_statistics(program: Any) -> str | None:
@@ -152,7 +91,20 @@ class LossWatch:
 
 def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> str:
     """Which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
-    text = f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; its batch: samples {_listed(indices)}"
+    return f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; {_batch_in_words(indices, batch)}"
+
+
+@contextmanager
+def naming_batch(indices: NDArray[np.int64], batch: Arrays) -> Iterator[None]:
+    """An error of the body about a gradient that is not finite says which samples the batch has."""
+    try:
+        yield
+    except NotFinite as error:
+        raise NotFinite(f"{error}; {_batch_in_words(indices, batch)}") from None
+
+
+def _batch_in_words(indices: NDArray[np.int64], batch: Arrays) -> str:
+    text = f"its batch: samples {_listed(indices)}"
     for name, values in batch.items():
         broken = indices[~_finite_per_sample(np.asarray(values))]
         if len(broken):

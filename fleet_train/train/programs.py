@@ -17,7 +17,7 @@ from fleet_train import fleet
 from fleet_train.data import Dataset
 from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.numerics import SkipNotFinite, WeightAverage, keep_statistics_finite, refuse_to_skip_with
+from fleet_train.train.numerics import SkipNotFinite, WeightAverage, refuse_to_skip_with
 from fleet_train.train.settings import VISION_MODELS, Schedule
 
 _MOST_CLASSES_TO_CONFUSE = 100
@@ -70,8 +70,6 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         average, skipping = _around_update(config, optimizer)
         optimizer.minimize(loss, startup)
     norm = optimizer.gradient_norm() if _records_norm(config, world_size) else None
-    if skipping is not None:
-        keep_statistics_finite(training)
 
     # Program.clone(for_test=True) does not work in PIR. A second program under a fresh name guard has the same
     # parameter names and so reads the same tensors of the scope; its own startup program is never run.
@@ -128,7 +126,7 @@ def _around_update(config: TrainConfig, optimizer: Any) -> tuple[WeightAverage |
     average = WeightAverage(config.ema_decay) if config.ema_decay else None
     if average is not None:
         optimizer.around_update(average.follow)
-    if config.on_nan == "stop":
+    if config.on_nan == "stop" and fleet.profile().nonfinite != "skip":
         return average, None
     refuse_to_skip_with(fleet.profile())
     skipping = SkipNotFinite()

@@ -218,7 +218,8 @@ class Trainer:
         step, pending = at.step + 1, (at.pending + 1) % self._merged
         has_norm = is_fetched and self._norm is not None and not pending and self._begins_record(step)
         wanted = [self._loss, self._norm] if has_norm else [self._loss] if is_fetched else []
-        fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=wanted)
+        with numerics.naming_batch(indices, batch):
+            fetched = self._exe.run(fleet.main_program, feed=batch, fetch_list=wanted)
         at.batches, at.pending = at.batches + 1, pending
         if not at.pending:
             at.step, at.updates = step, at.updates + 1

@@ -167,6 +167,7 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "members": lambda ran: [f"{e.what} {','.join(map(str, e.ranks))}" for e in ran.collectives(1)],
     "on_the_scripts_thread": lambda ran: _threads(ran, "launch") == {threading.get_ident()},
     "moved": lambda ran: ran.moved("w0"),
+    "stays_finite": lambda ran: [bool(np.isfinite(values["w0"]).all()) for values in ran.steps[1:]],
     "first_values": lambda ran: ran.values("w0")[1:],
     "velocities": lambda ran: ran.values("w0_velocity_0")[1:],
     "running_mean": lambda ran: [ran.values(name)[-1] for name in ran.steps[-1] if "w_1" in name],
@@ -251,10 +252,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 def gradient(kind: str, step: int, shape: Sequence[int]) -> Array:
     """``of the rank``: 1 on rank 0, 2 on rank 1: 1.5 on average. ``of rank two``: a diagonal of 3 and 1, alike in each
-    step and on each rank. ``once``: 3 and 4 in the first two places of the first step, then nothing.
+    step and on each rank. ``broken``: as the first, with NaN on rank 1 in step 2. ``once``: 3 and 4 in the first two
+    places of the first step, then nothing.
     """
-    if kind == "of the rank":
-        return np.full(shape, 1.0 + fleet.worker_index(), "float32")
+    if kind in ("of the rank", "broken"):
+        spoilt = kind == "broken" and step == 2 and fleet.worker_index() == 1
+        return np.full(shape, np.nan if spoilt else 1.0 + fleet.worker_index(), "float32")
     value = np.zeros(shape, "float32")
     if kind == "of rank two":
         value.flat[0], value.flat[-1] = 3.0, 1.0

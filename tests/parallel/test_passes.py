@@ -27,7 +27,6 @@ from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile
 from fleet_train.train import SkipNotFinite, WeightAverage
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.numerics import keep_statistics_finite
 from fleet_train.train.programs import build_programs
 from fleet_train.train.reference import open_data
 from tests.support.ranks import RanksResult, run_ranks
@@ -215,7 +214,7 @@ AROUND = {
     "synchronous": (Profile(**PAIRS), 6),
     "synchronised batch norm": (Profile(sync_batch_norm=True, **PAIRS), 6),
     "gradient merge": (Profile(accumulate_steps=2, **PAIRS), 2),
-    "LocalSGD": (Profile(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=3, **PAIRS), 0),
+    "LocalSGD": (Profile(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=3, **PAIRS), 6),
 }
 
 
@@ -229,7 +228,6 @@ def around_update(profile: Profile) -> dict[str, Any]:
         distributed.around_update(average.follow)
         distributed.around_update(skipping.guard)
         distributed.minimize(loss)
-        keep_statistics_finite(paddle.static.default_main_program())
 
     trained = Trained(momentum, minimize, normed)
 
@@ -342,11 +340,8 @@ def test_all_ranks_skip_the_same_update_and_the_average_follows_those_that_were_
 ) -> None:
     found, updates = [rank[name] for rank in ended.of_all("around")], AROUND[name][1]
     assert len({each["average_digest"] for each in found}) == 1
-    if name == "LocalSGD":  # in a local step only the rank itself skips
-        assert [each["made"] for each in found[:2]] == [[0, 7, True], [1, 6, True]]
-        return
     assert [each["made"] for each in found] == [[1, updates, True]] * len(found)
-    assert len({each["weights_digest"] for each in found}) == 1
+    assert name == "LocalSGD" or len({each["weights_digest"] for each in found}) == 1
     assert all(each["averaged"] and each["average_error"] < 1e-6 for each in found)
 
 

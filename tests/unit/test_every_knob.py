@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
+from fleet_train.collectives.finite import FiniteCheck
 from fleet_train.convert.passes.precision import refuse_unusable
 from fleet_train.convert.planning import fitted_to
-from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.errors import ConversionError, NotFinite, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.plan import Note
 from fleet_train.plan.price import PAPER, Compute, predict
@@ -91,8 +93,20 @@ def evidence(profile: Profile) -> dict[str, Any]:
         "outer step": outer_steps(profile),
         "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
         "environment": profile.worker_environment(),
+        "on NaN": on_nan(profile),
         "on each engine": [on_engine(profile, side_by_side) for side_by_side in (True, False)],
     }
+
+
+def on_nan(profile: Profile) -> str:
+    """What a rank says of a gradient that is NaN."""
+    job: Any = SimpleNamespace(engine=SimpleNamespace(reads_values=True), cluster=CLUSTER)
+    check = FiniteCheck(job, profile.nonfinite, lambda: "step 1")
+    try:
+        check.see(["w"], [paddle.full([2], np.nan)])
+    except NotFinite as error:
+        return str(error)
+    return check.found
 
 
 def on_engine(profile: Profile, side_by_side: bool) -> Any:

@@ -34,18 +34,21 @@ def a_model(optimizer=None):
     else:
         model.fit(Samples(), batch_size=4, epochs=1, verbose=0)
 
-def program(minimize, same_samples=False):
+def program(minimize, same_samples=False, dropout=0.0, shuffled=False):
     main, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(main, startup), paddle.static.scope_guard(paddle.static.Scope()):
         x = paddle.static.data("x", [None, 4], "float32")
         hidden = paddle.nn.BatchNorm1D(4)(paddle.static.nn.fc(x, 4))
+        hidden = paddle.nn.functional.dropout(hidden, dropout)
         seen = paddle.static.nn.cond(x.mean() > 0, lambda: x.sum(), lambda: x.mean())
         minimize(hidden.square().mean(), (paddle.static.nn.fc(hidden, 1) - 1).square().mean())
         exe = paddle.static.Executor()
         exe.run(startup)
         random = np.random.default_rng(0 if same_samples else fleet.worker_index())
-        for _ in range(8):
-            exe.run(main, feed={"x": random.standard_normal((8, 4)).astype("float32")}, fetch_list=[seen])
+        samples = random.standard_normal((64, 4)).astype("float32")
+        order = np.random.default_rng(fleet.worker_index()).permutation(64) if shuffled else np.arange(64)
+        for step in range(8):
+            exe.run(main, feed={"x": samples[order[8 * step : 8 * step + 8]]}, fetch_list=[seen])
 
 def sgd():
     return paddle.optimizer.SGD(0.01)
@@ -85,6 +88,9 @@ CASES = {
     "the old variable": lambda: program(the_old_variable),
     "evaluated before": lambda: program(evaluated_before),
     "one of two": lambda: program(one_of_two),
+    "in another order": lambda: program(lambda _, loss: wrapped().minimize(loss), same_samples=True, shuffled=True),
+    "under dropout": lambda: program(lambda _, loss: wrapped().minimize(loss), same_samples=True, dropout=0.5),
+    "own samples": lambda: program(lambda _, loss: wrapped().minimize(loss), dropout=0.5, shuffled=True),
     "same samples": lambda: program(lambda _, loss: wrapped().minimize(loss), same_samples=True),
 }
 
@@ -95,7 +101,8 @@ for name in sys.argv[1:]:
     with paddle.utils.unique_name.guard():
         CASES[name]()
 """
-INNOCENT = ("evaluation", "converted", "two converted", "merged", "evaluated model")
+INNOCENT = ("evaluation", "converted", "two converted", "merged", "own samples", "evaluated model")
+FED_ALIKE = ("in another order", "under dropout")
 ALONE = ("forgotten", "minimized before", "the old variable", "evaluated before", "one of two")
 SIDE_BY_SIDE = "ranks ran side by side: none called fleet.init, and none was seen to connect to another"
 
@@ -215,13 +222,15 @@ REFUSED = (
 def notices(log: str) -> dict[str, list[str]]:
     """What fleet_train said about the ranks' training in each case of the script."""
     cases = re.split(r"^begin (.*)$", log, flags=re.MULTILINE)[1:]
-    said = re.compile(r"^fleet_train: (.*(?:updates on each rank alone|the same gradient).*)$", re.MULTILINE)
+    said = re.compile(
+        r"^fleet_train: (.*(?:updates on each rank alone|the same gradient|the same samples).*)$", re.MULTILINE
+    )
     return {name: said.findall(text) for name, text in zip(cases[::2], cases[1::2], strict=True)}
 
 
 def test_each_mistake_is_said_once_by_rank_0_and_nobody_else_is_accused(bench: Bench) -> None:
     flags = ["--nproc_per_node=2"]
-    launcher = bench.start(SCRIPT, *INNOCENT, *ALONE, "a model", "same samples", flags=flags)
+    launcher = bench.start(SCRIPT, *INNOCENT, *ALONE, "a model", "same samples", FED_ALIKE[0], flags=flags)
     assert launcher.process.wait(timeout=300) == 0, launcher.output
     found = notices(launcher.output)
     lines = {
@@ -236,6 +245,8 @@ def test_each_mistake_is_said_once_by_rank_0_and_nobody_else_is_accused(bench: B
     assert re.match(r"script\.py, line \d+ \(model\.prepare\(optimizer, paddle\.nn\.MSELoss\(\)\)\)", said)
     (said,) = found["same samples"]
     assert "fleet_train.data.ShardedBatchSampler" in said
+    (said,) = found[FED_ALIKE[0]]
+    assert said.startswith("all ranks were fed the same samples, in the same order or another one; share them: ")
     assert [case for case, said in notices(bench.log("node0/log/workerlog.1")).items() if said] == []
     assert SIDE_BY_SIDE not in launcher.output
 
@@ -285,6 +296,7 @@ def test_ranks_that_never_join_are_told_at_the_end_by_the_first_node(bench: Benc
     ("script", "argument", "exit_code", "reason"),
     [
         (SCRIPT, "same samples", 10, "all ranks computed the same gradient twice in a row"),
+        (SCRIPT, "under dropout", 10, "all ranks were fed the same samples"),
         (NEVER_JOINED, "", 7, SIDE_BY_SIDE),
         (DATA_PARALLEL, "", 0, ""),
     ],

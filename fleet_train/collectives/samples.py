@@ -1,0 +1,148 @@
+"""Do the ranks read the same samples? Seen in what they are fed, and in the gradients of a program's first updates.
+
+Of each sample that a rank is fed, a number is made; those below a bound, which falls as they become more, are kept, so
+that any two ranks keep the same part of what both have read (a bottom-k sketch). Before runs 2, 4, 8, ... rank 0's are
+compared with each rank's own. Ranks that go through the same samples, in whatever order, have most of them in common
+before they have begun again; ranks with samples of their own have next to none. Samples that come again soon (a few
+kinds of sample, draws with replacement, constants) say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from fleet_train.collectives.job import Job
+from fleet_train.collectives.replica_check import FirstGradients
+
+Numbers = NDArray[np.uint64]
+Read = tuple[int, list[int]]
+"""A bound, and the numbers of the samples below it."""
+
+_LAST_RUN = 1 << 13
+_MOST_KEPT = 256
+_LEAST_SAMPLES, _LEAST_ONCE, _LEAST_COMMON = 32, 0.9, 0.5
+_MOST_COLUMNS = 32
+_EVERYTHING = (1 << 64) - 1
+_ADVICE = (
+    "share them: fleet_train.data.ShardedBatchSampler, paddle.io.DistributedBatchSampler, fleet.split_files, or a seed "
+    "with fleet.worker_index() (docs/data.md)"
+)
+_GRADIENTS = f"all ranks computed the same gradient twice in a row: they read the same samples; {_ADVICE}"
+_FED = f"all ranks were fed the same samples, in the same order or another one; {_ADVICE}"
+
+
+class SamplesCheck:
+    """What one program's rank has read, and what its next step barrier compares of it. All ranks call `fed` before each
+    run of the program."""
+
+    def __init__(self, job: Job, number: int, buckets: int) -> None:
+        self._job, self._number = job, number
+        self.first_gradients = FirstGradients(job.engine.device, buckets)
+        self._runs = 0
+        self._kept: dict[int, int] = {}
+        """How often each kept number was read."""
+        self._bound = _EVERYTHING
+        self._reads_those_of_rank_0 = False
+        self._is_over = False
+        self._words = _GRADIENTS
+
+    def fed(self, feed: Any) -> None:
+        """What the next run is fed, as `Executor.run` takes it."""
+        if self._is_over:
+            return
+        self._runs += 1
+        numbers = numbers_of(feed)
+        if numbers is not None:
+            self._keep(numbers)
+        if self._runs > 1 and self._runs & (self._runs - 1) == 0:
+            self._compare()
+            self._is_over = self._runs >= _LAST_RUN
+
+    def digest(self, step: int) -> int | None:
+        """What all ranks must give in one barrier to have read the same samples; None for nothing."""
+        if self._reads_those_of_rank_0:
+            self._reads_those_of_rank_0, self._words = False, _FED
+            return 1
+        return self.first_gradients.digest(step)
+
+    def found(self) -> str:
+        """Called when all ranks have given the same digest; the words for that. Nothing more is compared."""
+        self._is_over = True
+        return self._words
+
+    def _keep(self, numbers: Numbers) -> None:
+        for number in numbers[numbers <= self._bound].tolist():
+            self._kept[number] = self._kept.get(number, 0) + 1
+        while len(self._kept) > _MOST_KEPT:
+            self._bound //= 2
+            self._kept = {number: times for number, times in self._kept.items() if number <= self._bound}
+
+    def _read(self) -> Read | None:
+        """What this rank has read; None if that is little, or if much of it came again."""
+        once = len(self._kept) / max(sum(self._kept.values()), 1)
+        is_telling = len(self._kept) >= _LEAST_SAMPLES and once >= _LEAST_ONCE
+        return (self._bound, list(self._kept)) if is_telling else None
+
+    def _compare(self) -> None:
+        own = self._read()
+        name = f"the samples of run {self._runs} of program {self._number}, {self._job.count('samples')}"
+        of_rank_0 = self._job.share(name, own if self._job.cluster.rank == 0 else None)
+        if own is not None and of_rank_0 is not None:
+            self._reads_those_of_rank_0 = common(own, of_rank_0) >= _LEAST_COMMON
+
+
+def common(own: Read, other: Read) -> float:
+    """Which part of what a rank has read another one has read, too."""
+    bound = min(own[0], other[0])
+    mine = {number for number in own[1] if number <= bound}
+    return len(mine & set(other[1])) / len(mine) if len(mine) >= _LEAST_SAMPLES // 2 else 0.0
+
+
+def numbers_of(feed: Any) -> Numbers | None:
+    """A number for each sample of a feed: of its rows in all arrays that have as many as the largest one. None if
+    nothing with rows is in the host's memory."""
+    given = feed[0] if isinstance(feed, list | tuple) and len(feed) == 1 else feed
+    if not isinstance(given, Mapping):
+        return None
+    arrays = [array for name in sorted(given) if (array := array_of(given[name])) is not None and array.ndim]
+    arrays = [array for array in arrays if array.dtype.kind in "biuf" and array.itemsize <= 8]
+    if not arrays:
+        return None
+    rows = max(arrays, key=lambda array: array.size).shape[0]
+    return _mixed([array for array in arrays if array.shape[0] == rows and array.size], rows)
+
+
+def array_of(value: Any) -> NDArray[Any] | None:
+    """What was fed, if it is in the host's memory and has one shape."""
+    if isinstance(value, np.ndarray):
+        return value
+    place = value.place if isinstance(value, paddle.Tensor) else getattr(value, "_place", lambda: None)()
+    return np.asarray(value) if place is not None and place.is_cpu_place() else None
+
+
+def _mixed(arrays: Sequence[NDArray[Any]], rows: int) -> Numbers:
+    total = np.zeros(rows, np.uint64)
+    for array in arrays:
+        flat = array.reshape(rows, -1)
+        flat = flat[:, :: -(-flat.shape[1] // _MOST_COLUMNS)]
+        bits = np.ascontiguousarray(flat).view(f"u{array.itemsize}").astype(np.uint64)
+        total = _scattered(total + bits @ _FACTORS[: bits.shape[1]])
+    return total
+
+
+def _scattered(values: Numbers) -> Numbers:
+    """Source: the last step of SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Numbers = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+_FACTORS: Numbers = np.random.default_rng(0).integers(1, 1 << 63, _MOST_COLUMNS, np.uint64) * np.uint64(2) + np.uint64(
+    1
+)

@@ -1,0 +1,118 @@
+"""Updates that are left out because a gradient is NaN or infinite, and what such a step leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import _C_ops
+
+from fleet_train.collectives.samples import array_of
+from fleet_train.convert.passes.program import run_if
+
+Pairs = list[tuple[Any, Any]]
+
+
+class SkipNotFinite:
+    """Skips an update whose averaged gradients hold NaN or infinity, and counts it.
+
+    One rank's NaN is in the average, which is equal on all ranks, so all skip the same update without a message.
+    `spoilt` says so where there is no average that does: in LocalSGD's local steps, and with compressions that keep
+    what they do not send. With gradient merge the update of all its micro-batches is skipped.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = ""
+        self.spoilt: Any = None
+        """float32 [1]: above 0 in the steps that all ranks skip; None if the averages alone decide."""
+
+    def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
+        """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
+        present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        values, is_broken = _checked([gradient for _, gradient in present])
+        if self.spoilt is not None:
+            is_broken = paddle.logical_or(is_broken, self.spoilt > 0)
+        skipped = _counter(_SKIPPED)
+        paddle.assign(skipped + is_broken.reshape([1]).astype("int64"), skipped)
+        self._skipped = skipped.name
+        checked = [(parameter, value) for (parameter, _), value in zip(present, values, strict=True)]
+        return run_if(paddle.logical_not(is_broken), lambda: update(checked))
+
+    guard.is_for_owners = True  # type: ignore[attr-defined]
+
+    def count(self) -> int:
+        """Updates that this rank has skipped since the beginning of the run; a checkpoint keeps the number."""
+        variable = paddle.static.global_scope().find_var(self._skipped)
+        return int(np.array(variable.get_tensor()).item())
+
+
+_SKIPPED = "skipped_updates"
+
+
+def _checked(gradients: list[Any]) -> tuple[list[Any], Any]:
+    """The gradients in their order, and whether one of them holds NaN or infinity: bool [1]."""
+    values, found = list(gradients), []
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        scale = paddle.full([1], 1.0, "float64" if dtype == paddle.float64 else "float32")
+        own, broken = _C_ops.check_finite_and_unscale_([gradients[place] for place in places], scale)
+        for place, value in zip(places, own, strict=True):
+            values[place] = value
+        found.append(broken.reshape([1]))
+    return values, found[0] if len(found) == 1 else paddle.stack(found).any(axis=0)
+
+
+def _counter(name: str) -> Any:
+    """The program's persistable count of this name, int64 [1]; it is made if there is none."""
+    for operator in paddle.static.default_main_program().global_block().ops:
+        if operator.name() == "builtin.parameter" and operator.attrs().get("parameter_name") == name:
+            return operator.result(0)
+    zero = paddle.nn.initializer.Constant(0.0)
+    return paddle.pir.core.create_persistable_value(paddle.int64, [1], name, initializer=zero)
+
+
+def of_feeds(feed: Any) -> str:
+    """Which of the arrays that a run was fed hold NaN or infinity, as the end of a message; "" if there are none."""
+    given = feed[0] if isinstance(feed, list | tuple) and feed else feed
+    if not isinstance(given, Mapping):
+        return ""
+    broken = []
+    for name, value in given.items():
+        array = array_of(value)
+        if array is None or array.dtype.kind != "f" or np.isfinite(array).all():
+            continue
+        rows: Any = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)) if array.ndim else []
+        listed = ", ".join(map(str, rows[:_NAMED_ROWS])) + (", ..." if len(rows) > _NAMED_ROWS else "")
+        broken.append(f"'{name}'{f' in rows {listed}' if listed else ''}")
+    return f". What was fed is not finite itself: {'; '.join(broken)}" if broken else ". What was fed is finite"
+
+
+_NAMED_ROWS = 8
+
+
+def keep_statistics_finite(program: Any) -> None:
+    """Append to a finished program: untrained values (batch norm's running statistics) that would end a run of the
+    program with NaN or infinity keep their previous values.
+
+    The forward pass updates them before any gradient is checked.
+    """
+    block = program.global_block()
+    names = statistics_of(program)
+    kept = [each for each in block.all_parameters() if each.name in names]
+    with paddle.static.program_guard(program, paddle.static.Program()):
+        for value in kept:
+            paddle.pir.set_insertion_point_after(value.get_defining_op())
+            before = paddle.assign(value)
+            paddle.pir.reset_insertion_point_to_end()
+            paddle.assign(paddle.where(paddle.isfinite(value).all(), value, before), value)
+
+
+def statistics_of(program: Any) -> list[str]:
+    """Names of the float parameters of `program` that are not trained, sorted."""
+    values = program.global_block().all_parameters()
+    # The learning rate is also such a parameter, but has no dimensions.
+    return sorted(
+        each.name for each in values if not each.trainable and each.shape and "float" in str(each.dtype).lower()
+    )
