@@ -223,6 +223,8 @@ class _Watched:
 
     def writes(self, what: str) -> None:
         """Something is about to be written, or a program to be started."""
+        if self._planned and not self._refused:
+            logger.info(f"ended at {script_line()}, before it writes ({what}); what it converts later is not shown")
         if self._refused or self._planned or self._minimized_alone:
             self._step(f"{script_line()} writes ({what})")
 
