@@ -36,6 +36,7 @@ from fleet_train.selftest.training import (
     share,
 )
 from tests.support.worker import digest, report
+from tests.unit.passes.training import how_far_moved
 
 
 def mlp(features: Any) -> Any:
@@ -344,7 +345,7 @@ def run(case: Case, seed: int, counted: CountedAllReduce) -> dict[str, Any]:
             worst = max(worst, difference_from(reference, many.state()))
     found = {
         "from one process": None if case.is_local else from_one_process(case, start, data, many.parameters()),
-        "moved": relative_difference(many.parameters(), {name: start[name] for name in many.parameters()}),
+        "moved": how_far_moved({name: value for name, value in many.parameters().items() if name in trained}, start),
     }
     with paddle.static.scope_guard(many.scope):
         fleet.synchronize_parameters(many.main)

@@ -29,6 +29,7 @@ from fleet_train.train.numerics import SkipNotFinite, WeightAverage
 from tests.parallel.strategies import MLP, relative_difference
 from tests.support.ranks import RanksResult, run_ranks
 from tests.support.worker import digest, report
+from tests.unit.passes.training import how_far_moved
 
 STEPS = 6
 BUCKETS = {"fuse_parameter_groups_size": 3, "nccl_comm_num": 2}
@@ -146,7 +147,7 @@ def compare(name: str, seed: int, network: Network = PARTICULAR) -> dict[str, An
     return {
         "difference": relative_difference(found, expected),
         "bits": all(np.array_equal(found[each], expected[each]) for each in expected),
-        "moved": relative_difference(expected, begun),
+        "moved": how_far_moved(expected, begun),
         "state": state_bytes(sharded) / max(state_bytes(whole), 1),
         "cut": "cut by rows: " in explain(plan),
         "planned": memory_of(plan)["state"] / max(plan.state_values * plan.gradient_bytes, 1),

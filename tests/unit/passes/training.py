@@ -86,3 +86,10 @@ def relative_difference(ours: State, expected: State, floor: float = 1e-6) -> fl
     """
     assert ours.keys() == expected.keys()
     return max(float(np.abs(ours[n] - expected[n]).max() / max(np.abs(expected[n]).max(), floor)) for n in ours)
+
+
+def how_far_moved(end: State, start: State) -> float:
+    """The largest change of a value, relative to the largest of its tensor at the start: of a tensor that starts at 0,
+    as biases do, any change is large, and says nothing."""
+    begun = {name: value for name, value in start.items() if name in end and np.any(value)}
+    return max((float(np.abs(end[n] - begun[n]).max() / np.abs(begun[n]).max()) for n in begun), default=0.0)
