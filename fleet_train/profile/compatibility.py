@@ -83,6 +83,7 @@ for _position, _family in enumerate(FAMILIES):
         **_with(_family.name, "fused communicators waiting", _family.with_buckets),
         **_with(_family.name, "hierarchical", _family.with_local_groups),
         **_with(_family.name, "local_sgd outer", _family.with_local_sgd),
+        **_with("sharding", _family.name, _family.with_sharding),
         **_with(_family.name, " ".join(family.name for family in FAMILIES[:_position]), _ONE_COMPRESSION),
     }
 PAIRS |= {
@@ -116,7 +117,6 @@ PAIRS |= {
         "fused communicators waiting merge amp sync_bn recompute",
         goes("the update of a parameter moves to its owner, with the same gradient"),
     ),
-    **_with("sharding", "bf16 quantised", goes("gradients are rounded on the way to the owners, who sum in float32")),
     **_with(
         "sharding",
         "hierarchical",
@@ -126,11 +126,6 @@ PAIRS |= {
         "sharding",
         "local_sgd outer",
         refused("local steps update all parameters on each rank", "leave one of the two out"),
-    ),
-    **_with(
-        "sharding",
-        "dgc powersgd",
-        refused("every rank needs the whole sum to keep what was not sent", "use compression: bf16 or int8"),
     ),
     **_with("rows", "fused communicators waiting", goes("embeddings' tables are in buckets of their own")),
     **_with("rows", "hierarchical", goes("rows are gathered over all ranks at once; a whole table goes in the steps")),

@@ -67,6 +67,10 @@ NOT_WITH_LOCAL_SGD = refused(
 )
 
 
+NOT_SHARDED = refused("every rank needs the whole sum to keep what was not sent", "use compression: bf16 or int8")
+ROUNDED_FOR_OWNERS = goes("gradients are rounded on the way to the owners, who sum in float32")
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One gradient: its parameter's name, its shape, its dtype's name. Its place in a list is its readiness.
@@ -248,6 +252,8 @@ class Family:
     """A hierarchical allreduce."""
     with_local_sgd: Verdict
     """LocalSGD, with or without outer momentum."""
+    with_sharding: Verdict = NOT_SHARDED
+    """A sharded optimizer."""
     reason: str = ""
     """How it is carried out: a sentence of the knob."""
     sources: str = ""
@@ -323,6 +329,7 @@ IN_16_BITS = Family(
     with_buckets=goes("each bucket is cast before it is sent and back after"),
     with_local_groups=goes("inside a local group float32, between the leaders half the bytes"),
     with_local_sgd=goes("concerns the warm-up; local_sgd_dtype is for the averaging"),
+    with_sharding=ROUNDED_FOR_OWNERS,
     reason="bf16: summed in bfloat16; with a hierarchical allreduce between the leaders only. fp16 is NCCL's alone: "
     "Gloo's float16 sums are inf, so it is refused on CPU.",
 )

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from fleet_train.profile.knobs import OnlyWith, entry_of, knob
 from fleet_train.profile.methods.base import (
     ITEM_BYTES,
+    ROUNDED_FOR_OWNERS,
     Bucket,
     CodingCosts,
     CollectiveSpec,
@@ -123,6 +124,7 @@ _FAMILY = Family(
         "concerns the warm-up, at whose end the rounding errors kept (half a level of one step) are dropped; "
         "local_sgd_dtype is for the averaging"
     ),
+    with_sharding=ROUNDED_FOR_OWNERS,
     reason="int8 and int4: integers with a scale per block, summed in float32 (with a hierarchical allreduce between "
     "the leaders only).",
     sources="Seide et al. 2014 (error feedback), Dettmers et al. 2021 (block scales)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec, module_from_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 
 from fleet_train.errors import ProfileError
-from fleet_train.profile import KNOBS, Profile, applied_mappings, check_flags, load_profile
+from fleet_train.profile import KNOBS, Profile, applied_mappings, check_flags, compatibility, load_profile, methods
 from fleet_train.profile.compatibility import PAIRS, STRATEGIES, clashes, entries, verdict
 from fleet_train.profile.knobs import Problem
-from fleet_train.profile.methods.base import Verdict
+from fleet_train.profile.methods.base import Family, Verdict, goes
 
 # What switches each strategy on, with what it needs beside it, and what switches it off.
 ON: dict[str, dict[str, Any]] = {
@@ -104,6 +106,19 @@ def test_the_table_refuses_these_pairs_and_no_others_in_either_order() -> None:
     assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
     with pytest.raises(KeyError):
         verdict("local_sgd", "nothing")
+
+
+def test_the_table_is_whole_with_another_family_of_compressions(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family("new", "a new one", goes("a"), goes("b"), goes("c"))
+    monkeypatch.setattr(methods, "FAMILIES", (*methods.FAMILIES, family))
+    spec = find_spec(compatibility.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    anew = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, anew)  # dataclasses look for their module
+    spec.loader.exec_module(anew)
+    assert len(list(anew.entries())) == len(ALL) + len(STRATEGIES)
+    assert not anew.verdict("new", "sharding").allowed
 
 
 def test_the_fuse_flags_become_knobs_and_leave_the_environment(tmp_path: Path) -> None:
