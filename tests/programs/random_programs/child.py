@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import paddle
 
 from tests.programs.alone import attempt, compared, run_alone, run_program
-from tests.programs.random_programs.draw import SAMPLES, Case, program_of
+from tests.programs.random_programs.draw import GOES_BACK_AT, SAMPLES, UPDATES, Case, program_of
 from tests.programs.script import Batch, Script
 
 _NOISE = 1e-3
@@ -80,6 +81,15 @@ def _run_case(case: Case, folder: Path) -> dict[str, Any]:
         """Keeps the whole state, of which a sharded optimizer has a part on each rank."""
 
         whole: dict[str, Any]
+
+        def batches(self, steps: int = UPDATES, program: Any = None, samples: int = SAMPLES) -> Iterator[Batch]:
+            for step, batch in enumerate(super().batches(steps, program, samples)):
+                if case.goes_back and step == GOES_BACK_AT:
+                    fleet.save_persistables(self.exe, case.name)
+                    yield self.batch(steps, program, samples)
+                    self.fetched.pop()
+                    fleet.load_persistables(self.exe, case.name)
+                yield batch
 
         def finish(self) -> None:
             super().finish()

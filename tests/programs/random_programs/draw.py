@@ -21,6 +21,7 @@ from tests.programs.script import Script
 SAMPLES = 72
 """Of a joint batch: 2, 3 and 4 ranks have equal shares, and 2 or 3 micro-batches."""
 UPDATES = 4
+GOES_BACK_AT = 2
 LATE = 1000
 LEADS_TO = vectors.LEADS_TO | sequences.LEADS_TO | images.LEADS_TO
 MOST_BLOCKS = 7
@@ -42,6 +43,8 @@ class Case:
     clip: str = ""
     decay: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    goes_back: bool = False
+    """Whether ranks save in the middle, make an update that is not meant, and load."""
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class Case:
         trained = [self.optimizer, *(part for part in (self.schedule, self.clip, self.decay) if part)]
         return (
             f"{self.name}, {self.ranks} ranks on {self.nodes} nodes, {self.dtype}: {' > '.join(self.blocks)} > "
-            f"{self.loss}; {', '.join(trained)}; {self.settings}"
+            f"{self.loss}; {', '.join(trained)}{', saved and loaded' if self.goes_back else ''}; {self.settings}"
         )
 
     def to_json(self) -> str:
@@ -103,7 +106,8 @@ def draw(seed: int, ranks: int, nodes: int = 0) -> Case:
     )
     from tests.programs.random_programs.profiles import settings_of
 
-    return replace(case, settings=settings_of(case, random, low))
+    case = replace(case, settings=settings_of(case, random, low))
+    return replace(case, goes_back=bool(random.random() < 0.3))
 
 
 def _blocks(random: np.random.Generator) -> tuple[str, ...]:
