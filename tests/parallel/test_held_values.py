@@ -78,6 +78,8 @@ def build(with_norms: bool, minimize: Callable[[Any], Any]) -> Held:
         known = value is not None and operator.name().startswith("pd_op.") and value.is_dense_tensor_type()
         if known and not value.persistable and "full" not in operator.name():
             values[f"{number} {operator.name()}"] = value
+        if operator.name() == "pd_op.batch_norm_":
+            values |= {f"{number} norm's {index}": operator.result(index) for index in (1, 2, 3)}
     gradients = dict(zip(wanted, static.gradients([loss], list(wanted.values())), strict=True))
     statistics = [each.name for norm in norms for each in (norm._mean, norm._variance)]
     _, pairs = minimize(loss)

@@ -20,6 +20,7 @@ single operators (`Composed`).
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
+from fleet_train.convert import process
 from fleet_train.convert.passes.program import all_inputs_of, inputs_of, nested_operators
 from fleet_train.errors import ConversionError
 
@@ -151,12 +153,45 @@ def _replace_forward(
 
 def _normalise_by(operator: Any, statistics: Statistics) -> None:
     """Let a batch norm normalise by the statistics of all ranks: it then computes none, and moves no average."""
-    running = operator.operands_source()[1:3]
-    for result, average in zip(operator.results()[1:3], running, strict=True):
-        result.replace_all_uses_with(average)
+    held = (*operator.operands_source()[1:3], statistics.mean)
+    for index, value in enumerate(held, 1):
+        _HELD[operator.id(), index] = value
+    process.before_each_run(_give_held_statistics)
     operator.operand(1).set_source(statistics.mean)
     operator.operand(2).set_source(statistics.variance)
     operator.set_bool_attr("use_global_stats", True)
+
+
+_HELD: dict[tuple[int, int], Any] = {}
+"""What the further results of a changed batch norm were, by its id and their place: a script may hold them, too."""
+_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _give_held_statistics(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    """Before a run: the running mean and variance, and the batch's mean, where a script reads them of the operator."""
+    running = paddle.static.default_main_program() if program is None else program
+    if isinstance(running, paddle.static.Program) and _seen.get(running) != running.num_ops():
+        _seen[running] = running.num_ops()
+        for operator in running.global_block().ops:
+            results = operator.results()[1:5] if operator.has_attr(FORWARD_MARK) else []  # without the reserved space
+            for result in results:
+                if result.initialized() and not result.use_empty():
+                    result.replace_all_uses_with(_what_was(result))
+    if isinstance(fetch_list, (list, tuple)):
+        fetch_list = [_what_was(value) for value in fetch_list]
+    return feed, fetch_list
+
+
+def _what_was(value: Any) -> Any:
+    operator = value.get_defining_op() if isinstance(value, paddle.pir.Value) else None
+    if operator is None or not operator.has_attr(FORWARD_MARK) or value.index() == 0:
+        return value
+    if (operator.id(), value.index()) not in _HELD:
+        raise ConversionError(
+            "sync_batch_norm: what a batch norm keeps for its gradient is not that of all ranks; read the layer's "
+            "output, its running mean or its running variance"
+        )
+    return _HELD[operator.id(), value.index()]
 
 
 def _move_averages(operator: Any, batch: Statistics) -> None:
