@@ -6,7 +6,6 @@ All ranks call them: state that differs between ranks is averaged or gathered, r
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.collectives.replica_check import digests
 from fleet_train.collectives.transfer import broadcast_arrays, broadcast_each, gather_arrays, scatter_arrays
 from fleet_train.convert import persistables
+from fleet_train.convert.exporting import as_list, export, refuse_other_program
 from fleet_train.convert.owned_state import OwnedState
 from fleet_train.convert.passes.program import parameters_behind
 from fleet_train.convert.program_state import (
@@ -48,8 +48,7 @@ from fleet_train.convert.schedules import Saved, read_saved, state_to_save
 from fleet_train.convert.session import Converted, current, exchange_of, exchanges_of, program_or_last
 from fleet_train.convert.sharding import ROWS
 from fleet_train.convert.strategy import ArgumentError, needed, one_of, refuse
-from fleet_train.errors import CheckpointError, ConversionError, FleetTrainError, NotFinite
-from fleet_train.files import sync_folder
+from fleet_train.errors import CheckpointError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
 
 Folder = str | os.PathLike[str]
@@ -172,15 +171,15 @@ def save_inference_model(
     name = "save_inference_model"
     executor = needed(name, executor=executor, exe=exe)
     folder = Path(needed(name, dirname=dirname))
-    wanted = _as_list(needed(name, target_vars=target_vars, targets=targets))
-    inputs = _as_list(needed(name, feeded_var_names=feeded_var_names, feeds=feeds))
+    wanted = as_list(needed(name, target_vars=target_vars, targets=targets))
+    inputs = as_list(needed(name, feeded_var_names=feeded_var_names, feeds=feeds))
     refuse(name, "mode", mode or None, _TABLES)
     if not export_for_deployment:
         raise ArgumentError(
             f"fleet.{name}: export_for_deployment=False asks for a program to train on; use fleet.save_persistables, "
             "and build the network again"
         )
-    _refuse_other_program(wanted, main_program)
+    refuse_other_program(wanted, main_program)
     program, job = wanted[0].block.program, current().job
     with job.inside(f"fleet.{name}({str(folder)!r})"):
         found = exchanges_of(program)
@@ -188,14 +187,14 @@ def save_inference_model(
         for each in found:
             compare_replicas(ProgramState(each.main), each.exchange, with_optimizer=False)
 
-        def export() -> None:
+        def write() -> None:
             exported = {name for target in wanted for name in parameters_behind(target)}
             state = ProgramState(program) if exported else None
             if state is not None and (broken := state.first_not_finite(_changed_by(found), exported)) is not None:
                 raise NotFinite(f"'{broken}' holds NaN or infinity: a network that computes nothing is not exported")
-            _export(executor, folder, inputs, wanted)
+            export(executor, folder, inputs, wanted)
 
-        on_first_worker(job, f"export to {folder}", export)
+        on_first_worker(job, f"export to {folder}", write)
 
 
 @dataclass(frozen=True)
@@ -475,68 +474,3 @@ def _average_statistics(job: Job, states: Mapping[str, ProgramState]) -> None:
     for name, array in arrays.items():
         array.reshape(-1)[:], mean = mean[: array.size], mean[array.size :]
         states[name].write({name: array}, job.place)
-
-
-def _as_list(values: Any) -> list[Any]:
-    """Paddle accepts a single value instead of a list, and so do we."""
-    return list(values) if isinstance(values, (list, tuple)) else [values]
-
-
-def _refuse_other_program(targets: list[Any], main_program: Any) -> None:
-    names = [target for target in targets if isinstance(target, str)]
-    if names or not targets:
-        raise ConversionError(
-            f"fleet.save_inference_model: targets={targets!r}: values of PIR programs have no names; pass the "
-            "values themselves, such as the network's output"
-        )
-    # A program is compared by its operators: each access to it makes a new Python object.
-    if main_program is not None and main_program.global_block() != targets[0].block.program.global_block():
-        raise ConversionError(
-            "fleet.save_inference_model: main_program is not the program of the targets; leave it out, the targets "
-            "name their program"
-        )
-
-
-_EXPORTED_FILES = ("model.json", "model.pdiparams")
-
-
-def _export(exe: Any, folder: Path, feeds: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Write the program of ``targets``, pruned to what they need, and its parameters; old files are kept until both
-    exist.
-
-    Parameters are never beside the program of others: the same program keeps its file, another one's is removed before
-    and gets its name last.
-    """
-    program, draft = targets[0].block.program, folder / ".exporting"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    inputs = [_value(program, feed) for feed in feeds]
-    paddle.static.save_inference_model(str(draft / "model"), inputs, list(targets), exe, program=program)
-    for name in _EXPORTED_FILES:
-        with (draft / name).open("rb") as file:
-            os.fsync(file.fileno())
-    described, parameters = _EXPORTED_FILES
-    if _content(folder / described) != _content(draft / described):
-        (folder / described).unlink(missing_ok=True)
-        sync_folder(folder)
-    os.replace(draft / parameters, folder / parameters)
-    os.replace(draft / described, folder / described)
-    draft.rmdir()
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
-def _value(program: Any, feed: Any) -> Any:
-    """The program's input of a name; values are returned unchanged."""
-    if not isinstance(feed, str):
-        return feed
-    inputs = {
-        str(operator.attrs()["name"]): operator.result(0)
-        for operator in program.global_block().ops
-        if operator.name() == "pd_op.data"
-    }
-    if feed not in inputs:
-        raise ConversionError(f"the program has no input '{feed}'; it has {', '.join(sorted(inputs))}")
-    return inputs[feed]

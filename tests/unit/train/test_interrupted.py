@@ -21,7 +21,7 @@ import pytest
 
 from fleet_train import files, fleet
 from fleet_train.convert import persistables
-from fleet_train.convert import saving as saving_module
+from fleet_train.convert.exporting import export as export_program
 from fleet_train.convert.program_state import State
 from fleet_train.errors import NotSaved
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
@@ -241,7 +241,7 @@ def test_an_export_over_another_never_has_parameters_beside_the_program_of_other
 
         block = SimpleNamespace(program=None)
         with mock.patch.object(paddle.static, "save_inference_model", write):
-            saving_module._export(None, folder, [], [SimpleNamespace(block=block)])
+            export_program(None, folder, [], [SimpleNamespace(block=block)])
 
     for before, after in ((2, 3), (2, 4)):  # the same program, and another one
         seen = set()
