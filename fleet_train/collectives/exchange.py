@@ -22,6 +22,7 @@ from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.collectives.methods.sharded import make_owners, make_sharded
 from fleet_train.collectives.own_streams import OwnStreamProof
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.collectives.step_notes import Communication
@@ -158,8 +159,9 @@ class GradientExchange:
         self.enter(scope)
         rows = self._now.rows if is_inside_update else {}
         self._trainings.forget(scope)
-        for index, each in rows.items():
-            self._now.rows[index].load_state(each.state())
+        with dynamic_mode(), paddle.no_grad():
+            for index, each in rows.items():
+                self._now.rows[index].load_state(each.state())
 
     @property
     def step(self) -> int:

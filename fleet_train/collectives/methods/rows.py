@@ -367,6 +367,10 @@ class StreamRows(_TablesOfABucket):
         super().__init__(parts)
         self._kept: list[list[tuple[Any, Any]]] = [[] for _ in self._tables]
         self._capacity: list[int] = []
+        self._last: list[int] = []
+        """Positions of the last micro-batch, by table."""
+        self._has_sums = False
+        """Whether the first micro-batches of this update are a sum, with fewer positions than they had."""
 
     def average(self, values: Sequence[Any]) -> Stages[list[Any]]:
         tables = [table.view(table.shape) for table, _ in self._operands(values)]
@@ -418,6 +422,7 @@ class StreamRows(_TablesOfABucket):
             if saved is not None and tuple(saved.shape) == table.shape:
                 ids = paddle.nonzero(saved.reshape([table.shape[0], -1]).abs().sum(1)).reshape([-1])
                 kept.append((ids, saved.gather(ids)))
+                self._has_sums = True
 
     def _keep(self, values: Sequence[Any]) -> None:
         for kept, (_, lookups) in zip(self._kept, self._operands(values), strict=True):
@@ -429,6 +434,10 @@ class StreamRows(_TablesOfABucket):
         """Indices and gradients of all positions since the last update, padded to what was agreed on."""
         self._keep(values)
         kept, self._kept = self._kept, [[] for _ in self._tables]
+        self._last = [
+            sum(int(ids.shape[0]) for ids, _ in each[-len(lookups.paddings) :])
+            for each, lookups in zip(kept, self._lookups, strict=True)
+        ]
         own = [(_C_ops.concat([i for i, _ in each], 0), _C_ops.concat([g for _, g in each], 0)) for each in kept]
         if self._merged > 1:
             own = [(ids, gradient * (1.0 / self._merged)) for ids, gradient in own]
@@ -438,7 +447,9 @@ class StreamRows(_TablesOfABucket):
         """With zeros for row 0 up to the number of positions that the ranks agree on in the first step."""
         positions = [int(ids.shape[0]) for ids, _ in own]
         if not self._capacity:
-            every = self._parts.job.all_gather(f"positions of bucket {self._bucket.index}", positions)
+            as_last = [self._merged * last if self._has_sums else 0 for last in self._last]
+            found = list(map(max, positions, as_last))
+            every = self._parts.job.all_gather(f"positions of bucket {self._bucket.index}", found)
             self._capacity = [max(each) for each in zip(*every.values(), strict=True)]
             whole = [most > limit for most, limit in zip(self._capacity, self._limits, strict=True)]
             self._count([0 if w else n for n, w in zip(self._capacity, whole, strict=True)], whole)

@@ -136,6 +136,30 @@ def test_streams_get_the_sum_of_all_positions_without_reading_one(size: int) -> 
         next(methods[0].average(brought(0, 0)[0]))
 
 
+def test_streams_count_the_positions_of_a_whole_update_behind_a_sum_that_was_loaded() -> None:
+    """A save in the middle of the first update holds a sum of rows; later updates have all their positions."""
+    parts, bucket = parts_of(2, False, accumulate_steps=4)
+    own, told = [brought(rank, 0) for rank in range(2)], []
+    for one in parts:
+        one.job.all_gather = lambda _, found: told.append(found) or {0: found, 1: found}  # type: ignore
+    methods = []
+    for one, (operands, _) in zip(parts, own, strict=True):
+        saving = one.make()
+        for _ in range(3):
+            saving.idle(operands)  # type: ignore[attr-defined]
+        methods.append(one.make())
+        methods[-1].load_state(saving.state())
+    for _ in range(2):
+        found, _ = step(methods, [operands for operands, _ in own])
+        for position in range(len(bucket.gradients)):
+            mean = np.mean([exact[position] for _, exact in own], axis=0)
+            np.testing.assert_allclose(found[0][position], mean, atol=4e-6)
+        for method, (operands, _) in zip(methods, own, strict=True):
+            for _ in range(3):
+                method.idle(operands)  # type: ignore[attr-defined]
+    assert told == [[480, 240, 240]] * 2
+
+
 def test_rows_only_are_as_many_as_the_table_modulo_8_and_the_rest_is_zero() -> None:
     random = np.random.default_rng(1)
     for height in (*range(1, 20), 301):
