@@ -167,11 +167,6 @@ class Job:
         with self._sync_point():
             return self.store.broadcast(name, value, source, *self._everybody(timeout_seconds))
 
-    def share(self, name: str, value: Any) -> Any:
-        """As `broadcast`, of rank 0 and right before a step, which needs no barrier of its own because of it."""
-        with self._remembering():
-            return self.store.broadcast(name, value, 0, *self._everybody(None))
-
     def compare(self, name: str, value: Any, timeout_seconds: float | None = None) -> Variants:
         """Whether all ranks pass the same JSON value: empty if they do, else which ranks pass which."""
         if self.world_size == 1:
@@ -236,12 +231,13 @@ class Job:
         left = (
             [each.member for each in error.absent if each.kind == "left"] if isinstance(error, FleetTrainError) else []
         )
-        made = []
-        for rank in left[:_NAMED_LEFT]:
+        made, own = [], self.describe_steps()
+        for rank in left[:_NAMED_LEFT] if own else ():
             with contextlib.suppress(FleetTrainError):
-                if steps := self._watchdogs_store().get(f"{_STEPS_OF}{rank}"):
+                steps = str(self._watchdogs_store().get(f"{_STEPS_OF}{rank}") or "")
+                if steps and steps.split()[0] != own.split()[0]:
                     made.append(f"rank {rank} made {steps}")
-        if not made or not (own := self.describe_steps()):
+        if not made:
             return ""
         return (
             f"{', '.join(made)}; rank {self.cluster.rank} has begun {own}. All ranks must make equally many: let them "

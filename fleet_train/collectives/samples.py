@@ -1,10 +1,10 @@
 """Do the ranks read the same samples? Seen in what they are fed, and in the gradients of a program's first updates.
 
 Of each sample that a rank is fed, a number is made; those below a bound, which falls as they become more, are kept, so
-that any two ranks keep the same part of what both have read (a bottom-k sketch). Before runs 2, 4, 8, ... rank 0's are
-compared with each rank's own. Ranks that go through the same samples, in whatever order, have most of them in common
-before they have begun again; ranks with samples of their own have next to none. Samples that come again soon (a few
-kinds of sample, draws with replacement, constants) say nothing.
+that any two ranks keep the same part of what both have read (a bottom-k sketch). Before runs 2, 4, 8, ... rank 0 puts
+its own into the store, and a run later the others compare: nobody waits for anybody. Ranks that go through the same
+samples, in whatever order, have most of them in common before they have begun again; ranks with samples of their own
+have next to none. Samples that come again soon (a few kinds of sample, draws with replacement, constants) say nothing.
 """
 
 from __future__ import annotations
@@ -41,27 +41,31 @@ class SamplesCheck:
     run of the program."""
 
     def __init__(self, job: Job, number: int, buckets: int) -> None:
-        self._job, self._number = job, number
+        self._job, self._key = job, f"samples of program {number}, {job.count('samples')}"
         self.first_gradients = FirstGradients(job.engine.device, buckets)
         self._runs = 0
         self._kept: dict[int, int] = {}
         """How often each kept number was read."""
         self._bound = _EVERYTHING
+        self._to_compare: tuple[int, Read | None] | None = None
+        """A run, and what was read up to it."""
         self._reads_those_of_rank_0 = False
         self._is_over = False
         self._words = _GRADIENTS
 
     def fed(self, feed: Any) -> None:
         """What the next run is fed, as `Executor.run` takes it."""
-        if self._is_over:
+        if self._is_over or self._runs > 2 * _LAST_RUN:
             return
+        self._compare()
         self._runs += 1
         numbers = numbers_of(feed)
         if numbers is not None:
             self._keep(numbers)
         if self._runs > 1 and self._runs & (self._runs - 1) == 0:
-            self._compare()
-            self._is_over = self._runs >= _LAST_RUN
+            self._to_compare = self._runs, self._read()
+            if self._job.cluster.rank == 0:
+                self._job.store.set(self._key, list(self._to_compare))
 
     def digest(self, step: int) -> int | None:
         """What all ranks must give in one barrier to have read the same samples; None for nothing."""
@@ -89,11 +93,17 @@ class SamplesCheck:
         return (self._bound, list(self._kept)) if is_telling else None
 
     def _compare(self) -> None:
-        own = self._read()
-        name = f"the samples of run {self._runs} of program {self._number}, {self._job.count('samples')}"
-        of_rank_0 = self._job.share(name, own if self._job.cluster.rank == 0 else None)
-        if own is not None and of_rank_0 is not None:
-            self._reads_those_of_rank_0 = common(own, of_rank_0) >= _LEAST_COMMON
+        """Once, as soon as rank 0 has come as far: where a step has communicated in between, that is so."""
+        if self._to_compare is None:
+            return
+        run, own = self._to_compare
+        is_settled = own is None or self._job.cluster.rank == 0
+        answer: Any = [run, own] if is_settled else self._job.store.get(self._key)
+        if answer is None or answer[0] != run:
+            return
+        self._to_compare, self._is_over = None, run >= _LAST_RUN
+        if own is not None and answer[1] is not None:
+            self._reads_those_of_rank_0 = common(own, answer[1]) >= _LEAST_COMMON
 
 
 def common(own: Read, other: Read) -> float:

@@ -22,15 +22,12 @@ LABELS = np.arange(SAMPLES).reshape(-1, 1) % 7
 
 def noticed(feeds: Callable[[int, int], Iterator[Feed]], ranks: int = 2, runs: int = 600) -> int | None:
     """Before which run (1, 2, ...) all ranks are said to be fed the same samples; ``feeds(rank, ranks)``."""
-    told: list[Any] = []
+    told: dict[str, Any] = {}
 
     def check_of(rank: int) -> SamplesCheck:
-        def share(_: str, value: Any) -> Any:
-            told[:] = [value] if rank == 0 else told
-            return told[0]
-
+        store = SimpleNamespace(set=told.__setitem__, get=told.get)
         engine = SimpleNamespace(device=HostDevice())
-        job: Any = SimpleNamespace(engine=engine, cluster=SimpleNamespace(rank=rank), share=share)
+        job: Any = SimpleNamespace(engine=engine, cluster=SimpleNamespace(rank=rank), store=store)
         return SamplesCheck(job, 0, 1)
 
     checks = [check_of(rank) for rank in range(ranks)]
@@ -153,7 +150,7 @@ def nothing(_rank: int, _ranks: int) -> Iterator[Any]:
 def test_the_same_samples_are_noticed_in_the_first_epoch(feeds: Any, ranks: int) -> None:
     run = noticed(feeds, ranks)
     assert run is not None
-    assert run <= 1.1 * SAMPLES / BATCH
+    assert run <= 1.1 * SAMPLES / BATCH + 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.logs import of_paddles_fleet
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult, choose_root_cause, failure_report, last_lines, spans, with_reports
 from fleet_train.launch.request import FaultPolicy
@@ -122,6 +124,30 @@ def test_last_lines_keep_what_says_something() -> None:
     assert last_lines(text, count=3) == ("step 3", "  Traceback", "ValueError: x")
     assert last_lines("y" * 300, width=10) == ("yyyyyyy...",)
     assert last_lines("") == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from paddle.distributed import fleet",
+        "import paddle.distributed.fleet as fleet",
+        "    from paddle.distributed.fleet import DistributedStrategy",
+        "from paddle.distributed import ReduceOp, fleet",
+    ],
+)
+def test_paddles_own_fleet_in_the_script_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import paddle\nimport paddle.distributed as dist\n{line}\n")
+    frame = '  File "/opt/paddle/distributed/fleet/fleet.py", line 1741, in minimize\n'
+    (said,) = of_paddles_fleet(f"Traceback\n{frame}TypeError: clone()\n{'operators ' * 9999}", script)
+    assert f"was imported in line 3 of train.py ({line.strip()}): " in said
+    assert said.endswith("from fleet_train import fleet")
+    (said,) = of_paddles_fleet(frame, None)
+    assert "was imported: " in said
+    (said,) = of_paddles_fleet(frame, tmp_path)
+    assert "was imported: " in said
+    others = ['  File "/opt/paddle/distributed/fleet/fleet.py", line 9, in init\n', "TypeError: minimize\n", ""]
+    assert [of_paddles_fleet(other, script) for other in others] == [[], [], []]
 
 
 def test_the_table_is_last_and_names_the_root_cause_first() -> None:
