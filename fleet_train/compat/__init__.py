@@ -48,7 +48,7 @@ from fleet_train.compat.programs import (
     py_reader,
     read_file,
 )
-from fleet_train.compat.training import Executor, minimize
+from fleet_train.compat.training import Executor, append_backward, backward, minimize
 from fleet_train.convert.moving_average import ExponentialMovingAverage, autoincreased_step_counter
 
 __all__ = [
@@ -60,7 +60,9 @@ __all__ = [
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
     "QueueDataset",
+    "append_backward",
     "autoincreased_step_counter",
+    "backward",
     "batch_norm",
     "clone",
     "clone_for_test",

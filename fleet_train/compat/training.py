@@ -30,11 +30,49 @@ def minimize(
         )
         return result
     main, startup = loss.block.program, startup_program or paddle.static.default_startup_program()
-    trained = trained_of(main, _named(parameter_list)) if parameter_list else None
+    trained, untrained = _lists(main, parameter_list, no_grad_set)
     with paddle.static.program_guard(main, startup):
-        operators, pairs = optimizer.minimize(loss, startup, trained, untrained_of(main, _named(no_grad_set)))
+        operators, pairs = optimizer.minimize(loss, startup, trained, untrained)
     refuse_unreached(trained, pairs, lambda _: None)
     return operators, pairs
+
+
+def backward(
+    optimizer: Any,
+    loss: Any,
+    startup_program: Any = None,
+    parameter_list: Iterable[Any] | None = None,
+    no_grad_set: Iterable[Any] | None = None,
+    callbacks: Any = None,
+) -> list[tuple[Any, Any]]:
+    """``optimizer.backward(loss, ...)``, which finds parameters as ``minimize`` does."""
+    main, startup = loss.block.program, startup_program or paddle.static.default_startup_program()
+    trained, untrained = _lists(main, parameter_list, no_grad_set)
+    with paddle.static.program_guard(main, startup):
+        pairs: list[tuple[Any, Any]] = optimizer.backward(loss, startup, trained, untrained, callbacks)
+    refuse_unreached(trained, pairs, lambda _: None)
+    return pairs
+
+
+def append_backward(
+    loss: Any,
+    parameter_list: Iterable[Any] | None = None,
+    no_grad_set: Iterable[Any] | None = None,
+    callbacks: Any = None,
+    checkpoints: Any = None,
+) -> list[tuple[Any, Any]]:
+    """``fluid.backward.append_backward``, which finds parameters as ``minimize`` does."""
+    main = loss.block.program
+    trained, untrained = _lists(main, parameter_list, no_grad_set)
+    with paddle.static.program_guard(main, paddle.static.default_startup_program()):
+        pairs: list[tuple[Any, Any]] = paddle.static.append_backward(loss, trained, untrained, callbacks, checkpoints)
+    refuse_unreached(trained, pairs, lambda _: None)
+    return pairs
+
+
+def _lists(program: Any, parameter_list: Any, no_grad_set: Any) -> tuple[list[Any] | None, list[Any] | None]:
+    trained = trained_of(program, _named(parameter_list)) if parameter_list else None
+    return trained, untrained_of(program, _named(no_grad_set))
 
 
 def _named(listed: Iterable[Any] | None) -> list[Any] | None:

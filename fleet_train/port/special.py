@@ -163,7 +163,7 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
     if not isinstance(function, cst.Attribute):
         return updated
     method, meaning = function.attr.value, script.meaning_of(function)
-    if meaning is not None and method in ("clone", "minimize"):  # a function of a module
+    if meaning is not None and method in ("clone", "minimize", "backward"):  # a function of a module
         return updated
     if method == "with_data_parallel" and _was_compiled(script, function.value):
         return updated.func.value if isinstance(updated.func, cst.Attribute) else updated
@@ -180,7 +180,7 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
         return _clone(script, original, updated)
     elif method == "run":
         return _fetching(script, original, updated, keyword(original, "fetch_list") or _third(original))
-    elif method == "minimize":
+    elif method in ("minimize", "backward"):
         return training.minimize(script, original, updated)
     elif method == "append" and (
         script.holds("fetch list", function.value) or script.holds("parameter list", function.value)

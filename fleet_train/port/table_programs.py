@@ -12,7 +12,7 @@ GENERATORS = ("MultiSlotDataGenerator", "MultiSlotStringDataGenerator")
 _STATE = "paddle.static.save(program, prefix) / paddle.static.load(program, prefix)"
 
 _STATIC = (
-    "Program Variable append_backward cpu_places cuda_places default_main_program default_startup_program "
+    "Program Variable cpu_places cuda_places default_main_program default_startup_program "
     "device_guard global_scope gradients name_scope program_guard scope_guard"
 )
 _LOAD_STATE = To("paddle.static.load_program_state", "model_path var_list")
@@ -21,6 +21,7 @@ _SET_STATE = To("paddle.static.set_program_state", "program state_dict")
 PROGRAMS: dict[str, Rule] = {
     **{name: To(f"paddle.static.{name}") for name in _STATIC.split()},
     "Executor": To("compat.Executor"),
+    "append_backward": To("compat.append_backward"),
     "CPUPlace": To("paddle.CPUPlace"),
     "CUDAPlace": To("paddle.CUDAPlace"),
     "CUDAPinnedPlace": To("paddle.CUDAPinnedPlace"),
@@ -96,6 +97,7 @@ _SERIALIZED = "paddle.static.save_inference_model and load_inference_model: toda
 STATIC: dict[str, Rule] = {
     "paddle.CUDAPlace": To("paddle.CUDAPlace"),
     "paddle.static.data": To("paddle.static.data"),
+    "paddle.static.append_backward": To("compat.append_backward"),
     "paddle.static.nn.conv2d": To("compat.conv2d"),
     "paddle.static.nn.conv2d_transpose": To("compat.conv2d_transpose"),
     "paddle.static.nn.batch_norm": To("compat.batch_norm"),

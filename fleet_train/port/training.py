@@ -12,12 +12,12 @@ from fleet_train.port.calls import dotted, keyword, keyword_of, positional, sour
 from fleet_train.port.facts import Transformer
 from fleet_train.profile.fleet_fields import STOCK_FIELDS, outcome_of
 
-_MINIMIZE = ("loss", "startup_program", "parameter_list", "no_grad_set")
+_MINIMIZE = ("loss", "startup_program", "parameter_list", "no_grad_set", "callbacks")
 
 
 def minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
     """``compat.minimize(optimizer, loss, ...)`` where parameters are listed, or another program may be the current one:
-    it finds names, and those of a clone, in the program of the loss."""
+    it finds names, and those of a clone, in the program of the loss. The same for ``backward``."""
     if keyword(original, "grad_clip") is not None:
         script.mark(original, "minimize(grad_clip=...)", "give grad_clip to the optimizer")
         return updated
@@ -30,15 +30,16 @@ def minimize(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.
     if not known or not renamed or not isinstance(function, cst.Attribute) or source(function.value) == "super()":
         return updated
     lists = any(map(_may_list_names, [*positional(original)[2:4], *map(_named_list, original.args)]))
-    elsewhere = script.facts.makes_programs and not _is_guarded(script, original)
+    method = function.attr.value
+    elsewhere = method == "minimize" and script.facts.makes_programs and not _is_guarded(script, original)
     if script.facts.is_dynamic or not (lists or elsewhere):
         return updated.with_changes(args=[_as_today(argument) for argument in updated.args])
     if not script.may_write("compat", original):
-        script.mark(original, "minimize", "compat.minimize: `compat` is the name of something else here; rename that")
+        script.mark(original, method, f"compat.{method}: `compat` is the name of something else here; rename that")
         return updated
     script.needed.add("compat")
     optimizer = cst.Arg(function.value, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    return updated.with_changes(func=dotted("compat.minimize"), args=[optimizer, *renamed])
+    return updated.with_changes(func=dotted(f"compat.{method}"), args=[optimizer, *renamed])
 
 
 def _as_today(argument: cst.Arg) -> cst.Arg:

@@ -293,6 +293,8 @@ def test_listed_parameters_are_found_where_minimize_is_called() -> None:
         opt.minimize(loss, parameters=net.parameters())
         opt.minimize(**options)
         optimize.minimize(f, x, (1,), "BFGS")
+        pairs = opt.backward(loss, parameter_list=names_of(net), callbacks=None)
+        loss.backward()
         fluid.append_backward(loss, parameter_list=[w.name], no_grad_set=set())
         opt = paddle.optimizer.SGD(0.1, parameters=net.parameters())
         draw(parameters=["w"], names=[w.name])
@@ -311,7 +313,9 @@ def test_listed_parameters_are_found_where_minimize_is_called() -> None:
         "opt.minimize(loss, parameters=net.parameters())",
         "opt.minimize(**options)",
         'optimize.minimize(f, x, (1,), "BFGS")',
-        "paddle.static.append_backward(loss, parameter_list=[w], no_grad_set=set())",
+        "pairs = compat.backward(opt, loss, parameter_list=names_of(net), callbacks=None)",
+        "loss.backward()",
+        "compat.append_backward(loss, parameter_list=[w], no_grad_set=set())",
         "opt = paddle.optimizer.SGD(0.1, parameters=net.parameters())",
         'draw(parameters=["w"], names=[w.name])',
     ]

@@ -121,7 +121,7 @@ def test_compat_takes_the_arguments_of_1_8_in_their_order() -> None:
         "print(json.dumps({name: show(getattr(compat, name)) for name in compat.__all__}))"
     )
     now = run_python("-c", code)
-    assert now.keys() == old.keys() | {"clone", "clone_for_test", "minimize"}  # methods in 1.8
+    assert now.keys() == old.keys() | {"backward", "clone", "clone_for_test", "minimize"}  # methods in 1.8
     for name, parameters in old.items():
         ours = now[name][: len(parameters)]
         assert [one for one, _ in ours] == [one for one, _ in parameters], name

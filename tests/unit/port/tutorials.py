@@ -189,6 +189,22 @@ assert (weight('one.w') == one).all() and value[0].shape == (1,)
 exe.run(main, feed={'x': ones(2, 4)}, fetch_list=[first])
 assert np.allclose(weight('one.w'), one - 0.1 / 3) and (weight('two.w') != two).all()
 """,
+    "gradients by hand": """
+def names_of(program):
+    return [p.name for p in program.global_block().all_parameters() if not p.name.endswith('.b')]
+x = fluid.layers.data('x', shape=[4])
+loss = fluid.layers.mean(fluid.layers.fc(x, 3, param_attr='one.w', bias_attr='one.b'))
+copy = fluid.default_main_program().clone()
+opt = fluid.optimizer.SGD(0.1)
+pairs = opt.backward(loss, parameter_list=names_of(copy))
+opt.apply_gradients(pairs)
+more = fluid.append_backward(loss, parameter_list=names_of(copy))
+exe = fluid.Executor(fluid.CPUPlace()); exe.run(fluid.default_startup_program())
+w, b = weight('one.w'), weight('one.b')
+fetched = exe.run(feed={'x': ones(2, 4)}, fetch_list=[pairs[0][1], more[0][1]])
+assert np.allclose(weight('one.w'), w - 0.1 / 3) and (weight('one.b') == b).all()
+assert len(pairs) == len(more) == 1 and np.allclose(fetched[0], fetched[1])
+""",
     "translation": """
 def encoder(src, mask=None):
     embedded = fluid.layers.embedding(src, size=[20, 8], param_attr='src_emb')
