@@ -10,6 +10,7 @@ import libcst as cst
 from fleet_train.port import training
 from fleet_train.port.calls import Undecided, as_keyword, dotted, keyword, keyword_of, positional, source
 from fleet_train.port.facts import Kind, Transformer, is_block, parameter_arguments
+from fleet_train.port.index import canonical
 
 # Calls of functions.
 
@@ -163,7 +164,7 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
     if not isinstance(function, cst.Attribute):
         return updated
     method, meaning = function.attr.value, script.meaning_of(function)
-    if meaning is not None and method in ("clone", "minimize", "backward"):  # a function of a module
+    if meaning is not None and method in ("clone", "minimize", "backward") and _is_function(meaning.name):
         return updated
     if method == "with_data_parallel" and _was_compiled(script, function.value):
         return updated.func.value if isinstance(updated.func, cst.Attribute) else updated
@@ -189,6 +190,12 @@ def of_any_object(script: Transformer, original: cst.Call, updated: cst.Call) ->
             args=[argument.with_changes(value=_value(argument.value)) for argument in updated.args]
         )
     return updated
+
+
+def _is_function(name: str) -> bool:
+    """Whether this is a function of a module: ours, Fleet's own ``minimize``, or one that is not of Paddle."""
+    of_paddle = name.split(".")[0] in ("paddle", "fleetx", "fleet_train")
+    return not of_paddle or name.startswith("fleet_train.compat.") or canonical(name).endswith("fleet.minimize")
 
 
 def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call | None:

@@ -345,6 +345,8 @@ def test_a_copy_of_a_program_takes_the_values_of_the_program() -> None:
         copies = g.clone(), paddle.static.default_main_program().clone(), self.main_program.clone(), test.clone(True)
         tensor.clone(), repository.clone(), domain.clone()
     """
+    late = f"{FLEET}test = fleet.main_program.clone(for_test=True)\nfleet.minimize(loss)\n"
+    assert without_marks(late)[-2:] == ["test = compat.clone_for_test(fleet.main_program)", "fleet.minimize(loss)"]
     assert without_marks(text)[-3:] == [
         "    test = compat.clone(made)",
         "copies = compat.clone(g), compat.clone(paddle.static.default_main_program()), "
