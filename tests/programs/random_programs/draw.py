@@ -25,7 +25,6 @@ GOES_BACK_AT = 2
 LATE = 1000
 LEADS_TO = vectors.LEADS_TO | sequences.LEADS_TO | images.LEADS_TO
 MOST_BLOCKS = 7
-CONTROL_FLOW = ("condition", "loop")
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,6 @@ def _blocks(random: np.random.Generator) -> tuple[str, ...]:
     kind, number = VECTOR, int(random.integers(2, MOST_BLOCKS))
     while len(chosen) < number or kind != VECTOR:
         own = [name for name, one in BLOCKS.items() if one.kind == kind]
-        if any(name in CONTROL_FLOW for name in chosen):  # plain Paddle 3.3.1 may end with a tensor without memory
-            own = [name for name in own if name not in CONTROL_FLOW]
         if len(chosen) >= number:
             own = [name for name in own if LEADS_TO.get(name) == VECTOR]
         elif kind == VECTOR and random.random() < 0.35:

@@ -201,12 +201,13 @@ def condition(g: Builder, h: Any) -> Any:
 
 @block(VECTOR)
 def loop(g: Builder, h: Any) -> Any:
+    """Begins with a product: plain Paddle 3.3.1 finds no memory where a loop begins with what tanh has made."""
     layer, start = g.linear(width(h), width(h)), paddle.full([1], 0, "int64")
     times = g.pick(1, 2, 3)
     _, found = paddle.static.nn.while_loop(
         lambda index, _: (index < times).all(),
         lambda index, value: [index + 1, paddle.tanh(layer(value))],
-        [start, h],
+        [start, h * 0.9],
     )
     return found
 
