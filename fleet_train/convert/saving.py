@@ -263,7 +263,8 @@ def capture(job: Job, program: Any, memory: Captured | None = None) -> Captured:
         kinds |= {name: kind_of(name, False) for name in gathered}
     if not is_first:
         return Captured(State({}))
-    return Captured(State(arrays, kinds, ranks), state.constant, state_to_save(program, current().main_program))
+    trained = current().schedules.copied_by(program) or current().main_program
+    return Captured(State(arrays, kinds, ranks), state.constant, state_to_save(program, trained))
 
 
 def _continued(state: ProgramState, found: Sequence[Converted]) -> list[Converted]:

@@ -182,11 +182,17 @@ class Schedules:
             self._programs[program] = _Watched(schedule, accumulate_steps, deque(maxlen=accumulate_steps))
             process.before_each_run(self.before_run)
 
+    def copied_by(self, program: Any) -> Any:
+        """The watched program that ``program`` is, or a copy of: it has all its parameters and state. None for none."""
+        names = _names(program)
+        own = [program] if program in self._programs else [each for each in self._programs if _names(each) <= names]
+        return own[-1] if own else None
+
     def restore(self, program: Any, saved: Saved | None, saved_rate: float | None) -> None:
         """Continue the program's schedule where it was saved; every rank calls it, with the same values."""
-        watched = self._programs.get(program)
-        if watched is None:
+        if (watching := self.copied_by(program)) is None:
             return
+        watched = self._programs[watching]
         for each in self._programs.values():  # programs may share a schedule
             if each.restored is not None and each.schedule is watched.schedule:
                 each.restored.end()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fleet_train import fleet
 from fleet_train.convert import process
 from fleet_train.convert.passes.skipping import SkipNotFinite as SkipNotFinite
-from fleet_train.convert.passes.skipping import statistics_of
+from fleet_train.convert.passes.skipping import untrained_floats_of
 from fleet_train.convert.saving import whole_on_every_rank
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
@@ -49,7 +49,7 @@ def refuse_to_skip_with(profile: Profile) -> None:
 
 def describe_statistics(program: Any) -> str | None:
     """A note on batch norm's statistics in this job, or None."""
-    if fleet.worker_num() == 1 or not statistics_of(program):
+    if fleet.worker_num() == 1 or not untrained_floats_of(program):
         return None
     if fleet.profile().sync_batch_norm:
         return "batch norm: over the batches of all ranks (sync_batch_norm)"

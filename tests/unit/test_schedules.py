@@ -155,6 +155,19 @@ def test_a_load_in_mid_training_goes_back_with_the_schedule(tmp_path: Path) -> N
         assert training.train(SAVED_AFTER, STEPS) == first
 
 
+def test_a_copy_of_the_program_saves_and_loads_its_schedule(tmp_path: Path) -> None:
+    with anew():
+        training = Training(MADE["step"](RATE))
+        with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+            Training(MADE["exponential"](RATE))  # converted last, and of other parameters
+        training.train(0, SAVED_AFTER)
+        copy = paddle.static.default_main_program().clone()
+        fleet.save_persistables(training.exe, tmp_path, copy)
+        first = training.train(SAVED_AFTER, STEPS)
+        fleet.load_persistables(training.exe, tmp_path, copy)
+        assert training.train(SAVED_AFTER, STEPS) == first
+
+
 def of_another_version(folder: Path) -> None:
     """A saved state as versions that saved no schedule wrote it."""
     with anew():

@@ -99,7 +99,7 @@ def keep_statistics_finite(program: Any) -> None:
     The forward pass updates them before any gradient is checked.
     """
     block = program.global_block()
-    names = statistics_of(program)
+    names = untrained_floats_of(program)
     kept = [each for each in block.all_parameters() if each.name in names]
     with paddle.static.program_guard(program, paddle.static.Program()):
         for value in kept:
@@ -109,7 +109,7 @@ def keep_statistics_finite(program: Any) -> None:
             paddle.assign(paddle.where(paddle.isfinite(value).all(), value, before), value)
 
 
-def statistics_of(program: Any) -> list[str]:
+def untrained_floats_of(program: Any) -> list[str]:
     """Names of the float parameters of `program` that are not trained, sorted."""
     values = program.global_block().all_parameters()
     # The learning rate is also such a parameter, but has no dimensions.
