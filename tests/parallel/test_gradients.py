@@ -1,6 +1,7 @@
-"""Gradients that Paddle alone gets wrong, as one rank and several train them: values with two names.
+"""Gradients that Paddle alone gets wrong, as one rank and several train them: values with two names, and bfloat16.
 
-The reference is the same network with copies, in one process with the joint batch. The ranks run this file, too.
+The reference is the same network with copies and in float32, in one process with the joint batch. The ranks run this
+file, too.
 """
 
 from __future__ import annotations
@@ -120,8 +121,121 @@ SHARED: dict[str, Network] = {
 }
 
 
-def trained(network: Network, profile: Profile) -> dict[str, Any]:
-    """How far the first step of many differs from that of one with copies, relative to each parameter's own step."""
+def layer(values: Any, width: int = WIDTH, **options: Any) -> Any:
+    return nn.Linear(values.shape[-1], width, **options)(values)
+
+
+def gate(features: Any, alias: Alias) -> Any:
+    del alias
+    return layer(features) * F.sigmoid(layer(features))
+
+
+def halves(features: Any, alias: Alias) -> Any:
+    del alias
+    both = layer(features, 2 * WIDTH, bias_attr=False)
+    return both[:, :WIDTH] * F.sigmoid(both[:, WIDTH:])
+
+
+def squares(features: Any, alias: Alias) -> Any:
+    del alias
+    made = layer(features, bias_attr=False)
+    return made * made - 0.5 * layer(F.relu(made)) * made
+
+
+def factorization(features: Any, alias: Alias) -> Any:
+    del alias
+    embedded = layer(features).reshape([-1, WIDTH, 1]) * layer(features, 4).unsqueeze(1)
+    total = embedded.sum(1)
+    return layer(total * total - (embedded * embedded).sum(1))
+
+
+def attention(features: Any, alias: Alias) -> Any:
+    del alias
+    query, key, value = (layer(features, 16).reshape([-1, 4, 2, 2]).transpose([0, 2, 1, 3]) for _ in range(3))
+    weights = F.softmax(paddle.matmul(query, key, transpose_y=True))
+    return layer(paddle.matmul(weights, value).transpose([0, 2, 1, 3]).reshape([-1, 16]))
+
+
+def pooled(features: Any, alias: Alias) -> Any:
+    del alias
+    image = nn.Conv2D(1, WIDTH, 3, padding=1)(layer(features, 16).reshape([-1, 1, 4, 4]))
+    return F.adaptive_avg_pool2d(F.gelu(image * 0.5), 1).reshape([-1, WIDTH])
+
+
+def channels_last(features: Any, alias: Alias) -> Any:
+    del alias
+    image = layer(features, 16).reshape([-1, 2, 2, 4])
+    return layer(nn.Conv2D(4, WIDTH, 2, data_format="NHWC")(image).reshape([-1, WIDTH]))
+
+
+def broadcast(features: Any, alias: Alias) -> Any:
+    del alias
+    one, row = layer(features, 1), layer(features, bias_attr=False)
+    return row * one - one * 0.5 + layer(one) + (row - one)
+
+
+def own_gradient_of_a_product(features: Any, alias: Alias) -> Any:
+    made = layer(features, bias_attr=False)
+    return layer(paddle.static.nn.static_pylayer(alias, [made], lambda gradient: gradient * 1.0)) + made
+
+
+LOWERED: dict[str, Network] = {
+    each.__name__: each
+    for each in (
+        gate,
+        halves,
+        squares,
+        factorization,
+        attention,
+        pooled,
+        channels_last,
+        broadcast,
+        own_gradient_of_a_product,
+        detached,
+        branch_of_what_is_read_elsewhere,
+    )
+}
+FEW = ("gate", "channels_last")
+AMP = {
+    "O1": (FEW, Profile(amp_level="O1"), SAMPLES_PER_RANK),
+    "O2": (tuple(LOWERED), Profile(amp_level="O2"), SAMPLES_PER_RANK),
+    "O2, one sample": (FEW + ("halves", "broadcast", "attention"), Profile(amp_level="O2"), 1),
+    "O2, recompute": (FEW, Profile(amp_level="O2", recompute_segments=2), SAMPLES_PER_RANK),
+}
+
+
+def values_given_out() -> dict[str, list[Any]]:
+    """The dtypes of what a script fetches, and exports with Paddle's own function, of values in the middle of O2."""
+    held: list[Any] = []
+
+    def network(features: Any) -> Any:
+        product = layer(features, bias_attr=False)
+        held.extend([product, F.relu(product), F.relu(product) * layer(features, bias_attr=False)])
+        return layer(held[-1], CLASSES)
+
+    def minimize(inner: Any, loss: Any) -> None:
+        fleet.distributed_optimizer(inner, Profile(amp_level="O2")).minimize(loss)
+
+    many = Trained(lambda: paddle.optimizer.SGD(0.1), minimize, network)
+    (batch,) = batches(1, SAMPLES_PER_RANK, 5)
+    inputs = [op.result(0) for op in many.main.global_block().ops if op.attrs().get("name") == "features"]
+    with paddle.static.scope_guard(many.scope), paddle.static.program_guard(many.main):
+        path = f"exported{fleet.worker_index()}/model"
+        paddle.static.save_inference_model(path, inputs, held, many.exe, program=many.main)
+        loaded, _, targets = paddle.static.load_inference_model(path, many.exe)
+        exported = many.exe.run(loaded, feed={"features": batch[0]}, fetch_list=targets)
+    fetched = many.step(batch, fetch=held)  # with the parameters that were exported
+    return {
+        "fetched": [str(each.dtype) for each in fetched],
+        "exported": [str(each.dtype) for each in exported],
+        "equal": [bool(np.array_equal(*pair)) for pair in zip(fetched, exported, strict=True)],
+        "zero": [bool((each == 0).all()) for each in fetched],
+    }
+
+
+def trained(network: Network, profile: Profile, samples: int = SAMPLES_PER_RANK, floor: float = 1e-4) -> dict[str, Any]:
+    """How far the first step of many differs from that of one with copies, relative to each parameter's own step, or to
+    ``floor`` of the largest of them."""
 
     def headed(alias: Alias) -> Callable[[Any], Any]:
         return lambda features: nn.Linear(WIDTH, CLASSES)(network(features, alias))
@@ -134,13 +248,14 @@ def trained(network: Network, profile: Profile) -> dict[str, Any]:
     many = Trained(sgd, lambda inner, loss: fleet.distributed_optimizer(inner, profile).minimize(loss), headed(itself))
     one, start = Trained(sgd, network=headed(copied)), many.state()
     one.start_from(start)
-    ((features, labels),) = batches(1, SAMPLES_PER_RANK * world, 5)
-    own = slice(rank * SAMPLES_PER_RANK, (rank + 1) * SAMPLES_PER_RANK)
+    ((features, labels),) = batches(1, samples * world, 5)
+    own = slice(rank * samples, (rank + 1) * samples)
     many.step((features[own], labels[own]))
     one.step((features, labels))
     steps = [{name: values - start[name] for name, values in each.parameters().items()} for each in (many, one)]
+    floor *= max(float(np.abs(wanted).max()) for wanted in steps[1].values())
     differences = {
-        name: float(np.abs(steps[0][name] - wanted).max() / max(np.abs(wanted).max(), 1e-4))
+        name: float(np.abs(steps[0][name] - wanted).max() / max(np.abs(wanted).max(), floor))
         for name, wanted in steps[1].items()
     }
     return {
@@ -153,7 +268,15 @@ def trained(network: Network, profile: Profile) -> dict[str, Any]:
 def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    report(fleet.worker_index(), shared={name: trained(network, Profile()) for name, network in SHARED.items()})
+    report(
+        fleet.worker_index(),
+        shared={name: trained(network, Profile()) for name, network in SHARED.items()},
+        lowered={
+            how: {name: trained(LOWERED[name], profile, samples, 0.05) for name in names}
+            for how, (names, profile, samples) in AMP.items()
+        },
+        given_out=values_given_out(),
+    )
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -167,6 +290,20 @@ def test_what_is_read_by_another_name_keeps_its_values_and_all_of_its_gradient(e
     assert min(each["moved"] for each in found) > 1e-3
     assert max(each["difference"] for each in found) < 1e-4
     assert len({each["state"] for each in found}) == 1, "replicas differ"
+
+
+@pytest.mark.parametrize("how", AMP)
+def test_bfloat16_rounds_a_gradient_and_no_more(ended: RanksResult, how: str) -> None:
+    for rank in ended.of_all("lowered"):
+        found = rank[how]
+        assert min(each["moved"] for each in found.values()) > 1e-3
+        assert {name: each["difference"] for name, each in found.items() if not each["difference"] < 0.1} == {}
+
+
+def test_what_is_fetched_and_exported_of_a_lowered_program_is_float32(ended: RanksResult) -> None:
+    for rank in ended.of_all("given_out"):
+        assert rank["fetched"] == rank["exported"] == ["float32"] * 3
+        assert (rank["equal"], rank["zero"]) == ([True] * 3, [False] * 3)
 
 
 if __name__ == "__main__":

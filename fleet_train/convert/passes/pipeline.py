@@ -23,7 +23,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
-from fleet_train.convert.passes.precision import lower_precision, notices_of
+from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
 from fleet_train.convert.passes.program import run_if
 from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.convert.passes.sync_norm import Composed, Kernels, synchronize_batch_norms
@@ -68,7 +68,9 @@ class ProgramPasses:
         """
         if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
             log_once([remark], self._job.cluster.rank)
-        lower_precision(loss, self._profile, on_gpu=self._on_gpu)
+        log_once(notice_of_layout(self._profile, self._on_gpu, loss), self._job.cluster.rank)
+        if lower_precision(loss, self._profile, on_gpu=self._on_gpu):
+            give_out_float32()
         # A script holds what it, or Paddle for it, has made until now; what follows is ours alone.
         self.held = {operator.id() for operator in loss.block.program.global_block().ops}
         pairs = list(derive(self._scaled(loss)))

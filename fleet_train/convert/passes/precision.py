@@ -13,6 +13,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.convert import process
 from fleet_train.convert.passes.program import BATCH_NORMS, operators_behind
 from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.errors import ConversionError
@@ -30,8 +31,8 @@ def lower_precision(loss: Any, profile: Profile, *, on_gpu: bool, emulated: bool
         return 0
     refuse_unusable(profile, on_gpu)
     if emulated is None:
-        emulated = is_emulated(profile, on_gpu)
-    lowering = (_Rounding if emulated else _Lowering)(getattr(paddle, profile.amp_dtype), on_gpu)
+        emulated = is_emulated(profile, on_gpu) or (not on_gpu and has_channels_last(loss))
+    lowering = _Lowering(getattr(paddle, profile.amp_dtype), on_gpu, emulated)
     followers = _followers(profile)
     for operator in operators_behind(loss)[:-1]:  # the last one makes the loss, which stays float32 for the caller
         name, tensors = operator.name(), followers.get(operator.name()) or range(operator.num_operands())
@@ -55,13 +56,18 @@ class _Lowering:
 
     Each low result is cast back to float32 at once for all readers; an operator that is lowered later reads the low
     value instead, and a cast without readers is dropped.
+
+    An operator that is not computed in low precision gives the same numbers: its inputs and its results, and with them
+    the gradients of both, are rounded by a cast there and back, and it computes in float32, in which low-precision
+    kernels accumulate anyway. With ``emulated`` that is every operator.
     """
 
-    def __init__(self, dtype: Any, on_gpu: bool) -> None:
+    def __init__(self, dtype: Any, on_gpu: bool, emulated: bool) -> None:
         self.count = 0
-        self._on_gpu = on_gpu
+        self._on_gpu, self._emulated = on_gpu, emulated
         self._dtype = dtype
         self._low: dict[int, Any] = {}  # float32 value -> the same in low precision
+        self._rounded: dict[int, Any] = {}  # float32 value -> the same, rounded
         self._casts_back: list[Any] = []
 
     def has_low_source(self, operator: Any, tensors: Sequence[int]) -> bool:
@@ -75,15 +81,18 @@ class _Lowering:
         wanted = {index: source for index, source in sources.items() if _is_float32(source)}
         if not wanted:
             return
+        is_native = not (self._emulated or _is_kept(operator)) and (self._on_gpu or is_right_on_cpu(operator))
         for index, source in wanted.items():
-            operator.operand(index).set_source(self._in_low_precision(source, operator))
+            cast_input = self._in_low_precision if is_native else self._in_float32
+            operator.operand(index).set_source(cast_input(source, operator))
         low_type = operator.operand_source(next(iter(wanted))).type()
         paddle.pir.set_insertion_point_after(operator)
         # Statistics, the other results of batch norm, are float32 for any input dtype.
         results = operator.results()[:1] if operator.name() in BATCH_NORMS else operator.results()
         for result in results:
             if _is_float32(result):
-                self._give_back(result, low_type)
+                self._give_back(result, low_type if is_native else None)
+                operator.set_bool_attr(LOW_MARK, True)
         self.count += 1
 
     def _in_low_precision(self, source: Any, operator: Any) -> Any:
@@ -97,14 +106,28 @@ class _Lowering:
                 low.stop_gradient = False
         return low
 
+    def _in_float32(self, source: Any, operator: Any) -> Any:
+        if source.id not in self._rounded:
+            paddle.pir.set_insertion_point(operator)
+            self._rounded[source.id] = paddle.cast(paddle.cast(source, self._dtype), paddle.float32)
+        return self._rounded[source.id]
+
     def _give_back(self, result: Any, low_type: Any) -> None:
-        result.set_type(paddle.pir.create_shaped_type(low_type, list(result.shape)))
-        back = paddle.cast(result, paddle.float32)
+        """Let all readers of ``result`` read it cast to float32; ``low_type``: what it is now, None for float32."""
+        if low_type is None:
+            low = paddle.cast(result, self._dtype)
+            back = paddle.cast(low, paddle.float32)
+            first = low.get_defining_op()
+        else:
+            result.set_type(paddle.pir.create_shaped_type(low_type, list(result.shape)))
+            low, back = result, paddle.cast(result, paddle.float32)
+            first = back.get_defining_op()
         cast = back.get_defining_op()
         result.replace_all_uses_with(back)
-        cast.operand(0).set_source(result)  # the previous line has made the cast read itself
-        if self._on_gpu or result.get_defining_op().name() not in FLOAT32_RESULT_ON_CPU:
-            self._low[back.id] = result
+        first.operand(0).set_source(result)  # the previous line has made it read a later value
+        self._rounded[back.id] = back
+        if low_type is None or self._on_gpu or result.get_defining_op().name() not in FLOAT32_RESULT_ON_CPU:
+            self._low[back.id] = low
             self._casts_back.append(cast)
 
     def drop_unused_casts(self) -> None:
@@ -113,30 +136,68 @@ class _Lowering:
                 cast.erase()
 
 
-class _Rounding(_Lowering):
-    """The same numbers without an operator in low precision: its inputs and results, and with them the gradients of
-    both, are rounded by a cast there and back, and it computes in float32, in which low-precision kernels accumulate
-    anyway."""
+LOW_MARK = "fleet_train_low_precision"
+"""The attribute of a lowered operator."""
 
-    def _in_low_precision(self, source: Any, operator: Any) -> Any:
-        if source.id not in self._low:
-            paddle.pir.set_insertion_point(operator)
-            self._low[source.id] = paddle.cast(paddle.cast(source, self._dtype), paddle.float32)
-        return self._low[source.id]
 
-    def _give_back(self, result: Any, low_type: Any) -> None:  # noqa: ARG002
-        low = paddle.cast(result, self._dtype)
-        back = paddle.cast(low, paddle.float32)
-        result.replace_all_uses_with(back)
-        low.get_defining_op().operand(0).set_source(result)  # the previous line has made it read its own result
-        self._low[back.id] = back
-        self._casts_back.append(back.get_defining_op())
+def in_float32(value: Any) -> Any:
+    """``value``, a script's own, cast to float32 in its program if a conversion has lowered it; else itself.
+
+    A script holds the values that its operators had before they were lowered. Fetched or exported as they are, they
+    would be 16 bits in an integer, which numpy has instead of bfloat16.
+    """
+    maker = value.get_defining_op() if isinstance(value, paddle.pir.Value) else None
+    if maker is None or not maker.has_attr(LOW_MARK) or value.dtype not in _LOW_DTYPES:
+        return value
+    block = maker.get_parent_block()
+    for user in value.all_used_ops():
+        if user.name() == "pd_op.cast" and user.result(0).dtype == paddle.float32 and user.get_parent_block() == block:
+            return user.result(0)
+    with paddle.static.program_guard(block.program):
+        paddle.pir.set_insertion_point_after(maker)
+        cast = paddle.cast(value, paddle.float32)
+        paddle.pir.reset_insertion_point_to_end()
+    return cast
+
+
+def give_out_float32() -> None:
+    """From now on `in_float32` is what executors fetch, and what Paddle's functions export."""
+    process.before_each_run(_fetch_float32)
+    for module in (paddle.static.io, paddle.static.pir_io):
+        if module.normalize_pir_program is not _normalize:
+            global _normalize_pir_program
+            _normalize_pir_program = process.replace(module, "normalize_pir_program", _normalize)
+
+
+_normalize_pir_program: Any = None
+
+
+def _normalize(program: Any, feed_vars: Any, fetch_vars: Any, **options: Any) -> Any:
+    return _normalize_pir_program(program, feed_vars, _each_in_float32(fetch_vars), **options)
+
+
+def _fetch_float32(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    del program
+    return feed, _each_in_float32(fetch_list)
+
+
+def _each_in_float32(values: Any) -> Any:
+    if isinstance(values, (list, tuple)):
+        return [_each_in_float32(value) for value in values]
+    return in_float32(values)
 
 
 def _is_float32(value: Any) -> bool:
     return bool(value.initialized() and value.is_dense_tensor_type() and value.dtype == paddle.float32)
 
 
+def _is_kept(operator: Any) -> bool:
+    """Whether the script's own value is used again when gradients are derived: a ``static_pylayer`` keeps its inputs,
+    and compares their dtypes."""
+    return any(user.name() == "pd_op.pylayer" for result in operator.results() for user in result.all_used_ops())
+
+
+_LOW_DTYPES = (paddle.bfloat16, paddle.float16)
 LEVELS, DTYPES = ("O0", "O1", "O2"), ("bfloat16", "float16")
 
 LOW = frozenset(
@@ -158,6 +219,26 @@ fused operators, which only later passes create."""
 
 FLOAT32_RESULT_ON_CPU = frozenset({"pd_op.conv2d", "pd_op.depthwise_conv2d"})
 """On CPU their bfloat16 kernels return float32 declared as bfloat16: a cast can read that, other operators fail."""
+
+
+def is_right_on_cpu(operator: Any) -> bool:
+    """Whether this operator of `LOW` or `FOLLOWERS` has the right result and gradient in bfloat16 on a CPU, with a
+    batch of one sample, too, which its shapes do not tell.
+
+    oneDNN's kernels fail with scalars, slices and adaptive pooling, and with terms that have unlike numbers of
+    dimensions but as many elements.
+    """
+    name = operator.name()
+    values = [*operator.operands_source(), *operator.results()]
+    ranks = {len(value.shape) for value in values if value.initialized() and _is_float32(value)}
+    return not (
+        name == "pd_op.slice"
+        or 0 in ranks
+        or (name == "pd_op.add" and len(ranks) > 1)
+        or (name == "pd_op.matmul" and 1 in ranks)
+        or operator.attrs().get("adaptive")
+    )
+
 
 _ALL: tuple[int, ...] = ()
 _FIRST = (0,)  # the other operands are scalars that the kernel reads as float32
@@ -200,6 +281,23 @@ def is_emulated(profile: Profile, on_gpu: bool) -> bool:
     """
     in_bfloat16 = profile.amp_level != "O0" and profile.amp_dtype == "bfloat16"
     return in_bfloat16 and not on_gpu and (recomputes(profile) or not paddle.base.core.supports_bfloat16())
+
+
+def has_channels_last(loss: Any) -> bool:
+    """Whether the program of ``loss`` has an operator with the channels last (``data_format="NHWC"``). oneDNN, asked
+    for one product in bfloat16, then takes the dimensions of other values for such."""
+    operators = loss.get_defining_op().get_parent_block().ops
+    return any(operator.attrs().get("data_format") in ("NHWC", "NDHWC", "NLC") for operator in operators)
+
+
+def notice_of_layout(profile: Profile, on_gpu: bool, loss: Any) -> list[str]:
+    """Rank 0's note if the program's layout is why bfloat16 is emulated."""
+    if profile.amp_level == "O0" or on_gpu or is_emulated(profile, on_gpu) or not has_channels_last(loss):
+        return []
+    return [
+        f"amp_level: {profile.amp_level} in bfloat16 is emulated on CPUs in a program with the channels last "
+        '(data_format="NHWC"), whose values oneDNN reads wrongly: the results are bfloat16\'s, but no time is saved'
+    ]
 
 
 def notices_of(profile: Profile, on_gpu: bool) -> list[str]:
