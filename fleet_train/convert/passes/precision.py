@@ -236,7 +236,7 @@ def is_right_on_cpu(operator: Any) -> bool:
         or 0 in ranks
         or (name == "pd_op.add" and len(ranks) > 1)
         or (name == "pd_op.matmul" and 1 in ranks)
-        or operator.attrs().get("adaptive")
+        or (operator.has_attr("adaptive") and operator.attrs()["adaptive"])
     )
 
 
@@ -287,7 +287,8 @@ def has_channels_last(loss: Any) -> bool:
     """Whether the program of ``loss`` has an operator with the channels last (``data_format="NHWC"``). oneDNN, asked
     for one product in bfloat16, then takes the dimensions of other values for such."""
     operators = loss.get_defining_op().get_parent_block().ops
-    return any(operator.attrs().get("data_format") in ("NHWC", "NDHWC", "NLC") for operator in operators)
+    layouts = (one.attrs()["data_format"] for one in operators if one.has_attr("data_format"))
+    return any(layout in ("NHWC", "NDHWC", "NLC") for layout in layouts)
 
 
 def notice_of_layout(profile: Profile, on_gpu: bool, loss: Any) -> list[str]:
