@@ -275,7 +275,7 @@ def _groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[l
                 groups.append([])
                 waiting.clear()
             groups[-1].append(operator)
-            waiting.add(operator.result(0).id)
+            waiting.update(result.id for result in operator.results() if result.initialized())
     return groups
 
 
