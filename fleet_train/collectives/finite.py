@@ -58,9 +58,12 @@ class FiniteCheck:
         floats = [value for value in gradients if value.dtype in _FLOATS and math.prod(value.shape)]
         if not self._reads:
             self._flags += [not_finite_on_device(floats)] if floats else []
-        elif not self.found and not all(map(is_finite, floats)):
-            self.found = described(names, floats)
-            self._react()
+        elif not self.found:
+            with np.errstate(all="ignore"):
+                is_broken = not all(map(is_finite, floats))
+            if is_broken:
+                self.found = described(names, floats)
+                self._react()
 
     def see_flags(self, are_finite: Sequence[Any]) -> None:
         """As `see`, where operators of the program have looked: bool, one element for each bucket."""
@@ -116,8 +119,8 @@ def is_finite(tensor: Any) -> bool:
     if tensor.dtype not in (paddle.float32, paddle.float64):
         return bool(paddle.isfinite(tensor).all().item())
     values = host_view(tensor.contiguous())
-    with np.errstate(all="ignore"):  # the product of huge elements is infinite, too
-        return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
+    # The product of huge elements is infinite, too.
+    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
 
 
 def not_finite_on_device(tensors: Sequence[Any]) -> Any:
