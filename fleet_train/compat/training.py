@@ -10,6 +10,7 @@ import paddle
 from paddle.base.libpaddle import pir
 
 from fleet_train.convert.foreign import refuse_unreached, trained_of, untrained_of
+from fleet_train.errors import ConversionError
 
 
 def minimize(
@@ -104,15 +105,30 @@ class Fetched(np.ndarray[Any, Any]):
 
 
 class Executor(paddle.static.Executor):  # type: ignore[misc]
-    """Paddle's executor, which fetches scalars with the shape ``[1]``, as it did in Paddle 1.8."""
+    """Paddle's executor, which fetches scalars with the shape ``[1]``, and parameters by name, as in Paddle 1.8."""
 
     def __init__(self, place: Any = None) -> None:
         super().__init__(place)
 
-    def run(self, *args: Any, **named: Any) -> Any:
-        """See ``paddle.static.Executor.run``."""
-        results = super().run(*args, **named)
+    def run(self, program: Any = None, feed: Any = None, fetch_list: Any = None, *args: Any, **named: Any) -> Any:
+        """See ``paddle.static.Executor.run``. Raises ConversionError for the name of a value that is no parameter."""
+        results = super().run(program, feed, _without_names(program, fetch_list), *args, **named)
         return [_with_a_dimension(value) for value in results] if isinstance(results, list) else results
+
+
+def _without_names(program: Any, fetch_list: Any) -> Any:
+    listed = [fetch_list] if isinstance(fetch_list, str) else fetch_list
+    if not isinstance(listed, (list, tuple)) or not any(isinstance(value, str) for value in listed):
+        return fetch_list
+    main = program or paddle.static.default_main_program()
+    known = {parameter.name: parameter for parameter in main.global_block().all_parameters()}
+    for index, value in enumerate(listed):
+        if isinstance(value, str) and value not in known:
+            raise ConversionError(
+                f"fetch_list[{index}]: {value!r} is no parameter of the program, and other values have no names today: "
+                "fetch the Python variable"
+            )
+    return [known[value] if isinstance(value, str) else value for value in listed]
 
 
 def _with_a_dimension(value: Any) -> Any:

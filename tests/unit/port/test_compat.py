@@ -33,6 +33,8 @@ REFUSED = {
     "compat.dropout(x, 0.5, dropout_implementation='both')": "use downgrade_in_infer or upscale_in_train",
     "compat.pool2d(image, 2, 'median')": "pool_type='median'; use 'max' or 'avg'",
     "compat.conv2d_transpose(image, 4, output_size=16)": "give filter_size",
+    "compat.Executor().run(own, fetch_list=['mean_0.tmp_0'])": "fetch_list[0]: 'mean_0.tmp_0' is no parameter of the",
+    "compat.minimize(None, total, parameter_list=['mean_0.tmp_0'])": "lists 'mean_0.tmp_0', and the loss's program",
     "exe.run(own, fetch_list=[total])": "exe.run: inside come from a loader: call its start() before",
     "[inside.set_batch_generator(lambda: []).start(), inside.start()]": "started twice: call its reset()",
     "compat.py_reader(2, [[-1, 1]], ['int64'], lod_levels=[1])": "lod_levels=[1]: pad the sequences",

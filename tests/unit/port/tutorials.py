@@ -91,6 +91,8 @@ for i in range(2):
     assert float(report['loss']) == report['loss'][0] == outs[-1][0]
     print('%f %.3f' % (report['loss'], report['loss'][0]))
 assert (weight('b.w') == before).all()
+fetched = exe.run(feed={'x': ones(4, 2)}, fetch_list=params_of(fluid.default_main_program(), 'b'))
+assert (fetched[0] == before).all()
 """,
     "moving average": """
 data = fluid.data(name='x', shape=[-1, 5], dtype='float32')
