@@ -144,7 +144,9 @@ def sampled(stands: Iterable[Sequence[Stand]]) -> list[str]:
     places: dict[tuple[int, int], Counter[str]] = {}
     for each in stands:
         for stand in each:
-            places.setdefault((stand.rank, stand.pid), Counter())[str(stand.place)] += 1
+            # A rank that gave no stack is counted by what kept it.
+            where = str(stand.place) if stand.place is not None else stand.state or "gave no stack"
+            places.setdefault((stand.rank, stand.pid), Counter())[where] += 1
     lines = []
     for (rank, pid), counted in sorted(places.items()):
         total = sum(counted.values())

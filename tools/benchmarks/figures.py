@@ -115,11 +115,14 @@ FIGURES = (
     Figure("docs/hangs.md", "recorder", readings.recorder,
            "With the profiles of the catalogue it took {:.2f} to {:.2f} % of steps of {:.0f} to {:.0f} ms; with "
            "`two_communicators` {:.1f} %, with `unfused` {:.1f} %; and {:.1f} to {:.1f} % of steps of {:.1f} to {:.1f} "
-           "ms ([record](benchmarks/{name}.md)"),
+           "ms ([record](benchmarks/{name}.md)): counted"),
+    Figure("docs/hangs.md", "recorder", readings.recorder_compared,
+           "compared with steps without took {:.1f} % longer, the median of {} profiles"),
     Figure("docs/hangs.md", "hangs", readings.hangs,
            "[{} hangs and slow-downs](benchmarks/{name}.md)"),
     Figure("docs/hangs.md", "hangs", readings.hangs,
-           "were named in {2} of them, in {3} within 5 s of the timeout (half within {4:.1f} s)"),
+           "was named in {2} of them, and the right line in the {5} that have one; in {3} within 5 s of the timeout "
+           "(half within {4:.1f} s)"),
     Figure("docs/hangs.md", "clean-runs", readings.clean_runs,
            "[{:,} trainings without a fault](benchmarks/{name}.md), asked for their stacks at random times: {} alarm"),
     Figure("docs/launching.md", "start", readings.nothing,
@@ -127,9 +130,10 @@ FIGURES = (
     Figure("docs/launching.md", "sharding", readings.headers,
            "one TCP header per piece of up to 64 KiB, {:.1f} to {:.1f} % for large messages"),
     Figure("docs/memory.md", "sharding", readings.sharding,
-           "the rank with most keeps {:.3f} of a ResNet-18's state, and the process took {:.0f} MB instead of {:.0f}. "
-           "Its step took {:.2f} of one without sharding, that of a small network of large matrices {:.2f}; with "
-           "`bf16` {:.2f} and {:.2f}; with two copies (`sharding_degree: 2`) {:.2f} and {:.2f}, because sums then take "
+           "the rank with most keeps {:.3f} of a ResNet-18's state, and the process took {:.0f} MB instead of {:.0f}; "
+           "with `bf16` it took {:.0f}, more than without sharding. Its step took {:.2f} of one without sharding, that "
+           "of a small network of large matrices {:.2f}; with `bf16` {:.2f} and {:.2f}; with two copies "
+           "(`sharding_degree: 2`) {:.2f} and {:.2f}, because sums then take "
            "two exchanges, one after the other. The small network took more memory, {:.0f} MB instead of {:.0f}"),
     Figure("docs/memory.md", "embeddings", readings.rows_sent,
            "A rank touches about {:,.0f} rows and sends {:.1f} MB of DeepFM's {:.0f} MB on two ranks: {:.3f} to {:.3f} "
@@ -176,8 +180,8 @@ FIGURES = (
            "with `--skip group`: {} in {} runs but of `busy`, which warned in {} on shared processors | "
            "[{date}](benchmarks/{name}.md)"),
     Figure("docs/proven.md", "hangs", readings.hangs,
-           "{} hangs and slow-downs, of {} kinds, on 2 to 4 ranks: the right rank and the right line of the script in "
-           "{}, {} within 5 s | [{date}](benchmarks/{name}.md)"),
+           "{0} hangs and slow-downs, of {1} kinds, on 2 to 4 ranks: the right rank in {2}, and the right line of the "
+           "script in {2} {5} that have one, {3} within 5 s | [{date}](benchmarks/{name}.md)"),
     Figure("docs/proven.md", "clean-runs", readings.clean_runs,
            "{:,} trainings without a fault, asked for stacks meanwhile: {} alarm, parameters {} to those of ranks that "
            "were not asked | [{date}](benchmarks/{name}.md)"),

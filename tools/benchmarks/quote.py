@@ -34,7 +34,7 @@ from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
 from tools.benchmarks.report import Mean, ddp_of, score_of, told_target, turns_of
 
 PAGES = ("README.md", "README_cn.md", "docs/strategies.md")
-NOT_YET = "not measured yet: no record in docs/benchmarks has it"
+NOT_YET = "not measured yet: no record of strategies or of recommend's trials in docs/benchmarks has it"
 _BLOCK = re.compile(r"(<!-- figures: (?P<settings>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _NETWORKS = {"unlimited": "none"}
 _TRIALS, _TRIED_ON, _BASE = "-prediction", "1gbit", "multi_node"

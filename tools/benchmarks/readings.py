@@ -113,11 +113,13 @@ def without_choice(record: Content) -> Sequence[object]:
 
 
 def hangs(record: Content) -> Sequence[object]:
-    """Cases, kinds, whether all have the right rank and line, how many of them within 5 s, and the median seconds."""
+    """Cases, kinds, whether all have the right rank and line, how many of them within 5 s, the median seconds, and how
+    many have a line."""
     cases = record["cases"]
     whole = "all" if all(each["is_rank"] and each["is_line"] is not False for each in cases) else "not all"
     quick, seconds = sum(each["is_right"] for each in cases), _median([each["seconds"] for each in cases])
-    return len(cases), len({each["kind"] for each in cases}), whole, quick, seconds
+    with_line = sum(bool(each["lines"]) for each in cases)
+    return len(cases), len({each["kind"] for each in cases}), whole, quick, seconds, with_line
 
 
 def clean_runs(record: Content) -> Sequence[object]:
@@ -142,6 +144,12 @@ def recorder(record: Content) -> Sequence[float]:
     longer, short = ([cost for (network, _), cost in costs.items() if network == name] for name in ("mlp", "short"))
     ends = [end for group in (longer, short) for each in zip(*group, strict=True) for end in _ends(each)]
     return [*ends[:4], *(share for share, _ in apart), *ends[4:]]
+
+
+def recorder_compared(record: Content) -> Sequence[float]:
+    """Percent by which short steps with it take longer than those without, the median of the profiles, and these."""
+    pairs = [job["found"]["on_off_ms"] for job in record["jobs"] if job["network"] == "short"]
+    return 100 * _median([_median([on / off for on, off in each]) - 1 for each in pairs]), len(pairs)
 
 
 def float32_step(key: str) -> Values:
@@ -179,20 +187,21 @@ def over_torch(record: Content) -> list[float]:
 
 
 def sharding(record: Content) -> Sequence[float]:
-    """Of ResNet-18: the state's share, MB with and without. Steps over those without: sharded, bf16, in pairs, of
-    ResNet-18 and of products. MB of products."""
+    """Of ResNet-18: the state's share, MB with and without, and with bf16. Steps over those without: sharded, bf16, in
+    pairs, of ResNet-18 and of products. MB of products."""
 
     def ratio(network: str, side: str) -> float:
         return _median([made[network][side]["ms"] / made[network]["whole"]["ms"] for made in record["rounds"]])
 
-    def memory(network: str) -> list[float]:
-        sides = ("sharded", "whole")
+    def memory(network: str, *sides: str) -> list[float]:
         return [_median([made[network][side]["memory"] for made in record["rounds"]]) / 2**20 for side in sides]
 
     sides = record["rounds"][0]["resnet18"]
     ratios = [ratio(network, side) for side in ("sharded", "sharded, bf16", "sharded in pairs")
               for network in ("resnet18", "products")]  # fmt: skip
-    return [sides["sharded"]["state"] / sides["whole"]["state"], *memory("resnet18"), *ratios, *memory("products")]
+    share = sides["sharded"]["state"] / sides["whole"]["state"]
+    of_large = memory("resnet18", "sharded", "whole", "sharded, bf16")
+    return [share, *of_large, *ratios, *memory("products", "sharded", "whole")]
 
 
 def rows_sent(record: Content) -> list[object]:

@@ -18,6 +18,7 @@ from fleet_train.cli.top import lines
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import EVENTS, Event, Ring
 from fleet_train.cluster.flight.rows import Row, rows_of
+from fleet_train.cluster.flight.stands import Frame, Stand, Thread
 from fleet_train.doctor import visit
 from fleet_train.errors import FleetTrainError
 
@@ -198,3 +199,10 @@ def test_a_log_folder_of_somebody_else_names_no_job(tmp_path: Path, content: byt
         assert isinstance(asked.exception, FleetTrainError)
         assert "job.json cannot be read" in str(asked.exception)
         assert str(asked.exception).isprintable()
+
+
+def test_a_rank_without_a_stack_is_counted_by_what_kept_it() -> None:
+    standing = Stand(0, 7, 1, "", False, "", (Thread("main", True, (Frame("/a/train.py", 4, "f", "x = 1"),)),))
+    stopped, silent = (replace(standing, threads=(), state=state) for state in ("is stopped by a signal (state T)", ""))
+    (_, *lines) = visit.sampled([[standing], [standing], [stopped], [silent]])
+    assert lines == ["   50 % train.py:4 `x = 1`", "   25 % is stopped by a signal (state T)", "   25 % gave no stack"]
