@@ -9,18 +9,24 @@ refused with a reason. That a setting is kept somewhere is no effect.
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.finite import FiniteCheck
-from fleet_train.convert.passes.precision import refuse_unusable
+from fleet_train.convert.passes import pipeline, precision
+from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
 from fleet_train.convert.planning import fitted_to
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
 from fleet_train.plan import TensorSpec, build_plan
@@ -73,11 +79,58 @@ def what_it_stands_beside(knob: Knob) -> dict[str, Any]:
     return settings
 
 
-# The passes read them from the profile themselves; what they do is in tests/parallel/test_knob_effects.py.
-READ_BY_PASSES = [name for name in KNOBS if name.startswith(("amp_", "recompute_"))] + [
-    "accumulate_steps",
-    "sync_batch_norm",
-]
+@cache
+def read_in(layers: tuple[str, ...]) -> frozenset[str]:
+    """Every ``something.name`` that the code of these packages reads, by name."""
+    trees = [ast.parse(path.read_text()) for layer in layers for path in (ROOT / "fleet_train" / layer).rglob("*.py")]
+    return frozenset(node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
+@cache
+def rewritten(profile: Profile) -> tuple[str, str]:
+    """What the passes make of a small program: its forward pass in lower precision, for a device that has every kernel,
+    and, in float32, all that the other passes and loss scaling add. Not run: what they do is for
+    tests/parallel/test_knob_effects.py.
+    """
+    job = mock.MagicMock(place="a GPU", world_size=2, cluster=CLUSTER)
+    job.engine.side_by_side = False
+    with on_small_program() as loss, mock.patch.object(precision, "has_kernels", return_value=True):
+        lower_precision(loss, profile, on_gpu=True)
+        lowered = in_words(loss)
+    with on_small_program() as loss, mock.patch.object(pipeline, "lower_precision"):
+        passes, optimizer = pipeline.ProgramPasses(profile, job), paddle.optimizer.SGD(0.1)
+        merged = passes.merge(passes.backward(loss, paddle.static.append_backward))
+        passes.update(merged, merged.pairs, optimizer.apply_gradients)
+        return lowered, in_words(loss)
+
+
+# Equal profiles have the same program, which is made once.
+READ_BY_NO_PASS = {name: getattr(Profile(), name) for name in OWN if name not in read_in(("convert/passes",))}
+
+
+@pytest.fixture(autouse=True)
+def static_mode() -> Iterator[None]:
+    paddle.enable_static()
+    yield
+    paddle.disable_static()
+
+
+@contextmanager
+def on_small_program() -> Iterator[Any]:
+    """Three blocks, of which the second has the parameter that `other_values` names."""
+    programs = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(*programs), paddle.utils.unique_name.guard():
+        value = paddle.static.data("x", [8, 6], "float32")
+        for number in range(3):
+            weight = paddle.ParamAttr(name=f"w{(number + 2) % 3}")
+            value = nn.functional.relu(nn.BatchNorm1D(6)(nn.Linear(6, 6, weight_attr=weight)(value)))
+        yield value.mean()
+
+
+def in_words(loss: Any) -> str:
+    """Operators, types and attributes, without the names of Python's objects."""
+    text = f"{loss.get_defining_op().get_parent_block().program}{paddle.static.default_startup_program()}"
+    return re.sub(r'struct_name:"[^"]*"|_\d+_-?\d{6,}|0x\w+', "", text)
 
 
 def evidence(profile: Profile) -> dict[str, Any]:
@@ -91,7 +144,7 @@ def evidence(profile: Profile) -> dict[str, Any]:
         "prediction": [predict(plan, CLUSTER, PAPER, computing, warm_up=warm_up) for warm_up in (True, False)],
         "trained": trained(profile),
         "outer step": outer_steps(profile),
-        "passes": [getattr(profile, knob) for knob in READ_BY_PASSES],
+        "program": rewritten(profile.model_copy(update=READ_BY_NO_PASS)),
         "environment": profile.worker_environment(),
         "on NaN": on_nan(profile),
         "on each engine": [on_engine(profile, side_by_side) for side_by_side in (True, False)],
@@ -152,13 +205,6 @@ def outer_steps(profile: Profile) -> list[list[float]]:
 
 def notes(profile: Profile) -> tuple[Note, ...]:
     return build_plan(GRADIENTS, CLUSTER, profile).notes
-
-
-@cache
-def read_in(layers: tuple[str, ...]) -> frozenset[str]:
-    """Every ``something.name`` that the code of these packages reads, by name."""
-    trees = [ast.parse(path.read_text()) for layer in layers for path in (ROOT / "fleet_train" / layer).rglob("*.py")]
-    return frozenset(node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 
 def fate_of_flip(name: str, value: Any) -> str:
