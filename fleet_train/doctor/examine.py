@@ -13,8 +13,8 @@ import click
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
+from fleet_train.cluster.flight.stands import from_json
 from fleet_train.cluster.network import interface_addresses, interface_of, interface_variables
-from fleet_train.cluster.received import from_json
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,

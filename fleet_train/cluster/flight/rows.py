@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fleet_train import timeouts
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import Event, Ring
-from fleet_train.cluster.received import from_json, harmless
+from fleet_train.cluster.flight.stands import from_json, harmless
 
 UPDATES = 10
 """Of which the times are shown: the last ones."""

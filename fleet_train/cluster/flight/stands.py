@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fleet_train.cluster.received import from_json, harmless
+from fleet_train.errors import printable_line
 from fleet_train.files import read_regular
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
@@ -25,6 +25,9 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/")
 # Found by name: the ranks may run another installation than the process that looks.
 _is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
+T = TypeVar("T")
+_readers: dict[type[Any], Any] = {}
+_MOST_NUMBER = 1 << 63
 _MOST_SOURCE = 80
 _MOST_SOURCE_BYTES = 8 << 20
 ENDED = "has ended"
@@ -186,3 +189,36 @@ def _source(name: str) -> list[str]:
         with suppress(OSError, ValueError):
             return read_regular(Path(folder, name), _MOST_SOURCE_BYTES).decode(errors="replace").splitlines()
     return []
+
+
+# What another process has sent as JSON: read as a dataclass, and made harmless to show.
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """A dataclass from the JSON of another process. Raises ValueError for anything else."""
+    value: T = _reader(kind).validate_python(data)
+    return value
+
+
+def harmless(data: Any) -> Any:
+    """The JSON of another process with control characters and line ends as escapes, for a table or a line. Raises
+    ValueError for NaN, infinite and huge numbers.
+    """
+    if isinstance(data, str):
+        return printable_line(data)
+    if isinstance(data, dict):
+        return {name: harmless(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [harmless(value) for value in data]
+    if isinstance(data, (int, float)) and not abs(data) < _MOST_NUMBER:
+        raise ValueError("a number is too large, or is none")
+    return data
+
+
+def _reader(kind: type[Any]) -> Any:
+    """Created once per kind: that takes longer than parsing."""
+    from pydantic import TypeAdapter  # heavy: not for --help
+
+    if kind not in _readers:
+        _readers[kind] = TypeAdapter(kind)
+    return _readers[kind]

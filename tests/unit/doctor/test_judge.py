@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.cluster.received import from_json
+from fleet_train.cluster.flight.stands import from_json
 from fleet_train.doctor import report
 from fleet_train.doctor.facts import (
     FAIL,
