@@ -29,7 +29,7 @@ STEPS = 450
 TASK = replace(TASKS[CLICKS], steps=STEPS)
 RATE, TARGET = 1.0, 0.78
 """Momentum's learning rate; the area that synchronous training passes."""
-ONCE = "averaged once, at the end"
+ONCE, MOMENTUM = "averaged once, at the end", "synchronous, momentum"
 LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 20, "local_sgd_steps": 4}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -37,7 +37,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "int4": {"compression": "int4"},
     "powersgd": {"compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 10},
-    "synchronous, momentum": {},
+    MOMENTUM: {},
     "dgc": {
         "compression": "dgc",
         "dgc_min_elements": 100,
@@ -69,7 +69,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def baseline(name: str) -> str:
     """DGC takes no Adam."""
-    return "synchronous, momentum" if name == "dgc" else "synchronous"
+    return MOMENTUM if name in ("dgc", MOMENTUM) else "synchronous"
 
 
 def learn(name: str) -> Weights:
@@ -82,7 +82,7 @@ def learn(name: str) -> Weights:
         network = build(TASK, kit)
         loss = TASK.loss(paddle.nn.functional, network(fed[0]), fed[1])
         adam, momentum = paddle.optimizer.Adam(TASK.learning_rate), paddle.optimizer.Momentum(RATE, 0.9)
-        optimizer = momentum if baseline(name) != "synchronous" or name == baseline("dgc") else adam
+        optimizer = momentum if baseline(name) == MOMENTUM else adam
         fleet.distributed_optimizer(optimizer, Profile(**STRATEGIES[name])).minimize(loss)
         exe.run(startup, feed=kit.start_feed(startup))
         batches = Batches(TASK, fleet.worker_index(), fleet.worker_num())
