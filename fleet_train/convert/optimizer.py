@@ -29,7 +29,7 @@ from fleet_train.convert.paddle_optimizers import (
     take_over_momentum,
     updates_each_alone,
 )
-from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches
+from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches, settle_assignments
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.program import held_values
 from fleet_train.convert.passes.recompute import recomputes
@@ -166,6 +166,7 @@ class DistributedOptimizer:
             if self._is_untouched and not uses_a_name_twice(main):
                 parameters, no_grad_set = self._listed(main, parameters, no_grad_set)
                 separate_results_of_branches(main)
+                settle_assignments(loss)
                 operators, params_grads = self._inner.minimize(loss, startup, parameters, no_grad_set)
                 refuse_unreached(parameters, params_grads, self._job.advise)
                 self._converted(UpdatedGradients(main, params_grads), startup)
@@ -221,6 +222,7 @@ class DistributedOptimizer:
         self._job.optimizers.append((main, self))
         with paddle.static.program_guard(main, startup):
             separate_results_of_branches(main)
+            settle_assignments(loss)
             pairs = self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )

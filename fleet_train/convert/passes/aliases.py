@@ -16,7 +16,8 @@ from typing import Any
 import paddle
 
 from fleet_train.convert import process
-from fleet_train.convert.passes.program import nested_operators
+from fleet_train.convert.passes.program import line_of, nested_operators, operators_behind
+from fleet_train.errors import ConversionError
 
 FLAG = "FLAGS_pir_apply_inplace_pass"
 _TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -49,6 +50,46 @@ def separate_results_of_branches(program: Any) -> int:
     if count:
         paddle.pir.set_insertion_point(before)
     return count
+
+
+def settle_assignments(loss: Any) -> None:
+    """Make what ``x = paddle.static.setitem(x, index, value)`` overwrites a copy, so that ``x`` is there for gradients.
+
+    Call it before gradients are derived. Raises ConversionError where Paddle 3.3.1's gradient is wrong, or the program
+    reads ``x`` by its old name.
+    """
+    before = paddle.pir.get_current_insertion_point()
+    behind = {operator.id() for operator in operators_behind(loss)}
+    operators = list(loss.get_defining_op().get_parent_block().ops)
+    for position, operator in enumerate(operators):
+        source = operator.operand_source(0) if operator.name() in _ASSIGNMENTS else None
+        if source is None or source.stop_gradient or _is_copy(source):
+            continue
+        later = {each.id() for each in operators[position + 1 :]} & {each.id() for each in source.all_used_ops()}
+        if later and (operator.id() in behind or later & behind):
+            raise ConversionError(_assigned(operator, "reads x by its old name after it"))
+        if operator.id() in behind and operator.name() == "pd_op.set_value_":
+            raise ConversionError(_assigned(operator, "gives what is overwritten a gradient if value is a number"))
+        if not later:
+            paddle.pir.set_insertion_point(operator)
+            operator.operand(0).set_source(paddle.assign(source))
+    paddle.pir.set_insertion_point(before)
+
+
+_ASSIGNMENTS = ("pd_op.set_value_", "pd_op.set_value_with_tensor_")
+
+
+def _is_copy(value: Any) -> bool:
+    maker = value.get_defining_op()
+    return maker is not None and maker.name() == "pd_op.assign" and len(value.all_used_ops()) == 1
+
+
+def _assigned(operator: Any, wrong: str) -> str:
+    return (
+        f"{line_of(operator) or 'an assignment to a part of a value'}: x[index] = value {wrong}, so gradients would be "
+        "wrong; write x = paddle.static.setitem(x, index, paddle.full([1], number)), or a tensor for value, and read "
+        "only the new x"
+    )
 
 
 def _separate_results(branch: Any) -> int:

@@ -129,7 +129,7 @@ def updates_alone(program: Any, converted: set[str]) -> str:
     together = {*converted, ""} if any(map(is_link, block)) else set()
     for operator in chain(block, *map(nested_operators, block)):
         if _updates(operator) and (name := _parameter(operator)) not in together:
-            return _line_of(operator) or f"the program with parameter '{name}'"
+            return line_of(operator) or f"the program with parameter '{name}'"
     return ""
 
 
@@ -144,7 +144,7 @@ def _parameter(update: Any) -> str:
     return str(value.get_defining_op().attrs().get("parameter_name", ""))
 
 
-def _line_of(operator: Any) -> str:
+def line_of(operator: Any) -> str:
     """The script's line that made an operator, such as ``train.py, line 12 (optimizer.minimize(loss))``."""
     stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
     place = ""
