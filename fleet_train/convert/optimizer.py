@@ -39,6 +39,7 @@ from fleet_train.convert.planning import (
     fitted_to,
     in_ready_order,
     parameters_first,
+    refuse_dynamic_mode,
     refuse_on_this_device,
     summed_over_uses,
     uses_a_name_twice,
@@ -83,7 +84,7 @@ class DistributedOptimizer:
         on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
     ):
         self.amp_level, self._rank = profile.amp_level, job.cluster.rank
-        _refuse_dynamic_mode("fleet.distributed_optimizer", job, profile)
+        refuse_dynamic_mode("fleet.distributed_optimizer", job, _leaves_one_process_alone(profile))
         for method in ("backward", "apply_gradients", "minimize"):
             if not callable(getattr(inner, method, None)):
                 raise ConversionError(
@@ -127,7 +128,7 @@ class DistributedOptimizer:
         return method in _UPDATES_WITHOUT_MINIMIZE and self._job.world_size > 1
 
     def _refuse_update_by(self, method: str, *_: Any, **__: Any) -> None:
-        _refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
+        refuse_dynamic_mode(f"optimizer.{method}()", self._job, _leaves_one_process_alone(self._profile))
         raise ConversionError(
             f"optimizer.{method}() would update each of the {self._job.world_size} ranks alone; call "
             "optimizer.minimize(loss), or backward(loss) and apply_gradients(pairs), once, before Executor.run, which "
@@ -181,7 +182,7 @@ class DistributedOptimizer:
 
     def _is_dynamic(self, method: str) -> bool:
         """Whether one process trains in dynamic mode, as Paddle does. ConversionError for everything else there."""
-        _refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
+        refuse_dynamic_mode(f"optimizer.{method}()", self._job, _leaves_one_process_alone(self._profile))
         return bool(paddle.in_dynamic_mode())
 
     def updates(self, program: Any) -> bool:
@@ -519,20 +520,6 @@ def _notice_of_sum(name: str) -> str:
     return (
         f"parameter '{name}' is used by name in several places: its gradients are summed and it is updated once. "
         "Paddle 3.3.1 alone updates it once per use, which is the same for SGD without weight decay and clip only"
-    )
-
-
-def _refuse_dynamic_mode(call: str, job: Job, profile: Profile) -> None:
-    """Raise ConversionError in dynamic mode, unless one process is to train there as Paddle does."""
-    if not paddle.in_dynamic_mode() or (job.world_size == 1 and _leaves_one_process_alone(profile)):
-        return
-    ranks = job.world_size
-    why = f"{ranks} ranks would train {ranks} models" if ranks > 1 else "the profile's settings would do nothing"
-    raise ConversionError(
-        f"{call} was called in dynamic mode, and fleet_train converts static programs: {why}. Call "
-        "paddle.enable_static() at the top of the script, before the network is built, and optimizer.minimize(loss) in "
-        "place of loss.backward() and optimizer.step(). A script that is to stay dynamic trains with "
-        "paddle.DataParallel(network) and an optimizer that is not wrapped"
     )
 
 
