@@ -76,6 +76,8 @@ LOCAL_CASES = {
     "local, adam": (MLP, adam, LOCAL | {"accumulate_steps": 2}),
     "local, int8": (MLP, momentum, LOCAL | {"local_sgd_dtype": "int8", "outer_optimizer": "slowmo"}),
 }
+LATE = ("momentum", "merge", "sharding", "batch norm", "local", "local, adam")
+"""Tried where calls are enqueued and end late, as on GPUs, and no value may be read in a step."""
 SPOILT = ((4, 1, np.nan), (7, 0, np.inf))
 """Runs of the program (0, 1, ...), the rank that is spoilt in it, and by what."""
 RUNS = 10
@@ -165,8 +167,9 @@ def local(name: str) -> dict[str, Any]:
 def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    if sys.argv[1] == "skip":
-        found = {name: compared(name) for name in CASES} | {name: local(name) for name in LOCAL_CASES}
+    if sys.argv[1] in ("skip", "late"):
+        names = LATE if sys.argv[1] == "late" else (*CASES, *LOCAL_CASES)
+        found = {name: compared(name) if name in CASES else local(name) for name in names}
         report(fleet.worker_index(), found=found)
         return
     trained = made(MLP, sgd, LOCAL if sys.argv[1] == "local" else BUCKETS)
@@ -194,6 +197,24 @@ def test_the_rank_with_the_gradient_is_warned_of_each_skipped_step(ended: RanksR
     assert "in step 5; no rank updates in this step (nonfinite: skip)" in second
     assert "holds infinity" in first or "holds NaN" in first
     assert "in step 5;" not in first
+
+
+@pytest.mark.long
+def test_on_streams_a_skipped_step_leaves_nothing_and_no_value_is_read_in_it(tmp_path: Path) -> None:
+    ended = run_ranks(Path(__file__), 2, folder=tmp_path, args=["late"], timeout_seconds=200, late_streams=True)
+    for rank in ended.of_all("found"):
+        assert {name: (rank[name]["differ"], rank[name]["skipped"]) for name in LATE} == dict.fromkeys(
+            LATE, ([], len(SPOILT))
+        )
+
+
+@pytest.mark.long
+def test_on_streams_the_job_ends_a_step_later(tmp_path: Path) -> None:
+    args = ["synchronous"]
+    result = run_ranks(Path(__file__), 2, folder=tmp_path, args=args, check=False, late_streams=True)
+    assert result.exit_codes[1] == 13, result.report()
+    assert "a gradient holds NaN or infinity on rank 1" in result.ranks[1].output
+    assert "in step 5 (updates are counted from 1)" in result.ranks[1].output
 
 
 @pytest.mark.parametrize("kind", ["synchronous", "local"])
