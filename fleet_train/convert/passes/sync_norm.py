@@ -361,13 +361,13 @@ class Kernels:
     def local(self, norm: Norm) -> Local:
         """The running statistics of a batch norm with a momentum of 0.
 
-        It overwrites its running statistics inputs (as views, even ``pd_op.batch_norm`` without an underscore), so
-        these are created only for it.
+        It overwrites its running statistics inputs, so these are created only for it; without the underscore it would
+        multiply by 0 what its new memory happens to hold.
         """
         dtype, channels = norm.x.dtype, [norm.channels]
         old = paddle.zeros(channels, dtype), paddle.zeros(channels, dtype)
         # trainable_statistics: even in a clone for testing, these are the statistics of the batch.
-        made = paddle._C_ops.batch_norm(
+        made = paddle._C_ops.batch_norm_(
             norm.x, *old, norm.scale, norm.bias, False, 0.0, norm.epsilon, norm.data_format, False, True
         )
         # For a single value the kernel computes nothing and leaves zeros, which is correct for the variance.
