@@ -19,6 +19,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.convert import process
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.foreign import refuse_foreign, refuse_unreached, trained_of, untrained_of
+from fleet_train.convert.paddle_calls import PaddleCalls, leaves_one_process_alone
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
     noting_state,
@@ -32,7 +33,6 @@ from fleet_train.convert.paddle_optimizers import (
 from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches, settle_assignments
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.program import held_values
-from fleet_train.convert.passes.recompute import recomputes
 from fleet_train.convert.passes.skipping import SkipNotFinite, keep_statistics_finite
 from fleet_train.convert.planning import (
     agreed_plan,
@@ -44,7 +44,6 @@ from fleet_train.convert.planning import (
     summed_over_uses,
     uses_a_name_twice,
 )
-from fleet_train.convert.program_state import belongs_to
 from fleet_train.convert.rewrite import (
     HostOperators,
     UpdatedGradients,
@@ -56,7 +55,7 @@ from fleet_train.convert.rewrite import (
     make_start_equal,
     refuse_foreign_startup,
 )
-from fleet_train.convert.sharding import OwnersUpdate, in_order_of_sums
+from fleet_train.convert.sharding import OwnersUpdate, in_order_of_sums, owned_by_one_rank, owned_state_of
 from fleet_train.convert.strategy import one_of
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.log import log_once
@@ -68,7 +67,7 @@ ParamsGrads = list[tuple[Any, Any]]
 UpdateWrap = Callable[[Callable[[ParamsGrads], Any], ParamsGrads], Any]
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(PaddleCalls):
     """Any Paddle optimizer, with its gradients averaged over all ranks before they are clipped and applied.
 
     Other attributes (``set_lr``, ``state_dict``, ``_grad_clip``, ...) are read from and set on the wrapped optimizer.
@@ -84,7 +83,7 @@ class DistributedOptimizer:
         on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
     ):
         self.amp_level, self._rank = profile.amp_level, job.cluster.rank
-        refuse_dynamic_mode("fleet.distributed_optimizer", job, _leaves_one_process_alone(profile))
+        refuse_dynamic_mode("fleet.distributed_optimizer", job, leaves_one_process_alone(profile))
         for method in ("backward", "apply_gradients", "minimize"):
             if not callable(getattr(inner, method, None)):
                 raise ConversionError(
@@ -109,7 +108,7 @@ class DistributedOptimizer:
         self._updated: UpdatedGradients | None = None
         self._norm: Any = None
         self._kept: dict[str, Kept] = {}
-        self._owns: list[Callable[[str], bool]] = []
+        self.owns: list[Callable[[str], bool]] = []
         """Whether a variable is this rank's alone, by its name, for each update that is sharded."""
         self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
 
@@ -122,18 +121,6 @@ class DistributedOptimizer:
             super().__setattr__(name, value)
         else:
             setattr(owner_of(self._inner, name), name, value)
-
-    def _would_update_alone(self, method: str) -> bool:
-        """Whether a method of the wrapped optimizer would update this rank's parameters without the others'."""
-        return method in _UPDATES_WITHOUT_MINIMIZE and self._job.world_size > 1
-
-    def _refuse_update_by(self, method: str, *_: Any, **__: Any) -> None:
-        refuse_dynamic_mode(f"optimizer.{method}()", self._job, _leaves_one_process_alone(self._profile))
-        raise ConversionError(
-            f"optimizer.{method}() would update each of the {self._job.world_size} ranks alone; call "
-            "optimizer.minimize(loss), or backward(loss) and apply_gradients(pairs), once, before Executor.run, which "
-            "then updates in every step"
-        )
 
     def around_update(self, wrap: UpdateWrap) -> None:
         """Let ``wrap(update, averaged pairs)`` create the operators of an update; it calls ``update(pairs)``.
@@ -182,7 +169,7 @@ class DistributedOptimizer:
 
     def _is_dynamic(self, method: str) -> bool:
         """Whether one process trains in dynamic mode, as Paddle does. ConversionError for everything else there."""
-        refuse_dynamic_mode(f"optimizer.{method}()", self._job, _leaves_one_process_alone(self._profile))
+        refuse_dynamic_mode(f"optimizer.{method}()", self._job, leaves_one_process_alone(self._profile))
         return bool(paddle.in_dynamic_mode())
 
     def updates(self, program: Any) -> bool:
@@ -263,7 +250,7 @@ class DistributedOptimizer:
             with one_learning_rate(self._inner, main):
                 operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
             if exchange.owners:
-                self._owns.append(_owned_state(main, exchange))
+                self.owns.append(owned_state_of(main, exchange))
             make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
@@ -367,7 +354,7 @@ class DistributedOptimizer:
     @property
     def _is_untouched(self) -> bool:
         """With one process and a profile without passes: Paddle's own path, operator by operator."""
-        return self._job.world_size == 1 and _leaves_one_process_alone(self._profile) and not self._wraps
+        return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps
 
     def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
         """A program may have several optimizers or updates, but some settings rewrite the forward program once, or keep
@@ -375,7 +362,7 @@ class DistributedOptimizer:
         others = [other for other, owner in self._job.optimizers if owner is not self]
         if all(other is not program for other in (*others, *self._applied)):
             return
-        if self._job.world_size == 1 and _leaves_one_process_alone(self._profile):
+        if self._job.world_size == 1 and leaves_one_process_alone(self._profile):
             return
         for knob in _FOR_ONE_OPTIMIZER:
             value = getattr(self._profile, knob)
@@ -475,46 +462,6 @@ class DistributedOptimizer:
             self._norm = insert_gradient_norm(self._updated)
         return self._norm
 
-    def amp_init(
-        self,
-        place: Any = None,
-        scope: Any = None,
-        test_program: Any = None,
-        use_fp16_test: bool = False,
-        rewrite_master_weight: bool = False,
-    ) -> None:
-        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
-        del place, scope, rewrite_master_weight  # Paddle's signature
-        if self.amp_level == "O0":
-            raise ConversionError(
-                "amp_init was called, but amp_level is O0; set amp_level: O1 or O2 in the profile, or wrap an "
-                "optimizer from paddle.static.amp.decorate"
-            )
-        text = "amp_init is mapped: parameters stay float32, so nothing is cast"
-        if test_program is not None or use_fp16_test:
-            text += "; the evaluation program stays float32, too"
-        log_once([text], self._rank)
-
-    def get_loss_scaling(self) -> Any:
-        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
-        raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
-
-    def get_scaled_loss(self) -> Any:
-        """Refused: fetch the loss itself."""
-        raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
-
-
-def owned_by_one_rank(job: Job) -> Callable[[str], bool] | None:
-    """Whether a variable of this name is one rank's alone, in any program of the job; None if there is none."""
-    owns = [own for _, optimizer in job.optimizers for own in optimizer._owns]
-    return (lambda name: any(own(name) for own in owns)) if owns else None
-
-
-def _owned_state(main: Any, exchange: GradientExchange) -> Callable[[str], bool]:
-    """Whether a variable of this name is one rank's alone: the optimizer's state, which starts with constants."""
-    parameters, trained = {each.name for each in main.global_block().all_parameters()}, set(exchange.trained)
-    return lambda name: name not in parameters and (name in exchange.kept or belongs_to(name, trained))
-
 
 def _notice_of_sum(name: str) -> str:
     return (
@@ -523,14 +470,6 @@ def _notice_of_sum(name: str) -> str:
     )
 
 
-def _leaves_one_process_alone(profile: Profile) -> bool:
-    """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
-    plain = profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
-    return plain and profile.nonfinite != SKIP
-
-
-# Methods of Paddle's optimizers, and of those that it wraps around others.
-_UPDATES_WITHOUT_MINIMIZE = ("step", "apply_optimize", "_apply_optimize", "_create_optimization_pass")
 _FOR_ONE_OPTIMIZER = (
     "collective_stream",
     "use_local_sgd",

@@ -16,8 +16,10 @@ from paddle import _C_ops, nn
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import emit_fill, emit_over_owners, emit_share, is_launch, token
+from fleet_train.collectives.job import Job
 from fleet_train.convert.passes.program import all_inputs_of
 from fleet_train.convert.planning import ReadyGradient, dtype_name
+from fleet_train.convert.program_state import belongs_to
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile.methods.base import Piece
 
@@ -239,3 +241,15 @@ def _show_originals(inner: Any, originals: dict[str, Any]) -> None:
     for attribute, wrapped in (("_apply_decay_param_fun", by_name), ("_lr_ratio", by_value)):
         if callable(function := vars(inner).get(attribute)):
             setattr(inner, attribute, wrapped(function))
+
+
+def owned_by_one_rank(job: Job) -> Callable[[str], bool] | None:
+    """Whether a variable of this name is one rank's alone, in any program of the job; None if there is none."""
+    owns = [own for _, optimizer in job.optimizers for own in optimizer.owns]
+    return (lambda name: any(own(name) for own in owns)) if owns else None
+
+
+def owned_state_of(main: Any, exchange: GradientExchange) -> Callable[[str], bool]:
+    """Whether a variable of this name is one rank's alone: the optimizer's state, which starts with constants."""
+    parameters, trained = {each.name for each in main.global_block().all_parameters()}, set(exchange.trained)
+    return lambda name: name not in parameters and (name in exchange.kept or belongs_to(name, trained))

@@ -15,11 +15,11 @@ import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in
-from fleet_train.convert.optimizer import owned_by_one_rank
 from fleet_train.convert.program_state import belongs_to, counts_micro_batches
 from fleet_train.convert.rewrite import broadcast_start_state, names_stored_by
 from fleet_train.convert.saving import make_equal
 from fleet_train.convert.session import Converted, current
+from fleet_train.convert.sharding import owned_by_one_rank
 
 
 @dataclass(frozen=True)
