@@ -25,6 +25,7 @@ from paddle import nn
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.finite import FiniteCheck
+from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.convert.passes import pipeline, precision
 from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
 from fleet_train.convert.planning import fitted_to
@@ -155,11 +156,12 @@ def on_nan(profile: Profile) -> str:
     """What a rank says of a gradient that is NaN."""
     job: Any = SimpleNamespace(engine=SimpleNamespace(reads_values=True), cluster=CLUSTER)
     check = FiniteCheck(job, profile.nonfinite, lambda: "step 1")
-    try:
-        check.see(["w"], [paddle.full([2], np.nan)])
-    except NotFinite as error:
-        return str(error)
-    return check.found
+    with dynamic_mode():
+        try:
+            check.see(["w"], [paddle.full([2], np.nan)])
+        except NotFinite as error:
+            return str(error)
+        return check.found
 
 
 def on_engine(profile: Profile, side_by_side: bool) -> Any:

@@ -206,6 +206,7 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
     exchange: Any = SimpleNamespace(
         trained=["w", "w_1"],
         owners=0,
+        kept={},
         averager=averager and SimpleNamespace(schedule=schedule),
         step=8,
         check=SimpleNamespace(is_asked_for=every > 0),

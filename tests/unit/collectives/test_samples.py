@@ -27,7 +27,8 @@ def noticed(feeds: Callable[[int, int], Iterator[Feed]], ranks: int = 2, runs: i
     def check_of(rank: int) -> SamplesCheck:
         store = SimpleNamespace(set=told.__setitem__, get=told.get)
         engine = SimpleNamespace(device=HostDevice())
-        job: Any = SimpleNamespace(engine=engine, cluster=SimpleNamespace(rank=rank), store=store)
+        cluster = SimpleNamespace(rank=rank)
+        job: Any = SimpleNamespace(engine=engine, cluster=cluster, store=store, count=lambda _: 0)
         return SamplesCheck(job, 0, 1)
 
     checks = [check_of(rank) for rank in range(ranks)]

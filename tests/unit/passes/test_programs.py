@@ -284,9 +284,10 @@ def test_what_acts_on_each_run_gets_the_program_and_the_scope_in_which_it_runs()
 def test_what_an_operator_of_the_program_raises_is_explained_if_it_could_not_communicate(
     error: Exception, is_in_graph: bool, is_explained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, job = paddle.static.Program(), SimpleNamespace()
+    main, job = paddle.static.Program(), SimpleNamespace(cluster=SimpleNamespace(rank=0), failure=None)
     lost = WorkerFailed("step 4: rank 1 was lost")
-    exchange = SimpleNamespace(trained=[], is_in_graph=is_in_graph, why_failed=lambda _: lost)
+    scoped = {"enter": lambda _: None, "first_parameter": "w", "number": 0}
+    exchange = SimpleNamespace(trained=[], **scoped, is_in_graph=is_in_graph, why_failed=lambda _: lost)
     made = session.Session(job, exchanges=[(main, exchange)])  # type: ignore[arg-type, list-item]
     monkeypatch.setattr(session, "_session", made)
     assert made.why_failed(main, error) is (lost if is_explained else None)
@@ -308,7 +309,7 @@ def test_what_an_operator_of_the_program_raises_is_explained_if_it_could_not_com
 
 def test_what_a_device_is_fed_keeps_its_values() -> None:
     """Paddle's ``get_tensor`` is a reference: the memory of an eager tensor that has gone would be given away."""
-    job: Any = SimpleNamespace(engine=SimpleNamespace(device=HostDevice()))
+    job: Any = SimpleNamespace(engine=SimpleNamespace(device=HostDevice()), cluster=SimpleNamespace(rank=0))
     fed_by_hand = object()
     arrays = {f"x{number}": np.full([500, 3], number, "float32") for number in range(8)}
     given = {**arrays, "none": np.zeros([0, 3], "int64"), "one": np.array(7.0)}
