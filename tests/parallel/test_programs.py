@@ -189,7 +189,7 @@ def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(
 
 
 def test_dynamic_mode_is_refused_with_the_call_that_is_missing(alone: dict[str, Any]) -> None:
-    assert "call paddle.enable_static() before building the network" in alone["refused"]
+    assert "Call paddle.enable_static() at the top of the script, before the network is built" in alone["refused"]
 
 
 def test_two_optimizers_talk_in_one_chain_and_train_as_in_one_process(alone: dict[str, Any], two: RanksResult) -> None:
