@@ -76,6 +76,10 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
         except (JoinTimeout, WorkerFailed):
             _report_cause(diagnose)
             raise
+        except ClusterError:
+            if membership is None:
+                signpost.look_longer()
+            raise
         except StopRequested as stop:
             logger.info(f"{_stop_message(launch, stop)}; no rank was running")
             return stop.exit_code

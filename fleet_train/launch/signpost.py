@@ -3,6 +3,7 @@
 Where a launcher's store listens follows from its own --started_port and --nproc_per_node, and who waits for whom from
 its own list. So one that has waited for a moment also shows its flags at one of `PORTS`, which follow from nothing, and
 looks there on the other machines. Two that wait with the same program and other flags learn of each other, and end.
+So does one that a waiting one's store has refused: lists that differ behind their first machine make two jobs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -49,7 +51,7 @@ class Signpost:
     def __init__(self, node: Node, access: Access, program: list[str], facts: Mapping[str, Any]) -> None:
         self._node = node
         self._access = replace(access, job="waiting launchers")
-        place = [",".join(node.every_host), node.started_port, node.processes]
+        place = [",".join(node.every_host), node.started_port, node.processes, access.job]
         self._card: Card = {"host": node.address, "program": program, "place": place, "facts": dict(facts)}
         self._server: StoreServer | None = None
         self.difference = ""
@@ -57,13 +59,23 @@ class Signpost:
         self._seen: dict[str, int] = {}
         self._turn = 0
         self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
         if len(node.addresses) > 1:
-            threading.Thread(target=self._watch, name="fleet_train signpost", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="fleet_train signpost", daemon=True)
+            self._thread.start()
 
     def refuse(self) -> None:
         """Raises ScheduleMismatch once a launcher with other flags is known to wait for this one."""
         if self.difference:
             raise ScheduleMismatch(self.difference)
+
+    def look_longer(self) -> None:
+        """For a launcher that a store has refused: whoever waits there may wait for it, with other flags. Raises
+        ScheduleMismatch then, once the other one is told, too."""
+        until = time.monotonic() + (_LOOKS + 2) * timeouts.SIGNPOST_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
+            self._thread.join(timeouts.SIGNPOST_SECONDS / 10)
+        self.refuse()
 
     def close(self) -> None:
         self._closing.set()
@@ -163,7 +175,11 @@ class Signpost:
     def _learn(self, card: Card) -> None:
         hosts = self._node.addresses
         there = self._node.describe(hosts.index(card["host"])) if card["host"] in hosts else card["host"]
-        self.difference = difference_of(there, self._node.describe(), self._card["facts"], card["facts"])
+        here, ours, theirs = self._node.describe(), self._card, card
+        jobs = [{"--job_id": each["place"][-1]} for each in (ours, theirs)]  # by default it follows from the facts
+        self.difference = difference_of(there, here, ours["facts"], theirs["facts"]) or difference_of(
+            there, here, *jobs
+        )
 
 
 def _is_card(value: Any) -> bool:

@@ -38,10 +38,11 @@ def waiting(
     processes: int = 1,
     program: list[str] = TRAIN,
     secret: bytes | None = None,
+    job: str = "a job",
 ) -> Signpost:
     node = Node(tuple(hosts), hosts.index(own), port, processes, None, "lo")
     facts: dict[str, Any] = {"the node list": ",".join(hosts), "--started_port": port, "processes": processes}
-    return stack.enter_context(closing(Signpost(node, Access("a job", secret, own), program, facts)))
+    return stack.enter_context(closing(Signpost(node, Access(job, secret, own), program, facts)))
 
 
 def told(waits: Signpost, seconds: float = 10.0) -> str:
@@ -117,6 +118,25 @@ def test_who_waits_for_its_own_job_or_runs_another_program_is_left_alone() -> No
     with ExitStack() as stack:
         alone = waiting(stack, HOSTS[0], HOSTS[:1])
         assert told(alone, 0.3) == ""
+
+
+def test_one_that_a_store_has_refused_finds_who_waits_there() -> None:
+    """The lists agree on the first machine only: the two name unlike jobs, and meet at one port."""
+    with ExitStack() as stack:
+        first = waiting(stack, HOSTS[0], HOSTS)
+        refused = waiting(stack, HOSTS[1], (HOSTS[0], HOSTS[2], HOSTS[1]))
+        with pytest.raises(ScheduleMismatch, match=r"the node list is 127.0.0.2,127.0.0.3,127.0.0.4 there"):
+            refused.look_longer()
+        assert "the node list is 127.0.0.2,127.0.0.4,127.0.0.3 there" in told(first)
+    with ExitStack() as stack:
+        first = waiting(stack, HOSTS[0], job="mine")
+        with pytest.raises(ScheduleMismatch, match="--job_id is mine there and yours here"):
+            waiting(stack, HOSTS[1], job="yours").look_longer()
+        assert "--job_id is yours there and mine here" in told(first)
+    with ExitStack() as stack:
+        waiting(stack, HOSTS[0], program=["/home/you/train.py"])
+        waiting(stack, HOSTS[1]).look_longer()
+        waiting(stack, HOSTS[0], HOSTS[:1]).look_longer()
 
 
 def test_what_tells_jobs_apart_is_the_program_and_not_its_arguments(tmp_path: Any, monkeypatch: Any) -> None:
