@@ -38,6 +38,7 @@ Kind = Literal[
 """What a variable of the script is known to hold: lists that are passed to ``fetch_list=`` or to an optimizer as its
 parameters, one fetched value or the list of them, a block of a program, a BuildStrategy, a program, Fleet's strategy;
 a value of the program, or None; a comparison of such values; or, perhaps, anything else."""
+_HANDED_ON: tuple[Kind, ...] = ("fetched values", "fetched value", "condition", "value")
 _VALUES = re.compile(
     r"(paddle\.fluid\.(layers\.(?!\w*reader|utils\.|create_array|double_buffer)|nets\.)|paddle\.static\.nn\.|"
     r"paddle\.nn\.functional\.|fleet_train\.compat\.(?!clone|minimize|\w*(reader|dataset)|from_generator))[a-z]\w*|"
@@ -249,7 +250,7 @@ class FactFinder(Names, cst.CSTVisitor):
         kind = self._kind_of(value)
         if kind is not None:
             self._remember(kind, target)
-        if kind != "value" and source(value) != "None":
+        if (kind != "value" and source(value) != "None") or self.holds("anything", value):
             self._remember("anything", target)
         if isinstance(target, (cst.Tuple, cst.List)) and kind == "fetched values":
             for element in target.elements:
@@ -295,6 +296,10 @@ class FactFinder(Names, cst.CSTVisitor):
             return "fetched value" if self._is_fetched(value.value) else None
         if is_block(value):
             return "block"
+        if isinstance(value, cst.BinaryOperation) and "value" in map(self._kind_of, (value.left, value.right)):
+            return "value"
+        if isinstance(value, cst.Name):  # another name of the same
+            return next((kind for kind in _HANDED_ON if self.holds(kind, value)), None)
         name = self.name_of(value.func) if isinstance(value, cst.Call) else ""
         if _CONDITIONS.fullmatch(name):
             return "condition"
@@ -405,7 +410,7 @@ def index(node: cst.Subscript) -> str:
 
 def parameter_arguments(call: cst.Call, name: str) -> list[cst.Arg]:
     """The arguments of a call that list parameters, of what Paddle has under ``name``."""
-    if not name.startswith("paddle."):
+    if not name.startswith("paddle.") or name.endswith(".append_backward"):  # compat's takes names
         return []
     return [argument for argument in call.args if keyword_of(argument) in _PARAMETERS]
 

@@ -315,7 +315,7 @@ def test_listed_parameters_are_found_where_minimize_is_called() -> None:
         'optimize.minimize(f, x, (1,), "BFGS")',
         "pairs = compat.backward(opt, loss, parameter_list=names_of(net), callbacks=None)",
         "loss.backward()",
-        "compat.append_backward(loss, parameter_list=[w], no_grad_set=set())",
+        "compat.append_backward(loss, parameter_list=[w.name], no_grad_set=set())",
         "opt = paddle.optimizer.SGD(0.1, parameters=net.parameters())",
         'draw(parameters=["w"], names=[w.name])',
     ]
@@ -502,6 +502,36 @@ def test_the_truth_of_a_value_is_whether_there_is_one(old: str, now: str) -> Non
     assert once.marks == ()
     assert not port(once.new, "train.py").changed
     assert f"    {old}\n" in new(TRUTHS.format(old).replace("def net", "fluid.enable_dygraph()\ndef net"))
+
+
+def test_another_name_and_a_sum_of_values_are_values() -> None:
+    text = """\
+        import numpy as np
+        import paddle
+        paddle.enable_static()
+        x, y = paddle.static.data("x", [None]), paddle.static.data("y", [None])
+        label = y
+        total = 0.5 * x + label
+        number, count = 2, 3
+        product = number * count
+        a = 1 if label else not total
+        b = not number or not product
+        outs = exe.run(main, feed=feed, fetch_list=[x])
+        fetched = outs
+        print(fetched[0][0])
+    """
+    assert without_marks(text)[8:] == [
+        "a = 1 if label is not None else total is None",
+        "b = not number or not product",
+        "outs = exe.run(main, feed=feed, fetch_list=[x])",
+        "fetched = outs",
+        "print(np.atleast_1d(fetched[0])[0])",
+    ]
+    assert whats(text) == []
+
+
+def test_names_that_compat_takes_are_not_marked() -> None:
+    assert whats("import paddle.fluid as fluid\nfluid.append_backward(loss, parameter_list=['w', w.name])\n") == []
 
 
 @pytest.mark.parametrize(
