@@ -180,6 +180,7 @@ class _Watched:
         for name in ("minimize", "apply_gradients"):
             _before(paddle.optimizer.Optimizer, name, self._minimizes)
         _before_dynamic_steps_and_saves(self._step)
+        process.replace(os, "_exit", _exit_of(os.getpid()))
 
     def close(self) -> None:
         """The script has ended: it is no longer watched."""
@@ -257,7 +258,7 @@ class _Watched:
         self._refused += 1
         if self._refused > _MOST_REFUSED:
             logger.error(f"{script_line()} catches what ends the script, again and again: use `except Exception`")
-            os._exit(ConversionError.exit_code)
+            _EXIT(ConversionError.exit_code)
         raise _Over
 
 
@@ -266,6 +267,18 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: function(*arguments, **named)
 
 
+def _exit_of(process_id: int) -> Callable[[int], NoReturn]:
+    """``os._exit``, which would end the command before it has shown anything; that of child processes stays."""
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != process_id:
+            _EXIT(status)
+        raise SystemExit(status)
+
+    return leave
+
+
+_EXIT = os._exit
 _MOST_REFUSED = 1000
 _SAVES = (
     (paddle, "save"),

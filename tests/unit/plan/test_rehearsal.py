@@ -118,6 +118,10 @@ NOT_CONVERTED = {
         "main, startup, loss = program(1, stock)\nexe.run(startup)\ntrain(main, loss)",
         "Paddle's own fleet",
     ),
+    "ends the process": (
+        STATIC + "main, startup, loss = program(1, sgd)\nimport os\nos._exit(0)",
+        "minimizes without the other ranks",
+    ),
     "dynamic": (DYNAMIC + "train()", "calls backward"),
     "dynamic, saves first": (DYNAMIC + "paddle.save(net.state_dict(), 'model.pdparams')\ntrain()", "saves"),
     "dynamic, paddle.Model": (
@@ -170,6 +174,11 @@ def test_a_script_that_is_not_converted_is_ended_before_it_trains_or_writes(fold
 JOINED = STATIC + "fleet.init(is_collective=True)\n"
 CONVERTED = {
     "one program": (JOINED + "main, startup, loss = program(1, wrapped)\nexe.run(startup)\ntrain(main, loss)", [8]),
+    "ends the process": (
+        JOINED + "program(1, wrapped)\nimport os\nchild = os.fork()\nif child == 0:\n    os._exit(3)\n"
+        "os._exit(os.waitpid(child, 0)[1] != 3 << 8)",
+        [8],
+    ),
     "never runs": (JOINED + "program(1, wrapped)", [8]),
     "two programs, with startups in between": (
         JOINED + "for width in (1, 3, 5):\n    main, startup, loss = program(width, wrapped)\n    exe.run(startup)\n"
