@@ -125,7 +125,7 @@ def is_finite(tensor: Any) -> bool:
 
 def not_finite_on_device(tensors: Sequence[Any]) -> Any:
     """Whether an element of ``tensors`` (of one dtype) is NaN or infinite: bool [1], without a read by the host."""
-    one = paddle.full([1], 1.0, "float32")
+    one = paddle.full([1], 1.0, "float64" if tensors[0].dtype == paddle.float64 else "float32")
     found: Any = _C_ops.check_finite_and_unscale_(list(tensors), one)[1]
     return found.reshape([1])
 
