@@ -282,11 +282,13 @@ def make_start_equal(
 
 
 def broadcast_start_state(job: Job, startup: Any, is_own: Callable[[str], bool] | None = None) -> None:
-    """Make ``startup`` give every rank the start values of rank 0, unless they are its own.
+    """Make ``startup`` give every rank the start values of rank 0, unless they are its own, in the variables that there
+    are.
 
     Covers all that the startup program stores: parameters, statistics, moments, beta powers, the learning rate.
     Operators that an earlier call has handled are left unchanged.
     """
+    _keep_variables(startup)
     stores = [operator for operator in _stores(startup) if not _is_done(operator)]
     if is_own is not None:
         stores = [operator for operator in stores if not is_own(_name(operator))]
@@ -294,6 +296,22 @@ def broadcast_start_state(job: Job, startup: Any, is_own: Callable[[str], bool] 
         with paddle.static.program_guard(startup, startup):
             _emit_broadcasts(job, stores)
         chain_in_program_order(startup.global_block().ops)  # after those of an earlier call: one order for all ranks
+
+
+def _keep_variables(startup: Any) -> None:
+    """Let a startup program write into the variables that a scope has already.
+
+    Paddle stores optimizers' state with ``shadow_output``, which puts new variables into the scope whenever the program
+    is compiled (by another executor, as a copy, or since it has grown); programs that were compiled before go on with
+    the old ones, whose memory is freed. ``set_parameter`` keeps them.
+    """
+    with paddle.static.program_guard(startup, startup):
+        for operator in _stores(startup):
+            if operator.name() == "builtin.shadow_output":
+                paddle.pir.set_insertion_point(operator)
+                _C_ops.set_parameter(operator.operand_source(0), _name(operator))  # type: ignore[no-untyped-call]
+                startup.global_block().remove_op(operator)
+        paddle.pir.reset_insertion_point_to_end()
 
 
 def _emit_broadcasts(job: Job, stores: Sequence[Any]) -> None:

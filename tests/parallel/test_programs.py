@@ -152,12 +152,46 @@ def under_a_name_guard() -> list[str]:
         return sorted(paddle.static.default_main_program().state_dict("all", paddle.static.global_scope()))
 
 
+def started_again() -> dict[str, list[bool]]:
+    """By what compiles the startup program another time: whether the scope keeps its variables, which the program that
+    trains was compiled with, and whether the training is the first one again."""
+    with (
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+        paddle.static.scope_guard(paddle.static.Scope()),
+    ):
+        layer = paddle.nn.Linear(4, 1, weight_attr=paddle.nn.initializer.Constant(0.5))
+        loss = (layer(paddle.static.data("x", [None, 4], "float32")) ** 2).mean()
+        fleet.distributed_optimizer(paddle.optimizer.Adam(0.1)).minimize(loss)
+        main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
+        scope, exe, other = paddle.static.global_scope(), *(paddle.static.Executor(fleet.place()) for _ in range(2))
+
+        def train() -> tuple[dict[str, Any], str]:
+            variables = {name: scope.find_var(name) for name in names}
+            for step in range(3):
+                exe.run(main, feed=batch(step))
+            return variables, digest({name: np.array(each.get_tensor()) for name, each in variables.items()})
+
+        exe.run(startup)
+        names = sorted(main.state_dict("all", scope))
+        variables, first = train()
+        found = {}
+        for how in ("another executor", "a copy", "grown"):
+            if how == "grown":
+                paddle.nn.Linear(4, 2)
+            (other if how == "another executor" else exe).run(startup.clone() if how == "a copy" else startup)
+            keeps = [scope.find_var(name) is variables[name] for name in names]
+            found[how] = [all(keeps), train()[1] == first]
+    return found
+
+
 def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     before = unique_names()
     guarded = under_a_name_guard()
     report(fleet.worker_index(), guarded=guarded, names=[before, unique_names()])
+    if fleet.worker_num() > 1:
+        report(fleet.worker_index(), started_again=started_again())
     cases = {f"{o}; {p}": train_two(order, profile) for o, order in ORDERS.items() for p, profile in PROFILES.items()}
     report(fleet.worker_index(), cases=cases)
     if fleet.worker_num() == 1:
@@ -179,6 +213,11 @@ def test_state_under_a_name_guard_has_the_names_of_one_process(alone: dict[str, 
     assert two.of_all("guarded") == [alone["guarded"]] * 2
     for before, after in [alone["names"], *two.of_all("names")]:
         assert before == after
+
+
+def test_startup_program_that_is_compiled_again_begins_the_training_anew(two: RanksResult) -> None:
+    for found in two.of_all("started_again"):
+        assert found == {"another executor": [True, True], "a copy": [True, True], "grown": [True, True]}
 
 
 def test_program_of_one_process_is_left_unless_another_computation_is_asked_for(alone: dict[str, Any]) -> None:
