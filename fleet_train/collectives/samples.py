@@ -5,6 +5,7 @@ that any two ranks keep the same part of what both have read (a bottom-k sketch)
 its own into the store, and a run later the others compare: nobody waits for anybody. Ranks that go through the same
 samples, in whatever order, have most of them in common before they have begun again; ranks with samples of their own
 have next to none. Samples that come again soon (a few kinds of sample, draws with replacement, constants) say nothing.
+The rows of the largest array are the samples; where other rows are a rank's own, those may be noise that all share.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _LAST_RUN = 1 << 13
 _MOST_KEPT = 256
 _LEAST_SAMPLES, _LEAST_ONCE, _LEAST_COMMON = 32, 0.9, 0.5
 _MOST_COLUMNS = 32
+_SAMPLES = ""
 _EVERYTHING = (1 << 64) - 1
 _ADVICE = (
     "share them: fleet_train.data.ShardedBatchSampler, paddle.io.DistributedBatchSampler, fleet.split_files, or a seed "
@@ -44,11 +46,11 @@ class SamplesCheck:
         self._job, self._key = job, f"samples of program {number}, {job.count('samples')}"
         self.first_gradients = FirstGradients(job.engine.device, buckets)
         self._runs = 0
-        self._kept: dict[int, int] = {}
-        """How often each kept number was read."""
-        self._bound = _EVERYTHING
-        self._to_compare: tuple[int, Read | None] | None = None
-        """A run, and what was read up to it."""
+        self._sketches: dict[str, Sketch] = {}
+        """Of the rows of the largest array, `_SAMPLES`, and of other rows."""
+        self._to_compare: tuple[int, dict[str, Read]] | None = None
+        """A run, and what was read up to it; empty if that of `_SAMPLES` says nothing."""
+        self._has_rows_of_its_own = False
         self._reads_those_of_rank_0 = False
         self._is_over = False
         self._words = _GRADIENTS
@@ -59,9 +61,8 @@ class SamplesCheck:
             return
         self._compare()
         self._runs += 1
-        numbers = numbers_of(feed)
-        if numbers is not None:
-            self._keep(numbers)
+        for name, numbers in numbers_of(feed).items():
+            self._sketches.setdefault(name, Sketch()).keep(numbers)
         if self._runs > 1 and self._runs & (self._runs - 1) == 0:
             self._to_compare = self._runs, self._read()
             if self._job.cluster.rank == 0:
@@ -79,31 +80,47 @@ class SamplesCheck:
         self._is_over = True
         return self._words
 
-    def _keep(self, numbers: Numbers) -> None:
-        for number in numbers[numbers <= self._bound].tolist():
-            self._kept[number] = self._kept.get(number, 0) + 1
-        while len(self._kept) > _MOST_KEPT:
-            self._bound //= 2
-            self._kept = {number: times for number, times in self._kept.items() if number <= self._bound}
-
-    def _read(self) -> Read | None:
-        """What this rank has read; None if that is little, or if much of it came again."""
-        once = len(self._kept) / max(sum(self._kept.values()), 1)
-        is_telling = len(self._kept) >= _LEAST_SAMPLES and once >= _LEAST_ONCE
-        return (self._bound, list(self._kept)) if is_telling else None
+    def _read(self) -> dict[str, Read]:
+        found = {name: read for name, each in self._sketches.items() if (read := each.read()) is not None}
+        return found if _SAMPLES in found else {}
 
     def _compare(self) -> None:
         """Once, as soon as rank 0 has come as far: where a step has communicated in between, that is so."""
         if self._to_compare is None:
             return
         run, own = self._to_compare
-        is_settled = own is None or self._job.cluster.rank == 0
+        is_settled = not own or self._job.cluster.rank == 0
         answer: Any = [run, own] if is_settled else self._job.store.get(self._key)
         if answer is None or answer[0] != run:
             return
         self._to_compare, self._is_over = None, run >= _LAST_RUN
-        if own is not None and answer[1] is not None:
-            self._reads_those_of_rank_0 = common(own, answer[1]) >= _LEAST_COMMON
+        if own and answer[1]:
+            both = own.keys() & answer[1].keys()
+            differing = {name for name in both if common(own[name], answer[1][name]) < _LEAST_COMMON}
+            self._has_rows_of_its_own |= not differing <= {_SAMPLES}
+            self._reads_those_of_rank_0 = not differing and not self._has_rows_of_its_own
+
+
+class Sketch:
+    """Numbers below a bound, and how often each was read."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, int] = {}
+        self._bound = _EVERYTHING
+
+    def keep(self, numbers: Numbers) -> None:
+        """Read these."""
+        for number in numbers[numbers <= self._bound].tolist():
+            self._kept[number] = self._kept.get(number, 0) + 1
+        while len(self._kept) > _MOST_KEPT:
+            self._bound //= 2
+            self._kept = {number: times for number, times in self._kept.items() if number <= self._bound}
+
+    def read(self) -> Read | None:
+        """What was read; None if that is little, or if much of it came again."""
+        once = len(self._kept) / max(sum(self._kept.values()), 1)
+        is_telling = len(self._kept) >= _LEAST_SAMPLES and once >= _LEAST_ONCE
+        return (self._bound, list(self._kept)) if is_telling else None
 
 
 def common(own: Read, other: Read) -> float:
@@ -113,18 +130,26 @@ def common(own: Read, other: Read) -> float:
     return len(mine & set(other[1])) / len(mine) if len(mine) >= _LEAST_SAMPLES // 2 else 0.0
 
 
-def numbers_of(feed: Any) -> Numbers | None:
-    """A number for each sample of a feed: of its rows in all arrays that have as many as the largest one. None if
-    nothing with rows is in the host's memory."""
+def numbers_of(feed: Any) -> dict[str, Numbers]:
+    """A number for each sample of a feed, by `_SAMPLES`: of its rows in all arrays that have as many as the largest
+    one; likewise for those with other numbers of rows, by their names. Empty if nothing with rows is in the host's
+    memory."""
     given = feed[0] if isinstance(feed, list | tuple) and len(feed) == 1 else feed
     if not isinstance(given, Mapping):
-        return None
-    arrays = [array for name in sorted(given) if (array := array_of(given[name])) is not None and array.ndim]
-    arrays = [array for array in arrays if array.dtype.kind in "biuf" and array.itemsize <= 8]
-    if not arrays:
-        return None
-    rows = max(arrays, key=lambda array: array.size).shape[0]
-    return _mixed([array for array in arrays if array.shape[0] == rows and array.size], rows)
+        return {}
+    arrays = {name: array for name in sorted(given) if (array := array_of(given[name])) is not None and array.ndim}
+    arrays = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf" and array.itemsize <= 8}
+    by_rows: dict[int, list[str]] = {}
+    for name, array in arrays.items():
+        by_rows.setdefault(array.shape[0], []).append(name)
+    most = max(arrays.values(), key=lambda array: array.size).shape[0] if arrays else 0
+    return {
+        _SAMPLES if rows == most else ",".join(names): _mixed(
+            [arrays[name] for name in names if arrays[name].size], rows
+        )
+        for rows, names in by_rows.items()
+        if rows == most or rows > 1
+    }
 
 
 def array_of(value: Any) -> NDArray[Any] | None:

@@ -134,6 +134,17 @@ def crops(rank: int, ranks: int) -> Iterator[Feed]:
     return batched(epochs(lambda epoch: random_of(epoch).permutation(SAMPLES)[rank::ranks]), BATCH, noise)
 
 
+def with_noise_that_all_share(rank: int, ranks: int) -> Iterator[Feed]:
+    """Drawn anew in each step with one seed, and larger than a batch."""
+    for step, feed in enumerate(sampler(rank, ranks)):
+        yield feed | {"noise": random_of(step).standard_normal((64, 32), "float32")}
+
+
+def whole_with_noise(rank: int, ranks: int) -> Iterator[Feed]:
+    for step, feed in enumerate(whole_in_order(rank, ranks)):
+        yield feed | {"noise": random_of(step).standard_normal((64, 32), "float32")}
+
+
 def nothing(_rank: int, _ranks: int) -> Iterator[Any]:
     yield None
     yield {}
@@ -146,7 +157,8 @@ def nothing(_rank: int, _ranks: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    "feeds", [whole_in_order, whole_shuffled, whole_as_tensors, whole_with_constants, other_batch_sizes]
+    "feeds",
+    [whole_in_order, whole_shuffled, whole_as_tensors, whole_with_constants, whole_with_noise, other_batch_sizes],
 )
 def test_the_same_samples_are_noticed_in_the_first_epoch(feeds: Any, ranks: int) -> None:
     run = noticed(feeds, ranks)
@@ -170,6 +182,7 @@ def test_the_same_samples_are_noticed_in_the_first_epoch(feeds: Any, ranks: int)
         constants,
         places,
         crops,
+        with_noise_that_all_share,
         nothing,
     ],
 )
@@ -179,10 +192,8 @@ def test_samples_of_ones_own_are_no_accusation(feeds: Any, ranks: int) -> None:
 
 def test_a_sample_has_one_number_whatever_its_batch_and_place() -> None:
     feed = {"x": DATA[:40].astype("float16"), "y": LABELS[:40] > 3, "z": np.arange(40, dtype="float64")}
-    numbers = numbers_of(feed)
+    numbers = numbers_of(feed)[""]
     order = random_of(2).permutation(40)[:13]
-    again = numbers_of({name: value[order] for name, value in feed.items()} | {"rate": np.zeros(1)})
-    assert numbers is not None
-    assert again is not None
+    again = numbers_of({name: value[order] for name, value in feed.items()} | {"rate": np.zeros(1)})[""]
     assert len(set(numbers.tolist())) == 40
     assert np.array_equal(numbers[order], again)
