@@ -82,7 +82,8 @@ class SamplesCheck:
 
     def _read(self) -> dict[str, Read]:
         found = {name: read for name, each in self._sketches.items() if (read := each.read()) is not None}
-        return found if _SAMPLES in found else {}
+        is_early = any(2 * each.runs > self._runs and each.is_small for each in self._sketches.values())
+        return found if _SAMPLES in found and not is_early else {}
 
     def _compare(self) -> None:
         """Once, as soon as rank 0 has come as far: where a step has communicated in between, that is so."""
@@ -107,9 +108,17 @@ class Sketch:
     def __init__(self) -> None:
         self._kept: dict[int, int] = {}
         self._bound = _EVERYTHING
+        self.runs = 0
+        """In which something was read."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether too little was read to tell anything."""
+        return sum(self._kept.values()) < _LEAST_SAMPLES
 
     def keep(self, numbers: Numbers) -> None:
         """Read these."""
+        self.runs += 1
         for number in numbers[numbers <= self._bound].tolist():
             self._kept[number] = self._kept.get(number, 0) + 1
         while len(self._kept) > _MOST_KEPT:

@@ -136,7 +136,7 @@ def crops(rank: int, ranks: int) -> Iterator[Feed]:
 
 def with_noise_that_all_share(rank: int, ranks: int) -> Iterator[Feed]:
     """Drawn anew in each step with one seed, and larger than a batch."""
-    for step, feed in enumerate(sampler(rank, ranks)):
+    for step, feed in enumerate(batched(epochs(lambda epoch: random_of(epoch).permutation(SAMPLES)[rank::ranks]), 4)):
         yield feed | {"noise": random_of(step).standard_normal((64, 32), "float32")}
 
 
