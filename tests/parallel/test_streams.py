@@ -214,8 +214,6 @@ CASES: dict[str, Case] = {
     "amp O1, overflow": Case(MLP, momentum, {"amp_level": "O1"}, wrap=skipping, overflow=5),
     "overflow": Case(MLP, adam, BUCKETS, wrap=skipping, overflow=5),
     "overflow, merge": Case(MLP, adam, MERGE, wrap=skipping, overflow=5),
-    "overflow, powersgd": Case(LARGE, sgd, POWERSGD | BUCKETS, wrap=skipping, overflow=5),
-    "overflow, dgc": Case(SPARSE, without_decay, DGC | {"dgc_sparsity": 0.9}, wrap=skipping, overflow=5),
     "int4, merge, loaded": Case(
         LARGE, momentum, BUCKETS | FEW_BITS | {"accumulate_steps": 2}, saved_after(4, 7), loads=1
     ),
@@ -249,9 +247,7 @@ CASES: dict[str, Case] = {
     ),
     "hierarchical, sync batch norm": Case(NORMS, momentum, NORM | GROUPED | BUCKETS),
     "hierarchical, overlap, reduced beside it": Case(MLP, adam, OVERLAP | GROUPED, reduced_after(8)),
-    "hierarchical, overflow, powersgd": Case(
-        LARGE, sgd, GROUPED | POWERSGD | BUCKETS | {"sync_nccl_allreduce": True}, wrap=skipping, overflow=5
-    ),
+    "hierarchical, powersgd": Case(LARGE, sgd, GROUPED | POWERSGD | BUCKETS | {"sync_nccl_allreduce": True}),
 }
 
 
