@@ -104,7 +104,7 @@ def test_train_is_quiet_unless_verbose_or_the_user_has_set_the_levels(bench: Ben
     ended = quiet, verbose, asked = bench.ended(120)
     assert [one.exit_code for one in ended] == [0, 0, 0], bench.job.report()
     assert paddles(quiet.output) == []
-    assert len(quiet.output.splitlines()) == 4, quiet.output
+    assert len(quiet.output.splitlines()) == 5, quiet.output
     shown = "\n".join(paddles(verbose.output))
     assert all(word in shown for word in ("ccache", "not support input out", "Tensor do not have", "pir_interpreter"))
     shown = "\n".join(paddles(asked.output))
