@@ -71,7 +71,7 @@ def test_going_on_in_the_middle_of_an_epoch_is_the_same_run_on_one_process(tmp_p
     recipe = "--epochs 2 --ema_decay 0.95 --clip_norm 1 --label_smoothing 0.1 --on_nan skip --deterministic".split()
     train(tmp_path / "a", 1, whole, *recipe, "--checkpoint_every_steps", "30", "--keep_checkpoints", "9")
     kept = sorted(path.name for path in (whole / "checkpoints").glob("*step-*"))
-    assert kept == ["step-00000030", "step-00000060", "step-00000090"]
+    assert kept == ["step-00000030", "step-00000045", "step-00000060", "step-00000090"]  # and at each epoch's end
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / kept[-1])
     resumed = train(tmp_path / "b", 1, again, *recipe, "--resume")
