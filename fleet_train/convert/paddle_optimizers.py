@@ -28,11 +28,23 @@ from paddle.incubate.optimizer import (
 from fleet_train.collectives.exchange import UNKNOWN_ROWS, Kept
 from fleet_train.convert import process
 from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.plan import TensorSpec
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
 from fleet_train.profile.fleet_sections import lists_what_happens
 from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
+
+
+def refuse_dgc_of(gradients: Sequence[TensorSpec]) -> None:
+    """ConversionError for gradients that DGC does not send: their optimizer's momentum would be lost, as it has taken
+    that over."""
+    other = next((each for each in gradients if each.dtype != "float32"), None)
+    if other is not None:
+        raise ConversionError(
+            f"compression: dgc with the gradient of '{other.name}', which is {other.dtype}: it keeps the momentum of "
+            "float32 gradients only; build the network in float32, or use another compression"
+        )
 
 
 def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
