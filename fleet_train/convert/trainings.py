@@ -24,11 +24,9 @@ from fleet_train.convert.sharding import owned_by_one_rank
 
 @dataclass(frozen=True)
 class _Seen:
-    """A program as it was: its number of operators, the exchanges that it carries out, the variables that it
-    initializes."""
+    """A program as it was: its number of operators, and the variables that it initializes."""
 
     operators: int
-    exchanges: frozenset[int]
     stored: frozenset[str]
 
 
@@ -41,11 +39,10 @@ def choose(program: Any, scope: Any) -> None:
         return
     seen = _seen.get(program)
     if seen is None or seen.operators != program.num_ops():
-        stored = frozenset(names_stored_by(program))
-        seen = _seen[program] = _Seen(program.num_ops(), exchanges_in(program), stored)
-    now = current()
+        seen = _seen[program] = _Seen(program.num_ops(), frozenset(names_stored_by(program)))
+    carried_out, now = exchanges_in(program), current()
     for (main, exchange), startup in zip(now.exchanges, now.startups, strict=True):
-        if exchange.number in seen.exchanges:
+        if exchange.number in carried_out:
             exchange.enter(now.owner_of(scope, exchange))
         elif (exchange.keeps_momentum and program is startup) or _starts(seen.stored, main, exchange):
             owner = now.owner_of(scope, exchange)
