@@ -26,7 +26,7 @@ from fleet_train.convert.paddle_optimizers import (
     one_learning_rate,
     owner_of,
     refuse_clip_of_sums,
-    refuse_dgc_of,
+    refuse_to_lose_momentum,
     refuse_to_shard,
     take_over_momentum,
     updates_each_alone,
@@ -280,8 +280,8 @@ class DistributedOptimizer(PaddleCalls):
         the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
         self._switch_off_onednn()
         ready = in_ready_order(merged.pairs, planned_rows(tables))
-        if self._dgc is not None:
-            refuse_dgc_of([item.gradient for item in ready])
+        if self._dgc is not None and self._dgc.momentum:
+            refuse_to_lose_momentum([item.gradient for item in ready])
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
         values = held_values(main, [item.parameter for item in ready])

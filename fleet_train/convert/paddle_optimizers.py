@@ -36,14 +36,13 @@ from fleet_train.profile.knobs import shown
 from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
 
 
-def refuse_dgc_of(gradients: Sequence[TensorSpec]) -> None:
-    """ConversionError for gradients that DGC does not send: their optimizer's momentum would be lost, as it has taken
-    that over."""
+def refuse_to_lose_momentum(gradients: Sequence[TensorSpec]) -> None:
+    """ConversionError for gradients that are averaged beside DGC, which has taken their optimizer's momentum over."""
     other = next((each for each in gradients if each.dtype != "float32"), None)
     if other is not None:
         raise ConversionError(
             f"compression: dgc with the gradient of '{other.name}', which is {other.dtype}: it keeps the momentum of "
-            "float32 gradients only; build the network in float32, or use another compression"
+            "float32 gradients only; build the network in float32, or use SGD or another compression"
         )
 
 

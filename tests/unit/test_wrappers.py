@@ -15,7 +15,7 @@ from paddle.incubate.optimizer import (
 )
 
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.paddle_optimizers import owner_of, refuse_dgc_of, unwrap
+from fleet_train.convert.paddle_optimizers import owner_of, refuse_to_lose_momentum, unwrap
 from fleet_train.convert.planning import resolve
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import TensorSpec
@@ -211,6 +211,6 @@ def test_a_launchers_strategy_wins_over_spawns_and_over_that_of_init(monkeypatch
 
 
 def test_dgc_takes_the_momentum_of_float32_gradients_only() -> None:
-    refuse_dgc_of([TensorSpec("w", (8, 8), "float32")])
+    refuse_to_lose_momentum([TensorSpec("w", (8, 8), "float32")])
     with pytest.raises(ConversionError, match=r"gradient of 'b', which is float64: it keeps the momentum of float32"):
-        refuse_dgc_of([TensorSpec("w", (8, 8), "float32"), TensorSpec("b", (8,), "float64")])
+        refuse_to_lose_momentum([TensorSpec("w", (8, 8), "float32"), TensorSpec("b", (8,), "float64")])
