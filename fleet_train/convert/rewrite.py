@@ -303,14 +303,25 @@ def _keep_variables(startup: Any) -> None:
 
     Paddle stores optimizers' state with ``shadow_output``, which puts new variables into the scope whenever the program
     is compiled (by another executor, as a copy, or since it has grown); programs that were compiled before go on with
-    the old ones, whose memory is freed. ``set_parameter`` keeps them.
+    the old ones, whose memory is freed. ``set_parameter`` keeps them. Of several stores into one variable, as the
+    learning rates of two programs may be, the last one counts; Paddle makes no second ``set_parameter`` of a name.
     """
+    block = startup.global_block()
+    stores = _stores(startup)
+    kept = {_name(each): each for each in stores if each.name() == "builtin.set_parameter"}
+    last = {_name(each): each for each in stores}
     with paddle.static.program_guard(startup, startup):
-        for operator in _stores(startup):
-            if operator.name() == "builtin.shadow_output":
+        for operator in stores:
+            if operator.name() != "builtin.shadow_output":
+                continue
+            name = _name(operator)
+            if last[name] is operator and name in kept:
+                kept[name].operand(0).set_source(operator.operand_source(0))
+                kept[name].move_before(operator)
+            elif last[name] is operator:
                 paddle.pir.set_insertion_point(operator)
-                _C_ops.set_parameter(operator.operand_source(0), _name(operator))  # type: ignore[no-untyped-call]
-                startup.global_block().remove_op(operator)
+                _C_ops.set_parameter(operator.operand_source(0), name)  # type: ignore[no-untyped-call]
+            block.remove_op(operator)
         paddle.pir.reset_insertion_point_to_end()
 
 

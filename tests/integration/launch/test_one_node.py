@@ -69,8 +69,9 @@ def test_ctrl_c_ends_everything_with_one_message(bench: Bench) -> None:
     bench.wait_for_output("began", "node0/log/workerlog.0", "node0/log/workerlog.1")
     send(launcher, signal.SIGINT)
     assert launcher.process.wait(timeout=120) == 130
-    assert launcher.output.splitlines()[1:] == [
-        "began",
+    lines = launcher.output.splitlines()[1:]
+    assert lines.count("began") == 1  # before or after, as the launcher's look falls
+    assert [line for line in lines if line != "began"] == [
         "fleet_train: Ctrl-C: the ranks have up to 30 s to save their state (--grace_seconds); a second one ends them "
         "at once",
         "fleet_train: node 0 (127.0.0.1) was stopped by Ctrl-C; 2 ranks ended with it",
