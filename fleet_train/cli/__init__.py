@@ -74,13 +74,19 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code."""
+    """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code, Ctrl-C code 130."""
     if _COMPLETE in os.environ:
         from fleet_train.cli.completion import register
 
         register()
     try:
-        cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ)
+        status = cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
+        sys.exit(status)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except FleetTrainError as error:
         process = sys.modules.get("fleet_train.convert.process")
         if process is not None:  # a command has joined a job: report to the other ranks why this one stops

@@ -229,10 +229,7 @@ def command(**flags: Any) -> None:
 
     dry_run = flags.pop("dry_run")
     request = read_request(**flags)
-    try:
-        launch = prepare(request, os.environ)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    launch = prepare(request, os.environ)
     for name in launch.environment.kept:
         logger.warning(f"{name} is set in your environment, which overrides the profile's value")
     if dry_run:

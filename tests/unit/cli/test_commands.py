@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli import COMMANDS, cli, stacks, train
+from fleet_train.cli import COMMANDS, cli, launch, main, stacks, train
 from fleet_train.cli.completion import SHELLS, completions
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.errors import FleetTrainError
@@ -43,6 +43,30 @@ for words in ([], *([command] for command in COMMANDS)):
     loaded[" ".join(words)] = sorted({name.partition(".")[0] for name in sys.modules})
 print(json.dumps(loaded))
 """
+
+
+def test_ctrl_c_before_a_command_has_begun_ends_it_as_any_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.command, "callback", interrupted)
+    monkeypatch.setattr("sys.argv", ["fleet_train", "launch", "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_what_click_refuses_is_an_error_of_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fleet_train", "profile"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "No such command 'profile'" in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:
