@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from fleet_train.cluster.at_import import is_amd_processor
+from tests.support.ports import free_ports
 from tests.support.processes import ROOT, python
 from tests.support.ranks import run_launchers, run_ranks
 
@@ -200,7 +201,8 @@ def on_ranks(corpus: Corpus, folder: Path, case: Case, *flags: str) -> dict[str,
     """What rank 0 of a launch reports; start values, replicas and losses are compared with one process."""
     expected = corpus.alone(case)
     arguments = corpus.arguments(case, use_fleet=True, folder=folder / "job")
-    command = python("-m", "fleet_train", "launch", f"--nproc_per_node={RANKS}", *flags, *arguments)
+    ports = f"--started_port={free_ports(RANKS + 1)}"
+    command = python("-m", "fleet_train", "launch", f"--nproc_per_node={RANKS}", ports, *flags, *arguments)
     result = run_launchers([command], folder=folder)
     assert result.of_all("start") == [expected["start"]] * RANKS
     assert len(set(result.of_all("trained"))) == 1, "the replicas differ"
