@@ -67,7 +67,8 @@ def die() -> None:
 
 
 def freeze() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:  # it is let go on to tell where it stands, and on a busy machine before the others have given it up
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def throw() -> None:
