@@ -42,6 +42,13 @@ def looked_up(features: Any) -> Any:
     return nn.Linear(8, 5)(F.tanh(table(ids).mean(axis=1) * features.mean(axis=1, keepdim=True)))
 
 
+def in_16_bits(features: Any) -> Any:
+    """With a parameter, and so a gradient, of bfloat16 beside float32."""
+    zero = nn.initializer.Constant(0.0)
+    shift = paddle.create_parameter([int(features.shape[1])], "bfloat16", "shift", default_initializer=zero)
+    return nn.Linear(int(features.shape[1]), 5)((features.astype("bfloat16") + shift).astype("float32"))
+
+
 def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9)
 
@@ -63,6 +70,7 @@ CASES: dict[str, tuple[Network, Callable[[], Any], dict[str, Any], int]] = {
     "rows": (Network("looked_up", looked_up), sgd, {"sparse_embeddings": True}, 1),
     "rows, merge": (Network("looked_up", looked_up), adam, {"sparse_embeddings": True, "accumulate_steps": 2}, 2),
     "bf16": (MLP, adam, {"compression": "bf16"}, 1),
+    "16-bit gradients": (Network("in_16_bits", in_16_bits), sgd, {}, 1),
     "int8": (MLP, momentum, BUCKETS | {"compression": "int8"}, 1),
     "int4, merge": (MLP, adam, {"compression": "int4", "accumulate_steps": 2}, 2),
     "int8, sharding": (MLP, adam, BUCKETS | {"compression": "int8", "sharding": True}, 1),

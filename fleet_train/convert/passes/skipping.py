@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 from paddle import _C_ops
 
+from fleet_train.collectives.finite import not_finite_on_device
 from fleet_train.collectives.samples import array_of
 from fleet_train.convert.passes.program import run_if
 
@@ -56,7 +57,10 @@ def _checked(gradients: list[Any]) -> tuple[list[Any], Any]:
     values, found = list(gradients), []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        scale = paddle.full([1], 1.0, "float64" if dtype == paddle.float64 else "float32")
+        if dtype not in (paddle.float32, paddle.float64):
+            found.append(not_finite_on_device([gradients[place] for place in places]))
+            continue
+        scale = paddle.full([1], 1.0, dtype)
         own, broken = _C_ops.check_finite_and_unscale_([gradients[place] for place in places], scale)
         for place, value in zip(places, own, strict=True):
             values[place] = value
