@@ -82,7 +82,9 @@ def main() -> None:
     try:
         status = cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
         sys.exit(status)
-    except click.Abort:
+    except click.Abort as aborted:
+        if isinstance(aborted.__cause__, EOFError):  # a truncated file, read by a script or by us: click says nothing
+            raise aborted.__cause__ from None
         sys.exit(130)
     except click.ClickException as error:
         error.show()

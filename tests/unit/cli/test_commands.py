@@ -59,6 +59,16 @@ def test_ctrl_c_before_a_command_has_begun_ends_it_as_any_ctrl_c(
     assert capsys.readouterr().err.strip() == ""
 
 
+def test_the_end_of_a_truncated_file_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def truncated(**_: object) -> None:
+        raise EOFError("No data left in file")
+
+    monkeypatch.setattr(launch.command, "callback", truncated)
+    monkeypatch.setattr("sys.argv", ["fleet_train", "launch", "train.py"])
+    with pytest.raises(EOFError, match="No data left in file"):
+        main()
+
+
 def test_what_click_refuses_is_an_error_of_usage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
