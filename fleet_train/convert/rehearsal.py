@@ -6,13 +6,17 @@ fleet_train has not converted ends at the same place, with the lines that it lac
 
 from __future__ import annotations
 
+import atexit
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from multiprocessing import popen_forkserver, popen_spawn_posix
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import paddle
@@ -87,6 +91,7 @@ def _updates_alone(program: Any) -> str:
 def _before_dynamic_steps_and_saves(action: Callable[[str], None]) -> None:
     for owner in (paddle.Tensor, paddle.autograd):
         _before(owner, "backward", lambda *_: action(f"{script_line()} calls backward"))
+    _before(paddle, "grad", lambda *_: action(f"{script_line()} calls paddle.grad"))
     for owner, name in _SAVES:
         _before(owner, name, lambda *_: action(f"{script_line()} saves"))
 
@@ -180,7 +185,10 @@ class _Watched:
         for name in ("minimize", "apply_gradients"):
             _before(paddle.optimizer.Optimizer, name, self._minimizes)
         _before_dynamic_steps_and_saves(self._step)
+        for popen in (popen_spawn_posix.Popen, popen_forkserver.Popen):
+            _before(popen, "_launch", self._starts)
         process.replace(os, "_exit", _exit_of(os.getpid()))
+        process.replace(atexit, "register", _without_the_scripts(atexit.register))
 
     def close(self) -> None:
         """The script has ended: it is no longer watched."""
@@ -228,6 +236,22 @@ class _Watched:
             logger.info(f"ended at {script_line()}, before it writes ({what}); what it converts later is not shown")
         if self._refused or self._planned or self._minimized_alone:
             self._step(f"{script_line()} writes ({what})")
+
+    def starts_python(self) -> NoReturn:
+        """Ranks or another script, in a process that is not watched (a fork is)."""
+        if not self._planned and self._error is None:
+            self._error = ConversionError(
+                f"{script_line()} starts another Python process, in which plan does not watch what is trained and "
+                "saved, and has converted no program before. plan has ended the script there: nothing was trained or "
+                "saved. Plan for the script, or call the function, that this process would run"
+            )
+        self._stop()
+
+    def _starts(self, _: Any, started: Any) -> None:
+        """A process of multiprocessing that is no fork. Pools and loaders have workers that serve the script."""
+        target = getattr(started, "_target", None)
+        if not getattr(target, "__module__", "").startswith(("multiprocessing.", "concurrent.", "paddle.io.")):
+            self.starts_python()
 
     def _minimizes(self, *_: Any) -> None:
         self._minimized_alone = self._minimized_alone or script_line()
@@ -278,6 +302,17 @@ def _exit_of(process_id: int) -> Callable[[int], NoReturn]:
     return leave
 
 
+def _without_the_scripts(register: Callable[..., Any]) -> Callable[..., Any]:
+    """``atexit.register`` for all but the script, whose functions would save after it is no longer watched."""
+
+    def registered(function: Any, *arguments: Any, **named: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        is_library = caller.startswith((os.path.dirname(os.__file__) + os.sep, "<frozen")) or "-packages" in caller
+        return register(function, *arguments, **named) if is_library or _is_ours() else function
+
+    return registered
+
+
 _EXIT = os._exit
 _MOST_REFUSED = 1000
 _SAVES = (
@@ -295,6 +330,12 @@ _WRITES = frozenset(
     "os.mkdir os.remove os.rmdir os.rename os.truncate os.link os.symlink os.system shutil.rmtree shutil.move "
     "subprocess.Popen".split()
 )
+_STARTS = frozenset("os.system os.exec os.posix_spawn os.spawn subprocess.Popen".split())
+_PYTHON = re.compile(
+    r"(?:^|[;&|(]\s*|\b(?:env|exec|nohup|time|timeout \S+)\s+|-c\s+|\b(?:mpirun|mpiexec|srun)\s.*\s)"
+    r"(?:\w+=\S*\s+)*['\"]?(?:\S*/)?(?:python[0-9.]*|fleet_train|fleetrun)(?=\s|$)(?!\s+(?:-V|--version|-m pip)\b)"
+)
+"""A command that starts Python, at a place of a shell's line where a command stands."""
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _watched: _Watched | None = None
 
@@ -306,6 +347,8 @@ def _listen_for_writes() -> None:
 
 
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watched is not None and event in _STARTS and _PYTHON.search(_command(arguments)) and not _is_ours():
+        _watched.starts_python()
     if _watched is None or (event != "open" and event not in _WRITES):
         return
     path = str(arguments[0]) if arguments else ""
@@ -315,6 +358,23 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
     if isinstance(arguments[0], int) or "__pycache__" in path or path.startswith(("/dev/", "/proc/")):
         return
     _watched.writes(path)
+
+
+def _command(arguments: tuple[Any, ...]) -> str:
+    """What a process is started with: a shell's line, or a program and its arguments."""
+    words = arguments[1] if len(arguments) > 1 else arguments[0]
+    given = [words] if isinstance(words, (str, bytes, os.PathLike)) else words
+    return " ".join(map(os.fsdecode, given))
+
+
+def _is_ours() -> bool:
+    """Whether a loader of this package starts a worker: what it starts is no rank."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("fleet_train.data.", "fleet_train.compat.")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _PlannedOptimizer(DistributedOptimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,10 @@ NOT_CONVERTED = {
         "minimizes without the other ranks",
     ),
     "dynamic": (DYNAMIC + "train()", "calls backward"),
+    "dynamic, by paddle.grad": (
+        DYNAMIC + "paddle.grad(net(paddle.ones([2, 4])).mean(), net.parameters())",
+        "paddle.grad",
+    ),
     "dynamic, saves first": (DYNAMIC + "paddle.save(net.state_dict(), 'model.pdparams')\ntrain()", "saves"),
     "dynamic, paddle.Model": (
         DYNAMIC + "class Ones(paddle.io.Dataset):\n    def __getitem__(self, index):\n"
@@ -132,6 +137,24 @@ NOT_CONVERTED = {
         "calls backward",
     ),
 }
+
+
+RANKS = """
+def job():
+    import paddle
+    from fleet_train import fleet
+    open("trained", "w").close()
+
+"""
+STARTS_PYTHON = {
+    "ranks of ours": RANKS + "import fleet_train\nfleet_train.spawn(job, nprocs=2)",
+    "ranks of Paddle": RANKS + "import paddle\npaddle.distributed.spawn(job, nprocs=2, backend='gloo')",
+    "a process": RANKS + "import multiprocessing as mp\nmp.get_context('spawn').Process(target=job).start()",
+    "a script": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'open(\"trained\", \"w\")'])",
+    "a shell's line": "import os, sys\nos.system(f'{sys.executable} -c \"open(0x29)\"; touch trained')",
+    "another in its place": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'open(0x29)'])",
+}
+"""Scripts that do all in a process that is not watched."""
 
 
 @pytest.fixture
@@ -171,12 +194,38 @@ def test_a_script_that_is_not_converted_is_ended_before_it_trains_or_writes(fold
         assert message.endswith(rehearsal.LINES)
 
 
+@pytest.mark.parametrize("text", STARTS_PYTHON.values(), ids=STARTS_PYTHON.keys())
+def test_a_script_that_trains_in_another_process_is_ended_before_it_starts_it(folder: Path, text: str) -> None:
+    with pytest.raises(ConversionError, match="starts another Python process"):
+        plans_of(folder, text)
+
+
+def test_what_a_script_would_do_at_its_exit_is_left_out(folder: Path) -> None:
+    """Not what a library would do, which the script uses."""
+    text = "import atexit, tempfile, weakref\natexit.register(open, 'trained', 'w')\n"
+    before = atexit._ncallbacks()
+    with pytest.raises(ConversionError):
+        plans_of(folder, text)
+    assert atexit._ncallbacks() == before
+
+
 JOINED = STATIC + "fleet.init(is_collective=True)\n"
 CONVERTED = {
     "one program": (JOINED + "main, startup, loss = program(1, wrapped)\nexe.run(startup)\ntrain(main, loss)", [8]),
     "ends the process": (
         JOINED + "program(1, wrapped)\nimport os\nchild = os.fork()\nif child == 0:\n    os._exit(3)\n"
         "os._exit(os.waitpid(child, 0)[1] != 3 << 8)",
+        [8],
+    ),
+    "starts what serves it": (
+        "if __name__ == '__main__':\n"
+        + textwrap.indent(
+            JOINED + "import multiprocessing, subprocess, sys\nsubprocess.run(['true', 'python', 'x'])\n"
+            "subprocess.run([sys.executable, '--version'])\nsubprocess.run('true python; true', shell=True)\n"
+            "with multiprocessing.get_context('spawn').Pool(1) as pool:\n    assert pool.map(abs, [-1]) == [1]\n"
+            "main, startup, loss = program(1, wrapped)\nexe.run(startup)\ntrain(main, loss)",
+            "    ",
+        ),
         [8],
     ),
     "never runs": (JOINED + "program(1, wrapped)", [8]),
