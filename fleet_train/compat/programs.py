@@ -20,6 +20,7 @@ from paddle.base.libpaddle import pir
 from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import process
 from fleet_train.convert.foreign import refuse_foreign_fetches
+from fleet_train.convert.passes.program import line_of
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
 
@@ -324,11 +325,35 @@ class _Values:
     def __init__(self, program: Any, is_left_out: Callable[[Any], bool]) -> None:
         self._program, self._mapping = program, pir.IrMapping()  # the mapping does not keep the program alive
         self.copy = program.clone(self._mapping)
+        self._examined = -1
         operators, block = program.global_block().ops, self.copy.global_block()
         self._left_out = {operator.id() for operator in operators if is_left_out(operator)}
         for old, new in reversed(list(zip(operators, block.ops, strict=True))):
             if old.id() in self._left_out:
                 block.remove_op(new)
+
+    def refuse_foreign_operands(self) -> None:
+        """Raises ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
+        an internal error, or aborts the process. Looks again only if there are more operators than the last time."""
+        before, self._examined = self._examined, self.copy.num_ops()
+        if before == self._examined:
+            return
+        foreign = [
+            (operator, index, value)
+            for operator in self.copy.global_block().ops
+            for index, value in enumerate(operator.operands_source())
+            if value.get_defining_op() and value.get_defining_op().get_parent_block().program != self.copy
+        ]
+        for operator, index, value in foreign:  # or else Paddle aborts the process when it frees the two programs
+            if self._mapping.has(value):
+                operator.operand(index).set_source(self._mapping.look_up(value))
+        if foreign:
+            raise ConversionError(
+                f"{line_of(foreign[0][0]) or foreign[0][0].name()}: in a copy of a program, this computes with values "
+                "of the program itself, so that nothing before it would be trained; in Paddle 1.8 both were "
+                "one by name. Build what the copy shall have before the clone, or build the network again under "
+                "paddle.utils.unique_name.guard() instead of cloning it"
+            )
 
     def translated(self, fetch_list: Any) -> Any:
         """``fetch_list`` with the copy's values. Raises ConversionError for one that the copy does not have."""
@@ -374,7 +399,9 @@ def _all_below(operators: list[Any]) -> Iterator[Any]:
 def _translate_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
     """Before a run: fetch from a copy what the script knows as a value of the program.
 
-    A fetched value of another program ends the process.
+    A value of another program that is fetched, or computed with, ends the process.
     """
     values = getattr(program, _VALUES, None)
+    if values is not None:
+        values.refuse_foreign_operands()
     return feed, fetch_list if values is None or fetch_list is None else values.translated(fetch_list)

@@ -339,7 +339,10 @@ def in_ready_order(
     """
     present = [(parameter, value) for parameter, value in params_grads if value is not None]
     if not present:
-        raise ConversionError("no parameter has a gradient: does the loss depend on a parameter that is not frozen?")
+        raise ConversionError(
+            "no parameter has a gradient: does the loss depend on a parameter that is not frozen? It does not where it "
+            "is computed, in a copy of a program (program.clone()), with values of the original"
+        )
     positions = positions_of(present[0][1])
     ready = [_locate(parameter, value, positions) for parameter, value in present]
     ready = [replace(item, rows=(rows or {}).get(item.parameter.name, 0)) for item in ready]

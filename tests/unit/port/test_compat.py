@@ -117,6 +117,12 @@ def clones():
         paddle.optimizer.SGD(0.1).minimize(loss)
         late = paddle.max(f)
         exe.run(paddle.static.default_startup_program())
+    built_on, right = compat.clone(main), compat.clone(main)
+    with paddle.static.program_guard(built_on, paddle.static.Program()):
+        doubled = loss * 2.0
+    with paddle.static.program_guard(right, paddle.static.Program()):
+        inputs = (one for one in right.global_block().ops if one.name() == "pd_op.data" and one.attrs()["name"] == "f")
+        largest = paddle.max(next(inputs).result(0) * 3)
     other = paddle.static.Program()
     with paddle.static.program_guard(other, paddle.static.Program()), paddle.utils.unique_name.guard():
         f = paddle.static.data("f", [None, 4])
@@ -128,6 +134,8 @@ def clones():
     signs = [{"f": ones["f"]}, {"f": -ones["f"]}]  # one of them takes the branch with dropout
     return {
         "late": refusal(lambda: exe.run(early, feed=ones, fetch_list=[loss, late])),
+        "built on": refusal(lambda: exe.run(built_on, feed=ones, fetch_list=[doubled])),
+        "built on its own": exe.run(right, feed=ones, fetch_list=[largest])[0].item(),
         "flow": refusal(lambda: compat.clone_for_test(other)),
         "learns": [name for name in names if name.endswith("_grad") or "sgd" in name],
         "same": [float(exe.run(early, feed=ones, fetch_list=loss)[0]) for _ in range(2)],
@@ -238,6 +246,8 @@ def test_attributes_that_several_layers_are_given_stay_as_they_were(outcomes: di
 def test_a_clone_for_testing_has_what_was_there_without_what_learns(outcomes: dict[str, Any]) -> None:
     found = outcomes["clones"]
     assert "fetch_list[1]: the copy of the program does not have this value" in found["late"]
+    assert "in a copy of a program, this computes with values of the program itself" in found["built on"]
+    assert found["built on its own"] == 3.0
     assert "clone it before minimize" in found["flow"]
     assert found["learns"] == []
     assert found["same"][0] == found["same"][1] == found["own"]
