@@ -325,8 +325,9 @@ def uses_a_name_twice(program: Any) -> bool:
 
 
 def positions_of(value: Any) -> dict[int, int]:
-    """The position of each operator in the block that makes ``value``, by its id."""
-    return {op.id(): position for position, op in enumerate(value.get_defining_op().get_parent_block().ops)}
+    """The position of each operator in the main block of the program of ``value``, by its id."""
+    main = value.get_defining_op().get_parent_block().program.global_block()
+    return {op.id(): position for position, op in enumerate(main.ops)}
 
 
 def in_ready_order(

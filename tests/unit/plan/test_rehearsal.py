@@ -264,3 +264,13 @@ def test_every_program_of_a_converted_script_is_planned(folder: Path, text: str,
     values = [sum(bucket.nbytes // 4 for bucket in planned.plan.buckets) for planned in found]
     assert values == [5 * size // 8 for size in sizes]
     assert {planned.place.partition(",")[0] for planned in found} == {"train.py"}
+
+
+def test_a_loss_that_is_minimized_inside_a_branch_is_refused(folder: Path) -> None:
+    text = JOINED + (
+        "x = paddle.static.data('x', [None, 4], 'float32')\nweight = paddle.create_parameter([4, 1], 'float32')\n"
+        "def branch():\n    loss = paddle.mean(x @ weight)\n    wrapped(loss)\n    return loss\n"
+        "paddle.static.nn.cond(x.mean() > 0, branch, lambda: x.sum())"
+    )
+    with pytest.raises(ConversionError, match="is computed inside a control-flow block"):
+        plans_of(folder, text)
