@@ -95,6 +95,10 @@ def without_rounding(verdicts: list[Verdict], folder: Path) -> list[Verdict]:
             verdict.wrong = []
         elif wide is not None:
             verdict.wrong.append(f"in float64: {wide.no_reference or wide.refused or wide.wrong}")
+    _excuse_rounding([one for one in again.values() if one.wrong and one.off], folder.with_name(f"{folder.name}, wide"))
+    for verdict in verdicts:
+        if verdict.wrong and verdict.case.seed in again and not again[verdict.case.seed].wrong:
+            verdict.wrong = []
     return verdicts
 
 
@@ -110,8 +114,9 @@ def _has_no_float64(case: Case) -> bool:
 
 
 def _excuse_rounding(verdicts: list[Verdict], folder: Path) -> None:
-    """Clips without a kernel for float64, and bfloat16: one process with its samples in another order, and parameters
-    that begin as rounded, shows how far rounding goes."""
+    """Clips without a kernel for float64, bfloat16, and optimizers that take the sign of a gradient, even of one that
+    is zero but for rounding: one process with its samples in another order, and parameters that begin as rounded,
+    shows how far rounding goes."""
     own = _reordered([one.case for one in verdicts], folder.with_name(f"{folder.name}, reordered")) if verdicts else {}
     for verdict in verdicts:
         text = f"one process is {own[verdict.case.seed]:.1e} from itself if it rounds otherwise"
