@@ -12,11 +12,12 @@ an ``assign`` stands before each operand that oneDNN may have computed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 from paddle.static import MetaTensor, register_op
@@ -145,20 +146,32 @@ def is_wait(operator: Any) -> bool:
 _STARTS_A_STEP = re.compile(r"fleet_train_(?:launch|gate)_(\d+)_\d+_")
 
 
-_exchanges: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-"""By program: how many operators it had when it was looked at, and what was found."""
+_Found = TypeVar("_Found")
+
+
+def once_until_grown(look: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+    """``look(program)``, which is called again only when the program has got operators since; else what it found."""
+    known: weakref.WeakKeyDictionary[Any, tuple[int, _Found]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(look)
+    def found(program: Any) -> _Found:
+        operators = program.num_ops()
+        if program not in known or known[program][0] != operators:
+            known[program] = operators, look(program)
+        return known[program][1]
+
+    return found
 
 
 def exchanges_in(program: Any) -> frozenset[int]:
     """The numbers of the exchanges that a program, or a copy of it, carries out."""
-    if not isinstance(program, paddle.static.Program):
-        return frozenset()
-    operators, numbers = _exchanges.get(program, (-1, frozenset[int]()))
-    if operators != program.num_ops():
-        found = (_STARTS_A_STEP.search(operator.name()) for operator in program.global_block().ops)
-        numbers = frozenset(int(match[1]) for match in found if match)
-        _exchanges[program] = program.num_ops(), numbers
-    return numbers
+    return _exchanges_in(program) if isinstance(program, paddle.static.Program) else frozenset()
+
+
+@once_until_grown
+def _exchanges_in(program: Any) -> frozenset[int]:
+    found = (_STARTS_A_STEP.search(operator.name()) for operator in program.global_block().ops)
+    return frozenset(int(match[1]) for match in found if match)
 
 
 def passes_a_token(operator: Any) -> bool:

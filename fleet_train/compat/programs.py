@@ -17,6 +17,7 @@ import numpy as np
 import paddle
 from paddle.base.libpaddle import pir
 
+from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import process
 from fleet_train.convert.foreign import refuse_foreign_fetches
@@ -325,7 +326,6 @@ class _Values:
     def __init__(self, program: Any, is_left_out: Callable[[Any], bool]) -> None:
         self._program, self._mapping = program, pir.IrMapping()  # the mapping does not keep the program alive
         self.copy = program.clone(self._mapping)
-        self._examined = -1
         operators, block = program.global_block().ops, self.copy.global_block()
         self._left_out = {operator.id() for operator in operators if is_left_out(operator)}
         for old, new in reversed(list(zip(operators, block.ops, strict=True))):
@@ -334,10 +334,7 @@ class _Values:
 
     def refuse_foreign_operands(self) -> None:
         """Raises ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
-        an internal error, or aborts the process. Looks again only if there are more operators than the last time."""
-        before, self._examined = self._examined, self.copy.num_ops()
-        if before == self._examined:
-            return
+        an internal error, or aborts the process."""
         foreign = [
             (operator, index, value)
             for operator in self.copy.global_block().ops
@@ -403,5 +400,10 @@ def _translate_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, A
     """
     values = getattr(program, _VALUES, None)
     if values is not None:
-        values.refuse_foreign_operands()
+        _look_at_operands(program)
     return feed, fetch_list if values is None or fetch_list is None else values.translated(fetch_list)
+
+
+@once_until_grown
+def _look_at_operands(copy: Any) -> None:
+    getattr(copy, _VALUES).refuse_foreign_operands()

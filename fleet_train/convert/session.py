@@ -25,7 +25,7 @@ from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import exchanges_in
+from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
@@ -344,14 +344,12 @@ def before_first_runs(first_run: Callable[[Any], None]) -> None:
     never wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every
     static program: `updates_alone` is asked at a program's first run, and again when it has got operators since.
     """
-    # Programs that have run, with their number of operators then: a program may be evaluated before ``minimize``.
-    seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    look = once_until_grown(first_run)  # a program may be evaluated before ``minimize``
 
     def check(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
         running = paddle.static.default_main_program() if program is None else program
-        if isinstance(running, paddle.static.Program) and seen.get(running) != running.num_ops():
-            seen[running] = running.num_ops()
-            first_run(running)
+        if isinstance(running, paddle.static.Program):
+            look(running)
         return feed, fetch_list
 
     process.before_each_run(check)

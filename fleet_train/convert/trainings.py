@@ -6,49 +6,35 @@ every run, the scope and what the program stores are looked at.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
-from fleet_train.collectives.host_ops import exchanges_in
+from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.convert.program_state import belongs_to, counts_micro_batches
 from fleet_train.convert.rewrite import broadcast_start_state, names_stored_by
 from fleet_train.convert.saving import make_equal
 from fleet_train.convert.session import Converted, current
 from fleet_train.convert.sharding import owned_by_one_rank
 
-
-@dataclass(frozen=True)
-class _Seen:
-    """A program as it was: its number of operators, and the variables that it initializes."""
-
-    operators: int
-    stored: frozenset[str]
-
-
-_seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+_stored_by = once_until_grown(names_stored_by)
 
 
 def choose(program: Any, scope: Any) -> None:
     """Called before ``program`` runs in ``scope``. Every rank chooses alike: all run the same programs."""
     if not isinstance(program, paddle.static.Program):
         return
-    seen = _seen.get(program)
-    if seen is None or seen.operators != program.num_ops():
-        seen = _seen[program] = _Seen(program.num_ops(), frozenset(names_stored_by(program)))
-    carried_out, now = exchanges_in(program), current()
+    stored, carried_out, now = _stored_by(program), exchanges_in(program), current()
     for (main, exchange), startup in zip(now.exchanges, now.startups, strict=True):
         if exchange.number in carried_out:
             exchange.enter(now.owner_of(scope, exchange))
-        elif (exchange.keeps_momentum and program is startup) or _starts(seen.stored, main, exchange):
+        elif (exchange.keeps_momentum and program is startup) or _starts(stored, main, exchange):
             owner = now.owner_of(scope, exchange)
             if exchange.has_trained_in(owner):
-                _begin_anew(program, seen.stored, main, exchange, owner)
-    if seen.stored:
+                _begin_anew(program, stored, main, exchange, owner)
+    if stored:
         now.started.add(scope)
 
 

@@ -20,13 +20,13 @@ single operators (`Composed`).
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
 
+from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import all_inputs_of, inputs_of, nested_operators
@@ -164,22 +164,25 @@ def _normalise_by(operator: Any, statistics: Statistics) -> None:
 
 _HELD: dict[tuple[int, int], Any] = {}
 """What the further results of a changed batch norm were, by its id and their place: a script may hold them, too."""
-_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _give_held_statistics(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
     """Before a run: the running mean and variance, and the batch's mean, where a script reads them of the operator."""
     running = paddle.static.default_main_program() if program is None else program
-    if isinstance(running, paddle.static.Program) and _seen.get(running) != running.num_ops():
-        _seen[running] = running.num_ops()
-        for operator in running.global_block().ops:
-            results = operator.results()[1:5] if operator.has_attr(FORWARD_MARK) else []  # without the reserved space
-            for result in results:
-                if result.initialized() and not result.use_empty():
-                    result.replace_all_uses_with(_what_was(result))
+    if isinstance(running, paddle.static.Program):
+        _read_what_was(running)
     if isinstance(fetch_list, (list, tuple)):
         fetch_list = [_what_was(value) for value in fetch_list]
     return feed, fetch_list
+
+
+@once_until_grown
+def _read_what_was(program: Any) -> None:
+    for operator in program.global_block().ops:
+        results = operator.results()[1:5] if operator.has_attr(FORWARD_MARK) else []  # without the reserved space
+        for result in results:
+            if result.initialized() and not result.use_empty():
+                result.replace_all_uses_with(_what_was(result))
 
 
 def _what_was(value: Any) -> Any:
