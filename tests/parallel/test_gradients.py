@@ -105,20 +105,21 @@ def flattened(features: Any, alias: Alias) -> Any:
     return hidden.flatten_().reshape_([-1, WIDTH]) * hidden + F.relu_(hidden.unsqueeze_(0).squeeze_(0))
 
 
-SHARED: dict[str, Network] = {
-    each.__name__: each
-    for each in (
-        detached,
-        detached_and_not,
-        branch_of_what_is_read_elsewhere,
-        branches_in_a_branch,
-        one_result_twice,
-        parameter_from_a_branch,
-        case_of_two,
-        own_gradient,
-        flattened,
-    )
-}
+def by_name(*networks: Network) -> dict[str, Network]:
+    return {each.__name__: each for each in networks}
+
+
+SHARED: dict[str, Network] = by_name(
+    detached,
+    detached_and_not,
+    branch_of_what_is_read_elsewhere,
+    branches_in_a_branch,
+    one_result_twice,
+    parameter_from_a_branch,
+    case_of_two,
+    own_gradient,
+    flattened,
+)
 
 
 def layer(values: Any, width: int = WIDTH, **options: Any) -> Any:
@@ -179,22 +180,19 @@ def own_gradient_of_a_product(features: Any, alias: Alias) -> Any:
     return layer(paddle.static.nn.static_pylayer(alias, [made], lambda gradient: gradient * 1.0)) + made
 
 
-LOWERED: dict[str, Network] = {
-    each.__name__: each
-    for each in (
-        gate,
-        halves,
-        squares,
-        factorization,
-        attention,
-        pooled,
-        channels_last,
-        broadcast,
-        own_gradient_of_a_product,
-        detached,
-        branch_of_what_is_read_elsewhere,
-    )
-}
+LOWERED: dict[str, Network] = by_name(
+    gate,
+    halves,
+    squares,
+    factorization,
+    attention,
+    pooled,
+    channels_last,
+    broadcast,
+    own_gradient_of_a_product,
+    detached,
+    branch_of_what_is_read_elsewhere,
+)
 FEW = ("gate", "channels_last")
 AMP = {
     "O1": (FEW, Profile(amp_level="O1"), SAMPLES_PER_RANK),
