@@ -73,8 +73,10 @@ class GradientExchange:
         self._plan = plan
         self._profile = profile
         self._rate, self._dgc, self._lookups = rate, dgc, lookups or {}
-        between = compression_of(profile.compression).wire_dtype or "float32"
-        self._allreduces = make_allreduces(job, plan.communicators, plan.group_size, between)
+        compression = compression_of(profile.compression)
+        self._allreduces = make_allreduces(
+            job, plan.communicators, plan.group_size, compression.wire_dtype or "float32"
+        )
         self._sums = QuantisedSums(job, plan, self._allreduces) if plan.is_quantised else None
         self.notices = self._sums.notices if self._sums else []
         """Notes to users about how this job carries out the plan."""
@@ -85,8 +87,7 @@ class GradientExchange:
         self.kept: dict[str, Kept] = {}
         """The optimizer's state, by the names of its variables."""
         self.finite = FiniteCheck(job, nonfinite, lambda: self._moment)
-        kept = compression_of(profile.compression)
-        outlives = kept.has_error_feedback or kept.keeps_nan
+        outlives = compression.has_error_feedback or compression.keeps_nan
         self._rollback = Rollback() if outlives and nonfinite == SKIP else None
         self.asks_all = nonfinite == SKIP and (outlives or profile.use_local_sgd)
         """Whether ranks decide with `is_spoilt` which steps are skipped: the averages of all gradients do not say."""

@@ -228,11 +228,8 @@ class Job:
         return _with_stands(error, self._stands_of(error))
 
     def _steps_of_those_that_left(self, error: BaseException) -> str:
-        left = (
-            [each.member for each in error.absent if each.kind == "left"] if isinstance(error, FleetTrainError) else []
-        )
         made, own = [], self.describe_steps()
-        for rank in left[:_NAMED_LEFT] if own else ():
+        for rank in _absent(error, "left")[:_NAMED_LEFT] if own else ():
             with contextlib.suppress(FleetTrainError):
                 steps = str(self._watchdogs_store().get(f"{_STEPS_OF}{rank}") or "")
                 if steps and steps.split()[0] != own.split()[0]:
@@ -246,8 +243,7 @@ class Job:
         )
 
     def _stands_of(self, error: BaseException) -> list[Stand]:
-        absent = error.absent if isinstance(error, FleetTrainError) else ()
-        ranks = [absence.member for absence in absent if absence.kind in ("missing", "elsewhere")]
+        ranks = _absent(error, "missing", "elsewhere")
         nodes = {self.cluster.ranks[rank].node_index for rank in ranks}
         with contextlib.suppress(FleetTrainError, TypeError, ValueError, KeyError):
             return witness.ask_about(self._watchdogs_store(), str(error), ranks, nodes) if ranks else []
@@ -436,6 +432,12 @@ class Job:
                 client.close()
         if self._host is not None:
             self._host.release()
+
+
+def _absent(error: BaseException, *kinds: str) -> list[int]:
+    """The ranks that an error misses in one of these ways."""
+    absent = error.absent if isinstance(error, FleetTrainError) else ()
+    return [absence.member for absence in absent if absence.kind in kinds]
 
 
 def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:

@@ -15,7 +15,7 @@ import paddle
 from numpy.typing import NDArray
 
 from fleet_train.convert import process, session
-from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.errors import ConversionError
 
 Array = NDArray[Any]
@@ -80,10 +80,8 @@ class ExponentialMovingAverage:
         return decay
 
     def _state(self, name: str, shape: Any, dtype: Any) -> Any:
-        zero = paddle.nn.initializer.Constant(0.0)
-        full = f"{name}.{self._prefix}"
         kind = getattr(paddle, dtype) if isinstance(dtype, str) else dtype
-        return paddle.pir.core.create_persistable_value(kind, list(shape), full, initializer=zero)
+        return persistable(f"{name}.{self._prefix}", kind, shape)
 
     @contextmanager
     def apply(self, executor: Any, need_restore: bool = True) -> Iterator[None]:
@@ -133,8 +131,7 @@ def autoincreased_step_counter(counter_name: str | None = None, begin: int = 1, 
     name, program = counter_name or "@STEP_COUNTER@", paddle.static.default_main_program()
     counters: dict[str, Any] = vars(program).setdefault(_COUNTERS, {})
     if name not in counters:
-        start = paddle.nn.initializer.Constant(float(begin - step))
-        counter = paddle.pir.core.create_persistable_value(paddle.int64, [1], name, initializer=start)
+        counter = persistable(name, paddle.int64, value=begin - step)
         counters[name] = counter + step
         counters[name].stop_gradient = True
         paddle.assign(counters[name], counter)

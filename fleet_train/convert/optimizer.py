@@ -19,7 +19,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.convert import process
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.foreign import refuse_foreign, refuse_unreached, trained_of, untrained_of
-from fleet_train.convert.paddle_calls import PaddleCalls, leaves_one_process_alone
+from fleet_train.convert.paddle_calls import PaddleCalls, leaves_one_process_alone, refuse_dynamic_mode
 from fleet_train.convert.paddle_optimizers import (
     moments_of,
     noting_state,
@@ -40,7 +40,6 @@ from fleet_train.convert.planning import (
     fitted_to,
     in_ready_order,
     parameters_first,
-    refuse_dynamic_mode,
     refuse_on_this_device,
     summed_over_uses,
     uses_a_name_twice,
@@ -84,7 +83,7 @@ class DistributedOptimizer(PaddleCalls):
         on_converted: Callable[[Any, Any, CommPlan | None, GradientExchange | None], None],
     ):
         self.amp_level, self._rank = profile.amp_level, job.cluster.rank
-        refuse_dynamic_mode("fleet.distributed_optimizer", job, leaves_one_process_alone(profile))
+        refuse_dynamic_mode("fleet.distributed_optimizer", job, profile)
         for method in ("backward", "apply_gradients", "minimize"):
             if not callable(getattr(inner, method, None)):
                 raise ConversionError(
@@ -170,7 +169,7 @@ class DistributedOptimizer(PaddleCalls):
 
     def _is_dynamic(self, method: str) -> bool:
         """Whether one process trains in dynamic mode, as Paddle does. ConversionError for everything else there."""
-        refuse_dynamic_mode(f"optimizer.{method}()", self._job, leaves_one_process_alone(self._profile))
+        refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
         return bool(paddle.in_dynamic_mode())
 
     def updates(self, program: Any) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import paddle
+
 from fleet_train.collectives.finite import SKIP
 from fleet_train.collectives.job import Job
 from fleet_train.convert.passes.recompute import recomputes
-from fleet_train.convert.planning import refuse_dynamic_mode
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 from fleet_train.profile import Profile
@@ -35,7 +36,7 @@ class PaddleCalls:
         return method in _UPDATES_WITHOUT_MINIMIZE and self._job.world_size > 1
 
     def _refuse_update_by(self, method: str, *_: Any, **__: Any) -> None:
-        refuse_dynamic_mode(f"optimizer.{method}()", self._job, leaves_one_process_alone(self._profile))
+        refuse_dynamic_mode(f"optimizer.{method}()", self._job, self._profile)
         raise ConversionError(
             f"optimizer.{method}() would update each of the {self._job.world_size} ranks alone; call "
             "optimizer.minimize(loss), or backward(loss) and apply_gradients(pairs), once, before Executor.run, which "
@@ -75,3 +76,17 @@ def leaves_one_process_alone(profile: Profile) -> bool:
     """Whether a job of one process is to run the program that Paddle's own optimizer makes, operator by operator."""
     plain = profile.amp_level == "O0" and profile.accumulate_steps == 1 and not recomputes(profile)
     return plain and profile.nonfinite != SKIP
+
+
+def refuse_dynamic_mode(call: str, job: Job, profile: Profile) -> None:
+    """Raise ConversionError in dynamic mode, unless one process is to train there as Paddle does."""
+    if not paddle.in_dynamic_mode() or (job.world_size == 1 and leaves_one_process_alone(profile)):
+        return
+    ranks = job.world_size
+    why = f"{ranks} ranks would train {ranks} models" if ranks > 1 else "the profile's settings would do nothing"
+    raise ConversionError(
+        f"{call} was called in dynamic mode, and fleet_train converts static programs: {why}. Call "
+        "paddle.enable_static() at the top of the script, before the network is built, and optimizer.minimize(loss) in "
+        "place of loss.backward() and optimizer.step(). A script that is to stay dynamic trains with "
+        "paddle.DataParallel(network) and an optimizer that is not wrapped"
+    )

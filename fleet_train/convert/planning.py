@@ -140,21 +140,6 @@ def _typed(name: str, text: str) -> Any:
         raise ProfileError(f"environment.{name}: its value is not of Paddle's type {kind.__name__}") from None
 
 
-def refuse_dynamic_mode(call: str, job: Job, is_plain: bool) -> None:
-    """Raise ConversionError in dynamic mode, unless one process is to train there as Paddle does, with a profile that
-    ``is_plain``."""
-    if not paddle.in_dynamic_mode() or (job.world_size == 1 and is_plain):
-        return
-    ranks = job.world_size
-    why = f"{ranks} ranks would train {ranks} models" if ranks > 1 else "the profile's settings would do nothing"
-    raise ConversionError(
-        f"{call} was called in dynamic mode, and fleet_train converts static programs: {why}. Call "
-        "paddle.enable_static() at the top of the script, before the network is built, and optimizer.minimize(loss) in "
-        "place of loss.backward() and optimizer.step(). A script that is to stay dynamic trains with "
-        "paddle.DataParallel(network) and an optimizer that is not wrapped"
-    )
-
-
 def refuse_on_this_device(profile: Profile, place: Any) -> None:
     """Raise ProfileError for settings that the backend of ``place`` cannot carry out."""
     if profile.compression == "fp16" and isinstance(place, paddle.CPUPlace):

@@ -17,7 +17,8 @@ from paddle import _C_ops, nn
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import emit_fill, emit_over_owners, emit_share, is_launch, token
 from fleet_train.collectives.job import Job
-from fleet_train.convert.passes.program import all_inputs_of
+from fleet_train.convert.passes.program import all_inputs_of, persistable
+from fleet_train.convert.passes.skipping import checked_values
 from fleet_train.convert.planning import ReadyGradient, dtype_name
 from fleet_train.convert.program_state import belongs_to
 from fleet_train.plan import Bucket, CommPlan
@@ -80,10 +81,7 @@ class OwnersUpdate:
         if not piece.rows:
             return parameter
         shape = [piece.rows, *parameter.shape[1:]]
-        start = nn.initializer.Constant(0.0)
-        rows = paddle.pir.core.create_persistable_value(
-            parameter.dtype, shape, f"{parameter.name}{ROWS}", initializer=start
-        )
+        rows = persistable(f"{parameter.name}{ROWS}", parameter.dtype, shape)
         for name in ("trainable", "optimize_attr", "regularizer", "need_clip", "stop_gradient"):
             setattr(rows, name, getattr(parameter, name))
         paddle.assign(paddle.slice(parameter, [0], [piece.first], [piece.first + piece.rows]), rows)
@@ -97,7 +95,9 @@ class OwnersUpdate:
         norm = isinstance(clip, nn.ClipGradByGlobalNorm)
         if not norm and not checks:
             return pairs, chain
-        pairs, broken = _checked(pairs) if checks else (pairs, paddle.full([1], False, "bool"))
+        values, broken = checked_values([gradient for _, gradient in pairs] if checks else [])
+        if checks:
+            pairs = [(parameter, value) for (parameter, _), value in zip(pairs, values, strict=True)]
         # The same on every rank, whatever it owns itself.
         wide = "float64" if any(each.dtype == paddle.float64 for each in self._parameters.values()) else "float32"
         clipped = [gradient for parameter, gradient in pairs if getattr(parameter, "need_clip", True)] if norm else []
@@ -190,20 +190,6 @@ def _after_other_readers(parameters: Sequence[Any]) -> None:
     operator cannot say that it writes, so each parameter is first copied to itself."""
     for parameter in parameters:
         _C_ops.assign_out_(parameter, parameter)
-
-
-def _checked(pairs: Pairs) -> tuple[Pairs, Any]:
-    """The same pairs, and whether a gradient is NaN or infinite, bool [1]. Paddle's operator for it takes gradients of
-    one dtype, which is that of its scale."""
-    pairs, broken = list(pairs), paddle.full([1], False, "bool")
-    for dtype in dict.fromkeys(gradient.dtype for _, gradient in pairs):
-        places = [place for place, (_, gradient) in enumerate(pairs) if gradient.dtype == dtype]
-        one = paddle.full([1], 1.0, dtype)
-        checked, found = _C_ops.check_finite_and_unscale_([pairs[place][1] for place in places], one)
-        broken = paddle.logical_or(broken, found)
-        for place, value in zip(places, checked, strict=True):
-            pairs[place] = (pairs[place][0], value)
-    return pairs, broken
 
 
 def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from fleet_train import fleet
 from fleet_train.convert import process
+from fleet_train.convert.passes.program import persistable
 from fleet_train.convert.passes.skipping import SkipNotFinite as SkipNotFinite
-from fleet_train.convert.passes.skipping import untrained_floats_of
+from fleet_train.convert.passes.skipping import finite_rows, untrained_floats_of
 from fleet_train.convert.saving import whole_on_every_rank
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import ConversionError, NotFinite, ProfileError
@@ -106,15 +107,10 @@ def naming_batch(indices: NDArray[np.int64], batch: Arrays) -> Iterator[None]:
 def _batch_in_words(indices: NDArray[np.int64], batch: Arrays) -> str:
     text = f"its batch: samples {_listed(indices)}"
     for name, values in batch.items():
-        broken = indices[~_finite_per_sample(np.asarray(values))]
+        broken = indices[~finite_rows(np.asarray(values))]
         if len(broken):
             text += f"; '{name}' itself is not finite in samples {_listed(broken)}"
     return text
-
-
-def _finite_per_sample(values: NDArray[Any]) -> NDArray[np.bool_]:
-    finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
-    return np.asarray(finite.reshape(len(values), -1).all(axis=1))
 
 
 def _listed(indices: NDArray[Any]) -> str:
@@ -145,10 +141,10 @@ class WeightAverage:
         for parameter, gradient in pairs:
             if gradient is None:
                 continue
-            average = _persistable(f"{parameter.name}@average", parameter.dtype, parameter.shape)
+            average = persistable(f"{parameter.name}@average", parameter.dtype, parameter.shape)
             paddle.assign(average * self.decay + parameter * (1.0 - self.decay), average)
             self._names[parameter.name] = average.name
-        updates = _persistable("weight_average_updates", paddle.int64, [1])
+        updates = persistable("weight_average_updates", paddle.int64)
         paddle.assign(updates + 1, updates)
         self._updates, self._program = updates.name, paddle.static.default_main_program()
         return operators
@@ -177,11 +173,6 @@ class WeightAverage:
             yield
         finally:
             _write(trained)
-
-
-def _persistable(name: str, dtype: Any, shape: Any) -> Any:
-    zero = paddle.nn.initializer.Constant(0.0)
-    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=zero)
 
 
 def _read(name: str) -> NDArray[Any]:

@@ -24,7 +24,7 @@ from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
-from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.convert.passes.recompute import recompute_segments
 from fleet_train.convert.passes.sync_norm import Composed, Kernels, synchronize_batch_norms
 from fleet_train.convert.planning import in_ready_order
@@ -171,7 +171,7 @@ def merge_gradients(
             means[item.parameter.name] = item.value
             continue
         paddle.pir.set_insertion_point_after(item.value.get_defining_op())
-        buffer = _persistable(f"{item.parameter.name}@gradient_merge", item.value.dtype, item.value.shape)
+        buffer = persistable(f"{item.parameter.name}@gradient_merge", item.value.dtype, item.value.shape)
         total = buffer + item.value
         paddle.assign(total, buffer)
         means[item.parameter.name] = scaled(total, 1.0 / accumulate_steps)
@@ -183,17 +183,11 @@ def merge_gradients(
 
 def _count_micro_batches(accumulate_steps: int) -> Any:
     """Count this micro-batch; true for the last one of an update, after which the count starts again."""
-    count = _persistable(unique_name.generate("gradient_merge_count"), paddle.int64)
+    count = persistable(unique_name.generate("gradient_merge_count"), paddle.int64)
     with_this_one = count + 1
     boundary = with_this_one >= accumulate_steps
     paddle.assign(paddle.where(boundary, paddle.zeros_like(with_this_one), with_this_one), count)
     return boundary
-
-
-def _persistable(name: str, dtype: Any, shape: Sequence[int] = (1,), value: float = 0.0) -> Any:
-    """A variable of the program that starts with ``value``: a checkpoint holds it."""
-    start = paddle.nn.initializer.Constant(float(value))
-    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=start)
 
 
 class LossScaler:
@@ -208,9 +202,9 @@ class LossScaler:
         """Append the scale to the current program. Make it before the backward pass."""
         self._profile = profile
         name, start = unique_name.generate("loss_scaling"), profile.amp_init_loss_scaling
-        self.scale = _persistable(name, paddle.float32, value=start)
-        self._good_steps = _persistable(unique_name.generate("loss_scaling_good_steps"), paddle.int32)
-        self._bad_steps = _persistable(unique_name.generate("loss_scaling_bad_steps"), paddle.int32)
+        self.scale = persistable(name, paddle.float32, value=start)
+        self._good_steps = persistable(unique_name.generate("loss_scaling_good_steps"), paddle.int32)
+        self._bad_steps = persistable(unique_name.generate("loss_scaling_bad_steps"), paddle.int32)
 
     def scaled(self, loss: Any) -> Any:
         """The value to derive gradients from; ``loss`` itself is still fetched."""

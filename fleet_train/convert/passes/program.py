@@ -96,6 +96,12 @@ def _hoist_scope_reads(conditional: Any) -> None:
             operator.move_before(conditional)
 
 
+def persistable(name: str, dtype: Any, shape: Sequence[int] = (1,), value: float = 0.0) -> Any:
+    """A variable of the current program that starts with ``value``: a checkpoint holds it."""
+    start = paddle.nn.initializer.Constant(float(value))
+    return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=start)
+
+
 def held_values(program: Any, trained: Sequence[Any]) -> Held:
     """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import _C_ops
 
 from fleet_train.collectives.finite import not_finite_on_device
 from fleet_train.collectives.samples import array_of
-from fleet_train.convert.passes.program import run_if
+from fleet_train.convert.passes.program import persistable, run_if
 
 Pairs = list[tuple[Any, Any]]
 
@@ -32,7 +33,7 @@ class SkipNotFinite:
     def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
         """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        values, is_broken = _checked([gradient for _, gradient in present])
+        values, is_broken = checked_values([gradient for _, gradient in present])
         if self.spoilt is not None:
             is_broken = paddle.logical_or(is_broken, self.spoilt > 0)
         skipped = _counter(_SKIPPED)
@@ -52,8 +53,9 @@ class SkipNotFinite:
 _SKIPPED = "skipped_updates"
 
 
-def _checked(gradients: list[Any]) -> tuple[list[Any], Any]:
-    """The gradients in their order, and whether one of them holds NaN or infinity: bool [1]."""
+def checked_values(gradients: list[Any]) -> tuple[list[Any], Any]:
+    """The gradients in their order, and whether one of them holds NaN or infinity: bool [1]. Paddle's operator for it
+    takes gradients of one dtype, which is that of its scale."""
     values, found = list(gradients), []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
@@ -65,6 +67,8 @@ def _checked(gradients: list[Any]) -> tuple[list[Any], Any]:
         for place, value in zip(places, own, strict=True):
             values[place] = value
         found.append(broken.reshape([1]))
+    if not found:
+        return values, paddle.full([1], False, "bool")
     return values, found[0] if len(found) == 1 else paddle.stack(found).any(axis=0)
 
 
@@ -73,8 +77,7 @@ def _counter(name: str) -> Any:
     for operator in paddle.static.default_main_program().global_block().ops:
         if operator.name() == "builtin.parameter" and operator.attrs().get("parameter_name") == name:
             return operator.result(0)
-    zero = paddle.nn.initializer.Constant(0.0)
-    return paddle.pir.core.create_persistable_value(paddle.int64, [1], name, initializer=zero)
+    return persistable(name, paddle.int64)
 
 
 def of_feeds(feed: Any) -> str:
@@ -87,13 +90,19 @@ def of_feeds(feed: Any) -> str:
         array = array_of(value)
         if array is None or array.dtype.kind != "f" or np.isfinite(array).all():
             continue
-        rows: Any = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)) if array.ndim else []
+        rows: Any = np.flatnonzero(~finite_rows(array)) if array.ndim else []
         listed = ", ".join(map(str, rows[:_NAMED_ROWS])) + (", ..." if len(rows) > _NAMED_ROWS else "")
         broken.append(f"'{name}'{f' in rows {listed}' if listed else ''}")
     return f". What was fed is not finite itself: {'; '.join(broken)}" if broken else ". What was fed is finite"
 
 
 _NAMED_ROWS = 8
+
+
+def finite_rows(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of an array hold neither NaN nor infinity, as bool [rows]."""
+    finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
+    return np.asarray(finite.reshape(len(values), -1).all(axis=1))
 
 
 def keep_statistics_finite(program: Any) -> None:
