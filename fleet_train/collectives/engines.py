@@ -69,7 +69,7 @@ class ThreadEngine(Engine):
     def __init__(self, device_place: Any, attribute_failure: AttributeFailure) -> None:
         super().__init__(HostDevice(), attribute_failure)
         self._device_place = device_place
-        self._threads: list[WorkerThread] = []
+        self._threads: dict[int, WorkerThread] = {}
         self._helpers: dict[int, list[WorkerThread]] = {}
         self._moved_at = 0.0
 
@@ -94,7 +94,7 @@ class ThreadEngine(Engine):
         return self._submit(0, task)
 
     def stop(self) -> None:
-        for thread in (*self._threads, *(helper for each in self._helpers.values() for helper in each)):
+        for thread in (*self._threads.values(), *(helper for each in self._helpers.values() for helper in each)):
             thread.stop()
 
     def await_while_it_moves(self, future: Future[Any], context: CallContext) -> None:
@@ -110,9 +110,9 @@ class ThreadEngine(Engine):
         self._moved_at = time.monotonic()
 
     def _submit(self, communicator: int, task: Callable[[], T]) -> Future[T]:
-        while len(self._threads) <= communicator:
-            name = f"fleet_train communicator {len(self._threads)}"
-            self._threads.append(WorkerThread(name, self._device_place))
+        if communicator not in self._threads:
+            name = f"fleet_train communicator {communicator}" if communicator >= 0 else "fleet_train joint values"
+            self._threads[communicator] = WorkerThread(name, self._device_place)
         return self._threads[communicator].submit(task)
 
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:

@@ -124,7 +124,7 @@ def token() -> Any:
 
 
 _LINKS = ("arrive", "begin", "launch", "spoilt", "wait", "share", "fill", "finish", "gate", "passed")
-_OTHER_LINKS = ("barrier", "gather", "total", "owners", "broadcast", "loss")
+_OTHER_LINKS = ("barrier", "gather", "total", "owners", "broadcast", "loss", "counts", "joint")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 

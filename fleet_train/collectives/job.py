@@ -108,6 +108,8 @@ class Job:
         """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
         self.describe_steps: Callable[[], str] = str
         """How many steps this rank has made, and where in the script; empty for none."""
+        self.trains = True
+        """Whether the program that runs makes an update; False only in a run that is known not to."""
         self._turn = (-1, 0)
         self._left = False
         self._has_reported = False

@@ -150,7 +150,9 @@ class Session:
     def on_feed(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
         """Look at what the next run is fed, and keep it: an error about its gradients says whether that is finite."""
         self._feed = feed
-        numbers = exchanges_in(program or paddle.static.default_main_program())
+        running = paddle.static.default_main_program() if program is None else program
+        numbers = exchanges_in(running)
+        self.job.trains = bool(numbers) or not isinstance(running, paddle.static.Program)
         exchange = next((each for _, each in reversed(self.exchanges) if each.number in numbers), None)
         if exchange is not None:
             self._running = exchange, script_line()
