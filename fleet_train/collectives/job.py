@@ -199,6 +199,15 @@ class Job:
         recorder.end(event)
         return Passed(answer, time.perf_counter() - began)
 
+    def step_gather(self, name: str, value: Any) -> dict[int, Any]:
+        """As ``step_barrier``, and every rank gets the JSON values of all."""
+        assert self._barrier_store is not None
+        event = recorder.begin("barrier")
+        with self._remembering():
+            values = self._barrier_store.all_gather(name, value, self.world_size, self.timeout_seconds, self._call)
+        recorder.end(event)
+        return values
+
     def _times_up_to(self, barrier: int) -> dict[int, list[float]]:
         with self._remembering():
             return self.store.times(barrier)

@@ -1,26 +1,46 @@
-"""Values of a program that are taken over the batches of all ranks, inside the program: means over ranks.
+"""Values of a program that are taken over the batches of all ranks, inside the program: means over ranks, and all
+ranks' samples.
 
 A count is known as soon as the batch is fed. Its exchange is started there and waited for where it is read, hidden
-behind the forward pass. A value that depends on parameters is exchanged where it stands.
+behind the forward pass. A value that depends on parameters is exchanged where it stands, and its gradient in the
+backward pass.
+
+Ranks have unlike numbers of samples, from step to step, too. Memory for them is allocated by the host, which may not
+read a device's values: the numbers go through the store. That is also the exchange's barrier.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
-from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
+from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import emit_link, token
 from fleet_train.collectives.job import Job
+from fleet_train.errors import ConversionError
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
 
 _OWN_THREAD = -1
 """Communicators of gradients are numbered from 0. Which of their buckets are under way when a value is exchanged is
 not the same on every rank."""
+
+
+@dataclass
+class Samples:
+    """The numbers of samples of all ranks in the run that was last; empty: a rank has its own alone."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def before(self, rank: int) -> int:
+        """Those of the ranks below: the index of this rank's first sample."""
+        return sum(self.numbers[:rank])
 
 
 class JointValues:
@@ -37,12 +57,12 @@ class JointValues:
         self._moment = f"values of program {job.count('joint values')}"
         self.exchanges: list[CollectiveSpec] = []
         """The exchanges of one pass, in order: for the plan."""
-        self.chain: Any = None
-        """The token of the last exchange."""
 
     def connect(self) -> None:
-        """Form the group. Not done while emitting: planning without a cluster emits as well."""
+        """Form the group, once. Not done while emitting: planning without a cluster emits as well."""
         job = self._job
+        if self._group is not None:
+            return
         alone = job.engine.side_by_side
         self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
 
@@ -51,29 +71,117 @@ class JointValues:
 
         def start(*tensors: Any) -> None:
             if self._job.trains:
-                self._running[what] = self._start(what, self._means(tensors))
+                self._running[what] = self._start(what, self._means(tensors), self._barrier(what))
             else:
                 self._running[what] = _Own(tensors)
 
         self._count(values)
-        (self.chain,) = emit_link("counts", start, self._token(), values)
+        emit_link("counts", start, token(), values)
 
     def means(self, what: str, values: Sequence[Any]) -> list[Any]:
         """Insert the operator that waits for the exchange ``what``; returns the means over ranks of its ``values``."""
         shapes = [(value.shape, value.dtype) for value in values]
-        self.chain, *results = emit_link(
-            "joint", lambda *_: self._running.pop(what).result(), self._token(), values, shapes
-        )
-        return results
+        return self._emit(lambda *_: self._running.pop(what).result(), values, shapes)
 
-    def _token(self) -> Any:
-        return token() if self.chain is None else self.chain
+    def mean(self, what: str, value: Any, *, is_gradient: bool = False) -> Any:
+        """Insert the operator that returns the mean of ``value`` over ranks. A gradient's has no barrier: that would
+        wait behind the gradients that are being sent."""
 
-    def _start(self, what: str, stages: Stages[Any]) -> Any:
-        job = self._job
-        name = f"{self._moment} {job.count(self._moment)}"
-        barrier = job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
-        return job.engine.start(stages, CallContext(name, what, job.timeout_seconds), _OWN_THREAD, barrier)
+        def exchange(tensor: Any) -> list[Any]:
+            if not self._job.trains:
+                return [tensor.clone()]
+            barrier = None if is_gradient else self._barrier(what)
+            means: list[Any] = self._start(what, self._means([tensor]), barrier).result()
+            return means
+
+        self._count([value])
+        (mean,) = self._emit(exchange, [value], [(value.shape, value.dtype)])
+        return mean
+
+    def gather(self, what: str, value: Any, zero: Any) -> tuple[Any, Any]:
+        """Insert the operator that has all ranks' samples: returns the index of this rank's first one among them (int64
+        [1]), and them, in rank order. ``zero``: that index on one card. Its gradient is summed by ``sum_of_own``."""
+        samples = Samples()
+
+        def exchange(_: Any, own: Any) -> list[Any]:
+            samples.numbers.clear()
+            if not self._job.trains:
+                return [paddle.zeros([1], "int64"), own.clone()]
+            shapes = self._shapes(what, own)
+            gathered: list[Any] = self._start(what, self._gathered(own, shapes, samples), shapes).result()
+            return gathered
+
+        self._count([value], "allgather", value.dtype)
+        shape = [-1, *value.shape[1:]]
+        first, all_samples = self._emit(exchange, [zero, value], [([1], paddle.int64), (shape, value.dtype)])
+        _samples[all_samples.get_defining_op().name()] = samples
+        return first, all_samples
+
+    def sum_of_own(self, what: str, gradient: Any, gather: Any, shape: Sequence[int]) -> Any:
+        """Insert the operator that sums a gradient of all ranks' samples over the ranks, and returns that of this
+        rank's own. ``gather``: the operator that has gathered them."""
+        samples = _samples[gather.name()]
+
+        def exchange(tensor: Any) -> list[Any]:
+            if not samples.numbers:
+                return [tensor.clone()]
+            return [self._start(what, self._summed(tensor, samples)).result()]
+
+        self._count([gradient], "allreduce", gradient.dtype)
+        (own,) = self._emit(exchange, [gradient], [(shape, gradient.dtype)])
+        return own
+
+    def _emit(self, exchange: Any, values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The operator gets its place in the chain at the end (``chain_in_program_order``)."""
+        return emit_link("joint", exchange, token(), values, outputs)[1:]
+
+    def _name(self) -> str:
+        return f"{self._moment} {self._job.count(self._moment)}"
+
+    def _barrier(self, what: str) -> Future[Any]:
+        job, name = self._job, f"{what}: {self._name()}"
+        return job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
+
+    def _shapes(self, what: str, own: Any) -> Future[Mapping[int, list[int]]]:
+        """Those of all ranks' values."""
+        job, name, shape = self._job, f"{what}: {self._name()}", list(own.shape)
+        return job.engine.run_in_background(lambda: job.step_gather(name, shape))
+
+    def _start(self, what: str, stages: Stages[Any], barrier: Future[Any] | None = None) -> Any:
+        context = CallContext(self._moment, what, self._job.timeout_seconds)
+        return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
+
+    def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: Samples) -> Stages[list[Any]]:
+        """Sent as bytes, so that any dtype works; ranks with fewer samples send zeros behind them."""
+        yield HAND_OVER
+        by_rank = shapes.result()
+        ranks = range(self._job.world_size)
+        refuse_unlike({rank: by_rank[rank] for rank in ranks})
+        samples.numbers = numbers = [by_rank[rank][0] for rank in ranks]
+        first = paddle.full([1], samples.before(self._job.cluster.rank), "int64")
+        most, size = max(numbers), math.prod(own.shape[1:])
+        if most * size == 0:
+            return [first, paddle.zeros([sum(numbers), *own.shape[1:]], own.dtype)]
+        sent = own.cast("uint8") if own.dtype == paddle.bool else own
+        sent = sent.reshape([-1])
+        if own.shape[0] < most:
+            sent = paddle.concat([sent, paddle.zeros([(most - own.shape[0]) * size], sent.dtype)])
+        row = paddle.view(sent, "uint8")
+        rows = paddle.empty([len(numbers) * row.shape[0]], "uint8")
+        yield Stage((Collective("all_gather", self._group, row, output=rows),))
+        received = paddle.view(rows, sent.dtype).reshape([len(numbers), most, *own.shape[1:]])
+        parts = [received[rank, :number] for rank, number in enumerate(numbers) if number]
+        return [first, paddle.concat(parts).cast(own.dtype)]
+
+    def _summed(self, gradient: Any, samples: Samples) -> Stages[Any]:
+        """In float32 at least: Gloo's sum of float16 is infinite."""
+        rank = self._job.cluster.rank
+        total = gradient.cast("float32" if gradient.element_size() < 4 else gradient.dtype).reshape([-1])
+        if total.shape[0]:
+            yield Stage((Collective("all_reduce", self._group, total),))
+        first = samples.before(rank)
+        own = total.reshape(gradient.shape)[first : first + samples.numbers[rank]]
+        return own.clone().cast(gradient.dtype)
 
     def _means(self, tensors: Sequence[Any]) -> Stages[list[Any]]:
         """Of ranks with equal values, a rank's own bits."""
@@ -85,10 +193,35 @@ class JointValues:
         parts = paddle.split(means, [tensor.size for tensor in tensors])
         return [part.reshape(tensor.shape).cast(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _count(self, values: Sequence[Any]) -> None:
-        item_bytes = ITEM_BYTES["float64"]
-        elements = sum(math.prod(value.shape) for value in values)
-        self.exchanges.append(CollectiveSpec("allgather", elements * item_bytes, item_bytes, flat=True))
+    def _count(self, values: Sequence[Any], kind: str = "allgather", dtype: Any = paddle.float64) -> None:
+        """An unknown dimension counts as 1: of samples that are gathered, the bytes of one."""
+        item_bytes = ITEM_BYTES.get(str(dtype).rpartition(".")[2], 1)
+        elements = sum(math.prod(max(size, 1) for size in value.shape) for value in values)
+        self.exchanges.append(CollectiveSpec(kind, elements * item_bytes, item_bytes, flat=True))
+
+
+_samples: dict[str, Samples] = {}
+"""By the name of the operator that gathers them: Paddle cannot read such an operator's attributes."""
+
+_of_programs: weakref.WeakKeyDictionary[Any, JointValues] = weakref.WeakKeyDictionary()
+
+
+def joint_values_of(program: Any, job: Job) -> JointValues:
+    """The one of a program, for all that exchanges values in it."""
+    if program not in _of_programs:
+        _of_programs[program] = JointValues(job)
+    return _of_programs[program]
+
+
+def refuse_unlike(shapes: Mapping[int, Sequence[int]]) -> None:
+    """Raise ConversionError, on every rank alike, unless the ranks' values differ in their numbers of samples only."""
+    own = next(iter(shapes.values()))
+    for rank, shape in shapes.items():
+        if list(shape[1:]) != list(own[1:]):
+            raise ConversionError(
+                f"fleet.all_gather_samples: rank 0 has samples of shape {list(own[1:])}, rank {rank} of shape "
+                f"{list(shape[1:])}; they may differ in their number alone: pad them to one size"
+            )
 
 
 class _Own:

@@ -33,6 +33,7 @@ from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
+from fleet_train.convert.passes.exchanged import all_samples, first_sample, refuse_no_samples
 from fleet_train.convert.planning import apply_environment, resolve
 from fleet_train.convert.role_maker import PaddleCloudRoleMaker, Role, UserDefinedRoleMaker
 from fleet_train.convert.saving import (
@@ -61,6 +62,7 @@ __all__ = [
     "UserDefinedRoleMaker",
     "UtilBase",
     "agree",
+    "all_gather_samples",
     "all_reduce",
     "all_reduce_worker",
     "barrier_worker",
@@ -90,6 +92,7 @@ __all__ = [
     "rank",
     "rank_in_node",
     "request_stop",
+    "sample_offset",
     "save_inference_model",
     "save_persistables",
     "server_endpoints",
@@ -397,6 +400,27 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
 def all_reduce_worker(input: Any, output: Any) -> None:
     """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
     output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+
+
+def all_gather_samples(value: Any) -> Any:
+    """The samples of all ranks, [their number, ...], in rank order: for losses in which samples meet, such as a softmax
+    over the batch. Called while the network is built, before ``minimize``; ``value`` [n, ...], n unlike on ranks or 0.
+
+    Its gradient is that of all ranks' losses. One process: ``value`` itself. A program that does not train (an
+    evaluation) has the samples of its own rank. Raises ConversionError for anything but a value of a program's main
+    block with a batch dimension.
+    """
+    refuse_no_samples("fleet.all_gather_samples", value)
+    return value if worker_num() == 1 else all_samples(value)
+
+
+def sample_offset(value: Any) -> Any:
+    """Where this rank's samples begin in ``all_gather_samples(value)``: a value of the program, int64, shape [1].
+
+    ``labels = fleet.sample_offset(keys) + paddle.arange(paddle.shape(keys)[0])``. One process: 0.
+    """
+    refuse_no_samples("fleet.sample_offset", value)
+    return paddle.zeros([1], "int64") if worker_num() == 1 else first_sample(value)
 
 
 def trace(first: int, last: int | None = None, path: str | Path | None = None) -> None:

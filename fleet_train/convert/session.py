@@ -32,6 +32,7 @@ from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_
 from fleet_train.convert import process
 from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.passes.exchanged import forgotten
 from fleet_train.convert.passes.one_card import leave_out_host_operators
 from fleet_train.convert.passes.program import script_line, updates_alone
 from fleet_train.convert.passes.skipping import of_feeds
@@ -91,9 +92,14 @@ class Session:
             self.startups.append(startup)
 
     def on_first_run(self, program: Any) -> None:
-        """Advise about a program that trains on each rank alone."""
+        """Advise about a program that trains on each rank alone. ConversionError if it needs other ranks' samples."""
         ours = {gradient.name for plan in self.plans for bucket in plan.buckets for gradient in bucket.gradients}
         where = updates_alone(program, ours)
+        if (where or exchanges_in(program)) and (line := forgotten(program)):
+            raise ConversionError(
+                f"fleet.all_gather_samples in {line}: the program trains, and this value is that of each rank alone; "
+                "call it before minimize of the optimizer that fleet.distributed_optimizer returns"
+            )
         if not where:
             return
         ranks = self.job.world_size

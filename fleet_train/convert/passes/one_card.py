@@ -103,6 +103,8 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
                     pairs.append((next(results), gradient))
         case "broadcast" | "gate":
             pairs = [(gives[1], given[1])]
+        case "joint":
+            pairs = list(zip(gives[1:], given[1:], strict=True))
         case "hold":
             pairs = list(zip(gives, given[:-1], strict=True))
     for old, new in pairs:

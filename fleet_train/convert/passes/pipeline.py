@@ -20,9 +20,11 @@ from paddle import _C_ops
 from paddle.utils import unique_name
 
 from fleet_train.collectives.job import Job
+from fleet_train.collectives.joint_values import JointValues, joint_values_of
 from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
+from fleet_train.convert.passes.exchanged import exchange_marked, with_own_values
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
 from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.convert.passes.recompute import recompute_segments
@@ -46,10 +48,14 @@ class ProgramPasses:
         self._synchronizes = profile.sync_batch_norm and job.world_size > 1
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
-        self.exchanges: list[CollectiveSpec] = []
-        """The exchanges of synchronised batch norm in one pass; known after ``backward``."""
+        self._joint: JointValues | None = None
         self.held: set[int] = set()
         """The operators that were there before ``backward``, by their ids."""
+
+    @property
+    def exchanges(self) -> list[CollectiveSpec]:
+        """The exchanges of synchronised batch norm and of joint values in one pass; known after ``merge``."""
+        return [sent for each in (self._statistics, self._joint) if each is not None for sent in each.exchanges]
 
     @property
     def notices(self) -> list[str]:
@@ -72,15 +78,23 @@ class ProgramPasses:
         if lower_precision(loss, self._profile, on_gpu=self._on_gpu):
             give_out_float32()
         # A script holds what it, or Paddle for it, has made until now; what follows is ours alone.
-        self.held = {operator.id() for operator in loss.block.program.global_block().ops}
-        pairs = list(derive(self._scaled(loss)))
+        program = paddle.static.default_main_program()
+        self.held = {operator.id() for operator in program.global_block().ops}
+        with with_own_values(program):
+            pairs = list(derive(self._scaled(loss)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             arithmetic = Composed() if self._on_gpu else Kernels()
             pairs = synchronize_batch_norms(pairs, self._statistics, arithmetic, self.held)
-            self.exchanges = self._statistics.exchanges
+        self._exchange(program)
         recompute_segments(loss, self._profile)
         return pairs
+
+    def _exchange(self, program: Any) -> None:
+        """Insert what is exchanged inside the program, if it is not there yet."""
+        if self._job.world_size > 1:
+            self._joint = joint_values_of(program, self._job)
+            exchange_marked(program, self._joint)
 
     @property
     def loss_scale(self) -> Any:
@@ -95,6 +109,7 @@ class ProgramPasses:
     def merge(self, pairs: Sequence[tuple[Any, Any]], others: Collection[str] = ()) -> MergedGradients:
         """Call it before the plan is made: launch operators then follow the sums, not the gradients. ``others``:
         parameters whose gradients the exchange adds up itself."""
+        self._exchange(paddle.static.default_main_program())  # a script may have derived its gradients without us
         return merge_gradients(pairs, self._profile.accumulate_steps, others)
 
     def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
@@ -104,6 +119,8 @@ class ProgramPasses:
         """
         if self._statistics is not None:
             self._statistics.connect()
+        if self._joint is not None and self._joint.exchanges:
+            self._joint.connect()
         if self._scaler is None:
             return merged.apply(lambda: update(averaged))
         scaler = self._scaler
