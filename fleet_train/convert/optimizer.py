@@ -244,7 +244,7 @@ class DistributedOptimizer(PaddleCalls):
         if self._job.world_size == 1:
             operators = self._update(merged, merged.pairs)
             self._keep_statistics(main)
-            updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.loss_scale)
+            updated = UpdatedGradients(main, merged.pairs, merged.boundary, self._passes.gradient_scale)
             self._converted(updated, startup)
         else:
             with one_learning_rate(self._inner, main):
@@ -321,7 +321,7 @@ class DistributedOptimizer(PaddleCalls):
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
         over_owners = None if owners is None else owners.over_owners
-        updated = UpdatedGradients(main, averaged, merged.boundary, self._passes.loss_scale, over_owners)
+        updated = UpdatedGradients(main, averaged, merged.boundary, self._passes.gradient_scale, over_owners)
         return operators, updated, plan, exchange
 
     @property

@@ -242,11 +242,12 @@ _REFUSED = {
     "mode": "only the collective mode is supported; leave it out",
     "collective_mode": "allowed: grad_allreduce or local_sgd",
     "without_graph_optimization": "the old graph passes do not run on PIR programs; leave it at True",
-    "gradient_scale_configs": "gradients are averaged, sum over ranks / world size; for another scale, scale the loss",
+    "gradient_scale_configs": "scale_strategy: avg (average_over: ranks) or sum (average_over: nothing); for another "
+    "scale, scale the loss",
     "build_strategy": _OLD_PASS,
     "build_strategy.reduce_strategy": "gradients are reduced by allreduce; leave it out",
-    "build_strategy.gradient_scale_strategy": "gradients are averaged, sum over ranks / world size; for the sum, "
-    "multiply the loss by the number of ranks and leave it out",
+    "build_strategy.gradient_scale_strategy": "0 averages gradients over the ranks (average_over: ranks), 1 sums "
+    "them (average_over: nothing); for another scale, scale the loss",
     "build_strategy.debug_graphviz_path": "PIR programs have no such graph; print(program) shows the operators",
     "build_strategy.allow_cuda_graph_capture": "host operators cannot be captured in a CUDA graph; leave it off",
     "build_strategy.num_trainers": "follows from the cluster; remove it",

@@ -111,6 +111,14 @@ class ProgramKnobs(CompressionKnobs):
         reason="Paddle's kernels on CPUs, single operators on GPUs, around two small exchanges per layer and step, "
         "not overlapped; independent layers share theirs.",
     )
+    average_over: Literal["samples", "ranks", "nothing"] = knob(
+        "ranks",
+        meaning="Whose mean the averaged gradients are: the joint batch's, whatever the loss divides by (samples); of "
+        "the ranks, each with the loss of its own batch (ranks); or they are summed over the ranks (nothing).",
+        reason="samples: what the loss takes over the whole batch is taken over the batches of all ranks. Counts are "
+        "sent while the forward pass runs; sums that depend on parameters where they stand. Where ranks have equal "
+        "counts, bits are those of ranks. LocalSGD's local steps send nothing, so they are as with ranks.",
+    )
     recompute_segments: int = knob(
         0,
         unit="segments",

@@ -23,7 +23,7 @@ from fleet_train.errors import ConversionError
 
 MARK = "fleet_train_exchanged"
 """The attribute of a marked operator: ``SAMPLES``, ``FIRST`` or ``MEAN``."""
-SAMPLES, FIRST, MEAN = "samples", "first", "mean"
+SAMPLES, FIRST, MEAN, NUMBER = "samples", "first", "mean", "number"
 _TO_THE_END, _INFERRED, _UNKNOWN = 2**31 - 1, [1], [-1]
 _FORWARD, _GRADIENT = "pd_op.slice", "pd_op.slice_grad"
 _BOUND = 1
@@ -38,6 +38,13 @@ def mean_with_gradient(value: Any) -> Any:
     if not value.shape:
         return mean_with_gradient(value.reshape([1])).reshape([])
     return _marked(value, MEAN, _TO_THE_END, _INFERRED)
+
+
+def mean_over_ranks(value: Any) -> Any:
+    """As ``mean_with_gradient``, for a value that all ranks compute with alike: its gradient is the incoming one."""
+    if not value.shape:
+        return mean_over_ranks(value.reshape([1])).reshape([])
+    return _marked(value, NUMBER, _TO_THE_END, _INFERRED)
 
 
 def all_samples(value: Any) -> Any:
@@ -103,13 +110,14 @@ def exchange_marked(program: Any, joint: JointValues) -> None:
     """Insert the exchanges of what is marked in the current ``program``, and of its gradients, unless they are there.
     Call it after the backward pass and before anything that reads gradients."""
     marks = _marks(program)
-    _exchange_samples([mark for mark in marks if mark.attrs()[MARK] != MEAN], joint)
+    _exchange_samples([mark for mark in marks if mark.attrs()[MARK] in (SAMPLES, FIRST)], joint)
     for mark in marks:
         value, name = mark.operand_source(0), _name(mark)
-        if mark.attrs()[MARK] == MEAN and not _is_exchanged(value):
+        if mark.attrs()[MARK] in (MEAN, NUMBER) and not _is_exchanged(value):
             paddle.pir.set_insertion_point(mark)
             mark.operand(0).set_source(joint.mean(name, value))
-    gradients = [(each, mark) for mark in marks for each in _gradients_of(mark)]
+    exchanged = [mark for mark in marks if mark.attrs()[MARK] != NUMBER]
+    gradients = [(each, mark) for mark in exchanged for each in _gradients_of(mark)]
     for gradient, mark in gradients:
         incoming, name = gradient.operand_source(_INCOMING), f"gradient of {_name(mark)}"
         paddle.pir.set_insertion_point(gradient)
@@ -173,6 +181,6 @@ def _gradients_of(mark: Any) -> list[Any]:
 
 
 def _name(mark: Any) -> str:
-    what = "mean over ranks" if mark.attrs()[MARK] == MEAN else "fleet.all_gather_samples"
+    what = "mean over ranks" if mark.attrs()[MARK] in (MEAN, NUMBER) else "fleet.all_gather_samples"
     line = line_of(mark)
     return f"{what} ({line})" if line else what

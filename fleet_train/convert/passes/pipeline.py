@@ -25,6 +25,9 @@ from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.exchanged import exchange_marked, with_own_values
+from fleet_train.convert.passes.joint_batch.micro_batches import MicroBatches
+from fleet_train.convert.passes.joint_batch.remarks import say
+from fleet_train.convert.passes.joint_batch.rewrite import take_over_ranks
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
 from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.convert.passes.recompute import recompute_segments
@@ -49,6 +52,7 @@ class ProgramPasses:
         self._scaler: LossScaler | None = None
         self._statistics: RankStatistics | None = None
         self._joint: JointValues | None = None
+        self._micro_batches: MicroBatches | None = None
         self.held: set[int] = set()
         """The operators that were there before ``backward``, by their ids."""
 
@@ -70,18 +74,17 @@ class ProgramPasses:
     def backward(self, loss: Any, derive: Callable[[Any], Sequence[tuple[Any, Any]]]) -> Pairs:
         """Lower the forward program, append its gradients with ``derive(loss)``, rewrite both; returns the pairs.
 
-        Rank 0 says first which term of ``loss`` is a sum over the batch.
+        Rank 0 says what of ``loss`` cannot be the joint batch's.
         """
-        if remark := remark_on_batch_sum(loss, self._job.world_size, self._profile.accumulate_steps):
-            log_once([remark], self._job.cluster.rank)
         log_once(notice_of_layout(self._profile, self._on_gpu, loss), self._job.cluster.rank)
         if lower_precision(loss, self._profile, on_gpu=self._on_gpu):
             give_out_float32()
         # A script holds what it, or Paddle for it, has made until now; what follows is ours alone.
         program = paddle.static.default_main_program()
         self.held = {operator.id() for operator in program.global_block().ops}
+        target = self._over_ranks(loss)
         with with_own_values(program):
-            pairs = list(derive(self._scaled(loss)))
+            pairs = list(derive(self._scaled(target)))
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             arithmetic = Composed() if self._on_gpu else Kernels()
@@ -90,11 +93,41 @@ class ProgramPasses:
         recompute_segments(loss, self._profile)
         return pairs
 
+    def _over_ranks(self, loss: Any) -> Any:
+        """What to derive gradients from: ``loss``, taken over the batches of all ranks and micro-batches."""
+        profile, micro_batches = self._profile, self._profile.accumulate_steps
+        if profile.average_over == "ranks":
+            if remark := remark_on_batch_sum(loss, self._job.world_size, micro_batches):
+                log_once([remark], self._job.cluster.rank)
+            return loss
+        if profile.average_over == "nothing":
+            return scaled(loss, float(self._job.world_size))
+        has_local_steps = profile.use_local_sgd and (profile.local_sgd_steps, profile.local_sgd_schedule) != (
+            1,
+            "constant",
+        )
+        if has_local_steps or self._job.world_size * micro_batches == 1:
+            return loss
+        joint = take_over_ranks(loss, self._job, micro_batches)
+        say(joint.found, self._job)
+        if joint.count is None:
+            return joint.value
+        self._micro_batches = MicroBatches(joint.count, micro_batches)
+        return self._micro_batches.weighted(joint.value)
+
     def _exchange(self, program: Any) -> None:
         """Insert what is exchanged inside the program, if it is not there yet."""
         if self._job.world_size > 1:
             self._joint = joint_values_of(program, self._job)
             exchange_marked(program, self._joint)
+
+    @property
+    def gradient_scale(self) -> Any:
+        """What averaged gradients still have to be divided by, float32 [1]; None for nothing."""
+        if self._micro_batches is None:
+            return self.loss_scale
+        divisor = (1.0 / self._micro_batches.factor).cast("float32")
+        return divisor if self.loss_scale is None else divisor * self.loss_scale
 
     @property
     def loss_scale(self) -> Any:
@@ -110,7 +143,8 @@ class ProgramPasses:
         """Call it before the plan is made: launch operators then follow the sums, not the gradients. ``others``:
         parameters whose gradients the exchange adds up itself."""
         self._exchange(paddle.static.default_main_program())  # a script may have derived its gradients without us
-        return merge_gradients(pairs, self._profile.accumulate_steps, others)
+        buffers = () if self._micro_batches is None else self._micro_batches.buffers
+        return merge_gradients(pairs, self._profile.accumulate_steps, others, buffers)
 
     def update(self, merged: MergedGradients, averaged: Pairs, update: Callable[[Pairs], Any]) -> Any:
         """Append ``update(pairs)``, the optimizer's operators, for the steps with an update; returns its result.
@@ -121,10 +155,13 @@ class ProgramPasses:
             self._statistics.connect()
         if self._joint is not None and self._joint.exchanges:
             self._joint.connect()
-        if self._scaler is None:
-            return merged.apply(lambda: update(averaged))
-        scaler = self._scaler
-        return merged.apply(lambda: scaler.apply(averaged, update))
+        scaler, weights = self._scaler, self._micro_batches
+
+        def update_by_weights() -> Any:
+            pairs = averaged if weights is None else weights.of_update(averaged)
+            return update(pairs) if scaler is None else scaler.apply(pairs, update)
+
+        return merged.apply(update_by_weights)
 
     def _scaled(self, loss: Any) -> Any:
         if self._profile.amp_level == "O0" or self._profile.amp_dtype != "float16":
@@ -165,9 +202,13 @@ class MergedGradients:
 
 
 def merge_gradients(
-    params_grads: Sequence[tuple[Any, Any]], accumulate_steps: int, others: Collection[str] = ()
+    params_grads: Sequence[tuple[Any, Any]],
+    accumulate_steps: int,
+    others: Collection[str] = (),
+    buffers: Sequence[Any] = (),
 ) -> MergedGradients:
-    """Append the sum over micro-batches after each gradient of the current program.
+    """Append the sum over micro-batches after each gradient of the current program. ``buffers``: further variables
+    that an update empties.
 
     ``accumulate_steps``: micro-batches per update, their gradients averaged; 1 = an update every step.
 
@@ -182,7 +223,7 @@ def merge_gradients(
     paddle.pir.set_insertion_point(ready[0].value.get_defining_op())
     boundary = _count_micro_batches(accumulate_steps)
     means: dict[str, Any] = {}
-    buffers = []
+    emptied = list(buffers)
     for item in ready:
         if item.parameter.name in others:
             means[item.parameter.name] = item.value
@@ -192,10 +233,10 @@ def merge_gradients(
         total = buffer + item.value
         paddle.assign(total, buffer)
         means[item.parameter.name] = scaled(total, 1.0 / accumulate_steps)
-        buffers.append(buffer)
+        emptied.append(buffer)
     paddle.pir.reset_insertion_point_to_end()
     pairs = [(parameter, means.get(parameter.name)) for parameter, _ in params_grads]
-    return MergedGradients(pairs, boundary, tuple(buffers))
+    return MergedGradients(pairs, boundary, tuple(emptied))
 
 
 def _count_micro_batches(accumulate_steps: int) -> Any:

@@ -1,0 +1,1 @@
+"""The joint batch: what a loss takes over the whole batch is taken over the batches of all ranks."""

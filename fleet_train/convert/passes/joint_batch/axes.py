@@ -1,0 +1,195 @@
+"""Which dimensions of a value are samples of the batch, and where their number comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """A number of elements that the feed decides: the size of dimension ``axis`` of ``value``; the elements of
+    ``value`` that are not zero (``axis`` None); with ``weights``, the weights of the classes ``value`` but ``ignored``.
+    """
+
+    value: Any
+    axis: int | None
+    of_batch: bool = True
+    weights: Any = None
+    ignored: int | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is the same in every step and, as all ranks have one program, on every rank."""
+        return self.axis is not None and self.value.shape[self.axis] >= 0
+
+
+Axes = Mapping[int, tuple[Root, ...]]
+"""Dimensions of a value -> the numbers whose product is their size. Only samples, and what else the feed decides."""
+
+
+def of_batch(axes: Axes) -> set[int]:
+    """The dimensions that are samples."""
+    return {axis for axis, roots in axes.items() if any(root.of_batch for root in roots)}
+
+
+def integers(value: Any) -> list[int] | None:
+    """The constant integers that a value holds; None if it is computed."""
+    operator = value.get_defining_op()
+    if operator is None or operator.name() not in ("pd_op.full", "pd_op.full_int_array"):
+        return None
+    held = operator.attrs()["value"]
+    return [int(number) for number in held] if isinstance(held, (list, tuple)) else [int(held)]
+
+
+def reduced_axes(operator: Any, name: str, sources: Sequence[Any]) -> set[int] | None:
+    """The dimensions of its first operand that a reduction takes together; None if they are computed."""
+    rank = len(sources[0].shape)
+    attributes = operator.attrs()
+    if name in ("mean_all", "squared_l2_norm", "numel") or attributes.get("reduce_all") or attributes.get("asvector"):
+        return set(range(rank))
+    axes = attributes.get("axis")
+    if axes is None:
+        axes = integers(sources[1]) if len(sources) > 1 else []
+    if axes is None:
+        return None
+    axes = list(axes) if isinstance(axes, (list, tuple)) else [axes]
+    return {axis % rank for axis in axes} if axes and rank else set(range(rank))
+
+
+def carried(
+    operator: Any, name: str, result: Any, sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
+) -> dict[int, tuple[Root, ...]]:
+    """The axes of ``result``, of ``sources`` with the axes ``given``; ``reduced``: dimensions that a reduction took."""
+    shape = list(result.shape)
+    found = _moved(operator, name, shape, sources, given, reduced)
+    found = {axis: roots for axis, roots in found.items() if axis < len(shape)}
+    batch_is_left = bool(of_batch(found))
+    had_batch = any(of_batch(axes) for axes in given)
+    for axis, size in enumerate(shape):
+        if size < 0 and axis not in found and any(given):
+            found[axis] = (Root(result, axis, had_batch and not batch_is_left),)
+            batch_is_left |= had_batch
+    return found
+
+
+def _moved(
+    operator: Any, name: str, shape: list[int], sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
+) -> dict[int, tuple[Root, ...]]:
+    first, before = given[0], list(sources[0].shape)
+    if reduced is not None:
+        if len(shape) == len(before):
+            return {axis: roots for axis, roots in first.items() if axis not in reduced}
+        kept = [axis for axis in range(len(before)) if axis not in reduced]
+        return {place: first[axis] for place, axis in enumerate(kept) if axis in first}
+    match name:
+        case "transpose":
+            return {place: first[axis] for place, axis in enumerate(operator.attrs()["perm"]) if axis in first}
+        case "reshape" | "flatten" | "squeeze" | "unsqueeze":
+            return _reshaped(before, shape, first)
+        case "slice":
+            gone = set(operator.attrs()["decrease_axis"])
+            kept = [axis for axis in range(len(before)) if axis not in gone]
+            return {place: first[axis] for place, axis in enumerate(kept) if axis in first}
+        case "stack":
+            where = operator.attrs()["axis"] % len(shape)
+            return {axis + (axis >= where): roots for axis, roots in _broadcast(sources, given, len(shape) - 1).items()}
+        case "one_hot" | "embedding":
+            return dict(given[0])
+        case "nonzero":
+            return {0: (Root(sources[0], None),)}
+        case "masked_select":
+            return {0: (Root(sources[1], None),)}
+        case "gather" | "index_select":
+            return _gathered(operator, sources, given)
+        case "gather_nd":
+            length = sources[1].shape[-1]
+            index = {axis: roots for axis, roots in given[1].items() if axis < len(sources[1].shape) - 1}
+            shift = len(sources[1].shape) - 1 - max(length, 0)
+            return index | {axis + shift: roots for axis, roots in first.items() if axis >= length}
+        case "matmul":
+            return _multiplied(operator, shape, sources, given)
+        case "expand" | "tile" | "expand_as" | "full_with_tensor" | "builtin.split" | "split" | "split_with_num":
+            return _broadcast(sources[:1], given[:1], len(shape))
+    if all(_broadcasts(list(source.shape), shape) for source in sources):
+        return _broadcast(sources, given, len(shape))
+    leading = [axes[0] for axes in given if 0 in axes]
+    of_samples = [roots for roots in leading if any(root.of_batch for root in roots)]
+    leads = next(iter(of_samples or leading), None)
+    fits = shape and leads and (shape[0] < 0 or any(root.is_static for root in leads))
+    return {0: leads} if leads and fits else {}
+
+
+def _broadcasts(source: list[int], shape: list[int]) -> bool:
+    aligned = zip(reversed(source), reversed(shape), strict=False)
+    return len(source) <= len(shape) and all(size in (1, to) or min(size, to) < 0 for size, to in aligned)
+
+
+def _broadcast(sources: Sequence[Any], given: Sequence[Axes], rank: int) -> dict[int, tuple[Root, ...]]:
+    found: dict[int, tuple[Root, ...]] = {}
+    for source, axes in zip(sources, given, strict=True):
+        for axis, roots in axes.items():
+            place = axis + rank - len(source.shape)
+            if source.shape[axis] != 1 and (place not in found or not any(root.of_batch for root in found[place])):
+                found[place] = roots
+    return found
+
+
+def _reshaped(before: list[int], shape: list[int], axes: Axes) -> dict[int, tuple[Root, ...]]:
+    unknown = [axis for axis in sorted(axes) if before[axis] < 0]
+    places = [axis for axis, size in enumerate(shape) if size < 0]
+    if unknown and len(places) == 1:
+        return {places[0]: tuple(root for axis in unknown for root in axes[axis])}
+    if unknown:
+        return {place: axes[axis] for place, axis in zip(places, unknown, strict=False)}
+    found: dict[int, tuple[Root, ...]] = {}
+    for axis, roots in axes.items():
+        ahead, place, passed = math.prod(before[:axis]), 0, 1
+        while place < len(shape) - 1 and (passed < ahead or shape[place] == 1 != before[axis]):
+            passed *= shape[place]
+            place += 1
+        found[place] = (*found.get(place, ()), *roots)
+    return found
+
+
+def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> dict[int, tuple[Root, ...]]:
+    axis = operator.attrs().get("axis")
+    if axis is None:
+        axis = (integers(sources[2]) or [0])[0] if len(sources) > 2 else 0
+    width = len(sources[1].shape)
+    found = {axis + place: roots for place, roots in given[1].items()}
+    for place, roots in given[0].items():
+        if place != axis:
+            found[place if place < axis else place + width - 1] = roots
+    return found
+
+
+def _multiplied(
+    operator: Any, shape: list[int], sources: Sequence[Any], given: Sequence[Axes]
+) -> dict[int, tuple[Root, ...]]:
+    """Of a matrix product: the leading dimensions of both, the rows of the first, the columns of the second."""
+    found: dict[int, tuple[Root, ...]] = {}
+    for source, axes, contracted in zip(sources[:2], given[:2], contracted_axes(operator, sources), strict=True):
+        rank = len(source.shape)
+        kept = {contracted, rank - 1, rank - 2} if rank > 1 else {contracted}
+        for axis, roots in axes.items():
+            if axis == contracted:
+                continue
+            place = axis + len(shape) - rank
+            if axis in kept and rank > 1:
+                place = len(shape) - (1 if source is sources[1] else 2)
+                if len(shape) < max(len(each.shape) for each in sources[:2]):
+                    place = len(shape) - 1
+            found.setdefault(place, roots)
+    return found
+
+
+def contracted_axes(operator: Any, sources: Sequence[Any]) -> tuple[int, int]:
+    """The dimension of each factor over which a matrix product sums."""
+    attributes, (first, second) = operator.attrs(), (len(source.shape) for source in sources[:2])
+    return (
+        first - 2 if attributes["transpose_x"] and first > 1 else first - 1,
+        second - 1 if attributes["transpose_y"] or second == 1 else second - 2,
+    )

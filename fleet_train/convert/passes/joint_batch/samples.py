@@ -1,0 +1,158 @@
+"""Rules for operators on values that are per sample: what they take over the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet_train.convert.passes.joint_batch.axes import (
+    Axes,
+    Root,
+    carried,
+    contracted_axes,
+    integers,
+    of_batch,
+    reduced_axes,
+)
+from fleet_train.convert.passes.joint_batch.kinds import (
+    ADDS,
+    ALONG,
+    CHOOSES,
+    CONSTANTS_LIKE,
+    EXTREMES,
+    MEANS,
+    MOVES,
+    SIZED_BY,
+    SUMS,
+    Kind,
+    Step,
+    difference,
+    is_float,
+    total,
+)
+from fleet_train.convert.passes.joint_batch.numbers import Numbers
+
+
+class Samples:
+    """Notes what operators with operands per sample take over the batch. One that is not known and keeps the samples
+    is taken to compute each of them alone."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers, self._found = numbers, numbers.found
+
+    def results_of(self, step: Step) -> dict[int, Kind]:
+        """The kinds of an operator's results, by their id."""
+        if step.name in ("shape", "shape64"):
+            axes, rank = step.kinds[0].axes, len(step.sources[0].shape)
+            return {step.operator.result(0).id: Kind(sizes=tuple(axes.get(axis, ()) for axis in range(rank)))}
+        self._join_numbers(step)
+        degree = self._degree(step.values)
+        reduces = step.name in (*SUMS, *MEANS, *EXTREMES, "numel")
+        reduced = reduced_axes(step.operator, step.name, step.sources) if reduces else None
+        results = {}
+        for result in step.operator.results():
+            if not result.initialized():
+                continue
+            if not result.is_dense_tensor_type():
+                results[result.id] = Kind(step.kinds[0].axes, degree, learned=step.learned)
+                continue
+            axes = carried(step.operator, step.name, result, step.sources, [kind.axes for kind in step.kinds], reduced)
+            results[result.id] = self._result(step, result, axes, reduced or set(), degree)
+        return results
+
+    def _join_numbers(self, step: Step) -> None:
+        sized_by = SIZED_BY.get(step.name, ())
+        for place, (operand, kind) in enumerate(zip(step.operands, step.kinds, strict=True)):
+            is_size = place in sized_by or (kind.sizes is not None and not is_float(operand.value))
+            if (kind.own or kind.shared) and not is_size:
+                self._numbers.join(operand, kind, back=True)
+
+    def _degree(self, step: Step) -> int | None:
+        if step.name in ("multiply", "matmul", "einsum"):
+            return total(kind.degree for kind in step.kinds)
+        if step.name == "divide":
+            return difference(*step.kinds)
+        if step.name in (*ADDS, *CHOOSES, "concat", "stack"):
+            return self._numbers.one_degree(step, int(step.name == "where" and len(step.kinds) > 1))
+        if step.name in (*MOVES, *SUMS[:1], *MEANS):
+            return step.kinds[0].degree
+        if step.name == "scale":
+            return step.kinds[0].degree if not step.operator.attrs()["bias"] else self._numbers.shifted(step)
+        if step.name in CONSTANTS_LIKE:
+            return 0
+        self._numbers.to_joint(step)
+        return 0
+
+    def _result(self, step: Step, result: Any, axes: Axes, reduced: set[int], degree: int | None) -> Kind:
+        first, name = step.kinds[0].axes, step.name
+        over = of_batch(first).intersection(reduced)
+        if self._meet(step, axes, over):
+            self._found.undecided.append((step.operator, _MEETING))
+            return Kind(axes, None, learned=step.learned)
+        if of_batch(axes) or not any(of_batch(kind.axes) for kind in step.kinds):
+            return Kind(axes, degree, learned=step.learned)
+        if name != "nll_loss" and step.operator.has_attr("reduction") and not over:
+            name, over, reduced = step.operator.attrs()["reduction"], of_batch(first), set(first)
+        number = Kind(axes, degree, own=True, learned=step.learned)
+        summed = Kind(axes, total((degree, 1)), own=True, learned=step.learned)
+        if name == "numel":
+            roots = tuple(root for each in first.values() for root in each)
+            return Kind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))
+        if name in MEANS and over:
+            roots = tuple(root for axis in sorted(reduced) for root in first.get(axis, ()))
+            return self._mean(result, roots, number)
+        if name == "nll_loss" and step.operator.attrs()["reduction"] == "mean" and result.index() == 0:
+            weights = step.sources[2] if len(step.sources) > 2 else None
+            ignored = step.operator.attrs()["ignore_index"]
+            return self._mean(result, (Root(step.sources[1], None, weights=weights, ignored=ignored),), number)
+        if (name in SUMS and over) or name in ("nll_loss", "matmul", "einsum"):
+            return summed
+        if not result.use_empty() and "batch_norm" not in name:
+            self._found.undecided.append((step.operator, "what it takes of the batch is not known"))
+        return Kind(axes, None, learned=step.learned)
+
+    def _mean(self, result: Any, roots: tuple[Root, ...], kind: Kind) -> Kind:
+        if all(root.is_static for root in roots):
+            self._found.has_fixed_counts = True
+        else:
+            self._found.means[result.id] = roots
+        return kind
+
+    def _meet(self, step: Step, axes: Axes, over: set[int]) -> bool:
+        """Whether samples are computed with each other."""
+        operator, given = step.operator, [of_batch(kind.axes) for kind in step.kinds]
+        if step.name == "einsum":
+            return _meet_in(operator.attrs()["equation"], given)
+        if step.name == "matmul":
+            summed = [
+                axis in batch for axis, batch in zip(contracted_axes(operator, step.sources), given, strict=False)
+            ]
+            if any(summed) != all(summed):
+                return True
+        if step.name in EXTREMES:
+            return bool(over)
+        if step.name in ALONG:
+            return bool(given[0].intersection(_along(operator, step.sources)))
+        return len(of_batch(axes)) > max(map(len, given))
+
+
+_MEETING = "samples meet each other"
+
+
+def _meet_in(equation: str, given: list[set[int]]) -> bool:
+    """Whether samples of two operands meet in a sum of products: more than one letter stands for them."""
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    if "." in equation:
+        return True
+    letters = {term[axis] for term, batch in zip(terms, given, strict=True) for axis in batch}
+    without = [term for term, batch in zip(terms, given, strict=True) if batch and not letters.intersection(term)]
+    return len(letters) > 1 or bool(without)
+
+
+def _along(operator: Any, sources: list[Any]) -> set[int]:
+    """The dimensions along which an operator computes."""
+    rank, attributes = len(sources[0].shape), operator.attrs()
+    axes = attributes.get("axis")
+    if axes is None and len(sources) > 1:
+        axes = integers(sources[1])
+    axes = [axes] if isinstance(axes, int) else axes or []
+    return {axis % rank for axis in axes} if rank else set()
