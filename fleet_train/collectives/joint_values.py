@@ -24,7 +24,7 @@ from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, S
 from fleet_train.collectives.groups import new_group
 from fleet_train.collectives.host_ops import emit_link, token
 from fleet_train.collectives.job import Job
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ScheduleMismatch
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
 
 _OWN_THREAD = -1
@@ -214,11 +214,11 @@ def joint_values_of(program: Any, job: Job) -> JointValues:
 
 
 def refuse_unlike(shapes: Mapping[int, Sequence[int]]) -> None:
-    """Raise ConversionError, on every rank alike, unless the ranks' values differ in their numbers of samples only."""
+    """Raise ScheduleMismatch, on every rank alike, unless the ranks' values differ in their numbers of samples only."""
     own = next(iter(shapes.values()))
     for rank, shape in shapes.items():
         if list(shape[1:]) != list(own[1:]):
-            raise ConversionError(
+            raise ScheduleMismatch(
                 f"fleet.all_gather_samples: rank 0 has samples of shape {list(own[1:])}, rank {rank} of shape "
                 f"{list(shape[1:])}; they may differ in their number alone: pad them to one size"
             )

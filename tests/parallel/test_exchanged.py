@@ -22,6 +22,7 @@ from fleet_train import fleet
 from fleet_train.convert.passes.exchanged import mean_with_gradient
 from fleet_train.convert.passes.pipeline import merge_gradients
 from fleet_train.convert.passes.precision import lower_precision
+from fleet_train.errors import FleetTrainError, ScheduleMismatch
 from fleet_train.profile import Profile
 from tests.support.ranks import RanksResult, run_ranks
 from tests.support.worker import digest, report
@@ -223,12 +224,173 @@ def compared(case: Case) -> dict[str, Any]:
     return {"apart": apart / moved, "moved": moved, "losses": losses, "state": digest(ended)}
 
 
+class Held:
+    """A program of which a script holds values from before ``minimize``."""
+
+    def __init__(self, alone: bool) -> None:
+        self.values: dict[str, Any] = {}
+        self.copies: list[Any] = []
+        self.program = Program(Case(self._network, self._minimize), alone)
+
+    def _network(self, joint: Joint, x: Any, y: Any) -> Any:
+        queries, keys = towers(x, y)
+        everyone, first = joint.all(keys), joint.offset(keys)
+        logits = paddle.matmul(queries, everyone, transpose_y=True)
+        labels = first + paddle.arange(paddle.shape(keys)[0])
+        each = nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = joint.share(each, number_of(everyone))
+        gradients = static.gradients([loss], [keys, y])
+        names = ["samples", "offset", "logits", "gradient of keys", "gradient of y"]
+        self.values = dict(zip(names, [everyone, first, logits, *gradients], strict=True))
+        return loss
+
+    def _minimize(self, optimizer: Any, loss: Any, alone: bool) -> None:
+        program = static.default_main_program()
+        self.copies.append(program.clone())
+        plainly(optimizer, loss, alone)
+        data = [op.result(0) for op in program.global_block().ops if op.name() == "pd_op.data"]
+        inputs = [value for value in data if value.name in "xy"]
+        self.copies.append(static.normalize_program(program, inputs, [self.values["logits"]]))
+
+    def run(self, x: Any, y: Any) -> dict[str, Any]:
+        return dict(zip(self.values, self.program.run(x, y, list(self.values.values()))[1:], strict=True))
+
+    def evaluated(self, copy: Any, x: Any, y: Any) -> Any:
+        """The logits in a copy of the program."""
+        logits = [op.result(0) for op in copy.global_block().ops if op.name() == "pd_op.matmul"][2]
+        with static.scope_guard(self.program.scope):
+            return self.program.exe.run(copy, feed={"x": x, "y": y}, fetch_list=[logits])[0]
+
+    def exported(self, folder: Path, x: Any, y: Any) -> Any:
+        """The logits of the program that is written for inference."""
+        exe, program = self.program.exe, self.program
+        with static.scope_guard(program.scope):
+            static.save(program.main, str(folder / "saved" / f"{fleet.worker_index()}"))
+            fleet.save_inference_model(exe, folder / "exported", program.inputs, [self.values["logits"]])
+        loaded, feeds, fetched = static.load_inference_model(str(folder / "exported" / "model"), exe)
+        return exe.run(loaded, feed=dict(zip(feeds, (x, y), strict=True)), fetch_list=fetched)[0]
+
+
+def held(folder: Path) -> dict[str, Any]:
+    """How far what is held is from one process, by name; and evaluations, which have a rank's own samples."""
+    many, one = Held(alone=False), Held(alone=True)
+    one.program.start_from(many.program.state())
+    ranks, worst = fleet.worker_num(), dict.fromkeys(many.values, 0.0)
+
+    def compare(name: str, found: Any, expected: Any) -> None:
+        assert found.shape == expected.shape, (name, found.shape, expected.shape)
+        worst[name] = max(worst.get(name, 0.0), float(np.abs(found - expected).max(initial=0.0)))
+
+    for step in range(STEPS):
+        (x, y), own = batch(step, SIZES[ranks], "float64")
+        found, expected = many.run(x[own], y[own]), one.run(x, y)
+        compare("offset", found["offset"], np.array([own.start]))
+        for name in ("samples", "logits", "gradient of keys", "gradient of y"):
+            whole = expected[name] if name == "samples" else expected[name][own]
+            compare(name, found[name] / (ranks if "gradient" in name else 1), whole)
+        alone = one.evaluated(one.copies[0], x[own], y[own])
+        if fleet.worker_index() == 0:  # no other rank takes part
+            for when, copy in zip(("before", "after"), many.copies, strict=True):
+                compare(f"evaluated {when}", many.evaluated(copy, x[own], y[own]), alone)
+    compare("exported", many.exported(folder, x[own], y[own]), one.evaluated(one.copies[0], x[own], y[own]))
+    return worst
+
+
+def said_of(network: Callable[[Any, Any], Any], minimize: Minimize = plainly, width: int = FEATURES) -> str:
+    """What a script hears whose network is wrong; ``width``: of this rank's samples."""
+    with static.program_guard(static.Program(), static.Program()):
+        x, y = (static.data(name, [None, None], "float64") for name in "xy")
+        try:
+            minimize(momentum(), network(x, y), False)
+            exe = static.Executor(fleet.place())
+            exe.run(static.default_startup_program())
+            fed = np.ones((2, width))
+            exe.run(feed={"x": fed, "y": fed}, fetch_list=[])
+        except FleetTrainError as error:
+            return str(error)
+    return ""
+
+
+def weighted(value: Any) -> Any:
+    return (value * paddle.create_parameter([1], "float64")).sum()
+
+
+def in_a_branch(x: Any, y: Any) -> Any:
+    is_large = x.sum() > 0
+    return weighted(static.nn.cond(is_large, lambda: fleet.all_gather_samples(x).sum(), lambda: y.sum()))
+
+
+def of_its_own_gradient(x: Any, y: Any) -> Any:
+    del y
+    x.stop_gradient = False
+    everyone = fleet.all_gather_samples(paddle.tanh(weighted(x) * x))
+    (slope,) = static.gradients([(everyone * everyone).sum()], [x])
+    return (slope * slope).sum()
+
+
+def by_the_inner_optimizer(optimizer: Any, loss: Any, alone: bool) -> None:
+    del alone
+    optimizer.minimize(loss)
+
+
+def after_minimize(optimizer: Any, loss: Any, alone: bool) -> None:
+    plainly(optimizer, loss, alone)
+    fleet.all_gather_samples(loss.reshape([1]))
+
+
+def gathered(x: Any, y: Any) -> Any:
+    return weighted(fleet.all_gather_samples(x)) + y.sum()
+
+
+def refusals() -> dict[str, str]:
+    return {
+        "branch": said_of(in_a_branch),
+        "second gradient": said_of(of_its_own_gradient),
+        "inner optimizer": said_of(gathered, by_the_inner_optimizer),
+        "after minimize": said_of(lambda x, y: weighted(x) + y.sum(), after_minimize),
+        "no samples": said_of(lambda x, y: weighted(fleet.all_gather_samples(x.sum())) + y.sum()),
+        "no value": said_of(lambda x, y: weighted(fleet.sample_offset(3)) + y.sum()),
+        "right": said_of(gathered),
+    }
+
+
+DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+def dtypes() -> dict[str, list[Any]]:
+    """What rank ``r`` gets of 2 (of a fixed batch) or of ``r`` samples of value ``r``, cast to each dtype; and NaN."""
+    rank, found = fleet.worker_index(), dict[str, list[Any]]()
+    for rows in (2, None):
+        with static.program_guard(static.Program(), static.Program()):
+            x = static.data("x", [rows, 2], "float32")
+            values = [fleet.all_gather_samples(x.cast(dtype)) for dtype in DTYPES]
+            values += [fleet.all_gather_samples(paddle.log(-x))]
+            shapes = [list(value.shape) for value in values]
+            plainly(momentum(), (weighted(values[-2]) + weighted(values[-3])).sum(), False)
+            exe = static.Executor(fleet.place())
+            exe.run(static.default_startup_program())
+            fed = np.full((rank if rows is None else rows, 2), rank + 1.0, "float32")
+            got = exe.run(feed={"x": fed}, fetch_list=[value.cast("float64") for value in values])
+            found[str(rows)] = [[array[:, 1].tolist() for array in got[:-1]], bool(np.isnan(got[-1]).all()), shapes]
+    return found
+
+
 def main() -> None:
     paddle.enable_static()
     fleet.init()
     paddle.seed(7)
     for name in sys.argv[1:]:
-        report(fleet.worker_index(), **{name: compared((ON_ALL | ON_TWO)[name])})
+        if name == "held":
+            found: Any = held(Path.cwd())
+        elif name == "refusals":
+            found = refusals()
+        elif name == "dtypes":
+            found = dtypes()
+        elif name == "unlike":
+            found = said_of(gathered, width=FEATURES + fleet.worker_index())
+        else:
+            found = compared((ON_ALL | ON_TWO)[name])
+        report(fleet.worker_index(), **{name: found})
 
 
 def ranks_with(folder: Path, ranks: int, cases: Sequence[str], **options: Any) -> RanksResult:
@@ -237,7 +399,7 @@ def ranks_with(folder: Path, ranks: int, cases: Sequence[str], **options: Any) -
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RanksResult]:
-    cases = {2: [*ON_ALL, *ON_TWO], 3: [*ON_ALL], 4: [*ON_ALL]}
+    cases = {2: [*ON_ALL, *ON_TWO, "held", "refusals", "dtypes"], 3: [*ON_ALL], 4: [*ON_ALL]}
     return {ranks: ranks_with(tmp_path_factory.mktemp(f"{ranks}"), ranks, names) for ranks, names in cases.items()}
 
 
@@ -258,6 +420,46 @@ def test_samples_meet_those_of_all_ranks(on_ranks: dict[int, RanksResult], name:
 @pytest.mark.parametrize("name", ON_TWO)
 def test_they_meet_under_every_pass(on_ranks: dict[int, RanksResult], name: str) -> None:
     refuse_apart(on_ranks[2].of_all(name), ON_TWO[name])
+
+
+def test_what_a_script_holds_is_that_of_one_process(on_ranks: dict[int, RanksResult]) -> None:
+    """An evaluation and a program that is written have a rank's own samples."""
+    first, second = on_ranks[2].of_all("held")
+    assert {name: far for name, far in {**first, **second}.items() if not far < 1e-12} == {}
+    assert {"evaluated before", "evaluated after", "exported"} <= first.keys()
+
+
+def test_samples_of_any_dtype_are_gathered(on_ranks: dict[int, RanksResult]) -> None:
+    for found in on_ranks[2].of_all("dtypes"):
+        for rows, expected in (("2", [1.0, 1.0, 2.0, 2.0]), ("None", [2.0])):
+            values, is_nan, shapes = found[rows]
+            assert values == [[min(each, 1.0) for each in expected], *[expected] * (len(DTYPES) - 1)]
+            assert is_nan
+            assert shapes == [[-1, 2]] * (len(DTYPES) + 1)
+
+
+HEARD = {
+    "branch": "fleet.all_gather_samples is inside a control-flow block, where communication has no order",
+    "second gradient": "the gradient of its gradient is not exchanged",
+    "inner optimizer": "call it before minimize of the optimizer that fleet.distributed_optimizer returns",
+    "after minimize": "the program trains, and this value is that of each rank alone",
+    "no samples": "was given a value of shape []: it needs a first dimension",
+    "no value": "fleet.sample_offset was given int; it takes a value of a static program",
+}
+
+
+@pytest.mark.parametrize("name", HEARD)
+def test_a_script_hears_what_is_wrong(on_ranks: dict[int, RanksResult], name: str) -> None:
+    for said in on_ranks[2].of_all("refusals"):
+        assert HEARD[name] in said[name]
+        assert said["right"] == ""
+
+
+def test_samples_of_unlike_shapes_are_named(tmp_path: Path) -> None:
+    result = ranks_with(tmp_path, 2, ["unlike"], check=False)
+    words = "rank 0 has samples of shape [6], rank 1 of shape [7]; they may differ in their number alone"
+    assert words in result.ranks[0].output, result.report()
+    assert result.exit_codes == [ScheduleMismatch.exit_code] * 2
 
 
 def test_they_meet_where_collectives_end_late(tmp_path: Path) -> None:
