@@ -247,8 +247,7 @@ class GradientExchange:
         return self.check.is_asked_for and not self._now.is_synchronous(1)
 
     def arrive(self) -> None:
-        """Called at the start of a step that ends with an update; also by a part of the program that is run alone, if
-        that exchanges something."""
+        """Called at the start of a step that ends with an update; also by a part of the program that is run alone."""
         if not self._job.trains:
             return
         now = self._trainings.begin()

@@ -236,12 +236,14 @@ def _local_sgd(profile: Profile) -> list[Note]:
 def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Note]:
     """Notes on a rank's own pass, which does not change what is sent, except for batch norm."""
     notes = []
+    nbytes = sum(sent.nbytes for sent in statistics)
+    effect = f"{len(statistics)} exchanges per pass, {nbytes} bytes of a rank in all"
     if profile.sync_batch_norm:
-        nbytes = sum(sent.nbytes for sent in statistics)
-        effect = f"{len(statistics)} exchanges per pass, {nbytes} bytes of a rank in all"
         notes.append(
             Note("sync_batch_norm", effect if statistics else "no batch norm in training mode, so nothing to send")
         )
+    elif statistics:
+        notes.append(Note("average_over", f"numbers of the batch: {effect}"))
     if profile.amp_level != "O0":
         scale = ", with a loss scale" if profile.amp_dtype == "float16" else ""
         notes.append(

@@ -153,6 +153,8 @@ _SWITCHES = {
         "; periods grow up to local_sgd_max_steps, Fleet's up to 16",
     ),
     "collective_mode": Switch("local_sgd", (("use_local_sgd", True),)),
+    "gradient_scale_configs.scale_strategy": Switch("sum", (("average_over", "nothing"),)),
+    "build_strategy.gradient_scale_strategy": Switch(1, (("average_over", "nothing"),)),
     **dict.fromkeys(
         ("calc_comm_same_stream", "_calc_comm_same_stream"), Switch(True, (("collective_stream", "calc"),))
     ),
@@ -301,7 +303,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "dgc_configs.rampup_step": (1,),
     "dgc_configs.sparsity": ([], None),
     "gradient_merge_configs.avg": (True,),
-    "gradient_scale_configs.scale_strategy": ("avg",),
+    "gradient_scale_configs.scale_strategy": ("avg",),  # average_over: ranks
     "build_strategy.reduce_strategy": (0,),
     "build_strategy.gradient_scale_strategy": (0,),
     **{f"build_strategy.{name}": (True,) for name in _ON_BY_DEFAULT},

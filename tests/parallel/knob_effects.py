@@ -326,6 +326,17 @@ def batch_norm(profile: Profile) -> Ran:
     return trained.end()
 
 
+def unequal(profile: Profile) -> Ran:
+    """The mean of a parameter times samples: three ones on rank 0, one five on rank 1."""
+
+    def build() -> Any:
+        return paddle.mean(parameter("w0", [1]) * paddle.static.data("x", [None, 1]))
+
+    trained = Trained(profile, build)
+    trained.step({"x": [np.ones((3, 1), "float32"), np.full((1, 1), 5.0, "float32")][fleet.worker_index()]})
+    return trained.end()
+
+
 def lowered(profile: Profile) -> Ran:
     """The forward program that a GPU would get. A CPU has no kernels for it, so that its operators are only read."""
     main, inner = paddle.static.Program(), paddle.optimizer.SGD(1.0)
@@ -410,7 +421,8 @@ def embedding(profile: Profile) -> Ran:
 
 
 RUNS: dict[str, Callable[..., Ran]] = {
-    run.__name__: run for run in (linear, on_streams, layers, batch_norm, lowered, scaled, trainer, memory, embedding)
+    run.__name__: run
+    for run in (linear, on_streams, layers, batch_norm, unequal, lowered, scaled, trainer, memory, embedding)
 }
 
 

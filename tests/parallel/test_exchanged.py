@@ -349,7 +349,7 @@ def refusals() -> dict[str, str]:
         "inner optimizer": said_of(gathered, by_the_inner_optimizer),
         "after minimize": said_of(lambda x, y: weighted(x) + y.sum(), after_minimize),
         "no samples": said_of(lambda x, y: weighted(fleet.all_gather_samples(x.sum())) + y.sum()),
-        "no value": said_of(lambda x, y: weighted(fleet.sample_offset(3)) + y.sum()),
+        "no value": said_of(lambda _, y: weighted(fleet.sample_offset(3)) + y.sum()),
         "right": said_of(gathered),
     }
 

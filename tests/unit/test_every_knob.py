@@ -121,7 +121,7 @@ def on_small_program() -> Iterator[Any]:
     """Three blocks, of which the second has the parameter that `other_values` names."""
     programs = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(*programs), paddle.utils.unique_name.guard():
-        value = paddle.static.data("x", [8, 6], "float32")
+        value = paddle.static.data("x", [None, 6], "float32")
         for number in range(3):
             weight = paddle.ParamAttr(name=f"w{(number + 2) % 3}")
             value = nn.functional.relu(nn.BatchNorm1D(6)(nn.Linear(6, 6, weight_attr=weight)(value)))

@@ -102,7 +102,7 @@ def test_a_strategy_from_a_profile_its_name_or_file_may_be_changed_and_the_profi
         ("execution_strategy.thread", 3, "exec_strategy.thread: unknown attribute"),
         ("exec_strategy.num_threads", 0, "DistributedStrategy.num_threads: given 0; allowed"),
         ("exec_strategy.num_iteration_per_run", 2, "one run of the executor is one step"),
-        ("build_strategy.gradient_scale_strategy", 1, "multiply the loss by the number of ranks"),
+        ("build_strategy.gradient_scale_strategy", 2, "for another scale, scale the loss"),
     ],
 )
 def test_a_wrong_assignment_is_an_error_at_once(path: str, value: object, message: str) -> None:
@@ -242,6 +242,14 @@ def test_contradictions_are_reported_when_the_strategy_is_used(given: dict[str, 
     with pytest.raises(ProfileError) as caught:
         strategy.to_profile()
     assert str(caught.value).startswith(f"DistributedStrategy.{message}")
+
+
+def test_the_sum_over_ranks_is_asked_for_by_both_of_fleets_names() -> None:
+    strategies = [DistributedStrategy() for _ in range(3)]
+    strategies[0].build_strategy.gradient_scale_strategy = 1
+    strategies[1].gradient_scale_configs = {"scale_strategy": "sum"}
+    strategies[2].gradient_scale_configs = {"scale_strategy": "avg"}
+    assert [settings_of(each).get("average_over") for each in strategies] == ["nothing", "nothing", None]
 
 
 def test_a_switch_and_a_configuration_over_a_profile_that_has_them_on() -> None:

@@ -25,9 +25,7 @@ from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
 from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.exchanged import exchange_marked, with_own_values
-from fleet_train.convert.passes.joint_batch.micro_batches import MicroBatches
-from fleet_train.convert.passes.joint_batch.remarks import say
-from fleet_train.convert.passes.joint_batch.rewrite import take_over_ranks
+from fleet_train.convert.passes.joint_batch.rewrite import say, take_over_ranks
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
 from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.convert.passes.recompute import recompute_segments
@@ -36,6 +34,7 @@ from fleet_train.convert.planning import in_ready_order
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 from fleet_train.profile import Profile
+from fleet_train.profile.knobs import refuse_unknown
 from fleet_train.profile.methods.base import CollectiveSpec
 
 Pairs = list[tuple[Any, Any]]
@@ -96,17 +95,21 @@ class ProgramPasses:
     def _over_ranks(self, loss: Any) -> Any:
         """What to derive gradients from: ``loss``, taken over the batches of all ranks and micro-batches."""
         profile, micro_batches = self._profile, self._profile.accumulate_steps
+        refuse_unknown("average_over", profile.average_over, ("samples", "ranks", "nothing"), "mean")
         if profile.average_over == "ranks":
             if remark := remark_on_batch_sum(loss, self._job.world_size, micro_batches):
                 log_once([remark], self._job.cluster.rank)
             return loss
         if profile.average_over == "nothing":
             return scaled(loss, float(self._job.world_size))
-        has_local_steps = profile.use_local_sgd and (profile.local_sgd_steps, profile.local_sgd_schedule) != (
-            1,
-            "constant",
-        )
-        if has_local_steps or self._job.world_size * micro_batches == 1:
+        period = (profile.local_sgd_steps, profile.local_sgd_schedule)
+        if profile.use_local_sgd and period != (1, "constant"):
+            notice = (
+                "average_over: samples: LocalSGD's local steps send nothing, so each rank's loss is its own batch's"
+            )
+            log_once([notice], self._job.cluster.rank)
+            return loss
+        if self._job.world_size * micro_batches == 1:
             return loss
         joint = take_over_ranks(loss, self._job, micro_batches)
         say(joint.found, self._job)
@@ -246,6 +249,42 @@ def _count_micro_batches(accumulate_steps: int) -> Any:
     boundary = with_this_one >= accumulate_steps
     paddle.assign(paddle.where(boundary, paddle.zeros_like(with_this_one), with_this_one), count)
     return boundary
+
+
+class MicroBatches:
+    """Appends the weights of one program's micro-batches, relative to the first one of an update: equal counts have
+    weights of exactly 1."""
+
+    def __init__(self, count: Any, micro_batches: int) -> None:
+        """``count``: of this micro-batch, float64 []. At the current insertion point."""
+        first = persistable(unique_name.generate("gradient_merge_first_count"), paddle.float64)
+        weights = persistable(unique_name.generate("gradient_merge_weights"), paddle.float64)
+        count = count.reshape([1])
+        one = paddle.ones_like(count)
+        reference = paddle.where(first == 0, paddle.where(count == 0, one, count), first)
+        self._weight = count / reference
+        self._total = weights + self._weight
+        paddle.assign(reference, first)
+        paddle.assign(self._total, weights)
+        self._micro_batches = micro_batches
+        self.buffers = (first, weights)
+        """Variables that are to be 0 after an update."""
+
+    def weighted(self, loss: Any) -> Any:
+        """``loss`` times the weight of this micro-batch."""
+        return loss * self._weight.cast(loss.dtype).reshape([1] * len(loss.shape))
+
+    def of_update(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The pairs of an update, with gradients over the weights' sum instead of the number of micro-batches."""
+        return [
+            (parameter, gradient if gradient is None else gradient * self.factor.cast(gradient.dtype))
+            for parameter, gradient in pairs
+        ]
+
+    @property
+    def factor(self) -> Any:
+        """What averaged gradients are to be multiplied by, float64 [1]; at the current insertion point."""
+        return float(self._micro_batches) / self._total
 
 
 class LossScaler:
