@@ -20,6 +20,29 @@ from fleet_train.collectives.host_ops import is_link
 BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
 """Batch norms that update running statistics: a mean and a variance, their second and third operand."""
 
+_RANDOM = frozenset(
+    f"pd_op.{name}"
+    for name in (
+        *("bernoulli", "binomial", "dirichlet", "exponential_", "gumbel_softmax", "multinomial", "poisson"),
+        *("randint", "randperm", "rrelu", "standard_gamma"),
+    )
+)
+"""Random operators without an attribute "seed"."""
+
+
+def draws(operator: Any) -> bool:
+    """Whether an operator can draw at random."""
+    return operator.name() in _RANDOM or operator.has_attr("seed") or operator.has_attr("rng_name")
+
+
+def is_random(operator: Any) -> bool:
+    """Whether it does so with its settings, in training."""
+    if not draws(operator):
+        return False
+    rates = [operator.attrs()[name] for name in ("dropout_prob", "dropout") if operator.has_attr(name)]
+    is_test = operator.has_attr("is_test") and operator.attrs()["is_test"]
+    return not is_test and (not rates or any(rates))
+
 
 def nested_operators(operator: Any) -> Iterator[Any]:
     """The operators in the sub-blocks of a control-flow operator, at every depth."""
@@ -30,13 +53,13 @@ def nested_operators(operator: Any) -> Iterator[Any]:
                 yield from nested_operators(inner)
 
 
-def operators_behind(value: Any) -> list[Any]:
-    """The operators of the main block that ``value`` depends on, in program order.
+def operators_behind(value: Any, *others: Any) -> list[Any]:
+    """The operators of the main block that ``value`` and ``others`` depend on, in program order.
 
     Operators in sub-blocks are left out; what they read from the main block is not.
     """
     behind: set[int] = set()
-    waiting = [value]
+    waiting = [value, *others]
     while waiting:
         operator = waiting.pop().get_defining_op()
         if operator is None or operator.id() in behind:

@@ -18,15 +18,11 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.host_ops import emit_hold
-from fleet_train.convert.passes.program import BATCH_NORMS, all_inputs_of, inputs_of, operators_behind
+from fleet_train.convert.passes.program import BATCH_NORMS, all_inputs_of, draws, inputs_of, operators_behind
 from fleet_train.convert.passes.sync_norm import FORWARD_MARK
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 
-# Random operators without an attribute "seed". Random values must not be drawn again.
-_RANDOM = frozenset(
-    f"pd_op.{name}" for name in ("bernoulli", "binomial", "dirichlet", "multinomial", "poisson", "standard_gamma")
-)
 _HOLDS_STATE = ("pd_op.data", "pd_op.feed")
 _COMBINE = "builtin.combine"
 
@@ -193,10 +189,11 @@ def _is_repeatable(operator: Any) -> bool:
     return bool(
         name.startswith(("pd_op.", "builtin."))
         and (not name.endswith("_") or _moves_no_average(operator))
-        and name not in (*_RANDOM, *_HOLDS_STATE)
+        and name not in _HOLDS_STATE
+        and not draws(operator)  # random values must not be drawn again
         and not operator.num_regions()
         and not _touches_array(operator)
-        and not any(operator.has_attr(mark) for mark in ("seed", "rng_name", "parameter_name"))
+        and not operator.has_attr("parameter_name")
     )
 
 

@@ -217,6 +217,21 @@ def assert_bit_equal(ways: list[Any], network: Any) -> int:
     return int(trained.result)
 
 
+def tossed(features: Any) -> Any:
+    hidden = nn.Linear(FEATURES, 24)(features)
+    for _ in range(3):
+        hidden = F.tanh(nn.Linear(24, 24)(hidden * paddle.randint(1, 4, [24]).astype("float32")))
+        hidden = paddle.index_select(hidden, paddle.randperm(24), axis=1)
+    return nn.Linear(24, CLASSES)(hidden)
+
+
+def test_random_integers_are_drawn_once() -> None:
+    plain, recomputed = Trained(momentum, network=tossed), Trained(momentum, minimize_recomputed(5), tossed)
+    for name in ("pd_op.randint", "pd_op.randperm"):
+        assert recomputed.operators().count(name) == plain.operators().count(name) == 3
+    assert assert_bit_equal([minimize_recomputed(0), minimize_recomputed(5)], tossed) > 3
+
+
 def test_random_and_in_place_operators_run_once() -> None:
     plain, recomputed = Trained(momentum, network=deep), Trained(momentum, minimize_recomputed(5), deep)
     for name in ("pd_op.dropout", "pd_op.batch_norm_"):
