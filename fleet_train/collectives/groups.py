@@ -55,6 +55,24 @@ def new_group(job: Peers, ranks: Sequence[int]) -> Any:
     return group
 
 
+def group_inside_program(job: Peers) -> Any:
+    """The group of what a program exchanges in its own passes; called by all ranks in the same order.
+
+    If communicators have threads, it is not one of the gradients': those send during the backward pass, in an order
+    that does not depend on the program. On streams it is the first of them: the program has one order for all, and a
+    device that runs two communicators' kernels at the same time may choose another order than its peer.
+    """
+    return new_group(job, list(range(job.cluster.world_size))) if job.engine.side_by_side else job.communicators(1)[0]
+
+
+def all_gathered(job: Peers, group: Any, row: Any) -> Stages[Any]:
+    """``row`` [n] of every rank of the job, in rank order: [world_size, n]."""
+    ranks = job.cluster.world_size
+    rows = paddle.empty([ranks * row.shape[0]], row.dtype)
+    yield Stage((Collective("all_gather", group, row, output=rows),))
+    return rows.reshape([ranks, -1])
+
+
 @contextmanager
 def forming(ranks: Sequence[int]) -> Iterator[None]:
     """Errors of Paddle in the body are failures that a restart may overcome, unless the interface does not exist."""

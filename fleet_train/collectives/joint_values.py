@@ -21,7 +21,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
-from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.groups import all_gathered, group_inside_program
 from fleet_train.collectives.host_ops import emit_link, token
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
@@ -33,7 +33,7 @@ not the same on every rank."""
 
 
 @dataclass
-class Samples:
+class SampleNumbers:
     """The numbers of samples of all ranks in the run that was last; empty: a rank has its own alone."""
 
     numbers: list[int] = field(default_factory=list)
@@ -60,11 +60,8 @@ class JointValues:
 
     def connect(self) -> None:
         """Form the group, once. Not done while emitting: planning without a cluster emits as well."""
-        job = self._job
-        if self._group is not None:
-            return
-        alone = job.engine.side_by_side
-        self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
+        if self._group is None:
+            self._group = group_inside_program(self._job)
 
     def start_means(self, what: str, values: Sequence[Any]) -> None:
         """Insert the operator that starts the exchange of ``values``, named ``what``, once they are computed."""
@@ -101,7 +98,7 @@ class JointValues:
     def gather(self, what: str, value: Any, zero: Any) -> tuple[Any, Any]:
         """Insert the operator that has all ranks' samples: returns the index of this rank's first one among them (int64
         [1]), and them, in rank order. ``zero``: that index on one card. Its gradient is summed by ``sum_of_own``."""
-        samples = Samples()
+        samples = SampleNumbers()
 
         def exchange(_: Any, own: Any) -> list[Any]:
             samples.numbers.clear()
@@ -151,7 +148,7 @@ class JointValues:
         context = CallContext(self._moment, what, self._job.timeout_seconds)
         return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
 
-    def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: Samples) -> Stages[list[Any]]:
+    def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: SampleNumbers) -> Stages[list[Any]]:
         """Sent as bytes, so that any dtype works; ranks with fewer samples send zeros behind them."""
         yield HAND_OVER
         by_rank = shapes.result()
@@ -167,13 +164,12 @@ class JointValues:
         if own.shape[0] < most:
             sent = paddle.concat([sent, paddle.zeros([(most - own.shape[0]) * size], sent.dtype)])
         row = paddle.view(sent, "uint8")
-        rows = paddle.empty([len(numbers) * row.shape[0]], "uint8")
-        yield Stage((Collective("all_gather", self._group, row, output=rows),))
+        rows = yield from all_gathered(self._job, self._group, row)
         received = paddle.view(rows, sent.dtype).reshape([len(numbers), most, *own.shape[1:]])
         parts = [received[rank, :number] for rank, number in enumerate(numbers) if number]
         return [first, paddle.concat(parts).cast(own.dtype)]
 
-    def _summed(self, gradient: Any, samples: Samples) -> Stages[Any]:
+    def _summed(self, gradient: Any, samples: SampleNumbers) -> Stages[Any]:
         """In float32 at least: Gloo's sum of float16 is infinite."""
         rank = self._job.cluster.rank
         total = gradient.cast("float32" if gradient.element_size() < 4 else gradient.dtype).reshape([-1])
@@ -186,9 +182,7 @@ class JointValues:
     def _means(self, tensors: Sequence[Any]) -> Stages[list[Any]]:
         """Of ranks with equal values, a rank's own bits."""
         own = paddle.concat([tensor.reshape([-1]).cast("float64") for tensor in tensors])
-        rows = paddle.empty([self._job.world_size * own.shape[0]], own.dtype)
-        yield Stage((Collective("all_gather", self._group, own, output=rows),))
-        rows = rows.reshape([self._job.world_size, -1])
+        rows = yield from all_gathered(self._job, self._group, own)
         means = paddle.where((rows == own).all(0), own, rows.mean(0))
         parts = paddle.split(means, [tensor.size for tensor in tensors])
         return [part.reshape(tensor.shape).cast(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
@@ -200,7 +194,7 @@ class JointValues:
         self.exchanges.append(CollectiveSpec(kind, elements * item_bytes, item_bytes, flat=True))
 
 
-_samples: dict[str, Samples] = {}
+_samples: dict[str, SampleNumbers] = {}
 """By the name of the operator that gathers them: Paddle cannot read such an operator's attributes."""
 
 _of_programs: weakref.WeakKeyDictionary[Any, JointValues] = weakref.WeakKeyDictionary()

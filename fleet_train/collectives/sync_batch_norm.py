@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
-from fleet_train.collectives.groups import new_group
+from fleet_train.collectives.groups import all_gathered, group_inside_program
 from fleet_train.collectives.host_ops import emit_barrier, emit_link, token
 from fleet_train.collectives.job import Job
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
@@ -46,12 +46,7 @@ class Statistics:
 
 
 class RankStatistics:
-    """Emits the exchanges of one program. All ranks call ``connect`` at the same point before the program runs.
-
-    If communicators have threads, its group is not one of the gradients': those send during the backward pass, in an
-    order independent of the statistics. On streams it is the first of them: the program has one order for all, and a
-    device that runs two communicators' kernels at the same time may choose another order than its peer.
-    """
+    """Emits the exchanges of one program. All ranks call ``connect`` at the same point before the program runs."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -62,9 +57,7 @@ class RankStatistics:
 
     def connect(self) -> None:
         """Form the group. Not done while emitting: planning without a cluster emits as well."""
-        job = self._job
-        alone = job.engine.side_by_side
-        self._group = new_group(job, list(range(job.world_size))) if alone else job.communicators(1)[0]
+        self._group = group_inside_program(self._job)
 
     def start(self) -> Any:
         """A token after a barrier of all ranks: Gloo would wait for a busy rank for only 30 s and not name it."""
@@ -76,7 +69,7 @@ class RankStatistics:
 
         def run(*tensors: Any) -> Stages[list[Any]]:
             values, rest = tensors[:layers], tensors[layers : 3 * layers]
-            rows = yield from self._gathered(packed(values, rest[:layers], rest[layers:]))
+            rows = yield from all_gathered(self._job, self._group, packed(values, rest[:layers], rest[layers:]))
             return combined(rows, [mean.shape[0] for mean in rest[:layers]])
 
         means = [each.mean for each in local]
@@ -115,16 +108,10 @@ class RankStatistics:
     def _gathers_sums(self) -> bool:
         return self._job.world_size <= _MOST_RANKS_THAT_GATHER
 
-    def _gathered(self, row: Any) -> Stages[Any]:
-        """``row`` [n] of every rank, in rank order: [world_size, n]."""
-        rows = paddle.empty([self._job.world_size * row.shape[0]], row.dtype)
-        yield Stage((Collective("all_gather", self._group, row, output=rows),))
-        return rows.reshape([self._job.world_size, -1])
-
     def _summed(self, row: Any) -> Stages[Any]:
         """The sum of ``row`` [n] over the ranks: the same bits on each. May overwrite ``row``."""
         if self._gathers_sums:
-            return (yield from self._gathered(row)).sum(0)
+            return (yield from all_gathered(self._job, self._group, row)).sum(0)
         yield Stage((Collective("all_reduce", self._group, row),))
         return row
 

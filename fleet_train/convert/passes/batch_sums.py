@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleet_train.convert.passes.joint_batch.axes import constant, integers
 from fleet_train.convert.passes.program import inputs_of, operators_behind
 
 Degrees = dict[float | None, Any]
@@ -21,7 +22,6 @@ _PARTLY = 0.5
 _UNKNOWN: Degrees = {None: None}
 _SAME = ("scale", "cast", "reshape", "transpose", "squeeze", "unsqueeze", "flatten", "assign", "share_data")
 _SUMS = ("add", "subtract", "add_n", "concat", "stack", "combine", "maximum", "minimum", "clip")
-_CONSTANTS = ("full", "full_int_array")
 # Weights of terms are seldom as small and as round as one over such a number, which may count samples.
 _LEAST_COUNT = 4
 
@@ -78,7 +78,7 @@ def _degrees(operator: Any, result: Any, known: dict[int, Degrees], parts: int) 
     if name == "squared_l2_norm":
         return _summed(operator, _only_per_sample(given), _unknown_axes(sources[0]), _unknown_axes(sources[0]))
     if name in ("multiply", "divide", "scale") and len(sources) > 1:
-        if (factor := _constant(sources[1])) is not None:
+        if (factor := constant(sources[1])) is not None:
             return _weighed(given[0], factor if name != "divide" else 1 / (factor or 1.0), parts)
         return _product(given[0], given[1], divided=name == "divide")
     if name == "slice" and _short(sources[0].get_defining_op()) in ("shape", "shape64"):
@@ -110,7 +110,7 @@ def _of_input(value: Any) -> Degrees:
 def _of_size(operator: Any, sources: Sequence[Any]) -> Degrees:
     """An element of a shape: the size of one dimension."""
     shape = sources[0].get_defining_op().operand_source(0).shape
-    starts, ends = (_integers(source) for source in sources[1:3])
+    starts, ends = (integers(source) for source in sources[1:3])
     if starts is None or ends is None or len(starts) != 1:
         return _UNKNOWN
     sizes = list(shape)[starts[0] : ends[0]]
@@ -121,7 +121,7 @@ def _of_size(operator: Any, sources: Sequence[Any]) -> Degrees:
 
 def _reduced(operator: Any, sources: Sequence[Any], given: Degrees, *, is_sum: bool) -> Degrees:
     shape = list(sources[0].shape)
-    axes = _integers(sources[1]) if len(sources) > 1 else _attribute(operator, "axis") or []
+    axes = integers(sources[1]) if len(sources) > 1 else _attribute(operator, "axis") or []
     if axes is None:
         return _UNKNOWN
     axes = axes or list(range(len(shape)))
@@ -213,19 +213,6 @@ def _works_along_batch(operator: Any, sources: Sequence[Any]) -> bool:
 
 def _unknown_axes(value: Any) -> int:
     return sum(size < 0 for size in value.shape) if value.is_dense_tensor_type() else 0
-
-
-def _constant(value: Any) -> float | None:
-    operator = value.get_defining_op()
-    return float(operator.attrs()["value"]) if _short(operator) == "full" else None
-
-
-def _integers(value: Any) -> list[int] | None:
-    operator = value.get_defining_op()
-    if _short(operator) not in _CONSTANTS:
-        return None
-    value = operator.attrs()["value"]
-    return [int(number) for number in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
 def _attribute(operator: Any, name: str) -> Any:

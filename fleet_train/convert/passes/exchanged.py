@@ -22,7 +22,7 @@ from fleet_train.convert.passes.program import line_of
 from fleet_train.errors import ConversionError
 
 MARK = "fleet_train_exchanged"
-"""The attribute of a marked operator: ``SAMPLES``, ``FIRST`` or ``MEAN``."""
+"""The attribute of a marked operator: ``SAMPLES``, ``FIRST``, ``MEAN`` or ``NUMBER``."""
 SAMPLES, FIRST, MEAN, NUMBER = "samples", "first", "mean", "number"
 _TO_THE_END, _INFERRED, _UNKNOWN = 2**31 - 1, [1], [-1]
 _FORWARD, _GRADIENT = "pd_op.slice", "pd_op.slice_grad"
@@ -35,16 +35,12 @@ _INCOMING = 1
 def mean_with_gradient(value: Any) -> Any:
     """``value`` (without a batch dimension, floating point), once converted its mean over ranks; its gradient is the
     mean over ranks of the incoming one. At the current insertion point."""
-    if not value.shape:
-        return mean_with_gradient(value.reshape([1])).reshape([])
-    return _marked(value, MEAN, _TO_THE_END, _INFERRED)
+    return _number(value, MEAN)
 
 
 def mean_over_ranks(value: Any) -> Any:
     """As ``mean_with_gradient``, for a value that all ranks compute with alike: its gradient is the incoming one."""
-    if not value.shape:
-        return mean_over_ranks(value.reshape([1])).reshape([])
-    return _marked(value, NUMBER, _TO_THE_END, _INFERRED)
+    return _number(value, NUMBER)
 
 
 def all_samples(value: Any) -> Any:
@@ -147,6 +143,12 @@ def _exchange_samples(marks: Sequence[Any], joint: JointValues) -> None:
 
 def _value_of_zeros(zeros: Any) -> Any:
     return zeros.get_defining_op().operand_source(0).get_defining_op().operand_source(0)
+
+
+def _number(value: Any, mark: str) -> Any:
+    """A ``slice`` has at least one dimension."""
+    marked = _marked(value if value.shape else value.reshape([1]), mark, _TO_THE_END, _INFERRED)
+    return marked if value.shape else marked.reshape([])
 
 
 def _marked(value: Any, mark: str, end: int, infer: list[int]) -> Any:

@@ -276,8 +276,9 @@ class MicroBatches:
 
     def of_update(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The pairs of an update, with gradients over the weights' sum instead of the number of micro-batches."""
+        factor = self.factor
         return [
-            (parameter, gradient if gradient is None else gradient * self.factor.cast(gradient.dtype))
+            (parameter, gradient if gradient is None else gradient * factor.cast(gradient.dtype))
             for parameter, gradient in pairs
         ]
 

@@ -44,19 +44,31 @@ def integers(value: Any) -> list[int] | None:
     return [int(number) for number in held] if isinstance(held, (list, tuple)) else [int(held)]
 
 
-def reduced_axes(operator: Any, name: str, sources: Sequence[Any]) -> set[int] | None:
-    """The dimensions of its first operand that a reduction takes together; None if they are computed."""
-    rank = len(sources[0].shape)
-    attributes = operator.attrs()
-    if name in ("mean_all", "squared_l2_norm", "numel") or attributes.get("reduce_all") or attributes.get("asvector"):
-        return set(range(rank))
-    axes = attributes.get("axis")
+def constant(value: Any) -> float | None:
+    """The number that a value holds; None if it is computed."""
+    operator = value.get_defining_op()
+    return float(operator.attrs()["value"]) if operator is not None and operator.name() == "pd_op.full" else None
+
+
+def named_axes(operator: Any, sources: Sequence[Any]) -> set[int] | None:
+    """The dimensions of its first operand that an operator names, by an attribute or its second operand; None if they
+    are computed."""
+    rank, axes = len(sources[0].shape), operator.attrs().get("axis")
     if axes is None:
         axes = integers(sources[1]) if len(sources) > 1 else []
     if axes is None:
         return None
-    axes = list(axes) if isinstance(axes, (list, tuple)) else [axes]
-    return {axis % rank for axis in axes} if axes and rank else set(range(rank))
+    return {axis % rank for axis in ([axes] if isinstance(axes, int) else axes)} if rank else set()
+
+
+def reduced_axes(operator: Any, name: str, sources: Sequence[Any]) -> set[int] | None:
+    """The dimensions of its first operand that a reduction takes together, all if it names none; None if they are
+    computed."""
+    everything, attributes = set(range(len(sources[0].shape))), operator.attrs()
+    if name in ("mean_all", "squared_l2_norm", "numel") or attributes.get("reduce_all") or attributes.get("asvector"):
+        return everything
+    named = named_axes(operator, sources)
+    return None if named is None else named or everything
 
 
 def carried(
@@ -80,19 +92,15 @@ def _moved(
 ) -> dict[int, tuple[Root, ...]]:
     first, before = given[0], list(sources[0].shape)
     if reduced is not None:
-        if len(shape) == len(before):
-            return {axis: roots for axis, roots in first.items() if axis not in reduced}
-        kept = [axis for axis in range(len(before)) if axis not in reduced]
-        return {place: first[axis] for place, axis in enumerate(kept) if axis in first}
+        left = {axis: roots for axis, roots in first.items() if axis not in reduced}
+        return left if len(shape) == len(before) else _without(left, reduced)
     match name:
         case "transpose":
             return {place: first[axis] for place, axis in enumerate(operator.attrs()["perm"]) if axis in first}
         case "reshape" | "flatten" | "squeeze" | "unsqueeze":
             return _reshaped(before, shape, first)
         case "slice":
-            gone = set(operator.attrs()["decrease_axis"])
-            kept = [axis for axis in range(len(before)) if axis not in gone]
-            return {place: first[axis] for place, axis in enumerate(kept) if axis in first}
+            return _without(first, set(operator.attrs()["decrease_axis"]))
         case "stack":
             where = operator.attrs()["axis"] % len(shape)
             return {axis + (axis >= where): roots for axis, roots in _broadcast(sources, given, len(shape) - 1).items()}
@@ -120,6 +128,11 @@ def _moved(
     leads = next(iter(of_samples or leading), None)
     fits = shape and leads and (shape[0] < 0 or any(root.is_static for root in leads))
     return {0: leads} if leads and fits else {}
+
+
+def _without(axes: Axes, gone: set[int]) -> dict[int, tuple[Root, ...]]:
+    """What is left where the dimensions ``gone`` are taken out."""
+    return {axis - sum(each < axis for each in gone): roots for axis, roots in axes.items() if axis not in gone}
 
 
 def _broadcasts(source: list[int], shape: list[int]) -> bool:

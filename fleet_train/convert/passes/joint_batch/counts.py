@@ -12,15 +12,10 @@ from fleet_train.convert.passes.exchanged import mean_over_ranks
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
 from fleet_train.convert.passes.joint_batch.axes import Root
 from fleet_train.convert.passes.joint_batch.kinds import is_float
-from fleet_train.convert.passes.program import line_of, operators_behind
+from fleet_train.convert.passes.program import draws, line_of, operators_behind
 from fleet_train.errors import ConversionError
 
 _DECLARES = ("pd_op.data", "builtin.parameter", "pd_op.full", "pd_op.full_int_array", "builtin.constant")
-# To draw numbers in another order would change them.
-_RANDOM = (
-    "dropout", "uniform", "gaussian", "bernoulli", "randint", "randperm", "multinomial", "exponential", "poisson",
-    "truncated_gaussian_random", "rrelu", "gumbel_softmax", "standard_gamma", "binomial", "dirichlet",
-)  # fmt: skip
 
 
 class Counts:
@@ -86,6 +81,8 @@ class Counts:
 
     def refuse_several(self) -> None:
         """Raise ConversionError for what one weight per micro-batch does not make the joint batch's."""
+        if not self._is_merged:
+            return
         found = self._analysis.found
         places: dict[Any, Any] = {}
         for use in found.uses:
@@ -100,7 +97,10 @@ class Counts:
             raise ConversionError(_needs_all("several numbers of the batch", places.values()))
 
     def single(self) -> Any:
-        """The mean over ranks of the only count, float64 []; None if there is none. Inserted at the current place."""
+        """The mean over ranks of the only count, by which micro-batches are weighted: float64 [], inserted at the
+        current place. None if there is none, or one micro-batch."""
+        if not self._is_merged:
+            return None
         found = self._analysis.found
         for use in found.uses:
             if use.is_joined:
@@ -151,11 +151,11 @@ def _makers(value: Any) -> list[Any]:
 
 
 def _may_move(operator: Any) -> bool:
+    """Not what draws at random: numbers that are drawn in another order are others."""
     name = operator.name()
-    short = name.rpartition(".")[2]
-    if short.endswith("_"):
-        return short in ("assign_value_", "share_data_")
-    return name.startswith(("pd_op.", "builtin.")) and not operator.num_regions() and short not in _RANDOM
+    if name.endswith("_"):
+        return name in ("pd_op.assign_value_", "pd_op.share_data_")
+    return name.startswith(("pd_op.", "builtin.")) and not operator.num_regions() and not draws(operator)
 
 
 def _read_by(root: Root) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fleet_train.convert.passes.joint_batch.axes import Root, integers
+from fleet_train.convert.passes.joint_batch.axes import Root, constant, integers
 from fleet_train.convert.passes.joint_batch.kinds import (
     ADDS,
     CHOOSES,
@@ -120,7 +120,7 @@ class Numbers:
     def _scaled(self, step: Step) -> Kind:
         """Times a constant, plus a constant."""
         kind, operator = replace(step.kinds[0], learned=step.learned), step.operator
-        factor = _constant(step.sources[1]) if len(step.sources) > 1 else None
+        factor = constant(step.sources[1]) if len(step.sources) > 1 else None
         if kind.degree and operator.attrs()["bias"]:
             if kind.own and not step.learned:  # so that it is sent early
                 self.join(step.operands[0], kind)
@@ -196,8 +196,3 @@ def _of_shape(step: Step) -> Kind:
     if len(sizes) > 1 and step.name != "prod":
         return Kind(sizes=sizes)
     return Kind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))
-
-
-def _constant(value: Any) -> float | None:
-    operator = value.get_defining_op()
-    return float(operator.attrs()["value"]) if operator is not None and operator.name() == "pd_op.full" else None

@@ -15,7 +15,7 @@ from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.convert.passes.exchanged import mean_over_ranks, mean_with_gradient
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
 from fleet_train.convert.passes.joint_batch.counts import Counts
-from fleet_train.convert.passes.joint_batch.kinds import Findings, Kind, Use, is_float
+from fleet_train.convert.passes.joint_batch.kinds import Findings, Kind, Use, is_float, short
 from fleet_train.convert.passes.program import line_of, nested_operators
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
@@ -75,13 +75,11 @@ class Rewrite:
         for use in self._found.uses:
             self._uses.setdefault((use.operand.operator.id(), use.operand.place), []).append(use)
         self._counts = Counts(analysis, values, set(state.joined), is_merged=micro_batches > 1)
-        self._merges = micro_batches > 1
 
     def carry_out(self, loss: Any) -> JointLoss:
         """Returns what to derive gradients from."""
         self._counts.start()
-        if self._merges:
-            self._counts.refuse_several()
+        self._counts.refuse_several()
         behind = {operator.id() for operator in self._analysis.behind}
         for operator in [each for each in loss.block.ops if each.id() in behind]:
             self._rewire(operator)
@@ -95,7 +93,7 @@ class Rewrite:
         factor = float(self._analysis.shares**self._found.power)
         target = target if factor == 1.0 else scaled(target, factor)
         paddle.pir.set_insertion_point_after(target.get_defining_op())
-        return JointLoss(target, self._counts.single() if self._merges else None, self._found)
+        return JointLoss(target, self._counts.single(), self._found)
 
     def _current(self, value: Any) -> Any:
         return self._state.replaced.get(value.id, value)
@@ -192,6 +190,5 @@ def say(found: Findings, job: Job) -> None:
 
 
 def _line(operator: Any) -> str:
-    name = str(operator.name()).rpartition(".")[2].rstrip("_")
     line = line_of(operator)
-    return f"{line}, {name}" if line else name
+    return f"{line}, {short(operator)}" if line else short(operator)

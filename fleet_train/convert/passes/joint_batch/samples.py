@@ -9,7 +9,7 @@ from fleet_train.convert.passes.joint_batch.axes import (
     Root,
     carried,
     contracted_axes,
-    integers,
+    named_axes,
     of_batch,
     reduced_axes,
 )
@@ -131,7 +131,7 @@ class Samples:
         if step.name in EXTREMES:
             return bool(over)
         if step.name in ALONG:
-            return bool(given[0].intersection(_along(operator, step.sources)))
+            return bool(given[0].intersection(named_axes(operator, step.sources) or ()))
         return len(of_batch(axes)) > max(map(len, given))
 
 
@@ -146,13 +146,3 @@ def _meet_in(equation: str, given: list[set[int]]) -> bool:
     letters = {term[axis] for term, batch in zip(terms, given, strict=True) for axis in batch}
     without = [term for term, batch in zip(terms, given, strict=True) if batch and not letters.intersection(term)]
     return len(letters) > 1 or bool(without)
-
-
-def _along(operator: Any, sources: list[Any]) -> set[int]:
-    """The dimensions along which an operator computes."""
-    rank, attributes = len(sources[0].shape), operator.attrs()
-    axes = attributes.get("axis")
-    if axes is None and len(sources) > 1:
-        axes = integers(sources[1])
-    axes = [axes] if isinstance(axes, int) else axes or []
-    return {axis % rank for axis in axes} if rank else set()
