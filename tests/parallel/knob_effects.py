@@ -326,11 +326,11 @@ def batch_norm(profile: Profile) -> Ran:
     return trained.end()
 
 
-def unequal(profile: Profile) -> Ran:
-    """The mean of a parameter times samples: three ones on rank 0, one five on rank 1."""
+def unequal(profile: Profile, taken: str = "mean") -> Ran:
+    """The mean, or the sum, of a parameter times samples: three ones on rank 0, one five on rank 1."""
 
     def build() -> Any:
-        return paddle.mean(parameter("w0", [1]) * paddle.static.data("x", [None, 1]))
+        return getattr(paddle, taken)(parameter("w0", [1]) * paddle.static.data("x", [None, 1]))
 
     trained = Trained(profile, build)
     trained.step({"x": [np.ones((3, 1), "float32"), np.full((1, 1), 5.0, "float32")][fleet.worker_index()]})

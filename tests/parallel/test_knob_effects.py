@@ -53,7 +53,7 @@ class Case:
         }
 
 
-OPTIONS = ("steps", "optimizer", "gradients", "shapes", "overflows")
+OPTIONS = ("steps", "optimizer", "gradients", "shapes", "overflows", "taken")
 
 
 def case(
@@ -416,6 +416,7 @@ _ALL = [
     ),
     case("sync_batch_norm", False, run="batch_norm", running_mean=ByRank([[0.0], [0.2]])),
     case("average_over", "samples", run="unequal", moved=[2.0]),
+    case("average_over", "samples", _ALONE, run="unequal", taken="sum", moved=[8.0]),
     case("average_over", "ranks", run="unequal", moved=[3.0]),
     case("average_over", "nothing", run="unequal", moved=[6.0]),
     case("recompute_segments", 2, run="layers", tanhs=6),

@@ -91,8 +91,9 @@ class Rewrite:
                 self._divide_bias(operator)
         target = self._current(loss)
         factor = float(self._analysis.shares**self._found.power)
-        target = target if factor == 1.0 else scaled(target, factor)
         paddle.pir.set_insertion_point_after(target.get_defining_op())
+        if factor != 1.0:
+            target = scaled(target, factor)
         return JointLoss(target, self._counts.single(), self._found)
 
     def _current(self, value: Any) -> Any:
