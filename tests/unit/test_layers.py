@@ -185,3 +185,10 @@ def test_files_are_never_read_as_pickles_or_as_yaml_with_objects() -> None:
     assert found_in_sources(f"{pickles}|{others}") == {
         "spawning/shipping.py": {"cloudpickle.loads"}  # from the socket pair of the process that it has started
     }
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    listed = re.search(r"^packages = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("*.py")}
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == folders | {"fleet_train.strategies"}
