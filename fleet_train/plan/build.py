@@ -35,8 +35,8 @@ def build_chosen(
     """The plan for ``gradients``, given in the order in which the backward pass finishes them. ``profile`` has no open
     settings (see `fleet_train.plan.choose`).
 
-    ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what synchronised batch
-    norm exchanges in one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
+    ``averaged``: what LocalSGD averages, parameters and running statistics. ``statistics``: what is
+    exchanged inside one pass. ``state_values_per_parameter``: of the optimizer. Pure: the same arguments give the
     same plan on every rank. Raises ProfileError for a hierarchy that the cluster cannot have.
     """
     asked = buckets_of(profile)

@@ -53,7 +53,7 @@ def _per_update(plan: CommPlan) -> list[str]:
         lines = [f"in the warm-up, per update: {gradients}", f"after it: {averaging}"]
     if plan.statistics:
         number = _count(len(plan.statistics) * plan.accumulate_steps, "collective")
-        lines.append(f"of these for synchronised batch norm: {number}, not overlapped")
+        lines.append(f"of these inside the passes (batch norm, values of all ranks): {number}, not overlapped")
     return lines + _tables(plan)
 
 

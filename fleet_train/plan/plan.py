@@ -126,7 +126,8 @@ class CommPlan:
     waits_for_each: bool = False
     """``sync_nccl_allreduce``: a bucket is waited for before the next operator starts."""
     statistics: tuple[CollectiveSpec, ...] = ()
-    """Synchronised batch norm: the exchanges of one forward and backward pass, which overlap nothing."""
+    """The exchanges of one forward and backward pass, which overlap nothing: of synchronised batch norm, of samples
+    (the bytes of one where their number is unknown) and of other values of all ranks."""
     profile_name: str = ""
     profile_digest: str = ""
     chosen: str = ""
@@ -210,7 +211,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
     for here, there in zip(_flat(ours), _flat(theirs), strict=True):
         if here != there:
             return f"{_describe(here)} here, {_describe(there)} there"
-    for key, what in (("statistics", "exchanges of synchronised batch norm"), ("averaging", "what LocalSGD averages")):
+    for key, what in (("statistics", "exchanges inside the passes"), ("averaging", "what LocalSGD averages")):
         if ours[key] != theirs[key]:
             return f"{what}: {_short(ours[key])} here, {_short(theirs[key])} there"
     return None

@@ -211,6 +211,8 @@ def batch(step: int, sizes: Sequence[int], dtype: str) -> tuple[Any, slice]:
 
 def compared(case: Case) -> dict[str, Any]:
     many, one = Program(case, alone=False), Program(case, alone=True)
+    plan = fleet.plan()
+    sent = [[each.kind, each.nbytes] for each in plan.statistics] if plan else []
     start = many.state()
     one.start_from(start)
     losses = []
@@ -221,7 +223,7 @@ def compared(case: Case) -> dict[str, Any]:
     ended, expected = many.state(), one.state()
     moved = max(float(np.abs(expected[name] - start[name]).max()) for name in start)
     apart = max(float(np.abs(ended[name] - expected[name]).max()) for name in start)
-    return {"apart": apart / moved, "moved": moved, "losses": losses, "state": digest(ended)}
+    return {"apart": apart / moved, "moved": moved, "losses": losses, "state": digest(ended), "sent": sent}
 
 
 class Held:
@@ -415,6 +417,14 @@ def refuse_apart(results: list[Any], case: Case) -> None:
 @pytest.mark.parametrize("name", ON_ALL)
 def test_samples_meet_those_of_all_ranks(on_ranks: dict[int, RanksResult], name: str, ranks: int) -> None:
     refuse_apart(on_ranks[ranks].of_all(name), ON_ALL[name])
+
+
+def test_the_plan_has_the_exchanges_of_a_pass(on_ranks: dict[int, RanksResult]) -> None:
+    """Of samples, whose number is unknown, the bytes of one."""
+    row = WIDTH * 8
+    assert on_ranks[2].of_all("momentum")[0]["sent"] == [["allgather", row], ["allreduce", row]]
+    means = [["allgather", nbytes] for nbytes in (8, row, row, row, row)]
+    assert on_ranks[2].of_all("hand-made norm")[0]["sent"] == means
 
 
 @pytest.mark.parametrize("name", ON_TWO)

@@ -156,7 +156,7 @@ def test_every_difference_is_named_on_every_rank(tmp_path: Path) -> None:
         "variable on one rank": "environment.NCCL_DEBUG has no value here (values are not shown)",
         "optimizer's state": "2 parameters, 0 statistics and 1 values of the optimizer's state per parameter, "
         "every 2 steps here, 2 parameters, 0 statistics and 2 values",
-        "batch norm": "exchanges of synchronised batch norm: 2 of 132 bytes here, 0 of 0 bytes there",
+        "batch norm": "exchanges inside the passes: 2 of 132 bytes here, 0 of 0 bytes there",
         "steps per epoch": "steps per epoch: rank 0 (127.0.0.2:",
     }
     told = run("mismatches", tmp_path, 3, check=True).of_all("told")

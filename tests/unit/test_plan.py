@@ -92,9 +92,7 @@ def test_what_is_averaged_is_a_difference() -> None:
     assert first_difference(ours, theirs) == f"what LocalSGD averages: {words} here, nothing there"
     assert first_difference(theirs, ours) == f"what LocalSGD averages: nothing here, {words} there"
     later = ours | {"statistics": [{"nbytes": 8}, {"nbytes": 4}]}
-    assert first_difference(ours, later) == (
-        "exchanges of synchronised batch norm: 0 of 0 bytes here, 2 of 12 bytes there"
-    )
+    assert first_difference(ours, later) == ("exchanges inside the passes: 0 of 0 bytes here, 2 of 12 bytes there")
 
 
 def test_means_of_float64_are_taken_in_float64_and_all_others_in_float32() -> None:
