@@ -55,6 +55,8 @@ DEVICE_POLL_SECONDS = 2e-3
 """Between two looks at whether a device is done, at first and at most: a blocking wait would hold Python's lock."""
 LEAVE_SECONDS = 60
 """How long a rank that leaves waits for its device, and then for the other ranks to leave."""
+VERIFY_SECONDS = 1800.0
+"""How long rank 0 may compute with the joint batch, for which the other ranks wait: a step of all of them, twice."""
 WATCHDOG_POLL_SECONDS = 0.1
 """Between two looks of the watchdog at what is in flight."""
 WATCHDOG_ASK_SECONDS = 2.0

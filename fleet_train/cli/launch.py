@@ -67,10 +67,28 @@ _STOCK_FLAGS = {
 }
 
 
+_VERIFY = "--verify_joint_batch"
+
+
 class _LaunchCommand(click.Command):
+    def _with_steps(self, args: list[str]) -> list[str]:
+        """``--verify_joint_batch``, where the script or another flag follows it, with its number of steps: click would
+        take the script for that."""
+        takes_value = {
+            name: not each.is_flag for each in self.params if isinstance(each, click.Option) for name in each.opts
+        }
+        place = 0
+        while place < len(args) and args[place].startswith("-"):
+            name = args[place] if args[place][:2] != "--" else f"--{args[place][2:].replace('-', '_')}"
+            following = args[place + 1 : place + 2]
+            if name == _VERIFY and not (following and following[0].isdigit()):
+                return [*args[: place + 1], "1", *args[place + 1 :]]
+            place += 1 + takes_value.get(name, False)
+        return args
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._with_steps(args))
         except click.NoSuchOption as error:
             hint = _STOCK_FLAGS.get(error.option_name.replace("-", "_").replace("__", "--", 1))
             if hint is None:
@@ -205,6 +223,14 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     is_flag=True,
     help="Ranks that train without each other, or on the same samples, are an error. [default: a message; or "
     "FLEET_TRAIN_STRICT=1]",
+)
+@click.option(
+    _VERIFY,
+    type=WholeNumberRange(min=0),
+    default=0,
+    metavar="[STEPS]",
+    help="In the first steps, 1 unless given, compare the gradient of the ranks with that of one process with all "
+    "their data, and say how near it is; with --strict a difference is an error.",
 )
 @click.option(
     "--trace",

@@ -30,6 +30,8 @@ from fleet_train.errors import ClusterError
 
 SETTINGS = "FLEET_TRAIN_SET"
 """The variable with the settings of ``--set``: a JSON list of the texts ``knob=value``."""
+CHECKS = "FLEET_TRAIN_VERIFY_JOINT_BATCH"
+"""The variable with the number of steps of ``--verify_joint_batch``."""
 TRACE = "FLEET_TRAIN_TRACE"
 """The variable with the steps of ``--trace``, such as ``100-104``."""
 
@@ -144,6 +146,14 @@ def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: 
     words += [f"--set {knob}" for knob in lost]
     is_first = environ.get("PADDLE_TRAINER_ID", "0") == "0"
     return f"the launcher's {' and '.join(words)} is not used: the program has its own" if words and is_first else ""
+
+
+def asked_checks(environ: Mapping[str, str]) -> int:
+    """In how many steps the ranks' gradient is compared with that of the joint batch (``--verify_joint_batch``)."""
+    steps = _integer(environ, CHECKS, 0)
+    if steps < 0:
+        raise ClusterError(f"{CHECKS}={steps} is not a number of steps; give --verify_joint_batch instead")
+    return steps
 
 
 def asked_trace(environ: Mapping[str, str]) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from fleet_train.collectives.finite import IGNORE, SKIP
 from fleet_train.collectives.host_ops import emit_finish, emit_is_spoilt, onednn_flags
 from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
-from fleet_train.convert import process
+from fleet_train.convert import process, verify
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
 from fleet_train.convert.foreign import refuse_foreign, refuse_unreached, trained_of, untrained_of
 from fleet_train.convert.paddle_calls import PaddleCalls, leaves_one_process_alone, refuse_dynamic_mode
@@ -211,12 +211,16 @@ class DistributedOptimizer(PaddleCalls):
         with paddle.static.program_guard(main, startup):
             separate_results_of_branches(main)
             settle_assignments(loss)
+            check = verify.current and verify.current.begin_check(loss, self._profile)
             pairs = self._passes.backward(
                 loss, lambda target: self._inner.backward(target, startup, parameters, no_grad_set, callbacks)
             )
             refuse_unreached(parameters, pairs, self._job.advise)
             several = self._job.world_size > 1 and self._job.engine.reads_values
-            return parameters_first(pairs, self._passes.held) if several else pairs
+            pairs = parameters_first(pairs, self._passes.held) if several else pairs
+            if verify.current and check:
+                verify.current.follow(check, pairs, parameters, no_grad_set, self._passes.loss_scale_name)
+            return pairs
 
     def apply_gradients(self, params_grads: ParamsGrads) -> Any:
         """Append communication and update to the current program (``paddle.static.program_guard``).
@@ -232,6 +236,8 @@ class DistributedOptimizer(PaddleCalls):
         None where another rank has them, or where only the rows of a table are made."""
         main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
         self._applied.append(main)
+        if verify.current:
+            verify.current.note_update(main)
         refuse_clip_of_sums(self._profile, self._inner)
         if self._profile.nonfinite == SKIP and self._skipping is None:
             self._wraps.append(SkipNotFinite().guard)  # last, so that nothing else sees such gradients
@@ -316,7 +322,8 @@ class DistributedOptimizer(PaddleCalls):
         if owners is not None:
             chain = owners.fill(chain)
         exchange.kept = self._kept
-        remove_dense_gradients(main, [item.value for item in ready if item.rows])
+        if not verify.current:
+            remove_dense_gradients(main, [item.value for item in ready if item.rows])
         self._keep_statistics(main)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)

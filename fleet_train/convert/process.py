@@ -91,6 +91,7 @@ _replaced: list[_Replaced] = []
 _hooks: list[Hook] = []
 _last_hooks: list[Hook] = []
 _on_runs: list[Callable[[Any, Any], None]] = []
+_after_runs: list[Callable[[Any], Any]] = []
 _explanations: list[Callable[[Any, Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
 
@@ -324,6 +325,12 @@ def on_each_run(act: Callable[[Any, Any], None]) -> None:
         _on_runs.append(act)
 
 
+def after_each_run(take: Callable[[Any], Any]) -> None:
+    """From now on ``take(results)`` is called with what a run has fetched, and returns what the script gets of it. Call
+    `before_each_run` as well."""
+    _after_runs.append(take)
+
+
 def _hook_runs() -> None:
     import paddle
 
@@ -359,6 +366,8 @@ def _hook_runs() -> None:
             finally:
                 recorder.end(event)
             trace.after_run()
+            for take in _after_runs:
+                results = take(results)
             return results
 
         replace(paddle.static.Executor, "run", run_with_hooks)
@@ -375,6 +384,7 @@ def put_back() -> None:
     _hooks.clear()
     _last_hooks.clear()
     _on_runs.clear()
+    _after_runs.clear()
     _explanations.clear()
     while _replaced:
         last = _replaced.pop()

@@ -21,7 +21,7 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.cluster.environment import asked_trace, is_strict, join_timeout_seconds, log_folder
+from fleet_train.cluster.environment import asked_checks, asked_trace, is_strict, join_timeout_seconds, log_folder
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
@@ -29,7 +29,7 @@ from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join, probe
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
-from fleet_train.convert import process
+from fleet_train.convert import process, verify
 from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.exchanged import forgotten
@@ -246,6 +246,8 @@ def begin(role: Any, strategy: Any) -> Session:
     job.describe_steps = _session.describe_steps
     if not imagined_job:
         process.before_each_run(refuse_foreign_fetches, is_last=True)
+        if checks := asked_checks(os.environ):
+            verify.begin(job, checks)
     if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
         process.before_each_run(_session.on_feed, is_last=True)

@@ -17,7 +17,7 @@ from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import ADVICE, advice_for_rank, advise, advised, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
-from fleet_train.cluster.environment import SETTINGS, TRACE, rank_variables
+from fleet_train.cluster.environment import CHECKS, SETTINGS, TRACE, rank_variables
 from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
@@ -334,12 +334,14 @@ def build_environment(
     strict: bool = False,
     settings: Sequence[str] = (),
     trace: str = "",
+    checks: int = 0,
 ) -> LaunchEnvironment:
     """What to set and what to remove. The user's own variables override the profile's and our advice.
 
     ``profile``: the variables of its environment section, whose names are ``hidden``, and of its knobs. ``strategy``:
     its name or absolute path. ``import_path``: the package's folder if it is not installed. ``settings``: the texts of
-    ``--set``; ``trace``: that of ``--trace``.
+    ``--set``; ``trace``: that of ``--trace``; ``checks``: the steps of
+    ``--verify_joint_batch``.
     """
     refused = sorted(SCRUBBED & profile.keys())
     if refused:
@@ -355,6 +357,8 @@ def build_environment(
     ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}"}
     if strict:
         ours["FLEET_TRAIN_STRICT"] = "1"
+    if checks:
+        ours[CHECKS] = str(checks)
     if trace:
         ours[TRACE] = trace
     if job_id:

@@ -140,6 +140,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         strict=strict,
         settings=request.settings,
         trace=request.trace,
+        checks=request.verify_joint_batch,
     )
     check_faults(request.faults, node)
     return Launch(
@@ -269,6 +270,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
         "--min_nodes": request.faults.min_nodes or len(node.addresses),
         "--direct_ranks": request.direct_ranks,
         "--strict": request.strict,
+        "--verify_joint_batch": request.verify_joint_batch,
         "--trace": request.trace or "none",
         "the kind of device": "GPU" if node.devices else "CPU",
         "the Python version": ".".join(machine.versions["python"].split(".")[:2]),

@@ -79,6 +79,8 @@ class LaunchRequest:
     """Show Paddle's own start-up lines of rank 0 as well."""
     strict: bool = False
     """Whether ranks that train without each other, or on the same samples, are an error."""
+    verify_joint_batch: int = 0
+    """In how many steps the ranks' gradient is compared with that of the joint batch."""
     trace: str = ""
     """The steps to trace, such as ``100-104``."""
 

@@ -320,6 +320,7 @@ def test_facts_are_what_must_be_equal_everywhere() -> None:
         "--min_nodes": 2,
         "--direct_ranks": 32,
         "--strict": False,
+        "--verify_joint_batch": 0,
         "--trace": "none",
         "the kind of device": "CPU",
         "the Python version": "3.11",
