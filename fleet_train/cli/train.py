@@ -110,7 +110,9 @@ def _refuse_without_effect(context: click.Context, options: Mapping[str, Any]) -
 @_option("--prefetch_depth", "Batches prepared in advance while a step runs.", type=WholeNumber())
 @_option("--shard_by", "Machines share the same files, or each reads its own.", type=click.Choice(SHARDINGS))
 @_option("--uneven", "With --shard_by folder and unequal machines.", type=click.Choice(UNEVEN_POLICIES))
-@_option("--last_batch", "A last batch of one sample per rank.", type=click.Choice(LAST_BATCHES))
+@_option(
+    "--last_batch", "A last batch of one sample per rank; exact: no sample twice.", type=click.Choice(LAST_BATCHES)
+)
 @_option("--max_corrupt", "Unreadable images to skip: below 1 a share, from 1 on a number.", type=Number())
 @_option(
     "--strategy",

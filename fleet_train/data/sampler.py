@@ -13,7 +13,7 @@ import numpy as np
 from fleet_train.data.datasets import Indices
 from fleet_train.errors import DataError
 
-LAST_BATCHES = ("keep", "merge", "refuse")
+LAST_BATCHES = ("keep", "merge", "refuse", "exact")
 
 
 class BatchSampler(Protocol):
@@ -49,6 +49,8 @@ class ShardedBatchSampler:
             last batch; True repeats nothing and drops samples that do not fill a whole batch on every rank.
         last_batch: how to handle a last batch of one sample per rank, whose batch-norm statistics have no variance:
             `keep` it, `merge` it into the previous batch (batch_size + 1 samples), or `refuse` with a DataError.
+            `exact` merges it and repeats no sample: a rank's last batch may have one less than another's, which needs
+            ``average_over: samples``. Where fewer samples than ranks are left, it repeats some, too.
     Source: the semantics of torch's DistributedSampler and Paddle's DistributedBatchSampler, made step-addressable.
     """
 
@@ -67,6 +69,10 @@ class ShardedBatchSampler:
         check_sizes(num_samples, batch_size, rank, world_size)
         if last_batch not in LAST_BATCHES:
             raise DataError(f"last_batch={last_batch!r}; use one of {', '.join(LAST_BATCHES)}")
+        if last_batch == "exact" and drop_last:
+            raise DataError(
+                "last_batch='exact' reads every sample, and drop_last=True drops some; leave one of them out"
+            )
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.rank = rank
@@ -107,7 +113,7 @@ class ShardedBatchSampler:
 
     def __len__(self) -> int:
         """Remaining steps of the epoch, equal on every rank."""
-        merged = self.last_batch == "merge" and self._has_single_rest()
+        merged = self.last_batch in ("merge", "exact") and self._has_single_rest()
         return -(-self.samples_per_rank // self.batch_size) - merged
 
     def batch(self, step: int) -> Indices:
@@ -115,6 +121,8 @@ class ShardedBatchSampler:
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
         places = self._consumed + self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
+        if self.last_batch == "exact" and self.num_samples - self._consumed >= self.world_size:
+            places = places[places < self.num_samples]
         # Past the end it continues with the first samples of the order, even if there are fewer samples than ranks.
         return epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)[places % self.num_samples]
 

@@ -48,6 +48,15 @@ def refuse_to_skip_with(profile: Profile) -> None:
         )
 
 
+def refuse_unlike_batches(last_batch: str, profile: Profile) -> None:
+    """Raise ProfileError for ranks with unlike numbers of samples whose gradients would count alike."""
+    if last_batch == "exact" and profile.average_over != "samples":
+        raise ProfileError(
+            f"--last_batch exact with average_over: {profile.average_over}: ranks' last batches differ by a sample, "
+            "and their gradients would count alike; use average_over: samples, or --last_batch merge"
+        )
+
+
 def describe_statistics(program: Any) -> str | None:
     """A note on batch norm's statistics in this job, or None."""
     if fleet.worker_num() == 1 or not untrained_floats_of(program):

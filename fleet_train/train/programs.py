@@ -17,7 +17,7 @@ from fleet_train import fleet
 from fleet_train.data import Dataset
 from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.train.config import TrainConfig
-from fleet_train.train.numerics import SkipNotFinite, WeightAverage, refuse_to_skip_with
+from fleet_train.train.numerics import SkipNotFinite, WeightAverage, refuse_to_skip_with, refuse_unlike_batches
 from fleet_train.train.settings import VISION_MODELS, Schedule
 
 _MOST_CLASSES_TO_CONFUSE = 100
@@ -68,6 +68,8 @@ def build_programs(config: TrainConfig, data: Dataset, schedule: Schedule, world
         optimizer = fleet.distributed_optimizer(make_optimizer(config, scheduler, training), strategy=strategy)
         scheduler.step(0)  # the first rate once more: `strategy` may be another profile than fleet had before
         average, skipping = _around_update(config, optimizer)
+        if world_size > 1:
+            refuse_unlike_batches(config.last_batch, fleet.profile())
         optimizer.minimize(loss, startup)
     norm = optimizer.gradient_norm() if _records_norm(config, world_size) else None
 

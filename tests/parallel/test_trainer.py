@@ -35,7 +35,7 @@ class Sink:
 
 
 def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path, **settings: Any) -> dict[str, Any]:
-    dropout = settings.pop("dropout", 0.0)
+    dropout, last_batch = settings.pop("dropout", 0.0), settings.pop("last_batch", "keep")
     main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
     schedule = Schedule("cosine", 3 * samples // (batch * fleet.worker_num()), 2 * merged).of_updates(merged)
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, schedule)
@@ -46,11 +46,14 @@ def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path,
             logits = paddle.nn.Linear(5, 3)(paddle.nn.functional.dropout(hidden, dropout))
             loss = paddle.nn.functional.cross_entropy(logits, paddle.static.data("labels", [-1], "int64"))
             optimizer = paddle.optimizer.Momentum(scheduler, 0.9)
-            optimizer = fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged))
+            over = "samples" if last_batch == "exact" else "ranks"
+            optimizer = fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged, average_over=over))
             optimizer.minimize(loss, startup)
         exe = paddle.static.Executor(fleet.place())
         exe.run(startup)
-        sampler = ShardedBatchSampler(samples, batch, fleet.worker_index(), fleet.worker_num(), seed=seed)
+        sampler = ShardedBatchSampler(
+            samples, batch, fleet.worker_index(), fleet.worker_num(), seed=seed, last_batch=last_batch
+        )
         loader = BatchLoader(synthetic(samples, (6,), 3).train, sampler)
         sink, checkpoints = Sink(), Checkpoints(folder, keep=99)
         how = TrainerSettings(3, seed=seed, log_every=1, **settings)
@@ -89,7 +92,20 @@ def parted_runs(merged: str, samples: str, batch: str, folder: str) -> None:
     report(fleet.worker_index(), runs=[straight, *parts])
 
 
-RUNS = {"joint": joint_runs, "parted": parted_runs}
+UNEVEN = (51, 49)
+"""Samples of an epoch on two ranks: the last batches are of 2 and 1, or of 5 and 4 samples."""
+
+
+def uneven_runs(batch: str, folder: str) -> None:
+    runs = [
+        train_merged(merged, samples, int(batch), 1, Path(folder) / f"{merged} {samples}", last_batch="exact")
+        for merged in (1, 2)
+        for samples in UNEVEN
+    ]
+    report(fleet.worker_index(), runs=runs)
+
+
+RUNS = {"joint": joint_runs, "parted": parted_runs, "uneven": uneven_runs}
 
 
 def main() -> None:
@@ -122,6 +138,17 @@ def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(
         np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
         for one, other in zip(found["parameters"], expected["parameters"], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_epochs_whose_last_batches_are_unlike_are_those_of_one_process(tmp_path: Path) -> None:
+    ranks = run(tmp_path / "ranks", 2, "uneven", BATCH, tmp_path / "ranks" / "saved").of_all("runs")
+    (alone,) = run(tmp_path / "alone", 1, "uneven", 2 * BATCH, tmp_path / "alone" / "saved").of_all("runs")
+    assert len(alone) == 2 * len(UNEVEN)
+    for first, second, expected in zip(*ranks, alone, strict=True):
+        assert first["parameters"] == second["parameters"]
+        assert first["steps"] == expected["steps"] >= 9
+        for one, other in zip(first["parameters"], expected["parameters"], strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ def batches(num_samples: int, batch_size: int, rank: int, world_size: int, **opt
         (1, 1, {"last_batch": "merge"}, [[[0]]]),
         (1, 1, {"last_batch": "refuse"}, [[[0]]]),
         (8, 1, {"last_batch": "refuse"}, [[[0, 1, 2, 3], [4, 5, 6, 7]]]),
+        (5, 2, {"last_batch": "exact"}, [[[0, 2, 4]], [[1, 3]]]),
+        (9, 2, {"last_batch": "exact"}, [[[0, 2, 4, 6, 8]], [[1, 3, 5, 7]]]),
+        (10, 2, {"last_batch": "exact"}, [[[0, 2, 4, 6, 8]], [[1, 3, 5, 7, 9]]]),
+        (11, 2, {"last_batch": "exact"}, [[[0, 2, 4, 6], [8, 10]], [[1, 3, 5, 7], [9]]]),
+        (2, 3, {"last_batch": "exact"}, [[[0]], [[1]], [[0]]]),  # no rank is without a sample
         (2, 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
     ],
 )
@@ -70,13 +76,16 @@ def joint_steps(sampler: dict[str, Any], world_size: int, epoch: int, consumed: 
     ranks = [ShardedBatchSampler(rank=rank, world_size=world_size, **sampler) for rank in range(world_size)]
     for rank in ranks:
         rank.set_epoch(epoch, consumed)
-    steps = [np.stack(batches, axis=1).ravel().tolist() for batches in zip(*ranks, strict=True)]
+    steps = [
+        [int(sample) for dealt in zip_longest(*batches) for sample in dealt if sample is not None]
+        for batches in zip(*ranks, strict=True)
+    ]
     after = {rank.consumed_after(len(rank)) for rank in ranks}
     assert len(after) == 1
     return steps, after.pop()
 
 
-@pytest.mark.parametrize("last_batch", ["keep", "merge"])
+@pytest.mark.parametrize("last_batch", ["keep", "merge", "exact"])
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 23, 48, 97])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_an_epoch_resumed_at_any_step_on_any_ranks_loses_and_repeats_nothing(
@@ -142,7 +151,14 @@ def test_senseless_sizes_are_refused(arguments: tuple[int, int, int, int], messa
 @pytest.mark.parametrize(
     ("do", "message"),
     [
-        (lambda: ShardedBatchSampler(8, 4, last_batch="pad"), "last_batch='pad'; use one of keep, merge, refuse"),
+        (
+            lambda: ShardedBatchSampler(8, 4, drop_last=True, last_batch="exact"),
+            "'exact' reads every sample, and drop_last",
+        ),
+        (
+            lambda: ShardedBatchSampler(8, 4, last_batch="pad"),
+            "last_batch='pad'; use one of keep, merge, refuse, exact",
+        ),
         (
             lambda: ShardedBatchSampler(10, 4).set_epoch(1, consumed_samples=11),
             "consumed_samples=11 of an epoch with 10 samples; has the data changed",

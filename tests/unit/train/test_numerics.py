@@ -29,6 +29,7 @@ from fleet_train.train.numerics import (
     SkipNotFinite,
     WeightAverage,
     refuse_to_skip_with,
+    refuse_unlike_batches,
     seed_process,
     stream_seed,
 )
@@ -261,6 +262,18 @@ def test_a_period_that_follows_from_the_loss_cannot_skip(profile: Profile, why: 
         refuse_to_skip_with(profile)
 
 
+@pytest.mark.parametrize(
+    ("last_batch", "over", "is_refused"),
+    [("exact", "ranks", True), ("exact", "samples", False), ("merge", "ranks", False)],
+)
+def test_unlike_last_batches_need_weights(last_batch: str, over: Any, is_refused: bool) -> None:
+    expected = (
+        pytest.raises(ProfileError, match="use average_over: samples") if is_refused else contextlib.nullcontext()
+    )
+    with expected:
+        refuse_unlike_batches(last_batch, Profile(average_over=over))
+
+
 CLIP = paddle.nn.ClipGradByGlobalNorm(0.01)
 
 
@@ -329,6 +342,27 @@ def test_it_is_the_norm_over_all_parameters_before_clipping(small_loss: Any, cli
     weight = np.repeat(features.mean(axis=0, dtype="float64")[:, None] / 3, 3, axis=1)
     assert (found.shape, found.dtype) == ((1,), np.float32)
     assert found.item() == pytest.approx(np.sqrt((weight**2).sum() + 3 * (1 / 3) ** 2), rel=1e-6)
+
+
+def test_it_is_that_of_weighted_micro_batches_and_costs_nothing_unless_it_is_asked_for() -> None:
+    x, mask = paddle.static.data("x", [None, 4]), paddle.static.data("mask", [None, 1])
+    loss = (paddle.nn.Linear(4, 1, bias_attr=False)(x) * mask).sum() / mask.sum()
+    optimizer = wrapped(profile=Profile(average_over="samples", accumulate_steps=2))
+    optimizer.minimize(loss)
+    block = loss.block.program.global_block()
+    assert [each for each in block.ops if each.name() == "pd_op.cast" and each.result(0).use_empty()] == []
+    norm = optimizer.gradient_norm()
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(paddle.static.default_startup_program())
+    random = np.random.default_rng(4)
+    batches = [random.standard_normal((size, 4)).astype("float32") for size in (5, 2)]
+    masks = [np.array([[1], [0], [0], [1], [1]], "float32"), np.ones((2, 1), "float32")]
+    found = [
+        exe.run(feed={"x": batch, "mask": of_batch}, fetch_list=[norm])[0].item()
+        for batch, of_batch in zip(batches, masks, strict=True)
+    ]
+    gradient = (np.concatenate(batches) * np.concatenate(masks)).sum(0) / 5
+    assert found == [0.0, pytest.approx(np.linalg.norm(gradient), rel=1e-6)]
 
 
 def test_parameters_that_are_not_clipped_are_in_it_and_an_embeddings_rows_as_often_as_they_are_used() -> None:
