@@ -204,7 +204,9 @@ def emit_link(
 
     operator = _host_operator(name, 1 + len(inputs), [_TOKEN, *outputs], run, in_place=in_place)
     results = operator(chain, *inputs)
-    return list(results) if outputs else [results]
+    results = list(results) if outputs else [results]
+    results[0].stop_gradient = True  # beside an assignment Paddle looks for gradients of all operators
+    return results
 
 
 def emit_arrive(exchange: GradientExchange, chain: Any) -> Any:

@@ -15,25 +15,47 @@ from fleet_train.profile import Profile
 _FIRST_STEPS = 3
 
 
-class StepBarrier:
-    """The barriers of one exchange, number ``number`` of the job.
+class StepsWithBarrier:
+    """Which steps of one program have a barrier.
 
-    Which steps have one (``barrier_every_steps``) follows from the step number, the answer of the last barrier, and the
-    number of other synchronization points, which are the same on every rank at the same point of the program: every
-    rank decides alike without a message. After a synchronization point (a save, an evaluation that gathers), it is
-    unknown how long each rank will be busy; after another program's steps, it is unknown where each rank is.
+    That (``barrier_every_steps``) follows from the step number, the answer of the last step barrier, and the number of
+    other synchronization points, which are the same on every rank at the same point of the program: every rank decides
+    alike without a message. After a synchronization point (a save, an evaluation that gathers), it is unknown how long
+    each rank will be busy; after another program's steps, it is unknown where each rank is.
     """
+
+    def __init__(self, job: Job, every_steps: int) -> None:
+        self._job = job
+        self._every = every_steps
+        self._begun = 0
+        self._sync_points = 0
+        """``Job.sync_points`` at the last barrier."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step of this number (1, 2, ...) has one."""
+        return (
+            self._begun < _FIRST_STEPS
+            or step % self._every == 0
+            or self._job.sync_points != self._sync_points
+            or self._job.notes.slowest_step_ms > 1e3 * timeouts.QUICK_STEP_SECONDS
+        )
+
+    def begin(self) -> None:
+        """Called when one begins."""
+        self._begun += 1
+        self._sync_points = self._job.sync_points
+
+
+class StepBarrier:
+    """The barriers of one exchange, number ``number`` of the job."""
 
     def __init__(self, job: Job, profile: Profile, number: int, buckets: int) -> None:
         self._job = job
-        self._every = profile.barrier_every_steps
+        self._steps = StepsWithBarrier(job, profile.barrier_every_steps)
         self._bound_seconds = profile.collective_timeout_seconds + job.engine.barrier_margin_seconds
         self._number = number
         self.training = 1
         """The number of the training that it belongs to, of those of this exchange."""
-        self._begun = 0
-        self._sync_points = 0
-        """``Job.sync_points`` at the last barrier of this exchange."""
         self.samples = SamplesCheck(job, number, buckets)
         self.running: Future[Passed] | None = None
         """The barrier of the current step."""
@@ -50,12 +72,7 @@ class StepBarrier:
 
     def is_due(self, step: int) -> bool:
         """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
-        return (
-            self._begun < _FIRST_STEPS
-            or step % self._every == 0
-            or self._job.sync_points != self._sync_points
-            or self._job.notes.slowest_step_ms > 1e3 * timeouts.QUICK_STEP_SECONDS
-        )
+        return self._steps.is_due(step)
 
     def arrive(self, step: int) -> None:
         """Called at the start of a synchronous step: begins its barrier, if any, while the step computes.
@@ -85,8 +102,7 @@ class StepBarrier:
 
     def begin(self, name: str, step: int) -> Future[Passed]:
         """Start a barrier in the background; the note has this rank's times since the last one."""
-        self._begun += 1
-        self._sync_points = self._job.sync_points
+        self._steps.begin()
         note = self._job.notes.own(self.samples.digest(step))
         return self._job.engine.run_in_background(lambda: self._job.step_barrier(name, self._bound_seconds, note))
 

@@ -133,7 +133,8 @@ def packed(values: Sequence[Any], means: Sequence[Any], variances: Sequence[Any]
     parts = []
     for each, mean, variance in zip(values, means, variances, strict=True):
         count = math.prod(each.shape) // mean.shape[0]
-        parts += [paddle.full([1], count, mean.dtype), mean, variance]
+        own = (mean, variance) if count else (paddle.zeros_like(mean), paddle.zeros_like(variance))  # they are NaN
+        parts += [paddle.full([1], count, mean.dtype), *own]
     return paddle.concat(parts)
 
 

@@ -21,6 +21,7 @@ from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.compat.parameters import dtype_of
 from fleet_train.convert import process
 from fleet_train.convert.foreign import refuse_foreign_fetches
+from fleet_train.convert.passes.one_card import exchanges_values, read_own_values
 from fleet_train.convert.passes.program import line_of
 from fleet_train.data import Prefetcher
 from fleet_train.errors import ConversionError
@@ -297,7 +298,7 @@ def clone_for_test(program: Any) -> Any:
     operators cannot be told from the others: clone before ``minimize`` then.
     """
     learning = set[int]()
-    copy = _copied(program, lambda operator: _learns(operator, learning))
+    copy = _copied(program, lambda operator: _learns(operator, learning) or exchanges_values(operator))
     block = copy.global_block()
     if learning and any(operator.name().startswith(_OF_LEARNING) for operator in block.ops):
         raise ConversionError(
@@ -330,6 +331,7 @@ class _Values:
         self._left_out = {operator.id() for operator in operators if is_left_out(operator)}
         for old, new in reversed(list(zip(operators, block.ops, strict=True))):
             if old.id() in self._left_out:
+                read_own_values(new)
                 block.remove_op(new)
 
     def refuse_foreign_operands(self) -> None:
@@ -370,14 +372,14 @@ class _Values:
 
 
 def _learns(operator: Any, learning: set[int]) -> bool:
-    """Whether an operator computes a gradient, talks to other ranks, or takes what those in ``learning`` made. It is
-    then added to these."""
+    """Whether an operator computes a gradient, talks to other ranks about one, or takes what those in ``learning``
+    made. It is then added to these."""
     learns = any(
         inner.name().endswith("_grad")
-        or inner.name().startswith("py_op.fleet_train")
+        or (inner.name().startswith("py_op.fleet_train") and not exchanges_values(inner))
         or any(
             source.get_defining_op() is not None and source.get_defining_op().id() in learning
-            for source in inner.operands_source()
+            for source in inner.operands_source()[int(exchanges_values(inner)) :]  # not the token
         )
         for inner in _all_below([operator])
     )

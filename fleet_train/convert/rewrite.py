@@ -168,15 +168,15 @@ _SQUARES = "pd_op.squared_l2_norm"
 class UpdatedGradients:
     """``pairs``: parameter and gradient of one update, averaged over the ranks and micro-batches, before clipping.
 
-    ``boundary``: bool [1], true in the runs that end with an update; None = all do. ``scale``: float32 [1], the loss
-    scale still in the gradients; None = no scale. ``over_owners``: if the pairs are only those that this rank owns,
-    inserts the sum of a value over all of them.
+    ``boundary``: bool [1], true in the runs that end with an update; None = all do. ``scale``: inserts what the
+    gradients still have to be divided by, float32 [1]; returns None for nothing. ``over_owners``: if the pairs are only
+    those that this rank owns, inserts the sum of a value over all of them.
     """
 
     program: Any
     pairs: Sequence[tuple[Any, Any]]
     boundary: Any = None
-    scale: Any = None
+    scale: Callable[[], Any] = lambda: None
     over_owners: Callable[[Any], Any] | None = None
 
 
@@ -194,12 +194,12 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
         elif updated.boundary is None:
             squares = [_sum_of_squares(gradient) for gradient in gradients]
             _insert_after_last_of(squares)
-            norm = _norm(squares, updated.scale)
+            norm = _norm(squares, updated.scale())
         else:
             _insert_after_last_of([*gradients, updated.boundary])
             norm = paddle.static.nn.cond(
                 updated.boundary.reshape([]),
-                lambda: _norm([_squares(gradient) for gradient in gradients], updated.scale),
+                lambda: _norm([_squares(gradient) for gradient in gradients], updated.scale()),
                 lambda: paddle.full([1], 0.0, "float32"),
             )
         paddle.pir.reset_insertion_point_to_end()
@@ -213,7 +213,7 @@ def _norm_over_owners(updated: UpdatedGradients, squares: Sequence[Any]) -> Any:
     _insert_after_last_of([*squares, waits[-1].result(0)])
     parts = [each.astype("float32") for each in squares]
     total = updated.over_owners(paddle.stack(parts).sum().reshape([1]))
-    norm = _norm([total], updated.scale)
+    norm = _norm([total], updated.scale())
     chain_in_program_order(updated.program.global_block().ops)
     return norm
 

@@ -221,7 +221,8 @@ class CommunicationKnobs(BaseModel):
         "value), the first one after a call that all ranks make together (saves, evaluations that gather, "
         "fleet.barrier_worker, the comparisons of `divergence_check_steps`) or after another program's steps, and "
         "every step while the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the "
-        "forward passes of synchronised batch norm.",
+        "forward passes of synchronised batch norm. Of the exchanges of `average_over: samples` the first one in a "
+        "pass has a barrier in these steps.",
     )
 
     @field_validator(

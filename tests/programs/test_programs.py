@@ -244,7 +244,7 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
         wrong += unequal(f"{where}: start values: ", record["start"] | {"more": []}, 0.0)
     if len({record["replica"] for record in records}) > 1:
         wrong.append(f"{where}: the replicas differ")
-    wrong += [f"{where}: {place} is accused as a sum over the batch" for place in records[0]["accused"]]
+    wrong += [f"{where}: {place}, is said of the loss" for place in records[0]["accused"]]
     if strategy.rounded:
         return wrong + unequal_losses(where, records, reference["fetched"], IN_LOW_PRECISION)
     wrong += unequal(f"{where}: parameters", records[0]["parameters"], program.tolerance)

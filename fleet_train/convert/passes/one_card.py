@@ -111,6 +111,19 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
         old.replace_all_uses_with(new)
 
 
+def exchanges_values(operator: Any) -> bool:
+    """Whether it exchanges values inside a program's passes, which a rank alone has its own of."""
+    return _kind(operator)[0] in ("counts", "joint")
+
+
+def read_own_values(operator: Any) -> None:
+    """Let what reads the results of such an operator read its inputs. Does nothing with others."""
+    if exchanges_values(operator):
+        given = operator.operands_source()
+        for old, new in zip(operator.results(), given, strict=False):  # a token; ``counts`` gives nothing else
+            old.replace_all_uses_with(new)
+
+
 _lookups: dict[str, Sequence[Lookups]] = {}
 """By the name of a launch operator, which is unique in a process: Paddle cannot read such an operator's attributes."""
 

@@ -23,13 +23,12 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.joint_values import JointValues, joint_values_of
 from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.exchanged import exchange_marked, with_own_values
-from fleet_train.convert.passes.joint_batch.rewrite import say, take_over_ranks
+from fleet_train.convert.passes.joint_batch.rewrite import say, sum_over_ranks, take_over_ranks
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
 from fleet_train.convert.passes.program import persistable, run_if
 from fleet_train.convert.passes.recompute import recompute_segments
-from fleet_train.convert.passes.sync_norm import Composed, Kernels, synchronize_batch_norms
+from fleet_train.convert.passes.sync_norm import Composed, Kernels, notice_of_own_norms, synchronize_batch_norms
 from fleet_train.convert.planning import in_ready_order
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
@@ -84,6 +83,8 @@ class ProgramPasses:
         target = self._over_ranks(loss)
         with with_own_values(program):
             pairs = list(derive(self._scaled(target)))
+        if self._micro_batches is not None:
+            self._micro_batches.keep()
         if self._synchronizes:
             self._statistics = RankStatistics(self._job)
             arithmetic = Composed() if self._on_gpu else Kernels()
@@ -97,11 +98,9 @@ class ProgramPasses:
         profile, micro_batches = self._profile, self._profile.accumulate_steps
         refuse_unknown("average_over", profile.average_over, ("samples", "ranks", "nothing"), "mean")
         if profile.average_over == "ranks":
-            if remark := remark_on_batch_sum(loss, self._job.world_size, micro_batches):
-                log_once([remark], self._job.cluster.rank)
             return loss
         if profile.average_over == "nothing":
-            return scaled(loss, float(self._job.world_size))
+            return sum_over_ranks(loss, self._job) if self._job.world_size > 1 else loss
         period = (profile.local_sgd_steps, profile.local_sgd_schedule)
         if profile.use_local_sgd and period != (1, "constant"):
             notice = (
@@ -111,11 +110,13 @@ class ProgramPasses:
             return loss
         if self._job.world_size * micro_batches == 1:
             return loss
+        if self._job.world_size > 1 and not self._synchronizes:
+            log_once(notice_of_own_norms(loss), self._job.cluster.rank)
         joint = take_over_ranks(loss, self._job, micro_batches)
-        say(joint.found, self._job)
+        say(joint.found, self._job, micro_batches)
         if joint.count is None:
             return joint.value
-        self._micro_batches = MicroBatches(joint.count, micro_batches)
+        self._micro_batches = MicroBatches(joint.count, micro_batches, is_guarded=joint.is_guarded)
         return self._micro_batches.weighted(joint.value)
 
     def _exchange(self, program: Any) -> None:
@@ -124,9 +125,8 @@ class ProgramPasses:
             self._joint = joint_values_of(program, self._job)
             exchange_marked(program, self._joint)
 
-    @property
     def gradient_scale(self) -> Any:
-        """What averaged gradients still have to be divided by, float32 [1]; None for nothing."""
+        """What averaged gradients still have to be divided by, float32 [1], at the current place; None for nothing."""
         if self._micro_batches is None:
             return self.loss_scale
         divisor = (1.0 / self._micro_batches.factor).cast("float32")
@@ -157,7 +157,7 @@ class ProgramPasses:
         if self._statistics is not None:
             self._statistics.connect()
         if self._joint is not None and self._joint.exchanges:
-            self._joint.connect()
+            self._joint.connect(self._profile.barrier_every_steps)
         scaler, weights = self._scaler, self._micro_batches
 
         def update_by_weights() -> Any:
@@ -255,20 +255,26 @@ class MicroBatches:
     """Appends the weights of one program's micro-batches, relative to the first one of an update: equal counts have
     weights of exactly 1."""
 
-    def __init__(self, count: Any, micro_batches: int) -> None:
-        """``count``: of this micro-batch, float64 []. At the current insertion point."""
-        first = persistable(unique_name.generate("gradient_merge_first_count"), paddle.float64)
-        weights = persistable(unique_name.generate("gradient_merge_weights"), paddle.float64)
+    def __init__(self, count: Any, micro_batches: int, *, is_guarded: bool = False) -> None:
+        """``count``: of this micro-batch, float64 []. ``is_guarded``: where all counts are 0 the gradients stay. At
+        the current insertion point."""
+        first = persistable(unique_name.generate("first_gradient_merge_count"), paddle.float64)
+        weights = persistable(unique_name.generate("weighted_gradient_merge_count"), paddle.float64)
         count = count.reshape([1])
         one = paddle.ones_like(count)
         reference = paddle.where(first == 0, paddle.where(count == 0, one, count), first)
         self._weight = count / reference
+        self._weight.stop_gradient = True
         self._total = weights + self._weight
-        paddle.assign(reference, first)
-        paddle.assign(self._total, weights)
-        self._micro_batches = micro_batches
+        self._reference, self._micro_batches, self._is_guarded = reference, micro_batches, is_guarded
         self.buffers = (first, weights)
         """Variables that are to be 0 after an update."""
+
+    def keep(self) -> None:
+        """Keep the weights for the next micro-batch. Call it after the backward pass: in a program that changes a
+        value in place, Paddle derives whatever stands in front of a loss."""
+        for new, buffer in zip((self._reference, self._total), self.buffers, strict=True):
+            paddle.assign(new, buffer)
 
     def weighted(self, loss: Any) -> Any:
         """``loss`` times the weight of this micro-batch."""
@@ -285,7 +291,10 @@ class MicroBatches:
     @property
     def factor(self) -> Any:
         """What averaged gradients are to be multiplied by, float64 [1]; at the current insertion point."""
-        return float(self._micro_batches) / self._total
+        total = self._total
+        if self._is_guarded:
+            total = paddle.where(total == 0, paddle.full_like(total, self._micro_batches), total)
+        return float(self._micro_batches) / total
 
 
 class LossScaler:

@@ -29,7 +29,7 @@ import paddle
 from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
 from fleet_train.convert import process
-from fleet_train.convert.passes.program import all_inputs_of, inputs_of, nested_operators
+from fleet_train.convert.passes.program import all_inputs_of, inputs_of, line_of, nested_operators, operators_behind
 from fleet_train.errors import ConversionError
 
 _BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.batch_norm")
@@ -86,6 +86,19 @@ def _is_training(operator: Any) -> bool:
     return bool(
         not attributes["use_global_stats"] and (not attributes["is_test"] or attributes["trainable_statistics"])
     )
+
+
+def notice_of_own_norms(loss: Any) -> list[str]:
+    """Rank 0's note if batch norms behind ``loss`` normalise by each rank's own samples."""
+    norms = [operator for operator in operators_behind(loss) if _is_training(operator)]
+    if not norms:
+        return []
+    others = f", and {len(norms) - 1} more" if len(norms) > 1 else ""
+    where = f" ({line_of(norms[0])}{others})" if line_of(norms[0]) else others
+    return [
+        f"average_over: samples: batch norm{where} normalises by each rank's own samples; sync_batch_norm: true takes "
+        "those of all ranks, as one process does"
+    ]
 
 
 def _refuse_hidden(operators: Sequence[Any]) -> None:

@@ -108,7 +108,11 @@ def cond(x, y, switch):
     return F.mse_loss(chosen, y), SGD(0.1)
 
 
-@network("static.nn.cond whose branches share a layer that is also used after it.", x=floats(4), y=floats(4))
+@network(
+    "static.nn.cond whose branches share a layer that is also used after it.",
+    x=floats(4),
+    y=floats(4),
+)
 def cond_sharing_a_layer(x, y):
     layer = nn.Linear(4, 4)
     chosen = paddle.static.nn.cond((x * 0).sum() < 1, lambda: F.tanh(layer(x)), lambda: layer(x))

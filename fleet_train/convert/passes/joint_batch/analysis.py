@@ -9,11 +9,21 @@ those of the joint batch, whatever the loss divides by, and ranks with equal cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fleet_train.convert.passes.exchanged import is_gathered
 from fleet_train.convert.passes.joint_batch.axes import Axes, Root, of_batch
-from fleet_train.convert.passes.joint_batch.kinds import CONSTANT, Findings, Kind, Operand, Step, short
+from fleet_train.convert.passes.joint_batch.kinds import (
+    CONSTANT,
+    CONSTANTS_LIKE,
+    Findings,
+    Kind,
+    Operand,
+    Step,
+    Use,
+    short,
+)
 from fleet_train.convert.passes.joint_batch.numbers import Numbers
 from fleet_train.convert.passes.joint_batch.samples import Samples
 from fleet_train.convert.passes.program import all_inputs_of, operators_behind
@@ -22,19 +32,32 @@ from fleet_train.convert.passes.program import all_inputs_of, operators_behind
 class Analysis:
     """Goes through the operators behind a loss, in their order, once."""
 
-    def __init__(self, loss: Any, ranks: int, shares: int, known: dict[int, Kind]) -> None:
-        """``shares``: ranks times micro-batches. ``known``: values that an earlier call has looked at or made."""
+    def __init__(
+        self, loss: Any, ranks: int, shares: int, known: dict[int, Kind], is_alike: Callable[[int], bool]
+    ) -> None:
+        """``shares``: ranks times micro-batches. ``known``: values that an earlier call has looked at or made.
+        ``is_alike``: whether all ranks' programs have this number of samples; it is -1 for one that the feed decides.
+        """
         self.ranks, self.shares, self._known = ranks, shares, known
         self.behind = operators_behind(loss)
         fed = [operator.result(0) for operator in self.behind if operator.name() == "pd_op.data"]
-        first = [value.shape[0] for value in fed if value.shape and not value.persistable]
-        self._has_unknown_batch = any(size < 0 for size in first)
-        batch = max(first, default=0) if not self._has_unknown_batch else None
-        self._numbers = Numbers(shares, batch)
+        batches = [value for value in fed if value.shape and not value.persistable]
+        self._has_unknown_batch = any(value.shape[0] < 0 for value in batches)
+        largest = max(batches, key=lambda value: value.shape[0], default=None)
+        self._batch = size = -1 if self._has_unknown_batch or largest is None else largest.shape[0]
+        self._is_alike = is_alike(size)
+        self._numbers = Numbers((ranks, shares), Root(largest, 0, is_alike=self._is_alike) if size >= 0 else None)
         self._samples = Samples(self._numbers)
         for operator in self.behind:
             self._look(operator)
-        degree = self.kind(loss).degree or 0
+        kind = self._numbers.unspread(self._numbers.settle(self.kind(loss)))
+        if kind.degree is None and not self.found.undecided:
+            self.found.undecided.append((loss.get_defining_op(), "how it grows with the batch is not known"))
+        degree = kind.degree or 0
+        self.found.divisors = kind.divisors or ()
+        if self.found.divisors and degree:
+            self.found.several.append(loss.get_defining_op())
+        self._join_counts()
         self.found.power = degree + bool(of_batch(self.kind(loss).axes))  # of samples, Paddle derives the sum
 
     @property
@@ -49,12 +72,23 @@ class Analysis:
         """Of a value behind the loss."""
         return self._known.get(value.id, CONSTANT)
 
+    def _join_counts(self) -> None:
+        counts = {value.id for value in self.found.counts}
+        for operator in self.behind if counts else ():
+            if operator.name() != "builtin.combine":
+                read = [operand for operand in _operands(operator) if operand.value.id in counts]
+                self.found.uses += [Use(operand, is_joined=True) for operand in read]
+
     def _look(self, operator: Any) -> None:
         results = [result for result in operator.results() if result.initialized() and result.id not in self._known]
-        if not results:
+        if not results or operator.name() == "builtin.combine":  # its operands are those of who reads it
             return
         name, operands = short(operator), _operands(operator)
-        learned = any(self.kind(value).learned for value in all_inputs_of(operator))
+        read = [*all_inputs_of(operator), *(operand.value for operand in operands)]
+        learned = any(self.kind(value).learned for value in read)
+        if name in CONSTANTS_LIKE and operands:
+            roots = [root for each in self.kind(operands[0].value).axes.values() for root in each]
+            learned = learned and not all(root.is_fed or root.is_static for root in roots)
         step = Step(operator, name, operands, [self.kind(operand.value) for operand in operands], learned)
         if name in ("data", "builtin.parameter"):
             self._known[results[0].id] = self._begin(results[0])
@@ -76,14 +110,14 @@ class Analysis:
         if value.persistable or value.get_defining_op().name() == "builtin.parameter":
             return Kind(learned=not value.stop_gradient)
         shape = list(value.shape)
-        axes = {axis: (Root(value, axis, axis == 0),) for axis, size in enumerate(shape) if size < 0}
+        unknown = [axis for axis, size in enumerate(shape) if size < 0]
+        samples = min(unknown, default=0) if self._has_unknown_batch else 0  # time may be first, and known
+        axes = {axis: (Root(value, axis, axis == samples),) for axis in unknown}
         if self._has_unknown_batch:
-            if shape and shape[0] < 0:
-                return Kind(axes)
-            return Kind(axes, None if _is_one(shape) else 0, fed=_is_one(shape))
-        if (shape and not _is_one(shape[:1])) or len(shape) > 1:
-            return Kind({0: (Root(value, 0),)} | axes)
-        return Kind(degree=None, fed=True)
+            return Kind(axes, fed=() if axes or not _is_one(shape) else (value,))
+        if (shape and (shape[0] != 1 or self._batch == 1)) or len(shape) > 1:
+            return Kind({0: (Root(value, 0, is_alike=self._is_alike),)} | axes)
+        return Kind(fed=(value,))
 
     def _unseen(self, step: Step, result: Any) -> Kind:
         """Of a block, or of an operator of the script: what it computes of samples is not known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from typing import Any
 class Root:
     """A number of elements that the feed decides: the size of dimension ``axis`` of ``value``; the elements of
     ``value`` that are not zero (``axis`` None); with ``weights``, the weights of the classes ``value`` but ``ignored``.
+    ``is_alike``: whether a size that is in the program is in every rank's.
     """
 
     value: Any
@@ -19,11 +20,32 @@ class Root:
     of_batch: bool = True
     weights: Any = None
     ignored: int | None = None
+    is_alike: bool = True
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether it is the number of samples that were fed."""
+        maker = self.value.get_defining_op()
+        return self.axis is not None and maker is not None and maker.name() == "pd_op.data"
+
+    @property
+    def is_in_program(self) -> bool:
+        """Whether it is the same in every step."""
+        return self.axis is not None and self.value.shape[self.axis] >= 0
 
     @property
     def is_static(self) -> bool:
-        """Whether it is the same in every step and, as all ranks have one program, on every rank."""
-        return self.axis is not None and self.value.shape[self.axis] >= 0
+        """Whether it is so on every rank."""
+        return self.is_alike and self.is_in_program
+
+
+def key_of(roots: Sequence[Root]) -> tuple[Any, ...]:
+    """Equal for equal products of numbers. All that is fed has as many samples."""
+    varying = [root for root in roots if not root.is_in_program] or roots
+    return tuple(
+        "samples" if root.is_fed and root.of_batch else (root.value.id, root.axis, root.weights is not None)
+        for root in varying
+    )
 
 
 Axes = Mapping[int, tuple[Root, ...]]
@@ -76,7 +98,7 @@ def carried(
 ) -> dict[int, tuple[Root, ...]]:
     """The axes of ``result``, of ``sources`` with the axes ``given``; ``reduced``: dimensions that a reduction took."""
     shape = list(result.shape)
-    found = _moved(operator, name, shape, sources, given, reduced)
+    found = _moved(operator, name, result, sources, given, reduced)
     found = {axis: roots for axis, roots in found.items() if axis < len(shape)}
     batch_is_left = bool(of_batch(found))
     had_batch = any(of_batch(axes) for axes in given)
@@ -88,9 +110,9 @@ def carried(
 
 
 def _moved(
-    operator: Any, name: str, shape: list[int], sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
+    operator: Any, name: str, result: Any, sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
 ) -> dict[int, tuple[Root, ...]]:
-    first, before = given[0], list(sources[0].shape)
+    first, before, shape = given[0], list(sources[0].shape), list(result.shape)
     if reduced is not None:
         left = {axis: roots for axis, roots in first.items() if axis not in reduced}
         return left if len(shape) == len(before) else _without(left, reduced)
@@ -99,12 +121,22 @@ def _moved(
             return {place: first[axis] for place, axis in enumerate(operator.attrs()["perm"]) if axis in first}
         case "reshape" | "flatten" | "squeeze" | "unsqueeze":
             return _reshaped(before, shape, first)
-        case "slice":
-            return _without(first, set(operator.attrs()["decrease_axis"]))
+        case "slice" | "strided_slice":
+            gone = set(operator.attrs().get("decrease_axis", []))
+            where = [axis - sum(each < axis for each in gone) for axis in operator.attrs()["axes"] if axis not in gone]
+            return _cut(result, _without(first, gone), where)
+        case "split" | "split_with_num":
+            place = constant(sources[-1])
+            return _cut(result, first, range(len(before)) if place is None else [int(place) % len(before)])
+        case "unbind" | "unstack":
+            return _without(first, {operator.attrs()["axis"] % len(before)})
+        case "concat":
+            place = int(constant(sources[-1]) or 0) % len(shape)
+            return _cut(result, _broadcast(sources[:-1], given[:-1], len(shape)), [place])
         case "stack":
             where = operator.attrs()["axis"] % len(shape)
             return {axis + (axis >= where): roots for axis, roots in _broadcast(sources, given, len(shape) - 1).items()}
-        case "one_hot" | "embedding":
+        case "one_hot" | "embedding" | "sequence_mask":
             return dict(given[0])
         case "nonzero":
             return {0: (Root(sources[0], None),)}
@@ -119,15 +151,34 @@ def _moved(
             return index | {axis + shift: roots for axis, roots in first.items() if axis >= length}
         case "matmul":
             return _multiplied(operator, shape, sources, given)
-        case "expand" | "tile" | "expand_as" | "full_with_tensor" | "builtin.split" | "split" | "split_with_num":
+        case "expand" | "tile" | "expand_as" | "full_with_tensor":
             return _broadcast(sources[:1], given[:1], len(shape))
     if all(_broadcasts(list(source.shape), shape) for source in sources):
         return _broadcast(sources, given, len(shape))
     leading = [axes[0] for axes in given if 0 in axes]
     of_samples = [roots for roots in leading if any(root.of_batch for root in roots)]
     leads = next(iter(of_samples or leading), None)
-    fits = shape and leads and (shape[0] < 0 or any(root.is_static for root in leads))
+    fits = shape and leads and (shape[0] < 0 or any(root.is_in_program for root in leads))
     return {0: leads} if leads and fits else {}
+
+
+def divided_axes(operator: Any, name: str) -> set[int] | None:
+    """The dimensions of its first operand of which an operator takes parts by their places; None if computed."""
+    if name in ("slice", "strided_slice"):
+        return {int(axis) for axis in operator.attrs()["axes"]}
+    if name not in ("split", "split_with_num"):
+        return set()
+    place = constant(operator.operands_source()[-1])
+    return None if place is None else {int(place) % len(operator.operand_source(0).shape)}
+
+
+def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[Root, ...]]:
+    """Of a part: along these dimensions it has a size of its own."""
+    parts = dict(axes)
+    for axis in axes.keys() & set(where):
+        of_samples, alike = any(root.of_batch for root in axes[axis]), all(root.is_alike for root in axes[axis])
+        parts[axis] = (Root(result, axis, of_samples, is_alike=alike),)
+    return parts
 
 
 def _without(axes: Axes, gone: set[int]) -> dict[int, tuple[Root, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import paddle
@@ -10,10 +10,9 @@ import paddle
 from fleet_train.collectives.joint_values import JointValues
 from fleet_train.convert.passes.exchanged import mean_over_ranks
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
-from fleet_train.convert.passes.joint_batch.axes import Root
-from fleet_train.convert.passes.joint_batch.kinds import is_float
-from fleet_train.convert.passes.program import draws, line_of, operators_behind
-from fleet_train.errors import ConversionError
+from fleet_train.convert.passes.joint_batch.axes import Root, key_of
+from fleet_train.convert.passes.joint_batch.kinds import Operand, is_float, short
+from fleet_train.convert.passes.program import draws, operators_behind
 
 _DECLARES = ("pd_op.data", "builtin.parameter", "pd_op.full", "pd_op.full_int_array", "builtin.constant")
 
@@ -22,7 +21,7 @@ class Counts:
     """Those of one loss: what is to be divided by is their mean over ranks."""
 
     def __init__(
-        self, analysis: Analysis, values: JointValues, known: Collection[tuple[int, bool]], *, is_merged: bool
+        self, analysis: Analysis, values: JointValues, known: Collection[tuple[int, bool, bool]], *, is_merged: bool
     ) -> None:
         """``known``: values that are joined already. ``is_merged``: with other micro-batches, where what is 0 here may
         not be; it is read as 1."""
@@ -30,15 +29,18 @@ class Counts:
         self._what = f"counts of the batch, {len(values.exchanges)}"
         self._numbers: dict[tuple[Any, ...], Any] = {}
         self._sent: dict[int, Any] = {}
-        self._means: dict[int, Any] = {}
         self._raw: dict[int, Any] = {}
 
     def start(self) -> None:
         """Insert what computes them, ahead of everything else, and what starts their exchange."""
         found = self._analysis.found
         joined = {use.operand.value.id: use.operand.value for use in found.uses if use.is_joined and not use.learned}
-        joined = {name: value for name, value in joined.items() if (name, False) not in self._known}
-        products = {_key(roots): roots for roots in found.means.values()}
+        joined = {
+            name: value
+            for name, value in joined.items()
+            if not any((name, False, divides) in self._known for divides in (False, True))
+        }
+        products = {key_of(roots): roots for roots in found.means.values()}
         needed = [value for roots in products.values() for root in roots for value in _read_by(root)]
         movable = {value.id for value in (*joined.values(), *needed) if self._moves(value)}
         anchor = self._move_ahead([value for value in (*joined.values(), *needed) if value.id in movable])
@@ -57,14 +59,15 @@ class Counts:
 
     def number(self, roots: Sequence[Root]) -> Any:
         """The product of these numbers on this rank: a value of the program, float64 [], of the current place."""
-        key = _key(roots)
+        key = key_of(roots)
         if key not in self._numbers:
             self._numbers[key] = _product(roots)
         return self._numbers[key]
 
-    def mean(self, name: Any, value: Any) -> Any:
-        """The mean over ranks of a count; ``value``: what is read in its place now."""
-        if name.id not in self._means:
+    def mean(self, name: Any, value: Any, *, divides: bool = False) -> Any:
+        """The mean over ranks of a count; ``value``: what is read in its place now. ``divides``: what is divided by it
+        is 0 where it is."""
+        if name.id not in self._raw:
             if name.id in self._sent:
                 means = self._values.means(self._what, list(self._sent.values()))
             else:
@@ -72,45 +75,58 @@ class Counts:
                 means = [own if self._analysis.ranks == 1 else mean_over_ranks(own)]
             for each, mean in zip(self._sent if name.id in self._sent else [name.id], means, strict=True):
                 mean.stop_gradient = True
-                self._means[each] = self._not_zero(mean) if self._is_merged else mean
                 self._raw[each] = mean
-        return self._means[name.id]
+        mean = self._raw[name.id]
+        return self._not_zero(mean) if divides and self._is_merged else mean
 
     def _not_zero(self, mean: Any) -> Any:
-        return paddle.where(mean == 0, paddle.ones_like(mean), mean)
+        mean = paddle.where(mean == 0, paddle.ones_like(mean), mean)
+        mean.stop_gradient = True
+        return mean
 
-    def refuse_several(self) -> None:
-        """Raise ConversionError for what one weight per micro-batch does not make the joint batch's."""
-        if not self._is_merged:
-            return
+    def single(self, current: Callable[[Any], Any]) -> tuple[Any, bool]:
+        """The count by which micro-batches are weighted, float64 [], inserted at the current place, and whether the
+        loss guards itself against 0. (None, False) if there is none, or one micro-batch. ``current``: what is read in
+        place of a value."""
         found = self._analysis.found
-        places: dict[Any, Any] = {}
-        for use in found.uses:
-            if use.is_joined:
-                places.setdefault(("value", use.operand.value.id), use.operand.operator)
-                if use.learned:
-                    raise ConversionError(_needs_all("a number that depends on parameters", [use.operand.operator]))
-        for name, roots in found.means.items():
-            places.setdefault(_key(roots), self._analysis.maker_of(name))
-        others = found.has_fixed_counts + (found.power != 0)
-        if places and len(places) + others > 1:
-            raise ConversionError(_needs_all("several numbers of the batch", places.values()))
+        if not self._is_merged or found.several or not found.divisors:
+            return None, False
+        weight: Any = None
+        is_guarded = False
+        for divisor in found.divisors:
+            if isinstance(divisor, Operand):
+                raw = self._unguarded(divisor.value)
+                is_guarded |= raw is not divisor.value
+                value = self._joint(raw, current)
+            else:
+                number = self.number(divisor)
+                self.mean(number, number)
+                value = self._raw[number.id]
+            weight = value if weight is None else weight * value
+        weight.stop_gradient = True
+        return weight, is_guarded
 
-    def single(self) -> Any:
-        """The mean over ranks of the only count, by which micro-batches are weighted: float64 [], inserted at the
-        current place. None if there is none, or one micro-batch."""
-        if not self._is_merged:
-            return None
-        found = self._analysis.found
-        for use in found.uses:
-            if use.is_joined:
-                self.mean(use.operand.value, use.operand.value)
-                return self._raw[use.operand.value.id].cast("float64").reshape([])
-        for roots in found.means.values():
-            number = self.number(roots)
-            self.mean(number, number)
-            return self._raw[number.id]
-        return None
+    def _joint(self, value: Any, current: Callable[[Any], Any]) -> Any:
+        if self._analysis.kind(value).own or value.id in self._sent:
+            self.mean(value, current(value))
+            value = self._raw[value.id]
+        return current(value).cast("float64").reshape([])
+
+    def _unguarded(self, value: Any) -> Any:
+        """The count that a divisor is at least 1, or another small constant, instead of."""
+        maker = value.get_defining_op()
+        if maker is None or value.id in self._sent:
+            return value
+        kinds = [(each, self._analysis.kind(each)) for each in maker.operands_source()]
+        name, counts = short(maker), [each for each, kind in kinds if kind.is_of_feed]
+        if name == "add":
+            counts = [each for each, kind in kinds if kind.own]
+            return (
+                self._unguarded(counts[0]) if len(counts) == 1 and all(kind.is_of_feed for _, kind in kinds) else value
+            )
+        if name in ("cast", "reshape", "clip", "maximum", "fmax") and len(counts) == 1:
+            return self._unguarded(counts[0])
+        return value
 
     def _moves(self, value: Any) -> bool:
         """Whether everything that computes ``value`` may run before the rest of the program."""
@@ -137,15 +153,6 @@ class Counts:
         return anchor
 
 
-def _needs_all(what: str, operators: Iterable[Any]) -> str:
-    lines = ", ".join(dict.fromkeys(line_of(operator) or operator.name() for operator in operators))
-    return (
-        f"accumulate_steps: the loss depends on {what} ({lines}), so the gradient of the joint batch needs the forward "
-        "passes of all micro-batches at once; leave accumulate_steps out, or accept the mean over ranks and "
-        "micro-batches: average_over: ranks in the profile, --set average_over=ranks"
-    )
-
-
 def _makers(value: Any) -> list[Any]:
     return operators_behind(value) if value.get_defining_op() is not None else []
 
@@ -160,10 +167,6 @@ def _may_move(operator: Any) -> bool:
 
 def _read_by(root: Root) -> list[Any]:
     return [root.value] if root.weights is None else [root.value, root.weights]
-
-
-def _key(roots: Sequence[Root]) -> tuple[Any, ...]:
-    return tuple((root.value.id, root.axis, root.weights is not None) for root in roots)
 
 
 def _product(roots: Sequence[Root]) -> Any:

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from fleet_train.convert.passes.joint_batch.axes import Axes, Root
 
+Divisors = tuple["Operand | tuple[Root, ...]", ...]
+"""The operands of ``divide``, and the numbers of elements of means."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -17,8 +20,10 @@ class Kind:
     ranks: 1 for a sum, 0 for a mean; None if that is not known.
     ``own``: the number is of this rank's batch alone, and the joint batch's is the mean of the ranks'.
     ``learned``: it depends on a parameter. ``shared``: so, and it is a number of the joint batch already.
-    ``sizes``: of sizes of dimensions, and what is computed of them, where they come from. ``fed``: a number that the
-    script feeds.
+    ``sizes``: of sizes of dimensions, and what is computed of them, where they come from. ``fed``: numbers that the
+    script feeds and that are its factors or divisors: of a sum, one that counts samples; else a weight of a rank's own.
+    ``spread``: the operator that has multiplied a sum by the number of shares, if one has.
+    ``divisors``: the counts by whose product it has been divided; None if it depends on them otherwise.
     """
 
     axes: Axes = field(default_factory=dict)
@@ -27,7 +32,9 @@ class Kind:
     learned: bool = False
     shared: bool = False
     sizes: tuple[tuple[Root, ...], ...] | None = None
-    fed: bool = False
+    fed: tuple[Any, ...] = ()
+    spread: Any = None
+    divisors: Divisors | None = ()
 
     @property
     def is_of_feed(self) -> bool:
@@ -71,6 +78,13 @@ class Step:
         return any(kind.shared for kind in self.kinds)
 
     @property
+    def fed(self) -> tuple[Any, ...]:
+        """The fed numbers among its operands' factors, as real numbers where it makes them so."""
+        if self.name == "cast" and self.kinds[0].fed and not is_float(self.sources[0]):
+            return (self.operator.result(0),)
+        return tuple({value.id: value for kind in self.kinds for value in kind.fed}.values())
+
+    @property
     def values(self) -> Step:
         """Without the operands that only say how large its result is."""
         sized_by = SIZED_BY.get(self.name, ())
@@ -103,12 +117,16 @@ class Findings:
     """Means over samples, by their id: the numbers of elements that they divide by."""
     biases: dict[int, int] = field(default_factory=dict)
     """Operators, by their id, that add a constant to a number: its degree."""
+    counts: list[Any] = field(default_factory=list)
+    """Fed numbers that count samples."""
     undecided: list[tuple[Any, str]] = field(default_factory=list)
     """Operators that nothing can be done about, and why."""
     assumed: list[tuple[Any, str]] = field(default_factory=list)
     """Operators whose meaning was taken from a constant, and which it is."""
-    has_fixed_counts: bool = False
-    """Whether it divides by a number of samples that is the same in every step."""
+    several: list[Any] = field(default_factory=list)
+    """Operators for which micro-batches have no common weight."""
+    divisors: Divisors = ()
+    """The counts by whose product the loss is divided."""
     power: int = 0
     """The loss is to be multiplied by the number of shares to this power."""
 
@@ -118,6 +136,7 @@ MOVES = (
     "cast", "reshape", "transpose", "squeeze", "unsqueeze", "flatten", "assign", "share_data", "slice", "split",
     "split_with_num", "expand", "expand_as", "tile", "sum", "mean", "mean_all", "strided_slice", "memcpy",
 )  # fmt: skip
+SCALES = ("multiply", "divide", "scale")
 ADDS = ("add", "subtract", "add_n")
 COLLECTS = ("concat", "stack", "builtin.combine")
 # Of numbers with one degree their result has it, too.

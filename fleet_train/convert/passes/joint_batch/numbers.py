@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from fleet_train.convert.passes.joint_batch.axes import Root, constant, integers
+from fleet_train.convert.passes.joint_batch.axes import Root, constant, integers, key_of
 from fleet_train.convert.passes.joint_batch.kinds import (
     ADDS,
     CHOOSES,
@@ -13,7 +15,9 @@ from fleet_train.convert.passes.joint_batch.kinds import (
     CONSTANT,
     CONSTANTS_LIKE,
     MOVES,
+    SCALES,
     SIZED_BY,
+    Divisors,
     Findings,
     Kind,
     Operand,
@@ -31,24 +35,47 @@ _LEAST_COUNT = 4
 class Numbers:
     """Notes in ``found`` what operators on numbers are to read."""
 
-    def __init__(self, shares: int, batch: int | None) -> None:
-        """``shares``: what gradients are averaged over. ``batch``: the number of samples, if it is in the program."""
+    def __init__(self, shares: Collection[int], batch: Root | None) -> None:
+        """``shares``: the number of ranks, and of what gradients are averaged over. ``batch``: the number of samples,
+        if it is in the program."""
         self.found = Findings()
         self._shares, self._batch = shares, batch
 
     def result_of(self, step: Step) -> Kind:
         """The kind of the results of an operator without operands that are per sample."""
+        step = self.settled(step)
+        kind = self._result_of(step)
+        return replace(kind, fed=step.fed if not kind.own or step.name in (*SCALES, *MOVES) else ())
+
+    def settled(self, step: Step) -> Step:
+        """Decide about fed numbers, ahead of what is neither a product nor moves elements."""
+        if step.name in (*SCALES, *MOVES):
+            return step
+        return replace(step, kinds=[self.settle(kind) for kind in step.kinds])
+
+    def settle(self, kind: Kind) -> Kind:
+        """A fed number by which a sum is divided, or multiplied, counts its samples."""
+        if not kind.fed or not (kind.own or kind.axes):
+            return kind
+        if kind.degree != 1 or kind.axes:
+            return replace(kind, fed=())
+        self.found.counts.extend(filter(is_float, kind.fed))
+        return replace(kind, degree=0, fed=())
+
+    def _result_of(self, step: Step) -> Kind:
         name, kinds = step.name, step.kinds
         if name in CONSTANTS_LIKE:
             return CONSTANT
-        if name in SIZED_BY and any(size < 0 for size in step.operator.result(0).shape):
+        made = step.operator.result(0)
+        if name in SIZED_BY and made.is_dense_tensor_type() and any(size < 0 for size in made.shape):
             return _of_size(step)
         if kinds[0].sizes is not None and not kinds[0].own:
             return _of_shape(step)
         if step.sizes is not None and not all(map(is_float, step.operator.results())):
             return self._of_sizes(step)
         own = any(kind.own for kind in kinds)
-        result = Kind({}, kinds[0].degree, own=own, learned=step.learned, shared=step.is_shared)
+        divisors = self.divisors(step)
+        result = Kind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=divisors)
         if name == "multiply":
             return self._product(step)
         if name == "divide":
@@ -56,11 +83,13 @@ class Numbers:
         if name == "scale":
             return self._scaled(step)
         if name in ADDS or name in COLLECTS:
-            return replace(result, degree=self.one_degree(step))
+            step = self._unspread_beside_others(step)
+            spread = next((kind.spread for kind in step.kinds if kind.spread is not None), None)
+            return replace(result, degree=self.one_degree(step), spread=spread)
         if name == "cast" and own:
             return self._cast(step, result)
         if name in MOVES or name.startswith("builtin."):
-            return result
+            return replace(result, spread=kinds[0].spread)
         return self._nonlinear(step)
 
     def _nonlinear(self, step: Step) -> Kind:
@@ -68,12 +97,22 @@ class Numbers:
             if kind.own:
                 self.join(operand, kind)
         own = any(kind.own for kind in step.kinds)
+        if own and (step.learned or self._has_high_bound(step)):
+            self.found.several.append(step.operator)
         joined = Kind(learned=step.learned, shared=step.learned and (own or step.is_shared))
         first = int(step.name == "where")
         if step.name in CHOOSES and all(map(is_float, step.sources[first:])):
             return replace(joined, degree=self.one_degree(step, first))
         self.to_joint(step)
-        return replace(joined, degree=0 if total(kind.degree for kind in step.kinds) is not None else None)
+        is_known = total(kind.degree for kind in step.kinds) is not None
+        return replace(joined, degree=0 if is_known else None, divisors=None)
+
+    def _has_high_bound(self, step: Step) -> bool:
+        """Whether a count has to be at least more than 1: of micro-batches, all together have to."""
+        if step.name not in ("clip", "maximum", "fmax"):
+            return False
+        bounds = step.sources[1:2] if step.name == "clip" else step.sources
+        return any((constant(value) or 0.0) > 1.0 for value in bounds)
 
     def _cast(self, step: Step, result: Kind) -> Kind:
         if is_float(step.sources[0]) and not is_float(step.operator.result(0)):
@@ -91,31 +130,42 @@ class Numbers:
         return Kind({}, degree, own=own, learned=step.learned, sizes=step.sizes)
 
     def _product(self, step: Step) -> Kind:
-        first, second = step.kinds
-        if first.own and second.own:
-            place = 0 if second.learned and not first.learned else 1
-            self.join(step.operands[place], step.kinds[place])
-        elif first.own or second.own:
-            self._join_fed(step)
-        own = first.own or second.own
-        return Kind({}, total((first.degree, second.degree)), own=own, learned=step.learned, shared=step.is_shared)
+        are_own = [kind.own for kind in step.kinds]
+        own = self._join_factors(step, are_own if all(are_own) else [False, False])
+        degree, shared = total(kind.degree for kind in step.kinds), self._is_shared(step, own)
+        return Kind({}, degree, own, step.learned, shared, divisors=self.divisors(step))
 
     def _quotient(self, step: Step) -> Kind:
         first, second = step.kinds
-        if second.own:
-            self.join(step.operands[1], second)
-        elif first.own:
-            self._join_fed(step)
-        if second.fed:  # it counts samples, as the sum that it divides does
-            return Kind({}, 0 if first.degree == 1 else None, own=first.own, learned=step.learned)
-        shared = step.is_shared or (second.own and second.learned)
-        return Kind({}, difference(first, second), own=first.own, learned=step.learned, shared=shared)
+        own = self._join_factors(step, [False, second.own])
+        degree, shared = difference(first, second), self._is_shared(step, own)
+        return Kind({}, degree, own, step.learned, shared, divisors=self.divisors(step))
 
-    def _join_fed(self, step: Step) -> None:
-        """Ranks may feed unlike numbers, of their own batch, or one number, of the joint batch."""
-        for operand, kind in zip(step.operands, step.kinds, strict=True):
-            if kind.fed and is_float(operand.value):
+    def _join_factors(self, step: Step, joined: list[bool]) -> bool:
+        """Join numbers that are multiplied or divided; ``joined``: those that have to be unless another one is.
+        Returns whether the result is a rank's own.
+
+        A joint number that depends on a parameter has its own gradient on each rank, which the other factor
+        multiplies: that must be the joint one as well.
+        """
+        kinds = step.kinds
+        if all(joined):
+            keep = 0 if kinds[0].learned or not kinds[1].learned else 1
+            joined[keep] = False
+        depends = [
+            kind.shared or (is_joined and has_gradient(operand.value, kind))
+            for operand, kind, is_joined in zip(step.operands, kinds, joined, strict=True)
+        ]
+        joined = [kinds[0].own and (joined[0] or depends[1]), kinds[1].own and (joined[1] or depends[0])]
+        for operand, kind, is_joined in zip(step.operands, kinds, joined, strict=True):
+            if is_joined:
                 self.join(operand, kind)
+        if any(joined) and any(depends):
+            self.found.several.append(step.operator)
+        return any(kind.own and not is_joined for kind, is_joined in zip(kinds, joined, strict=True))
+
+    def _is_shared(self, step: Step, own: bool) -> bool:
+        return step.is_shared or (not own and any(kind.own and kind.learned for kind in step.kinds))
 
     def _scaled(self, step: Step) -> Kind:
         """Times a constant, plus a constant."""
@@ -132,24 +182,85 @@ class Numbers:
         """A sum over the batch times a constant, which may be one over a number of samples, or the number of shares."""
         inverse = 1 / abs(factor) if factor else 0.0
         is_whole = inverse >= _LEAST_COUNT and abs(inverse - round(inverse)) < 1e-4 * inverse
-        if factor == self._shares and kind.learned:
-            self.found.assumed.append((operator, f"the number of shares, {factor:g}, that this sum is spread over"))
-            return replace(kind, degree=0)
-        if not is_whole or (self._batch and round(inverse) % self._batch):
+        if factor in self._shares and factor != 1.0 and kind.learned:
+            return replace(kind, spread=operator)
+        if kind.spread is not None or not is_whole or (self._batch and round(inverse) % self._batch.value.shape[0]):
             return kind
-        self.found.has_fixed_counts = True
+        if self._batch and not self._batch.is_alike and kind.learned:
+            self.found.means[operator.result(0).id] = (self._batch,)
+            return replace(kind, degree=0)
         if self._batch is None and kind.learned:
             self.found.assumed.append((operator, f"one over the number of samples of a rank, {round(inverse)}"))
         return replace(kind, degree=0 if kind.learned else None)
 
+    def divisors(self, step: Step) -> Divisors | None:
+        """Of an operator's results."""
+        kinds = step.kinds
+        if step.name == "divide":
+            return self._divided(step)
+        parts = [kind for kind in kinds if kind.axes or kind.own or kind.learned or kind.divisors != ()]
+        found = [kind.divisors for kind in parts]
+        if step.name in ("multiply", "matmul", "einsum"):
+            counts = [kind for kind in kinds if kind.is_of_feed and not (kind.axes or kind.learned or kind.divisors)]
+            if None in found or counts:
+                if step.learned:
+                    self.found.several.append(step.operator)
+                return None
+            return tuple(divisor for each in found for divisor in each or ())
+        if step.learned and step.name in (*ADDS, *COLLECTS):
+            terms = [kind for kind in kinds if kind.is_of_feed and (kind.axes or kind.own or kind.shared)]
+            if len({_keys(kind.divisors) for kind in terms}) > 1:
+                self.found.several.append(step.operator)
+            found = [kind.divisors for kind in terms]
+        if any(kind.axes for kind in kinds) and any(kind.own and not kind.axes for kind in kinds):
+            return None
+        return found[0] if found else ()
+
+    def _divided(self, step: Step) -> Divisors | None:
+        first, second = step.kinds
+        if second.axes or not second.is_of_feed:
+            return first.divisors
+        is_count = first.is_of_feed and not (first.axes or first.learned)
+        are_several = math.prod(step.sources[1].shape) != 1
+        if (
+            is_count
+            or are_several
+            or first.divisors is None
+            or second.divisors is None
+            or has_gradient(step.sources[1], second)
+        ):
+            if first.learned:
+                self.found.several.append(step.operator)
+            return None
+        return (*first.divisors, step.operands[1])
+
+    def unspread(self, kind: Kind) -> Kind:
+        """Of a loss or a term of it: what is multiplied by the number of shares there does not grow with them."""
+        if kind.spread is None or kind.degree != 1:
+            return replace(kind, spread=None)
+        factor = constant(kind.spread.operand_source(1))
+        self.found.assumed.append((kind.spread, f"the number of shares, {factor:g}, that this sum is spread over"))
+        return replace(kind, degree=0, spread=None)
+
+    def _unspread_beside_others(self, step: Step) -> Step:
+        """Beside a term that does not grow with the batch, and not beside sums and constants."""
+        sums = [kind for kind in step.kinds if kind.degree == 1 and kind.spread is None]
+        terms = [kind for kind in step.kinds if kind.degree == 0 and kind.learned]
+        if not sums and terms:
+            return replace(step, kinds=[self.unspread(kind) for kind in step.kinds])
+        return replace(step, kinds=[replace(kind, spread=None) for kind in step.kinds]) if sums else step
+
     def one_degree(self, step: Step, first: int = 0) -> int | None:
         """Bring numbers that are added or compared to the highest degree among them; returns it."""
-        degrees = [kind.degree for kind in step.kinds[first:]]
+        pairs = list(zip(step.operands, step.kinds, strict=True))[first:]
+        if step.name in COLLECTS:  # the last one says where
+            pairs = [(operand, kind) for operand, kind in pairs if kind.is_of_feed or is_float(operand.value)]
+        degrees = [kind.degree for _, kind in pairs]
         known = [degree for degree in degrees if degree is not None]
-        if len(known) < len(degrees) or not all(map(is_float, step.sources[first:])):
+        if len(known) < len(degrees) or not all(is_float(operand.value) for operand, _ in pairs):
             return degrees[0] if len(set(degrees)) == 1 else None
         highest = max(known)
-        for operand, degree in zip(step.operands[first:], known, strict=True):
+        for (operand, _), degree in zip(pairs, known, strict=True):
             if degree != highest:
                 self.found.uses.append(Use(operand, power=degree - highest))
         return highest
@@ -169,8 +280,19 @@ class Numbers:
 
     def join(self, operand: Operand, kind: Kind, *, back: bool = False) -> None:
         """Let an operand be the mean over ranks."""
-        is_joined = kind.own or kind.fed
-        self.found.uses.append(Use(operand, is_joined, back and kind.learned, kind.learned))
+        self.found.uses.append(Use(operand, kind.own, back and kind.learned, kind.learned))
+
+
+def has_gradient(value: Any, kind: Kind) -> bool:
+    """Whether a gradient flows back through a value into a parameter."""
+    return kind.learned and not value.stop_gradient
+
+
+def _keys(divisors: Divisors | None) -> Any:
+    """Equal for equal numbers."""
+    if divisors is None:
+        return None
+    return tuple(sorted(str(each.value.id if isinstance(each, Operand) else key_of(each)) for each in divisors))
 
 
 def _of_size(step: Step) -> Kind:

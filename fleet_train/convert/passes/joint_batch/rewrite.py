@@ -12,11 +12,13 @@ import paddle
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.joint_values import JointValues, joint_values_of
 from fleet_train.collectives.paddle_compat import scaled
+from fleet_train.convert import process
 from fleet_train.convert.passes.exchanged import mean_over_ranks, mean_with_gradient
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
+from fleet_train.convert.passes.joint_batch.axes import constant
 from fleet_train.convert.passes.joint_batch.counts import Counts
 from fleet_train.convert.passes.joint_batch.kinds import Findings, Kind, Use, is_float, short
-from fleet_train.convert.passes.program import line_of, nested_operators
+from fleet_train.convert.passes.program import all_inputs_of, line_of, nested_operators
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 
@@ -28,9 +30,44 @@ class Rewritten:
     known: dict[int, Kind] = field(default_factory=dict)
     replaced: dict[int, Any] = field(default_factory=dict)
     """What operators behind a loss read instead of a value, by its id."""
-    joined: dict[tuple[int, bool], Any] = field(default_factory=dict)
-    """By the id of a value, and whether its gradient is averaged over the ranks."""
+    joined: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
+    """By the id of a value, whether its gradient is averaged over the ranks, and whether something is divided by it."""
+    shown: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """What is fetched instead of a value, by its id, and times the number of ranks to which power: its plain mean over
+    the ranks is the joint batch's."""
+    ranks: Any = None
+    """The number of ranks, a value of the program: it is 1 on one card, and where a copy is evaluated."""
 
+    def insert_ranks(self, program: Any, job: Job) -> None:
+        """At the beginning of the program, once."""
+        if self.ranks is None:
+            paddle.pir.set_insertion_point(program.global_block().ops[0])
+            self.ranks = joint_values_of(program, job).number_of_ranks(paddle.ones([], "float64"))
+
+    def fetched(self, value: Any) -> Any:
+        """What is fetched instead of ``value``."""
+        if not isinstance(value, paddle.pir.Value) or value.id not in self.shown:
+            return value
+        joint, power = self.shown[value.id]
+        if power and self.ranks is not None:
+            maker = joint.get_defining_op()
+            with paddle.static.program_guard(maker.get_parent_block().program):
+                paddle.pir.set_insertion_point_after(maker)
+                joint = self.times_ranks(joint, power)
+                paddle.pir.reset_insertion_point_to_end()
+            self.shown[value.id] = (joint, 0)
+        return joint
+
+    def times_ranks(self, value: Any, power: int) -> Any:
+        """``value`` times the number of ranks to a power, at the current insertion point."""
+        factor = self.ranks
+        for _ in range(abs(power) - 1):
+            factor = factor * self.ranks
+        return value * (factor if power > 0 else 1.0 / factor).cast(value.dtype)
+
+
+_NO_BOUND = 1e38
+"""What ``clip`` has where it has no bound is larger."""
 
 _programs: weakref.WeakKeyDictionary[Any, Rewritten] = weakref.WeakKeyDictionary()
 
@@ -39,30 +76,59 @@ _programs: weakref.WeakKeyDictionary[Any, Rewritten] = weakref.WeakKeyDictionary
 class JointLoss:
     """A loss that was rewritten: its average over the ranks and, weighted by ``count``, over micro-batches is the joint
     batch's ``value``. ``count``: float64 [], what this micro-batch's loss is divided by on average; None: the same in
-    each."""
+    each. ``is_guarded``: of nothing the loss is 0."""
 
     value: Any
     count: Any
+    is_guarded: bool
     found: Findings
 
 
-def take_over_ranks(loss: Any, job: Job, micro_batches: int) -> JointLoss:
-    """Rewrite the operators behind ``loss`` in the current program, for so many micro-batches per update.
+def sum_over_ranks(loss: Any, job: Job) -> Any:
+    """What to derive gradients from whose average over the ranks is the sum of those of ``loss``."""
+    program = loss.block.program
+    state = _programs.setdefault(program, Rewritten())
+    state.insert_ranks(program, job)
+    paddle.pir.reset_insertion_point_to_end()
+    return state.times_ranks(loss, 1)
 
-    Raises ConversionError for a loss that would need all of them at once.
-    """
+
+def take_over_ranks(loss: Any, job: Job, micro_batches: int) -> JointLoss:
+    """Rewrite the operators behind ``loss`` in the current program, for so many micro-batches per update."""
     program = loss.block.program
     state = _programs.setdefault(program, Rewritten())
     before = {operator.id() for operator in program.global_block().ops}
-    analysis = Analysis(loss, job.world_size, job.world_size * micro_batches, state.known)
+    number = f"samples of a loss {job.count('samples of a loss')}"
+    analysis = Analysis(
+        loss,
+        job.world_size,
+        job.world_size * micro_batches,
+        state.known,
+        lambda size: not job.compare(number, size),
+    )
     rewrite = Rewrite(analysis, state, joint_values_of(program, job), micro_batches)
+    if job.world_size > 1 and rewrite.reads_ranks:
+        state.insert_ranks(program, job)
     joint = rewrite.carry_out(loss)
+    if job.world_size > 1 and any(power for _, power in state.shown.values()):
+        state.insert_ranks(program, job)
+    process.before_each_run(_fetch_shares)
     for operator in program.global_block().ops:
         if operator.id() not in before:
             for result in operator.results():
                 state.known.setdefault(result.id, Kind(degree=None))
     paddle.pir.reset_insertion_point_to_end()
     return joint
+
+
+def _fetch_shares(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    """Before a run: fetch the joint batch's values, where a script holds those that it was converted from."""
+    running = paddle.static.default_main_program() if program is None else program
+    state = _programs.get(running) if isinstance(running, paddle.static.Program) else None
+    if state is None:
+        return feed, fetch_list
+    is_list = isinstance(fetch_list, (list, tuple))
+    return feed, [state.fetched(value) for value in fetch_list] if is_list else state.fetched(fetch_list)
 
 
 class Rewrite:
@@ -75,11 +141,18 @@ class Rewrite:
         for use in self._found.uses:
             self._uses.setdefault((use.operand.operator.id(), use.operand.place), []).append(use)
         self._counts = Counts(analysis, values, set(state.joined), is_merged=micro_batches > 1)
+        self._micro_batches = micro_batches
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether something is to be multiplied by the number of ranks."""
+        found = self._found
+        integers = any(use.is_joined and not is_float(use.operand.value) for use in found.uses)
+        return bool(found.power or found.biases or integers or any(use.power for use in found.uses))
 
     def carry_out(self, loss: Any) -> JointLoss:
         """Returns what to derive gradients from."""
         self._counts.start()
-        self._counts.refuse_several()
         behind = {operator.id() for operator in self._analysis.behind}
         for operator in [each for each in loss.block.ops if each.id() in behind]:
             self._rewire(operator)
@@ -89,12 +162,28 @@ class Rewrite:
                     self._replace(result, self._weighed(result, self._found.means[result.id]))
             if operator.id() in self._found.biases:
                 self._divide_bias(operator)
-        target = self._current(loss)
-        factor = float(self._analysis.shares**self._found.power)
+            self._show(operator)
+        target, power = self._current(loss), self._found.power
         paddle.pir.set_insertion_point_after(target.get_defining_op())
-        if factor != 1.0:
-            target = scaled(target, factor)
-        return JointLoss(target, self._counts.single(), self._found)
+        if power:
+            target = self._times(target, power)
+        self._state.shown[loss.id] = (target, 0)
+        if power > 0 and self._micro_batches > 1:
+            target = scaled(target, float(self._micro_batches**power))
+        return JointLoss(target, *self._counts.single(self._current), self._found)
+
+    def _show(self, operator: Any) -> None:
+        """Note what a script that fetches a result of ``operator`` gets, if that is of the joint batch."""
+        reads_shown = any(value.id in self._state.shown for value in all_inputs_of(operator))
+        for result in operator.results():
+            degree = self._analysis.kind(result).degree
+            if result.id in self._state.replaced or (
+                is_float(result) and degree and (reads_shown or self._is_changed(operator))
+            ):
+                self._state.shown[result.id] = (self._current(result), degree or 0)
+
+    def _is_changed(self, operator: Any) -> bool:
+        return any((operator.id(), place) in self._uses for place in range(operator.num_operands()))
 
     def _current(self, value: Any) -> Any:
         return self._state.replaced.get(value.id, value)
@@ -107,8 +196,9 @@ class Rewrite:
         """Let an operator read what it is to read."""
         for inner in nested_operators(operator) if operator.num_regions() else ():
             for index, value in enumerate(inner.operands_source()):
-                if value.id in self._state.replaced:
+                if value.initialized() and value.id in self._state.replaced:
                     inner.operand(index).set_source(self._current(value))
+        has_bounds = False
         for index, value in enumerate(operator.operands_source()):
             uses = self._uses.get((operator.id(), index), [])
             if not value.initialized() or (not uses and value.id not in self._state.replaced):
@@ -118,10 +208,15 @@ class Rewrite:
             for use in sorted(uses, key=lambda use: use.power):
                 new = self._joined(use, new) if use.is_joined or use.back else new
             power = sum(use.power for use in uses)
-            operator.operand(index).set_source(self._times(new, power) if power else new)
+            is_bound = index > 0 and short(operator) == "clip"
+            operator.operand(index).set_source(self._times(new, power) if power and not is_bound else new)
+            has_bounds |= is_bound and power != 0
+        if has_bounds:
+            paddle.pir.set_insertion_point_after(operator)
+            self._clip(operator)
 
     def _joined(self, use: Use, value: Any) -> Any:
-        key = (use.operand.value.id, use.back)
+        key = (use.operand.value.id, use.back, short(use.operand.operator) == "divide")
         if key not in self._state.joined:
             self._state.joined[key] = new = self._join(use, value)
             kind = self._analysis.kind(use.operand.value)
@@ -135,17 +230,25 @@ class Rewrite:
             return mean_with_gradient(value)
         if use.learned:
             return mean_over_ranks(value)
-        mean = self._counts.mean(use.operand.value, value)
-        return (mean * float(self._ranks)).round().cast(value.dtype) if not is_float(value) else mean
+        divides = short(use.operand.operator) == "divide"
+        mean = self._counts.mean(use.operand.value, value, divides=divides)
+        return self._times(mean, 1).round().cast(value.dtype) if not is_float(value) else mean
 
     def _times(self, value: Any, power: int) -> Any:
-        """``value`` times the number of ranks to a power; of a constant another constant."""
-        factor = float(self._ranks) ** power
-        maker = value.get_defining_op()
-        if maker is not None and maker.name() == "pd_op.full":
-            attributes = maker.attrs()
-            return paddle.full(list(value.shape), attributes["value"] * factor, value.dtype)
-        return scaled(value, factor)
+        """``value`` times the number of ranks to a power; what is divided, by that of micro-batches as well."""
+        if power < 0 and self._micro_batches > 1:
+            value = scaled(value, float(self._micro_batches**power))
+        return value if self._ranks == 1 else self._state.times_ranks(value, power)
+
+    def _clip(self, operator: Any) -> None:
+        """A clip whose bounds are of one degree with what it clips. It would read computed bounds on the host."""
+        result, (value, *bounds) = operator.result(0), operator.operands_source()
+        for choose, bound, index in zip((paddle.maximum, paddle.minimum), bounds, (1, 2), strict=True):
+            given, uses = constant(bound), self._uses.get((operator.id(), index), [])
+            if given is None or abs(given) < _NO_BOUND:
+                bound = self._times(bound.cast(value.dtype).reshape([]), sum(use.power for use in uses))
+                value = choose(value, bound)
+        self._replace(result, value)
 
     def _divide_bias(self, operator: Any) -> None:
         """Let ``scale`` add to a number what is to be added to the mean over ranks of it."""
@@ -154,27 +257,38 @@ class Rewrite:
         if result.id in self._state.replaced:
             return
         attributes, (value, factor) = operator.attrs(), operator.operands_source()
-        bias = attributes["bias"] / float(self._ranks) ** degree
         paddle.pir.set_insertion_point_after(operator)
-        if value.dtype == paddle.float64 and attributes["bias_after_scale"]:  # the attribute is a float32
-            constant = paddle.full([], bias, value.dtype)
-            self._replace(result, paddle._C_ops.scale(value, factor, 0.0, True) + constant)
+        bias = self._times(paddle.full([], attributes["bias"], value.dtype), -degree)
+        if attributes["bias_after_scale"]:
+            self._replace(result, paddle._C_ops.scale(value, factor, 0.0, True) + bias)
         else:
-            self._replace(result, paddle._C_ops.scale(value, factor, bias, attributes["bias_after_scale"]))
+            self._replace(result, paddle._C_ops.scale(value + bias, factor, 0.0, True))
 
     def _weighed(self, mean: Any, roots: Sequence[Any]) -> Any:
         """A mean over samples, weighted by their number on this rank; 0 where there are none, unless all have none."""
         own = self._counts.number(roots)
-        joint = self._counts.mean(own, own)
+        joint = self._counts.mean(own, own, divides=True)
         weight = (own / joint).cast(mean.dtype)
-        return paddle.where(own > 0, mean, paddle.zeros_like(mean)) * weight
+        none = (own == 0).cast("int64").reshape([1])
+        choice = paddle.stack([mean, paddle.zeros_like(mean)])  # of a where, Paddle has no second derivative
+        return paddle._C_ops.slice(choice, [0], none, none + 1, [-1], [0]) * weight
 
 
-def say(found: Findings, job: Job) -> None:
+def say(found: Findings, job: Job, micro_batches: int) -> None:
     """Say what of a loss cannot be the joint batch's (with ``--strict`` an error), and what was taken to be so."""
     if found.assumed:
         notices = [f"{_line(operator)}: the constant is taken as {what}" for operator, what in found.assumed]
         log_once(notices, job.cluster.rank)
+    if found.several and micro_batches > 1:
+        lines = ", ".join(dict.fromkeys(map(_line, found.several)))
+        job.advise(
+            ConversionError(
+                f"accumulate_steps: the loss is no sum over samples divided by one count ({lines}), so the gradient of "
+                "all micro-batches' samples needs all their forward passes at once; each micro-batch is taken over the "
+                "batches of all ranks, and micro-batches are averaged: leave accumulate_steps out, or accept it: "
+                "average_over: ranks in the profile, --set average_over=ranks"
+            )
+        )
     if found.undecided:
         reasons: dict[str, list[str]] = {}
         for operator, reason in found.undecided:

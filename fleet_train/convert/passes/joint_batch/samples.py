@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from fleet_train.convert.passes.joint_batch.axes import (
@@ -9,6 +11,7 @@ from fleet_train.convert.passes.joint_batch.axes import (
     Root,
     carried,
     contracted_axes,
+    divided_axes,
     named_axes,
     of_batch,
     reduced_axes,
@@ -21,6 +24,7 @@ from fleet_train.convert.passes.joint_batch.kinds import (
     EXTREMES,
     MEANS,
     MOVES,
+    SCALES,
     SIZED_BY,
     SUMS,
     Kind,
@@ -44,19 +48,21 @@ class Samples:
         if step.name in ("shape", "shape64"):
             axes, rank = step.kinds[0].axes, len(step.sources[0].shape)
             return {step.operator.result(0).id: Kind(sizes=tuple(axes.get(axis, ()) for axis in range(rank)))}
+        step = self._numbers.settled(step)
         self._join_numbers(step)
-        degree = self._degree(step.values)
+        degree, divisors = self._degree(step.values), self._numbers.divisors(step.values)
         reduces = step.name in (*SUMS, *MEANS, *EXTREMES, "numel")
         reduced = reduced_axes(step.operator, step.name, step.sources) if reduces else None
+        if reduces and reduced is None:
+            self._found.undecided.append((step.operator, "which dimensions it takes is computed"))
+        self._divide(step)
         results = {}
-        for result in step.operator.results():
-            if not result.initialized():
-                continue
-            if not result.is_dense_tensor_type():
-                results[result.id] = Kind(step.kinds[0].axes, degree, learned=step.learned)
-                continue
+        for result in _single(step.operator.results()):
             axes = carried(step.operator, step.name, result, step.sources, [kind.axes for kind in step.kinds], reduced)
-            results[result.id] = self._result(step, result, axes, reduced or set(), degree)
+            kind = self._result(step, result, axes, reduced or set(), degree)
+            roots = self._found.means.get(result.id)
+            kind = replace(kind, divisors=divisors if roots is None or divisors is None else (*divisors, roots))
+            results[result.id] = replace(kind, fed=step.fed) if step.name in (*SCALES, *MOVES, *SUMS) else kind
         return results
 
     def _join_numbers(self, step: Step) -> None:
@@ -65,6 +71,8 @@ class Samples:
             is_size = place in sized_by or (kind.sizes is not None and not is_float(operand.value))
             if (kind.own or kind.shared) and not is_size:
                 self._numbers.join(operand, kind, back=True)
+                if kind.learned:
+                    self._found.several.append(step.operator)
 
     def _degree(self, step: Step) -> int | None:
         if step.name in ("multiply", "matmul", "einsum"):
@@ -111,11 +119,16 @@ class Samples:
         return Kind(axes, None, learned=step.learned)
 
     def _mean(self, result: Any, roots: tuple[Root, ...], kind: Kind) -> Kind:
-        if all(root.is_static for root in roots):
-            self._found.has_fixed_counts = True
-        else:
+        if not all(root.is_static for root in roots):
             self._found.means[result.id] = roots
         return kind
+
+    def _divide(self, step: Step) -> None:
+        """Samples that are taken by their places are others in the joint batch, unless a script has put them there."""
+        axes, divided = step.kinds[0].axes, divided_axes(step.operator, step.name)
+        parted = of_batch(axes) if divided is None else of_batch(axes).intersection(divided)
+        if any(root.is_fed for axis in parted for root in axes[axis]):
+            self._found.undecided.append((step.operator, _BY_PLACE))
 
     def _meet(self, step: Step, axes: Axes, over: set[int]) -> bool:
         """Whether samples are computed with each other."""
@@ -135,7 +148,17 @@ class Samples:
         return len(of_batch(axes)) > max(map(len, given))
 
 
+def _single(results: Iterable[Any]) -> Iterator[Any]:
+    """Those that are there, also of lists."""
+    for result in results:
+        if result.initialized() and result.is_dense_tensor_type():
+            yield result
+        elif result.initialized():
+            yield from (each for user in result.all_used_ops() for each in user.results() if "split" in user.name())
+
+
 _MEETING = "samples meet each other"
+_BY_PLACE = "samples are taken by their places in the batch"
 
 
 def _meet_in(equation: str, given: list[set[int]]) -> bool:
