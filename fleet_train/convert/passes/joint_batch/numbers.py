@@ -130,8 +130,8 @@ class Numbers:
         return Kind({}, degree, own=own, learned=step.learned, sizes=step.sizes)
 
     def _product(self, step: Step) -> Kind:
-        are_own = [kind.own for kind in step.kinds]
-        own = self._join_factors(step, are_own if all(are_own) else [False, False])
+        both = all(kind.own for kind in step.kinds)
+        own = self._join_factors(step, [both, both])
         degree, shared = total(kind.degree for kind in step.kinds), self._is_shared(step, own)
         return Kind({}, degree, own, step.learned, shared, divisors=self.divisors(step))
 

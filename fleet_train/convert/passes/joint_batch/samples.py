@@ -12,6 +12,7 @@ from fleet_train.convert.passes.joint_batch.axes import (
     carried,
     contracted_axes,
     divided_axes,
+    integers,
     named_axes,
     of_batch,
     reduced_axes,
@@ -124,11 +125,18 @@ class Samples:
         return kind
 
     def _divide(self, step: Step) -> None:
-        """Samples that are taken by their places are others in the joint batch, unless a script has put them there."""
-        axes, divided = step.kinds[0].axes, divided_axes(step.operator, step.name)
+        """Some samples, taken by their places, are others in the joint batch, unless a script has put them there."""
+        axes, operator = step.kinds[0].axes, step.operator
+        divided = divided_axes(operator, step.name)
         parted = of_batch(axes) if divided is None else of_batch(axes).intersection(divided)
+        parts = list(_single(operator.results()))
+        # Up to a number that is in the program: that may be the batch's.
+        starts = integers(step.sources[1]) if step.name == "slice" and len(step.sources) > 1 else None
+        is_whole = starts is not None and not any(starts) and not operator.attrs()["decrease_axis"]
+        if is_whole or (len(parts) > 1 and not any(part.use_empty() for part in parts)):
+            return
         if any(root.is_fed for axis in parted for root in axes[axis]):
-            self._found.undecided.append((step.operator, _BY_PLACE))
+            self._found.undecided.append((operator, _BY_PLACE))
 
     def _meet(self, step: Step, axes: Axes, over: set[int]) -> bool:
         """Whether samples are computed with each other."""
