@@ -60,6 +60,7 @@ LOSSES: dict[str, Loss] = {
     "squared norm": lambda x, y, weight: paddle._C_ops.squared_l2_norm(x).sum(),
     "gram matrix": lambda x, y, weight: paddle.matmul(x, x, transpose_x=True).mean(),
     "dcn": lambda x, y, weight: F.cross_entropy(x, y) + cross_net(x, weight),
+    "split into samples": lambda x, y, weight: sum(F.tanh(part).mean() for part in paddle.split(x, 2, axis=0)),
     "unbound": lambda x, y, weight: sum(part.square().sum() for part in paddle.unbind(x, axis=1)),
     "chunks": lambda x, y, weight: (paddle.chunk(x, 2, axis=1)[0] * mask(y)).sum() / mask(y).sum(),
     "a slice of the words": lambda x, y, weight: sequence(x)[:, 1:].mean(),
@@ -95,14 +96,13 @@ LOSSES: dict[str, Loss] = {
 # What a script of one process says, and what one that knows of its three ranks says for the same.
 ALREADY: dict[str, tuple[Loss, Loss]] = {
     "by the number of a rank's samples": (lambda x, y, weight: x.sum() / 24, lambda x, y, weight: x.sum() / 8),
+    "dssm": (lambda x, y, weight: hit_loss(x, 24), lambda x, y, weight: hit_loss(x, 8)),
     "times the number of shares": (
         lambda x, y, weight: F.cross_entropy(x, y) + x.sum(),
         lambda x, y, weight: F.cross_entropy(x, y) + 3 * x.sum(),
     ),
 }
 UNDECIDED: dict[str, Loss] = {
-    "split into samples": lambda x, y, weight: sum(F.tanh(part).mean() for part in paddle.split(x, 2, axis=0)),
-    "dssm": lambda x, y, weight: hit_loss(x, 8),
     "softmax over samples": lambda x, y, weight: (F.softmax(x, axis=0) * x).sum(),
     "beside an unknown term": lambda x, y, weight: x.sum() + paddle.logsumexp(x),
     "one sample": lambda x, y, weight: x[0].sum(),
@@ -182,6 +182,11 @@ def test_the_gradient_is_the_joint_batchs(name: str) -> None:
     assert [short(operator) for operator, _ in findings.undecided] == []
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_what_a_constant_is_taken_as_is_found() -> None:
+    _, ours = ALREADY["dssm"]
+    assert [what for _, what in gradients(ours, RANKS)[1].assumed] == ["the number of samples of a rank"]
 
 
 @pytest.mark.parametrize("name", UNDECIDED)
