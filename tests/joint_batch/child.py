@@ -113,7 +113,7 @@ def run_alone(case: Case, job: Job, folder: Path) -> dict[str, Any]:
         end = training.parameters()
     arrays = {f"start/{name}": value for name, value in training.start.items()}
     arrays |= {f"end/{name}": value for name, value in end.items()}
-    np.savez(folder / f"{job.reference(case.static)}.npz", allow_pickle=False, **arrays)
+    np.savez(folder / f"{job.reference(case.static)}.npz", **arrays)
     moved = max(float(np.abs(end[name] - training.start[name]).max(initial=0.0)) for name in end)
     return {"fetched": training.fetched, "moved": moved}
 
@@ -140,7 +140,7 @@ def run_on_rank(case: Case, job: Job, folder: Path) -> dict[str, Any]:
         training.train()
         fleet.synchronize_parameters(paddle.static.default_main_program())
         end = training.parameters()
-    with np.load(folder / f"{job.reference(case.static)}.npz") as saved:
+    with np.load(folder / f"{job.reference(case.static)}.npz", allow_pickle=False) as saved:
         start = {name: saved[f"start/{name}"] for name in end}
         expected = {name: saved[f"end/{name}"] for name in end}
     return {
