@@ -45,7 +45,7 @@ def time_major(g: Builder) -> Any:
     return (each * mask).sum() / mask.sum()
 
 
-@case
+@case(said=_MERGE)
 def masked_mean_times_ratio(g: Builder) -> Any:
     """The mean of a masked product, times all elements over valid ones."""
     mask = g.mask()

@@ -127,9 +127,9 @@ def adversaries(g: Builder) -> Any:
     return F.relu(1.0 - real).mean() + F.relu(1.0 + fake).mean()
 
 
-@case(said=_MERGE)
+@case
 def teacher(g: Builder) -> Any:
-    """Distillation: the KL of softened outputs beside a masked cross entropy."""
+    """Distillation: the KL of softened outputs beside a cross entropy, whose mean is over all where -1 is left out."""
     logits, label = g.features(5), g.labels(5, ignore=-1)
     goal = F.softmax(g.floats(5, name="teacher") / 2.0)
     soft = F.kl_div(F.log_softmax(logits / 2.0), goal, reduction="none").sum(axis=-1).mean() * 4.0
