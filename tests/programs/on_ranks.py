@@ -79,7 +79,7 @@ def profile_of(strategy: Strategy) -> Profile:
 
 def run_on_ranks(program: Program, name: str, folder: Path) -> dict[str, Any]:
     strategy, accused = EXACT[name], []
-    pipeline.say = lambda found, _: accused.extend(f"{each.name()}: {why}" for each, why in found.undecided)
+    pipeline.say = lambda found, *_: accused.extend(f"{each.name()}: {why}" for each, why in found.undecided)
     script = OnRanks(program, profile_of(strategy))
     try:
         run_program(program, script)
@@ -87,6 +87,11 @@ def run_on_ranks(program: Program, name: str, folder: Path) -> dict[str, Any]:
         if script.runs or not program.refusal(name):
             raise
         return {"refused": str(error)}
+    alike = None
+    if name == "multi_node":
+        over_ranks = OnRanks(program, profile_of(strategy).with_settings("the test", average_over="ranks"))
+        run_program(program, over_ranks)
+        alike = digest(over_ranks.end_state) == digest(script.end_state)
     with np.load(folder / f"{program.name}.npz") as saved:
         expected = {name: saved[name] for name in saved}
     parameters = section(expected, "parameters")
@@ -100,6 +105,7 @@ def run_on_ranks(program: Program, name: str, folder: Path) -> dict[str, Any]:
         "replica": digest(replicated),
         "fetched": script.fetched,
         "accused": accused,
+        "alike": alike,
         "parameters": compared(script.end_parameters, parameters, program.noise),
         "state": compared(ours, state, program.noise),
     }

@@ -141,6 +141,8 @@ class Program:
     sums: bool = False
     """Parameters are used by name in several places, by an optimizer that remembers. Paddle alone then makes an update
     per use; it is given the sum of their gradients by hand."""
+    said: str = ""
+    """Part of what may be said of its loss."""
     noise: str = ""
     """Names (a regular expression) of parameters whose gradient is zero but for rounding, such as the bias of keys,
     which a softmax takes out again: they are compared absolutely."""

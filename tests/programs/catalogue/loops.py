@@ -117,6 +117,7 @@ def own_and_default_program(script: Script) -> None:
 @program(
     "Gradients are accumulated manually: two backward passes over halves of the batch, one apply_gradients().",
     without={"amp, merge": "oneDNN's gradient of a sum raises in bfloat16 for the one sample of a micro-batch's half"},
+    said="samples are taken by their places",
 )
 def accumulated_by_hand(script: Script) -> None:
     x, y = script.inputs(x=floats(8), y=floats(1))
