@@ -190,7 +190,8 @@ class Numbers:
             self.found.means[operator.result(0).id] = (self._batch,)
             return replace(kind, degree=0)
         if self._batch is None and kind.learned:
-            self.found.assumed.append((operator, f"one over the number of samples of a rank, {round(inverse)}"))
+            count = f"one over the number of samples of a rank, {round(inverse)}"
+            self.found.assumed.append((operator, f"{count}; multiply a weight of a sum by fleet.worker_num()"))
         return replace(kind, degree=0 if kind.learned else None)
 
     def divisors(self, step: Step) -> Divisors | None:
