@@ -31,6 +31,9 @@ MINE = "description: Our five PCs on the office switch.\nextends: multi_node\nfu
 RUN = [
     {
         "python -m fleet_train launch --nproc_per_node=2 train.py": "step99 cost=",
+        "python -m fleet_train launch --nproc_per_node=2 --verify_joint_batch train.py": (
+            "verified: the gradient of 2 ranks is the joint batch's"
+        ),
         "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
         "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",
         "python -m fleet_train version": "fleet_train",
