@@ -175,7 +175,10 @@ def _parameter(update: Any) -> str:
 
 def line_of(operator: Any) -> str:
     """The script's line that made an operator, such as ``train.py, line 12 (optimizer.minimize(loss))``."""
-    stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
+    try:
+        stack = [str(line).strip() for line in operator.attrs().get("op_callstack") or ()]
+    except NotImplementedError:  # Paddle cannot read the attributes of a host operator
+        return ""
     place = ""
     for index, line in enumerate(stack):
         frame = _FRAME.match(line)
