@@ -63,7 +63,8 @@ class Training:
 
     def _new_optimizer(self) -> Any:
         if self._optimizer == "adam":
-            return paddle.optimizer.Adam(0.01)
+            # A smaller epsilon would enlarge the rounding of gradients that are zero, as of the bias of keys.
+            return paddle.optimizer.Adam(0.01, epsilon=1e-3)
         return paddle.optimizer.Momentum(RATE, MOMENTUM)
 
     def train(self) -> None:
