@@ -17,7 +17,7 @@ from paddle.base.data_feeder import convert_dtype
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.paddle_compat import dynamic_mode
-from fleet_train.convert.passes.program import BATCH_NORMS
+from fleet_train.convert.passes.program import changes_statistics
 from fleet_train.convert.planning import dtype_name
 from fleet_train.errors import CheckpointError
 from fleet_train.plan.plan import MEAN_DTYPES
@@ -158,7 +158,7 @@ def statistics_of(program: Any) -> set[str]:
     return {
         str(source.get_defining_op().attrs().get("parameter_name"))
         for operator in program.global_block().ops
-        if operator.name() in BATCH_NORMS and not _is_frozen(operator.attrs())
+        if changes_statistics(operator)
         for source in operator.operands_source()[1:3]
     }
 
@@ -203,10 +203,6 @@ def is_finite(values: Array) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(values, axis=None)  # one pass; a sum can overflow although its terms are finite
     return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
-
-
-def _is_frozen(attributes: Mapping[str, Any]) -> bool:
-    return bool(attributes.get("use_global_stats") or attributes.get("is_test"))
 
 
 def borrowed(variable: Any) -> Array:

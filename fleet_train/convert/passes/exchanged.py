@@ -24,7 +24,9 @@ from fleet_train.errors import ConversionError
 MARK = "fleet_train_exchanged"
 """The attribute of a marked operator: ``SAMPLES``, ``FIRST``, ``MEAN`` or ``NUMBER``."""
 SAMPLES, FIRST, MEAN, NUMBER = "samples", "first", "mean", "number"
-_TO_THE_END, _INFERRED, _UNKNOWN = 2**31 - 1, [1], [-1]
+TO_THE_END = 2**31 - 1
+"""The end of a ``slice`` that takes all that follows."""
+_INFERRED, _UNKNOWN = [1], [-1]
 _FORWARD, _GRADIENT = "pd_op.slice", "pd_op.slice_grad"
 _BOUND = 1
 """The operand of a ``slice`` that its gradient alone reads, too."""
@@ -46,7 +48,7 @@ def mean_over_ranks(value: Any) -> Any:
 def all_samples(value: Any) -> Any:
     """``value`` [n, ...], once converted that of all ranks in rank order; its gradient is summed over ranks. The first
     dimension is unknown."""
-    return _marked(value, SAMPLES, _TO_THE_END, _UNKNOWN)
+    return _marked(value, SAMPLES, TO_THE_END, _UNKNOWN)
 
 
 def first_sample(value: Any) -> Any:
@@ -147,7 +149,7 @@ def _value_of_zeros(zeros: Any) -> Any:
 
 def _number(value: Any, mark: str) -> Any:
     """A ``slice`` has at least one dimension."""
-    marked = _marked(value if value.shape else value.reshape([1]), mark, _TO_THE_END, _INFERRED)
+    marked = _marked(value if value.shape else value.reshape([1]), mark, TO_THE_END, _INFERRED)
     return marked if value.shape else marked.reshape([])
 
 

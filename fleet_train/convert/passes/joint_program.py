@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
 from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.convert.passes.program import BATCH_NORMS, is_random, line_of, nested_operators, operators_behind
+from fleet_train.convert.passes.program import (
+    changes_statistics,
+    is_random,
+    line_of,
+    nested_operators,
+    operators_behind,
+)
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 
@@ -118,7 +124,7 @@ class JointProgram:
     def own_statistics(self) -> str:
         """Which operator is a batch norm over the batch, and its line; empty for none."""
         for norm in self._operators:
-            if norm.name() in BATCH_NORMS and not (norm.attrs()["is_test"] or norm.attrs()["use_global_stats"]):
+            if changes_statistics(norm):
                 return line_of(norm) or "a batch norm"
         return ""
 

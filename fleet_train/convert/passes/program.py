@@ -125,6 +125,12 @@ def persistable(name: str, dtype: Any, shape: Sequence[int] = (1,), value: float
     return paddle.pir.core.create_persistable_value(dtype, list(shape), name, initializer=start)
 
 
+def changes_statistics(operator: Any) -> bool:
+    """Whether an operator is a batch norm that takes the statistics of its batch, and keeps their running mean."""
+    attributes = operator.attrs() if operator.name() in BATCH_NORMS else {"is_test": True}
+    return not (attributes.get("use_global_stats") or attributes.get("is_test"))
+
+
 def held_values(program: Any, trained: Sequence[Any]) -> Held:
     """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}

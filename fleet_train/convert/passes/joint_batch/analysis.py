@@ -64,10 +64,6 @@ class Analysis:
     def found(self) -> Findings:
         return self._numbers.found
 
-    def maker_of(self, name: int) -> Any:
-        """The operator behind the loss that makes a value, by the value's id."""
-        return next(each for each in self.behind if any(result.id == name for result in each.results()))
-
     def kind(self, value: Any) -> Kind:
         """Of a value behind the loss."""
         return self._known.get(value.id, CONSTANT)

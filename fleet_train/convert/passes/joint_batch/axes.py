@@ -123,11 +123,11 @@ def _moved(
             return _reshaped(before, shape, first)
         case "slice" | "strided_slice":
             gone = set(operator.attrs().get("decrease_axis", []))
-            where = [axis - sum(each < axis for each in gone) for axis in operator.attrs()["axes"] if axis not in gone]
-            return _cut(result, _without(first, gone), where)
+            parted = (divided_axes(operator, name) or set()) - gone
+            return _cut(result, _without(first, gone), [axis - sum(each < axis for each in gone) for axis in parted])
         case "split" | "split_with_num":
-            place = constant(sources[-1])
-            return _cut(result, first, range(len(before)) if place is None else [int(place) % len(before)])
+            divided = divided_axes(operator, name)
+            return _cut(result, first, range(len(before)) if divided is None else divided)
         case "unbind" | "unstack":
             return _without(first, {operator.attrs()["axis"] % len(before)})
         case "concat":

@@ -73,15 +73,14 @@ class Numbers:
             return _of_shape(step)
         if step.sizes is not None and not all(map(is_float, step.operator.results())):
             return self._of_sizes(step)
-        own = any(kind.own for kind in kinds)
-        divisors = self.divisors(step)
-        result = Kind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=divisors)
         if name == "multiply":
             return self._product(step)
         if name == "divide":
             return self._quotient(step)
         if name == "scale":
             return self._scaled(step)
+        own = any(kind.own for kind in kinds)
+        result = Kind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=self.divisors(step))
         if name in ADDS or name in COLLECTS:
             step = self._unspread_beside_others(step)
             spread = next((kind.spread for kind in step.kinds if kind.spread is not None), None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fleet_train.convert.passes.exchanged import TO_THE_END
 from fleet_train.convert.passes.joint_batch.axes import (
     Axes,
     Root,
@@ -129,13 +130,15 @@ class Samples:
         axes, operator = step.kinds[0].axes, step.operator
         divided = divided_axes(operator, step.name)
         parted = of_batch(axes) if divided is None else of_batch(axes).intersection(divided)
+        if not parted:
+            return
         parts = list(_single(operator.results()))
         # Up to a number that is in the program: that may be the batch's.
         starts = integers(step.sources[1]) if step.name == "slice" and len(step.sources) > 1 else None
         is_whole = starts is not None and not any(starts) and not operator.attrs()["decrease_axis"]
-        if is_whole and parted:
+        if is_whole:
             ends = dict(zip(operator.attrs()["axes"], integers(step.sources[2]) or (), strict=False))
-            if any(step.sources[0].shape[axis] < 0 < ends.get(axis, 0) < _TO_THE_END for axis in parted):
+            if any(step.sources[0].shape[axis] < 0 < ends.get(axis, 0) < TO_THE_END for axis in parted):
                 self._found.assumed.append((operator, "the number of samples of a rank"))
         if is_whole or (len(parts) > 1 and not any(part.use_empty() for part in parts)):
             return
@@ -169,7 +172,6 @@ def _single(results: Iterable[Any]) -> Iterator[Any]:
             yield from (each for user in result.all_used_ops() for each in user.results() if "split" in user.name())
 
 
-_TO_THE_END = 2**31 - 1
 _MEETING = "samples meet each other"
 _BY_PLACE = "samples are taken by their places in the batch"
 
