@@ -7,6 +7,7 @@ unchanged, and gradients are communicated in float32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import paddle
 
 from fleet_train.convert import process
-from fleet_train.convert.passes.program import BATCH_NORMS, operators_behind
+from fleet_train.convert.passes.program import BATCH_NORMS, inputs_of, operators_behind
 from fleet_train.convert.passes.recompute import recomputes
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, DataError
 from fleet_train.profile import Profile
 
 
@@ -34,7 +35,11 @@ def lower_precision(loss: Any, profile: Profile, *, on_gpu: bool, emulated: bool
         emulated = is_emulated(profile, on_gpu) or (not on_gpu and has_channels_last(loss))
     lowering = _Lowering(getattr(paddle, profile.amp_dtype), on_gpu, emulated)
     followers = _followers(profile)
-    for operator in operators_behind(loss)[:-1]:  # the last one makes the loss, which stays float32 for the caller
+    operators = operators_behind(loss)[:-1]  # the last one makes the loss, which stays float32 for the caller
+    if not (on_gpu or emulated):
+        lowering.without_rows = _of_chosen_rows(operators)
+        _never_without_rows.add(loss.get_defining_op().get_parent_block().program)
+    for operator in operators:
         name, tensors = operator.name(), followers.get(operator.name()) or range(operator.num_operands())
         if not has_kernels(name, profile.amp_dtype, on_gpu):
             continue
@@ -69,6 +74,8 @@ class _Lowering:
         self._low: dict[int, Any] = {}  # float32 value -> the same in low precision
         self._rounded: dict[int, Any] = {}  # float32 value -> the same, rounded
         self._casts_back: list[Any] = []
+        self.without_rows: set[int] = set()
+        """Operators that are emulated, because their input may have no rows."""
 
     def has_low_source(self, operator: Any, tensors: Sequence[int]) -> bool:
         """Whether an input was computed in low precision (a parameter that was cast for another does not count)."""
@@ -81,7 +88,8 @@ class _Lowering:
         wanted = {index: source for index, source in sources.items() if _is_float32(source)}
         if not wanted:
             return
-        is_native = not (self._emulated or _is_kept(operator)) and (self._on_gpu or is_right_on_cpu(operator))
+        is_emulated_here = self._emulated or operator.id() in self.without_rows or _is_kept(operator)
+        is_native = not is_emulated_here and (self._on_gpu or is_right_on_cpu(operator))
         for index, source in wanted.items():
             cast_input = self._in_low_precision if is_native else self._in_float32
             operator.operand(index).set_source(cast_input(source, operator))
@@ -163,6 +171,7 @@ def in_float32(value: Any) -> Any:
 def give_out_float32() -> None:
     """From now on `in_float32` is what executors fetch, and what Paddle's functions export."""
     process.before_each_run(_fetch_float32)
+    process.before_each_run(_refuse_no_rows)
     for module in (paddle.static.io, paddle.static.pir_io):
         if module.normalize_pir_program is not _normalize:
             global _normalize_pir_program
@@ -179,6 +188,35 @@ def _normalize(program: Any, feed_vars: Any, fetch_vars: Any, **options: Any) ->
 def _fetch_float32(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
     del program
     return feed, _each_in_float32(fetch_list)
+
+
+def _of_chosen_rows(operators: Sequence[Any]) -> set[int]:
+    """The operators that read values with as many rows as the data say, also none. Of a product without rows, oneDNN
+    leaves the gradient of the other factor, whose rows are known, as the memory was."""
+    chosen: set[int] = set()
+    for operator in operators:
+        makers = [source.get_defining_op() for source in inputs_of(operator) if -1 in source.shape]
+        if operator.name() in _CHOOSE_ROWS or any(maker is not None and maker.id() in chosen for maker in makers):
+            chosen.add(operator.id())
+    return chosen
+
+
+_CHOOSE_ROWS = ("pd_op.nonzero", "pd_op.masked_select")
+
+_never_without_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Programs with products in bfloat16 on a CPU, of as many rows as are fed."""
+
+
+def _refuse_no_rows(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
+    if program in _never_without_rows and isinstance(feed, dict):
+        for name, value in feed.items():
+            shape = getattr(value, "shape", ())
+            if 0 in (shape() if callable(shape) else shape):
+                raise DataError(
+                    f"{name!r} is fed without samples: on CPUs Paddle's products in bfloat16 have no gradient then, but "
+                    "what was in their memory; set amp_level: O0, or feed every rank at least one sample"
+                )
+    return feed, fetch_list
 
 
 def _each_in_float32(values: Any) -> Any:

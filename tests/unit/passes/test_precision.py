@@ -10,9 +10,10 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
+from fleet_train.convert import process
 from fleet_train.convert.passes import precision
 from fleet_train.convert.passes.precision import lower_precision
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, DataError
 from fleet_train.profile import Profile
 from tests.unit.passes.training import CLASSES, FEATURES, Trained, batches, mlp, relative_difference
 
@@ -231,3 +232,36 @@ def test_o1_lowers_products_only_and_o2_what_follows_until_an_operator_needs_flo
         for name in ("batch_norm_", "relu", "layer_norm", "cross_entropy_with_softmax"):
             assert set(dtypes_of(trained, f"pd_op.{name}")) == {"float32"}, name
         assert settings is O2 or set(dtypes_of(trained, "pd_op.add")) == {"float32"}
+
+
+@pytest.mark.parametrize("emulated", HOW)
+def test_a_product_of_no_chosen_rows_has_no_gradient(emulated: bool) -> None:
+    main, start = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, start), paddle.utils.unique_name.guard():
+        x = paddle.static.data("x", [-1, 64], "float32")
+        chosen = paddle.gather(nn.Linear(64, 64)(x), paddle.nonzero(x[:, 0] > 0).flatten())
+        layer = nn.Linear(64, 64)
+        loss = layer(chosen).tanh().sum()
+        assert lower_precision(loss, O1, on_gpu=False, emulated=emulated) == 2
+        gradients = paddle.static.gradients(loss, [layer.weight, layer.bias])
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        exe.run(start)
+        sizes = []
+        for sign in (1, -1, 1, -1, -1):
+            found = exe.run(main, feed={"x": np.full([4, 64], sign, "float32")}, fetch_list=gradients)
+            sizes.append([float(np.abs(each).max()) for each in found])
+    assert [max(size) == 0 for size in sizes] == [False, True, False, True, True], sizes
+
+
+@NATIVE.marks[0]
+def test_a_feed_without_samples_is_refused_where_bfloat16_would_read_old_memory() -> None:
+    native = Trained(OPTIMIZERS["SGD"], minimize_lowered(O1, emulated=False))
+    none = (np.zeros([0, FEATURES], "float32"), np.zeros([0, 1], "int64"))
+    try:
+        precision.give_out_float32()
+        with pytest.raises(DataError, match="'features' is fed without samples: .*amp_level: O0"):
+            native.step(none)
+        assert np.isfinite(native.step(batches(1, 16, 0)[0]))
+    finally:
+        process.put_back()
