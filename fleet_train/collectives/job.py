@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,6 +72,14 @@ class Passed:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """The start of a step whose collectives may be started from there on. ``barrier``: what they wait for; None where
+    a step goes without."""
+
+    barrier: Future[Passed] | None
+
+
 class Job:
     """This process's view of its peers. Made by ``join``; a job of one process has no store and no groups."""
 
@@ -110,6 +119,8 @@ class Job:
         """How many steps this rank has made, and where in the script; empty for none."""
         self.trains = True
         """Whether the program that runs makes an update; False only in a run that is known not to."""
+        self.arrival: Arrival | None = None
+        """That of the current step; None outside of steps, and in those that have their barrier later."""
         self._turn = (-1, 0)
         self._left = False
         self._has_reported = False

@@ -6,8 +6,8 @@ behind the forward pass. A value that depends on parameters is exchanged where i
 backward pass.
 
 Ranks have unlike numbers of samples, from step to step, too. Memory for them is allocated by the host, which may not
-read a device's values: the numbers go through the store. That is also the exchange's barrier. Of the others the first
-one in a pass has a barrier, in the passes that `StepsWithBarrier` says.
+read a device's values: the numbers go through the store. That is also the exchange's barrier. The others wait for the
+step's barrier, where that begins before them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any
 
 import paddle
 
-from fleet_train import timeouts
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import all_gathered, group_inside_program
 from fleet_train.collectives.host_ops import emit_link, token
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.step_barrier import StepsWithBarrier
 from fleet_train.errors import ScheduleMismatch
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
 
@@ -58,27 +56,20 @@ class JointValues:
         self._group: Any = None
         self._running: dict[str, Any] = {}
         self._moment = f"values of program {job.count('joint values')}"
-        self._steps: StepsWithBarrier | None = None
-        self._passes = 0
-        self._done: set[int] = set()
-        """The exchanges of this pass so far, by their number."""
         self.exchanges: list[CollectiveSpec] = []
         """The exchanges of one pass, in order: for the plan."""
 
-    def connect(self, barrier_every_steps: int) -> None:
+    def connect(self) -> None:
         """Form the group, once. Not done while emitting: planning without a cluster emits as well."""
         if self._group is None:
             self._group = group_inside_program(self._job)
-            self._steps = StepsWithBarrier(self._job, barrier_every_steps)
 
     def start_means(self, what: str, values: Sequence[Any]) -> None:
         """Insert the operator that starts the exchange of ``values``, named ``what``, once they are computed."""
 
-        number = len(self.exchanges)
-
         def start(*tensors: Any) -> None:
             if self._job.trains:
-                self._running[what] = self._start(what, self._means(tensors), self._barrier(what, number))
+                self._running[what] = self._start(what, self._means(tensors), self._barrier(what))
             else:
                 self._running[what] = _Own(tensors)
 
@@ -94,12 +85,10 @@ class JointValues:
         """Insert the operator that returns the mean of ``value`` over ranks. A gradient's has no barrier: that would
         wait behind the gradients that are being sent."""
 
-        number = len(self.exchanges)
-
         def exchange(tensor: Any) -> list[Any]:
             if not self._job.trains:
                 return [tensor.clone()]
-            barrier = None if is_gradient else self._barrier(what, number)
+            barrier = None if is_gradient else self._barrier(what)
             means: list[Any] = self._start(what, self._means([tensor]), barrier).result()
             return means
 
@@ -158,20 +147,12 @@ class JointValues:
     def _name(self) -> str:
         return f"{self._moment} {self._job.count(self._moment)}"
 
-    def _barrier(self, what: str, number: int) -> Future[Any] | None:
-        """The barrier of an exchange, begun; None where all ranks go without. In slow steps each exchange has one."""
-        assert self._steps is not None
-        if number in self._done:
-            self._done.clear()
-        is_first = not self._done
-        self._done.add(number)
-        self._passes += is_first
-        is_slow = self._job.notes.slowest_step_ms > 1e3 * timeouts.EARLY_BARRIER_SECONDS
-        is_due = is_slow or (is_first and self._steps.is_due(self._passes))
-        if not is_due:
-            return None
-        self._steps.begin()
-        job, name = self._job, f"{what}: {self._name()}"
+    def _barrier(self, what: str) -> Future[Any] | None:
+        """What an exchange waits for: the step's barrier where it has begun or is not due, else one of its own."""
+        job = self._job
+        if job.arrival is not None:
+            return job.arrival.barrier
+        name = f"{what}: {self._name()}"
         return job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
 
     def _shapes(self, what: str, own: Any) -> Future[Mapping[int, list[int]]]:

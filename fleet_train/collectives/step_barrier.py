@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from fleet_train import timeouts
-from fleet_train.collectives.job import Job, Passed
+from fleet_train.collectives.job import Arrival, Job, Passed
 from fleet_train.collectives.samples import SamplesCheck
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
@@ -15,47 +15,25 @@ from fleet_train.profile import Profile
 _FIRST_STEPS = 3
 
 
-class StepsWithBarrier:
-    """Which steps of one program have a barrier.
-
-    That (``barrier_every_steps``) follows from the step number, the answer of the last step barrier, and the number of
-    other synchronization points, which are the same on every rank at the same point of the program: every rank decides
-    alike without a message. After a synchronization point (a save, an evaluation that gathers), it is unknown how long
-    each rank will be busy; after another program's steps, it is unknown where each rank is.
-    """
-
-    def __init__(self, job: Job, every_steps: int) -> None:
-        self._job = job
-        self._every = every_steps
-        self._begun = 0
-        self._sync_points = 0
-        """``Job.sync_points`` at the last barrier."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether the step of this number (1, 2, ...) has one."""
-        return (
-            self._begun < _FIRST_STEPS
-            or step % self._every == 0
-            or self._job.sync_points != self._sync_points
-            or self._job.notes.slowest_step_ms > 1e3 * timeouts.QUICK_STEP_SECONDS
-        )
-
-    def begin(self) -> None:
-        """Called when one begins."""
-        self._begun += 1
-        self._sync_points = self._job.sync_points
-
-
 class StepBarrier:
-    """The barriers of one exchange, number ``number`` of the job."""
+    """The barriers of one exchange, number ``number`` of the job.
+
+    Which steps have one (``barrier_every_steps``) follows from the step number, the answer of the last barrier, and the
+    number of other synchronization points, which are the same on every rank at the same point of the program: every
+    rank decides alike without a message. After a synchronization point (a save, an evaluation that gathers), it is
+    unknown how long each rank will be busy; after another program's steps, it is unknown where each rank is.
+    """
 
     def __init__(self, job: Job, profile: Profile, number: int, buckets: int) -> None:
         self._job = job
-        self._steps = StepsWithBarrier(job, profile.barrier_every_steps)
+        self._every = profile.barrier_every_steps
         self._bound_seconds = profile.collective_timeout_seconds + job.engine.barrier_margin_seconds
         self._number = number
         self.training = 1
         """The number of the training that it belongs to, of those of this exchange."""
+        self._begun = 0
+        self._sync_points = 0
+        """``Job.sync_points`` at the last barrier of this exchange."""
         self.samples = SamplesCheck(job, number, buckets)
         self.running: Future[Passed] | None = None
         """The barrier of the current step."""
@@ -72,7 +50,12 @@ class StepBarrier:
 
     def is_due(self, step: int) -> bool:
         """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""
-        return self._steps.is_due(step)
+        return (
+            self._begun < _FIRST_STEPS
+            or step % self._every == 0
+            or self._job.sync_points != self._sync_points
+            or self._job.notes.slowest_step_ms > 1e3 * timeouts.QUICK_STEP_SECONDS
+        )
 
     def arrive(self, step: int) -> None:
         """Called at the start of a synchronous step: begins its barrier, if any, while the step computes.
@@ -80,8 +63,10 @@ class StepBarrier:
         After the barrier Gloo waits for only 30 s, so this is for steps that are much shorter; all ranks have read the
         same times at the last barrier. Otherwise, and at the first step, the barrier is before the first bucket.
         """
-        if self._job.notes.slowest_step_ms < 1e3 * timeouts.EARLY_BARRIER_SECONDS and self.is_due(step):
+        is_early = self._job.notes.slowest_step_ms < 1e3 * timeouts.EARLY_BARRIER_SECONDS
+        if is_early and self.is_due(step):
             self.running = self.begin(self.moment(step), step)
+        self._job.arrival = Arrival(self.running) if is_early else None
 
     def before_first_bucket(self, step: int) -> None:
         """Begins the barrier of a synchronous step, if it has one that has not begun."""
@@ -96,13 +81,15 @@ class StepBarrier:
 
     def end_step(self) -> None:
         """Called after a step's last bucket."""
+        self._job.arrival = None
         if self.running is not None:
             self.passed(self.running)
             self.running = None
 
     def begin(self, name: str, step: int) -> Future[Passed]:
         """Start a barrier in the background; the note has this rank's times since the last one."""
-        self._steps.begin()
+        self._begun += 1
+        self._sync_points = self._job.sync_points
         note = self._job.notes.own(self.samples.digest(step))
         return self._job.engine.run_in_background(lambda: self._job.step_barrier(name, self._bound_seconds, note))
 

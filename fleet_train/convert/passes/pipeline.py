@@ -160,7 +160,7 @@ class ProgramPasses:
         if self._statistics is not None:
             self._statistics.connect()
         if self._joint is not None and self._joint.exchanges:
-            self._joint.connect(self._profile.barrier_every_steps)
+            self._joint.connect()
         scaler, weights = self._scaler, self._micro_batches
 
         def update_by_weights() -> Any:

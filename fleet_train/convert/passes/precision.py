@@ -213,7 +213,7 @@ def _refuse_no_rows(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]
             shape = getattr(value, "shape", ())
             if 0 in (shape() if callable(shape) else shape):
                 raise DataError(
-                    f"{name!r} is fed without samples: on CPUs Paddle's products in bfloat16 have no gradient then, but "
+                    f"{name!r} is fed without samples: on CPUs the gradients of Paddle's products in bfloat16 are then "
                     "what was in their memory; set amp_level: O0, or feed every rank at least one sample"
                 )
     return feed, fetch_list

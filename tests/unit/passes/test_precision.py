@@ -260,7 +260,7 @@ def test_a_feed_without_samples_is_refused_where_bfloat16_would_read_old_memory(
     none = (np.zeros([0, FEATURES], "float32"), np.zeros([0, 1], "int64"))
     try:
         precision.give_out_float32()
-        with pytest.raises(DataError, match="'features' is fed without samples: .*amp_level: O0"):
+        with pytest.raises(DataError, match=r"'features' is fed without samples: .*amp_level: O0"):
             native.step(none)
         assert np.isfinite(native.step(batches(1, 16, 0)[0]))
     finally:
