@@ -112,7 +112,7 @@ class ProgramKnobs(CompressionKnobs):
         "not overlapped; independent layers share theirs.",
     )
     average_over: Literal["samples", "ranks", "nothing"] = knob(
-        "ranks",
+        "samples",
         meaning="Whose mean the averaged gradients are: the joint batch's, whatever the loss divides by (samples); of "
         "the ranks, each with the loss of its own batch (ranks); or they are summed over the ranks (nothing).",
         reason="samples: what the loss takes over the whole batch is taken over the batches of all ranks. Counts are "

@@ -98,6 +98,50 @@ def hand_made_norm(joint: Joint, x: Any, y: Any) -> Any:
     return joint.share(each, count * joint.ranks)
 
 
+Spread = Callable[[Any, Any, Any, int], Any]
+SPREAD: dict[str, Spread] = {
+    "times ranks, by all": lambda each, _, total, ranks: each.sum() * ranks / total,
+    "ranks first": lambda each, _, total, ranks: ranks * each.sum() / total,
+    "ranks last": lambda each, _, total, ranks: each.sum() / total * ranks,
+    "by a rank's part": lambda each, _, total, ranks: each.sum() / (total / ranks),
+    "by one over all": lambda each, _, total, ranks: each.sum() * (1.0 / total) * ranks,
+    "per sample": lambda each, _, total, ranks: (each * (ranks / total)).sum(),
+    "per sample by all": lambda each, _, total, ranks: (each / total).sum() * ranks,
+    "the part of a mean": lambda each, own, total, ranks: each.mean() * (own * ranks / total),
+    "half of it": lambda each, _, total, ranks: 0.5 * (each.sum() * (ranks / total)),
+    "beside a mean": lambda each, _, total, ranks: each.sum() * (ranks / total) + (each**2).mean(),
+    "beside a sum by all": lambda each, _, total, ranks: each.sum() * (ranks / total) + (each**2).sum() / total * ranks,
+    "left to the package": lambda each, _, total, __: each.sum() / total,
+    "mean": lambda each, *_: each.mean(),
+}
+"""How scripts write the mean of which a rank has a share. Given: what it has per sample, how many it has, how many all
+ranks have gathered, and the number of ranks."""
+
+
+def spread(how: Spread) -> Callable[[Joint, Any, Any], Any]:
+    def network(joint: Joint, x: Any, y: Any) -> Any:
+        queries, keys = towers(x, y)
+        everyone = joint.all(keys)
+        each = (paddle.matmul(queries, everyone, transpose_y=True) ** 2).mean(axis=1)
+        return how(each, number_of(keys), number_of(everyone), joint.ranks)
+
+    return network
+
+
+def chosen_of_all(joint: Joint, x: Any, y: Any) -> Any:
+    """Sums and counts of what is chosen of all ranks' samples are those of the joint batch already."""
+    queries, keys = towers(x, y)
+    everyone = joint.all(keys)
+    mask = joint.all(y)[:, 0] > -0.5
+    chosen = paddle.masked_select(everyone[:, 0], mask)
+    count = mask.cast("float64").sum()
+    return (
+        (chosen**2).sum() / 7
+        + (queries**2).sum() * joint.ranks / count
+        + paddle.gather(everyone, paddle.nonzero(mask).flatten()).square().sum()
+    )
+
+
 Minimize = Callable[[Any, Any, bool], Any]
 """``minimize(optimizer, loss, alone)``: with one process if ``alone``."""
 
@@ -155,11 +199,11 @@ ON_ALL = {
     "adam": Case(optimizer=adam),
     "both ways": Case(both_ways),
     "used twice": Case(used_twice, optimizer=adam),
-    "hand-made norm": Case(hand_made_norm),
+    "hand-made norm": Case(hand_made_norm, minimize_with(average_over="ranks")),
 }
 ON_TWO = {
     "recompute": Case(both_ways, minimize_with(recompute_segments=3)),
-    "norm, recompute": Case(hand_made_norm, minimize_with(recompute_segments=4)),
+    "norm, recompute": Case(hand_made_norm, minimize_with(recompute_segments=4, average_over="ranks")),
     "merge": Case(both_ways, minimize_with(accumulate_steps=2)),
     "sharding": Case(both_ways, minimize_with(sharding=True), adam),
     "in the graph": Case(both_ways, minimize_with(collective_stream="graph")),
@@ -168,6 +212,8 @@ ON_TWO = {
     "two optimizers": Case(both_ways, two_optimizers),
     "float32": Case(both_ways, dtype="float32", tolerance=1e-5),
     "amp": Case(both_ways, minimize_with(amp_level="O1"), dtype="float32", tolerance=0.05),
+    "chosen of all": Case(chosen_of_all),
+    **{how: Case(spread(loss)) for how, loss in SPREAD.items()},
     "amp O2": Case(both_ways, minimize_with(amp_level="O2"), dtype="float32", tolerance=0.05),
 }
 

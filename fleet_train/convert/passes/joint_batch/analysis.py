@@ -90,9 +90,12 @@ class Analysis:
             self._known[results[0].id] = self._begin(results[0])
         elif is_gathered(operator):
             unknown = [axis for axis, size in enumerate(results[0].shape) if size < 0]
-            self._known[results[0].id] = Kind({axis: (Root(results[0], axis, False),) for axis in unknown})
+            self._known[results[0].id] = Kind(
+                {axis: (Root(results[0], axis, False, is_gathered=True),) for axis in unknown}, learned=learned
+            )
         elif not any(kind.is_of_feed for kind in step.kinds):
-            self._known |= {result.id: Kind(learned=learned) for result in results}
+            kind = self._numbers.of_gathered(step)
+            self._known |= {result.id: kind for result in results}
         elif operator.num_regions() or not operator.name().startswith(("pd_op.", "builtin.")):
             self._known |= {result.id: self._unseen(step, result) for result in results}
         elif any(kind.axes for kind in step.kinds):

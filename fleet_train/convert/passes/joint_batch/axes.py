@@ -12,7 +12,8 @@ from typing import Any
 class Root:
     """A number of elements that the feed decides: the size of dimension ``axis`` of ``value``; the elements of
     ``value`` that are not zero (``axis`` None); with ``weights``, the weights of the classes ``value`` but ``ignored``.
-    ``is_alike``: whether a size that is in the program is in every rank's.
+    ``is_alike``: whether a size that is in the program is in every rank's. ``is_gathered``: it counts the samples of all
+    ranks.
     """
 
     value: Any
@@ -21,6 +22,7 @@ class Root:
     weights: Any = None
     ignored: int | None = None
     is_alike: bool = True
+    is_gathered: bool = False
 
     @property
     def is_fed(self) -> bool:
@@ -139,9 +141,9 @@ def _moved(
         case "one_hot" | "embedding" | "sequence_mask":
             return dict(given[0])
         case "nonzero":
-            return {0: (Root(sources[0], None),)}
+            return {0: (_chosen(sources[0], first),)}
         case "masked_select":
-            return {0: (Root(sources[1], None),)}
+            return {0: (_chosen(sources[1], given[1]),)}
         case "gather" | "index_select":
             return _gathered(operator, sources, given)
         case "gather_nd":
@@ -172,12 +174,20 @@ def divided_axes(operator: Any, name: str) -> set[int] | None:
     return None if place is None else {int(place) % len(operator.operand_source(0).shape)}
 
 
+def _chosen(mask: Any, axes: Axes) -> Root:
+    """The number of elements that ``mask`` chooses."""
+    gathered = any(root.is_gathered for roots in axes.values() for root in roots)
+    return Root(mask, None, bool(of_batch(axes)), is_gathered=gathered)
+
+
 def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[Root, ...]]:
     """Of a part: along these dimensions it has a size of its own."""
     parts = dict(axes)
     for axis in axes.keys() & set(where):
-        of_samples, alike = any(root.of_batch for root in axes[axis]), all(root.is_alike for root in axes[axis])
-        parts[axis] = (Root(result, axis, of_samples, is_alike=alike),)
+        roots = axes[axis]
+        of_samples, alike = any(root.of_batch for root in roots), all(root.is_alike for root in roots)
+        gathered = any(root.is_gathered for root in roots)
+        parts[axis] = (Root(result, axis, of_samples, is_alike=alike, is_gathered=gathered),)
     return parts
 
 

@@ -22,7 +22,8 @@ class Kind:
     ``learned``: it depends on a parameter. ``shared``: so, and it is a number of the joint batch already.
     ``sizes``: of sizes of dimensions, and what is computed of them, where they come from. ``fed``: numbers that the
     script feeds and that are its factors or divisors: of a sum, one that counts samples; else a weight of a rank's own.
-    ``spread``: the operator that has multiplied a sum by the number of shares, if one has.
+    ``spread``: the operator that has multiplied a sum by the number of shares, if one has. ``gathered``: a number of the
+    samples that all ranks have gathered.
     ``divisors``: the counts by whose product it has been divided; None if it depends on them otherwise.
     """
 
@@ -35,6 +36,7 @@ class Kind:
     fed: tuple[Any, ...] = ()
     spread: Any = None
     divisors: Divisors | None = ()
+    gathered: bool = False
 
     @property
     def is_of_feed(self) -> bool:
@@ -72,6 +74,11 @@ class Step:
     def sizes(self) -> tuple[tuple[Root, ...], ...] | None:
         """Where the sizes among its operands come from."""
         return tuple(size for kind in self.kinds for size in kind.sizes or ()) or None
+
+    @property
+    def spread(self) -> Any:
+        """What has multiplied one of its operands by the number of shares."""
+        return next((kind.spread for kind in self.kinds if kind.spread is not None), None)
 
     @property
     def is_shared(self) -> bool:

@@ -47,6 +47,17 @@ class Numbers:
         kind = self._result_of(step)
         return replace(kind, fed=step.fed if not kind.own or step.name in (*SCALES, *MOVES) else ())
 
+    def of_gathered(self, step: Step) -> Kind:
+        """Of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered. Such a
+        number by the number of shares is a factor of a sum that is spread over them."""
+        spread, gathered = step.spread, any(kind.gathered for kind in step.kinds)
+        if gathered and step.name in SCALES:
+            numbers = [float(shares) ** power for shares in self._shares if shares > 1 for power in (1, -1)]
+            factors = filter(None, map(constant, step.sources))
+            if any(math.isclose(factor, number, rel_tol=1e-6) for factor in factors for number in numbers):
+                spread = step.operator
+        return Kind(learned=step.learned, spread=spread, gathered=gathered)
+
     def settled(self, step: Step) -> Step:
         """Decide about fed numbers, ahead of what is neither a product nor moves elements."""
         if step.name in (*SCALES, *MOVES):
@@ -83,8 +94,7 @@ class Numbers:
         result = Kind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=self.divisors(step))
         if name in ADDS or name in COLLECTS:
             step = self._unspread_beside_others(step)
-            spread = next((kind.spread for kind in step.kinds if kind.spread is not None), None)
-            return replace(result, degree=self.one_degree(step), spread=spread)
+            return replace(result, degree=self.one_degree(step), spread=step.spread)
         if name == "cast" and own:
             return self._cast(step, result)
         if name in MOVES or name.startswith("builtin."):
@@ -132,13 +142,13 @@ class Numbers:
         both = all(kind.own for kind in step.kinds)
         own = self._join_factors(step, [both, both])
         degree, shared = total(kind.degree for kind in step.kinds), self._is_shared(step, own)
-        return Kind({}, degree, own, step.learned, shared, divisors=self.divisors(step))
+        return Kind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
 
     def _quotient(self, step: Step) -> Kind:
         first, second = step.kinds
         own = self._join_factors(step, [False, second.own])
         degree, shared = difference(first, second), self._is_shared(step, own)
-        return Kind({}, degree, own, step.learned, shared, divisors=self.divisors(step))
+        return Kind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
 
     def _join_factors(self, step: Step, joined: list[bool]) -> bool:
         """Join numbers that are multiplied or divided; ``joined``: those that have to be unless another one is.
@@ -181,7 +191,7 @@ class Numbers:
         """A sum over the batch times a constant, which may be one over a number of samples, or the number of shares."""
         inverse = 1 / abs(factor) if factor else 0.0
         is_whole = inverse >= _LEAST_COUNT and abs(inverse - round(inverse)) < 1e-4 * inverse
-        if factor in self._shares and factor != 1.0 and kind.learned:
+        if factor in self._shares and factor != 1.0:
             return replace(kind, spread=operator)
         if kind.spread is not None or not is_whole or (self._batch and round(inverse) % self._batch.value.shape[0]):
             return kind
@@ -238,7 +248,7 @@ class Numbers:
         """Of a loss or a term of it: what is multiplied by the number of shares there does not grow with them."""
         if kind.spread is None or kind.degree != 1:
             return replace(kind, spread=None)
-        factor = constant(kind.spread.operand_source(1))
+        factor = next(filter(None, map(constant, kind.spread.operands_source())))
         self.found.assumed.append((kind.spread, f"the number of shares, {factor:g}, that this sum is spread over"))
         return replace(kind, degree=0, spread=None)
 
@@ -314,7 +324,7 @@ def _of_shape(step: Step) -> Kind:
             sizes = sizes[starts[0] : ends[0]]
     roots = tuple(root for each in sizes for root in each)
     if not any(root.of_batch for root in roots):
-        return CONSTANT
+        return Kind(gathered=any(root.is_gathered for root in roots))
     if len(sizes) > 1 and step.name != "prod":
         return Kind(sizes=sizes)
     return Kind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))

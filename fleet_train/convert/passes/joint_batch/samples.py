@@ -64,7 +64,8 @@ class Samples:
             kind = self._result(step, result, axes, reduced or set(), degree)
             roots = self._found.means.get(result.id)
             kind = replace(kind, divisors=divisors if roots is None or divisors is None else (*divisors, roots))
-            results[result.id] = replace(kind, fed=step.fed) if step.name in (*SCALES, *MOVES, *SUMS) else kind
+            keeps_factors = step.name in (*SCALES, *MOVES, *SUMS)
+            results[result.id] = replace(kind, fed=step.fed, spread=step.spread) if keeps_factors else kind
         return results
 
     def _join_numbers(self, step: Step) -> None:
@@ -99,7 +100,9 @@ class Samples:
             self._found.undecided.append((step.operator, _MEETING))
             return Kind(axes, None, learned=step.learned)
         if of_batch(axes) or not any(of_batch(kind.axes) for kind in step.kinds):
-            return Kind(axes, degree, learned=step.learned)
+            roots = [root for kind in step.kinds for each in kind.axes.values() for root in each]
+            gathered = not axes and any(root.is_gathered for root in roots)
+            return Kind(axes, degree, learned=step.learned, gathered=gathered)
         if name != "nll_loss" and step.operator.has_attr("reduction") and not over:
             name, over, reduced = step.operator.attrs()["reduction"], of_batch(first), set(first)
         number = Kind(axes, degree, own=True, learned=step.learned)
