@@ -244,11 +244,11 @@ _REFUSED = {
     "mode": "only the collective mode is supported; leave it out",
     "collective_mode": "allowed: grad_allreduce or local_sgd",
     "without_graph_optimization": "the old graph passes do not run on PIR programs; leave it at True",
-    "gradient_scale_configs": "scale_strategy: avg (average_over: ranks) or sum (average_over: nothing); for another "
+    "gradient_scale_configs": "scale_strategy: avg (average_over: samples) or sum (average_over: nothing); for another "
     "scale, scale the loss",
     "build_strategy": _OLD_PASS,
     "build_strategy.reduce_strategy": "gradients are reduced by allreduce; leave it out",
-    "build_strategy.gradient_scale_strategy": "0 averages gradients over the ranks (average_over: ranks), 1 sums "
+    "build_strategy.gradient_scale_strategy": "0 averages gradients (average_over: samples), 1 sums "
     "them (average_over: nothing); for another scale, scale the loss",
     "build_strategy.debug_graphviz_path": "PIR programs have no such graph; print(program) shows the operators",
     "build_strategy.allow_cuda_graph_capture": "host operators cannot be captured in a CUDA graph; leave it off",
@@ -303,7 +303,7 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "dgc_configs.rampup_step": (1,),
     "dgc_configs.sparsity": ([], None),
     "gradient_merge_configs.avg": (True,),
-    "gradient_scale_configs.scale_strategy": ("avg",),  # average_over: ranks
+    "gradient_scale_configs.scale_strategy": ("avg",),  # average_over: samples
     "build_strategy.reduce_strategy": (0,),
     "build_strategy.gradient_scale_strategy": (0,),
     **{f"build_strategy.{name}": (True,) for name in _ON_BY_DEFAULT},

@@ -433,7 +433,7 @@ def run(case: dict[str, Any], watch: Watch) -> dict[str, Any]:
     with contextlib.redirect_stderr(io.StringIO()) as text:
         for _ in range(1 + ("said" in case["sees"])):  # a sentence is due once, however often the optimizer is wrapped
             watch.step = 0
-            ran = RUNS[case["run"]](Profile(**case["with"]), **case["options"])
+            ran = RUNS[case["run"]](Profile(**{"average_over": "ranks", **case["with"]}), **case["options"])
             watch.events = []
     told = re.findall("^fleet_train: (.*)$", text.getvalue(), re.MULTILINE)
     # Those of the case's knob, up to the reason of a mapping.

@@ -23,7 +23,6 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.joint_values import JointValues, joint_values_of
 from fleet_train.collectives.paddle_compat import scaled
 from fleet_train.collectives.sync_batch_norm import RankStatistics
-from fleet_train.convert.passes.batch_sums import remark_on_batch_sum
 from fleet_train.convert.passes.exchanged import exchange_marked, with_own_values
 from fleet_train.convert.passes.joint_batch.rewrite import say, sum_over_ranks, take_over_ranks
 from fleet_train.convert.passes.precision import give_out_float32, lower_precision, notice_of_layout, notices_of
@@ -99,8 +98,6 @@ class ProgramPasses:
         profile, micro_batches = self._profile, self._profile.accumulate_steps
         refuse_unknown("average_over", profile.average_over, ("samples", "ranks", "nothing"), "mean")
         if profile.average_over == "ranks":
-            if remark := remark_on_batch_sum(loss, self._job.world_size, micro_batches):
-                log_once([remark], self._job.cluster.rank)
             return loss
         if profile.average_over == "nothing":
             return sum_over_ranks(loss, self._job) if self._job.world_size > 1 else loss

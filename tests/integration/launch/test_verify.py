@@ -57,7 +57,7 @@ def test_a_difference_is_said_and_with_strict_an_error(
     assert ("trained" in bench.log("node0/log/workerlog.0")) == (exit_code == 0)
 
 
-@pytest.mark.parametrize(("flags", "place"), [(["--set", "average_over=samples"], 0), ([], 1)])
+@pytest.mark.parametrize(("flags", "place"), [([], 0), (["--set", "average_over=ranks"], 1)])
 def test_the_page_shows_what_is_said(bench: Bench, flags: list[str], place: int) -> None:
     page = (ROOT / "docs/launching.md").read_text().partition("## Is it the joint batch?")[2]
     (script,) = re.findall(r"```python\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)

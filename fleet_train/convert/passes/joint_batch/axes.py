@@ -12,8 +12,7 @@ from typing import Any
 class Root:
     """A number of elements that the feed decides: the size of dimension ``axis`` of ``value``; the elements of
     ``value`` that are not zero (``axis`` None); with ``weights``, the weights of the classes ``value`` but ``ignored``.
-    ``is_alike``: whether a size that is in the program is in every rank's. ``is_gathered``: it counts the samples of all
-    ranks.
+    ``is_alike``: whether a size that is in the program is in every rank's. ``is_gathered``: it counts all ranks'.
     """
 
     value: Any

@@ -22,9 +22,9 @@ class Kind:
     ``learned``: it depends on a parameter. ``shared``: so, and it is a number of the joint batch already.
     ``sizes``: of sizes of dimensions, and what is computed of them, where they come from. ``fed``: numbers that the
     script feeds and that are its factors or divisors: of a sum, one that counts samples; else a weight of a rank's own.
-    ``spread``: the operator that has multiplied a sum by the number of shares, if one has. ``gathered``: a number of the
-    samples that all ranks have gathered.
+    ``spread``: the operator that has multiplied a sum by the number of shares, if one has.
     ``divisors``: the counts by whose product it has been divided; None if it depends on them otherwise.
+    ``gathered``: a number of the samples that all ranks have gathered.
     """
 
     axes: Axes = field(default_factory=dict)
