@@ -74,9 +74,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The start of a step whose collectives may be started from there on. ``barrier``: what they wait for; None where
-    a step goes without."""
+    """The start of a step whose collectives may be started from there on. ``moment``: the step. ``barrier``: what they
+    wait for; None where a step goes without."""
 
+    moment: str
     barrier: Future[Passed] | None
 
 

@@ -161,7 +161,10 @@ class JointValues:
         return job.engine.run_in_background(lambda: job.step_gather(name, shape))
 
     def _start(self, what: str, stages: Stages[Any], barrier: Future[Any] | None = None) -> Any:
-        context = CallContext(self._moment, what, self._job.timeout_seconds)
+        arrival, moment = self._job.arrival, self._moment
+        if arrival is not None:
+            moment, what = arrival.moment, f"{arrival.moment}, {what}"
+        context = CallContext(moment, what, self._job.timeout_seconds)
         return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
 
     def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: SampleNumbers) -> Stages[list[Any]]:

@@ -161,16 +161,13 @@ class Session:
         self.job.trains = bool(numbers) or not isinstance(running, paddle.static.Program)
         exchange = next((each for _, each in reversed(self.exchanges) if each.number in numbers), None)
         if exchange is not None:
-            self._running = exchange, script_line()
+            self._running = exchange.step + 1, script_line()
             exchange.barrier.samples.fed(feed)
         return feed, fetch_list
 
     def describe_steps(self) -> str:
-        """``18 steps, the last one in train.py, line 14``; empty if there were none."""
-        if self._running is None or not self._running[0].step:
-            return ""
-        exchange, line = self._running
-        return f"{exchange.step} steps, the last one in {line}"
+        """``18 steps, the last one in train.py, line 14``, of those begun; empty if there were none."""
+        return "{} steps, the last one in {}".format(*self._running) if self._running is not None else ""
 
     def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
         """The error for a run with NaN, in dynamic mode, or in which an operator of the program itself could not
