@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,8 @@ def read_early(case: Case, seed: int) -> list[dict[str, Any]]:
     """NCCL reads each buffer before it has been computed: with the proof, and without it."""
     start, threads = train(case, seed, None, None)
     seen = []
-    for steps in (own_streams.PROOF_STEPS, 0):
+    for steps, over in ((own_streams.PROOF_STEPS, "samples"), (0, "ranks")):  # counts of 0 would give NaN
+        case = replace(case, settings=case.settings | {"average_over": over})
         with (
             mock.patch.object(own_streams, "PROOF_STEPS", steps),
             contextlib.redirect_stderr(io.StringIO()) as told,
