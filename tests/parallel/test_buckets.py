@@ -70,7 +70,10 @@ def choose(profile: Profile) -> dict[str, Any]:
 def main() -> None:
     paddle.enable_static()
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    report(fleet.worker_index(), chosen={name: choose(Profile(average_over="ranks", **knobs)) for name, knobs in PROFILES.items()})
+    report(
+        fleet.worker_index(),
+        chosen={name: choose(Profile(average_over="ranks", **knobs)) for name, knobs in PROFILES.items()},
+    )
 
 
 Ranks = list[dict[str, Any]]

@@ -132,7 +132,12 @@ def test_frozen_rank_is_named_after_gloos_timeout_between_two_barriers(tmp_path:
         if -signal.SIGABRT not in result.exit_codes or "gloo::EnforceNotMet" not in result.report():
             break
     assert [result.exit_codes[rank] for rank in (0, 2)] == [LOST] * 2, result.report()
-    told = [r"WorkerFailed: step 4, (bucket 0 \(|counts of the batch)", RANK_1, "did not arrive within 1.5 s", "^(?!.*rank [02] .127)"]
+    told = [
+        r"WorkerFailed: step 4, (bucket 0 \(|counts of the batch)",
+        RANK_1,
+        "did not arrive within 1.5 s",
+        "^(?!.*rank [02] .127)",
+    ]
     assert_told(result, (0, 2), *told)
 
 
