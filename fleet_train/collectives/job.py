@@ -74,8 +74,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The start of a step whose collectives may be started from there on. ``moment``: the step. ``barrier``: what they
-    wait for; None where a step goes without."""
+    """The start of a step, ``moment``, from which on collectives may run once ``barrier``, if it has one, is passed."""
 
     moment: str
     barrier: Future[Passed] | None

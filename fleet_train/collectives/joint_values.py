@@ -21,6 +21,7 @@ from typing import Any
 
 import paddle
 
+from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.groups import all_gathered, group_inside_program
 from fleet_train.collectives.host_ops import emit_link, token
@@ -79,7 +80,7 @@ class JointValues:
     def means(self, what: str, values: Sequence[Any]) -> list[Any]:
         """Insert the operator that waits for the exchange ``what``; returns the means over ranks of its ``values``."""
         shapes = [(value.shape, value.dtype) for value in values]
-        return self._emit(lambda *_: self._running.pop(what).result(), values, shapes)
+        return self._emit(lambda *_: self._waited(what, self._running.pop(what)), values, shapes)
 
     def mean(self, what: str, value: Any, *, is_gradient: bool = False) -> Any:
         """Insert the operator that returns the mean of ``value`` over ranks. A gradient's has no barrier: that would
@@ -89,7 +90,7 @@ class JointValues:
             if not self._job.trains:
                 return [tensor.clone()]
             barrier = None if is_gradient else self._barrier(what)
-            means: list[Any] = self._start(what, self._means([tensor]), barrier).result()
+            means: list[Any] = self._waited(what, self._start(what, self._means([tensor]), barrier))
             return means
 
         self._count([value])
@@ -117,7 +118,7 @@ class JointValues:
             if not self._job.trains:
                 return [paddle.zeros([1], "int64"), own.clone()]
             shapes = self._shapes(what, own)
-            gathered: list[Any] = self._start(what, self._gathered(own, shapes, samples), shapes).result()
+            gathered: list[Any] = self._waited(what, self._start(what, self._gathered(own, shapes, samples), shapes))
             return gathered
 
         self._count([value], "allgather", value.dtype)
@@ -134,7 +135,7 @@ class JointValues:
         def exchange(tensor: Any) -> list[Any]:
             if not samples.numbers:
                 return [tensor.clone()]
-            return [self._start(what, self._summed(tensor, samples)).result()]
+            return [self._waited(what, self._start(what, self._summed(tensor, samples)))]
 
         self._count([gradient], "allreduce", gradient.dtype)
         (own,) = self._emit(exchange, [gradient], [(shape, gradient.dtype)])
@@ -165,7 +166,13 @@ class JointValues:
         if arrival is not None:
             moment, what = arrival.moment, f"{arrival.moment}, {what}"
         context = CallContext(moment, what, self._job.timeout_seconds)
-        return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
+        with self._job.clock.exposed():  # where the computing thread is at the barrier itself
+            return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
+
+    def _waited(self, what: str, running: Any) -> Any:
+        """The result of an exchange. Another rank's lateness is no work of this one."""
+        with self._job.clock.exposed(), recorder.event("wait", what):
+            return running.result()
 
     def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: SampleNumbers) -> Stages[list[Any]]:
         """Sent as bytes, so that any dtype works; ranks with fewer samples send zeros behind them."""

@@ -232,3 +232,38 @@ def static_axis_names(g: Builder) -> Any:
     """Negative axes and kept dimensions."""
     each = (g.features(6).reshape([-1, 2, 3]) - g.floats(2, 3)) ** 2
     return each.sum(axis=-1, keepdim=True).mean(axis=(-3, -2)).sum()
+
+
+@case(said=_MERGE)
+def cond_on_numbers(g: Builder) -> Any:
+    """A guard whose blocks read numbers of the batch."""
+    mask = g.mask()
+    total, count = (g.squares() * mask).sum(), mask.sum()
+    is_safe = paddle.logical_and(count > 0, total >= 0)
+    return paddle.static.nn.cond(is_safe, lambda: total / count, lambda: 0 * total)
+
+
+@case(said=_MERGE)
+def cases_of_numbers(g: Builder) -> Any:
+    """Three ways to divide, by how many are valid; one of them reads a mean that depends on parameters."""
+    each, mask = g.squares(), g.mask()
+    total, count, mean = (each * mask).sum(), mask.sum(), each.mean()
+    ways = [(count > 20, lambda: total / count), (mean > 0.5, lambda: total / (count + 1) + mean**2)]
+    return paddle.static.nn.case(ways, default=lambda: mean + 0 * total)
+
+
+@case(said={"default": "take sums and counts in front of it"})
+def cond_with_sums_inside(g: Builder) -> Any:
+    """A guard that sums in its blocks: a rank without valid samples contributes 0, as its script says."""
+    each, mask = g.squares(), g.mask()
+    return paddle.static.nn.cond(mask.sum() > 0, lambda: (each * mask).sum() / mask.sum(), lambda: (each * 0).sum())
+
+
+@case(said={"default": "samples meet each other"})
+def weights_from_bincount(g: Builder) -> Any:
+    """Classes weigh the inverse of how often they are in the batch."""
+    label = g.labels(4)
+    counts = paddle.bincount(label.flatten(), minlength=4).astype(g.dtype)
+    each = F.cross_entropy(g.features(4), label, reduction="none")
+    weight = paddle.gather(1 / (counts + 1), label.flatten()).unsqueeze(-1)
+    return (each * weight).sum() / weight.sum()

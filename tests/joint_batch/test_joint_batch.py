@@ -23,6 +23,7 @@ SHORT = (
     "weights_with_mean_one", "size_from_numel", "own_count_fed", "static_masked_mean", "standard_deviation",
     "soft_dice", "tversky", "learned_weights", "normalized_by_hand", "class_balance", "padded_sequence",
     "bert_masked_words", "proposals", "adversaries", "contrastive", "unequal_parts_joined",
+    "cond_on_numbers", "cond_with_sums_inside",
 )  # fmt: skip
 MERGED = ("several_means", "masked_mean_clip", "masked_mean_large_epsilon", "cross_entropy_weights_and_ignore", "focal")
 OTHERS = {

@@ -16,7 +16,7 @@ import paddle
 import pytest
 
 from fleet_train import DistributedStrategy, fleet, role_maker
-from fleet_train.collectives.host_ops import is_link
+from fleet_train.collectives.host_ops import passes_a_token
 from fleet_train.errors import ConversionError
 from fleet_train.profile import Profile
 from tests.support.ranks import RanksResult, run_ranks
@@ -44,7 +44,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def chain_is_one(program: Any) -> bool:
     """Whether each operator that talks takes the token of the one before it, in the order of the program."""
-    links = [operator for operator in program.global_block().ops if is_link(operator)]
+    links = [operator for operator in program.global_block().ops if passes_a_token(operator)]
     before = [link.operand_source(0).get_defining_op().id() for link in links[1:]]
     return before == [link.id() for link in links[:-1]]
 

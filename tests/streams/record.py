@@ -29,7 +29,20 @@ from tests.support.agreeing import AgreeingJob
 T = TypeVar("T")
 
 _READERS = ("numpy", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__")
-_TALKING = ("arrive", "begin", "launch", "wait", "finish", "gate", "passed", "barrier", "gather", "total")
+_TALKING = (
+    "arrive",
+    "begin",
+    "launch",
+    "wait",
+    "finish",
+    "gate",
+    "passed",
+    "barrier",
+    "gather",
+    "total",
+    "counts",
+    "joint",
+)
 _OF_THE_PROGRAM = ("sum", "split")
 """Host operators that stand for what the executor itself enqueues."""
 

@@ -195,7 +195,8 @@ def _of_chosen_rows(operators: Sequence[Any]) -> set[int]:
     leaves the gradient of the other factor, whose rows are known, as the memory was."""
     chosen: set[int] = set()
     for operator in operators:
-        makers = [source.get_defining_op() for source in inputs_of(operator) if -1 in source.shape]
+        dense = [source for source in inputs_of(operator) if source.is_dense_tensor_type()]
+        makers = [source.get_defining_op() for source in dense if -1 in source.shape]
         if operator.name() in _CHOOSE_ROWS or any(maker is not None and maker.id() in chosen for maker in makers):
             chosen.add(operator.id())
     return chosen

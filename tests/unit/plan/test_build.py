@@ -175,7 +175,7 @@ def planned(profile: Profile, optimizer: Callable[[], Any]) -> Planned:
 
 @pytest.mark.usefixtures("static_mode")
 def test_exchanges_of_synchronised_batch_norm_are_in_the_plan() -> None:
-    profile = Profile(sync_batch_norm=True)
+    profile = Profile(sync_batch_norm=True, average_over="ranks")
     found = planned(profile, lambda: paddle.optimizer.SGD(0.1))
     assert found.profile == profile
     # Forward: a count, means and squared deviations of each rank. Backward, from the last layer: two sums per channel.

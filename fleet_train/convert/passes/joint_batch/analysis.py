@@ -15,6 +15,7 @@ from typing import Any
 from fleet_train.convert.passes.exchanged import is_gathered
 from fleet_train.convert.passes.joint_batch.axes import Axes, Root, of_batch
 from fleet_train.convert.passes.joint_batch.kinds import (
+    COMPARES,
     CONSTANT,
     CONSTANTS_LIKE,
     Findings,
@@ -26,7 +27,7 @@ from fleet_train.convert.passes.joint_batch.kinds import (
 )
 from fleet_train.convert.passes.joint_batch.numbers import Numbers
 from fleet_train.convert.passes.joint_batch.samples import Samples
-from fleet_train.convert.passes.program import all_inputs_of, operators_behind
+from fleet_train.convert.passes.program import all_inputs_of, nested_operators, operators_behind
 
 
 class Analysis:
@@ -48,6 +49,8 @@ class Analysis:
         self._is_alike = is_alike(size)
         self._numbers = Numbers((ranks, shares), Root(largest, 0, is_alike=self._is_alike) if size >= 0 else None)
         self._samples = Samples(self._numbers)
+        self._choosing: dict[int, Step] = {}
+        """Comparisons of own numbers that only choose blocks, by the id of their results."""
         for operator in self.behind:
             self._look(operator)
         kind = self._numbers.unspread(self._numbers.settle(self.kind(loss)))
@@ -93,10 +96,15 @@ class Analysis:
             self._known[results[0].id] = Kind(
                 {axis: (Root(results[0], axis, False, is_gathered=True),) for axis in unknown}, learned=learned
             )
+        elif operator.num_regions():
+            self._known |= self._of_blocks(step)
+        elif _only_chooses(operator) and any(kind.own and not kind.axes for kind in step.kinds):
+            self._choosing[results[0].id] = step
+            self._known[results[0].id] = Kind(own=True)
         elif not any(kind.is_of_feed for kind in step.kinds):
             kind = self._numbers.of_gathered(step)
             self._known |= {result.id: kind for result in results}
-        elif operator.num_regions() or not operator.name().startswith(("pd_op.", "builtin.")):
+        elif not operator.name().startswith(("pd_op.", "builtin.")):
             self._known |= {result.id: self._unseen(step, result) for result in results}
         elif any(kind.axes for kind in step.kinds):
             self._known |= self._samples.results_of(step)
@@ -118,13 +126,46 @@ class Analysis:
             return Kind({0: (Root(value, 0, is_alike=self._is_alike),)} | axes)
         return Kind(fed=(value,))
 
+    def _of_blocks(self, step: Step) -> dict[int, Kind]:
+        """The kinds of the results of ``cond``, a loop or the like. A condition on numbers, in whose blocks only
+        numbers are read, is a function of them, and reads the joint batch's."""
+        chosen = [operand.value for operand in step.operands if operand.value.id in self._choosing]
+        operands = [operand for operand in step.operands if operand.value.id not in self._choosing]
+        inner = [operand for each in nested_operators(step.operator) for operand in _operands(each)]
+        operands += [operand for operand in inner if self.kind(operand.value).is_of_feed]
+        kinds = [self.kind(operand.value) for operand in operands]
+        whole = Step(step.operator, step.name, operands, kinds, step.learned)
+        are_numbers = all(not kind.axes and kind.sizes is None and kind.degree is not None for kind in kinds)
+        results = [result for result in step.operator.results() if result.initialized()]
+        if not chosen and not any(kind.is_of_feed for kind in kinds):
+            return {result.id: Kind(learned=step.learned) for result in results}
+        if step.name != "if" or not are_numbers:
+            return {result.id: self._unseen(whole, result) for result in results}
+        for value in chosen:
+            self._choose(value)
+        kind = self._numbers.result_of(whole)
+        return {result.id: kind for result in results}
+
+    def _choose(self, value: Any) -> None:
+        """Let the comparisons behind a condition read the joint batch's numbers."""
+        step = self._choosing[value.id]
+        combined = [operand.value for operand in step.operands if operand.value.id in self._choosing]
+        for each in combined:
+            self._choose(each)
+        if not combined:
+            self._numbers.result_of(step)
+
     def _unseen(self, step: Step, result: Any) -> Kind:
         """Of a block, or of an operator of the script: what it computes of samples is not known."""
         axes: Axes = {}
         if any(kind.axes for kind in step.kinds) and result.is_dense_tensor_type():
             axes = {axis: (Root(result, axis, axis == 0),) for axis, size in enumerate(result.shape) if size < 0}
-        if not axes and not result.use_empty():
-            self.found.undecided.append((step.operator, "what it computes of the batch cannot be seen"))
+        is_unused = result.use_empty() and step.operator.num_results() > 1
+        if not axes and not is_unused:
+            what = "what it computes of the batch cannot be seen"
+            if step.operator.num_regions():
+                what = "what its blocks compute of the batch cannot be seen: take sums and counts in front of it"
+            self.found.undecided.append((step.operator, what))
         return Kind(axes, 0 if axes else None, learned=step.learned)
 
 
@@ -138,6 +179,12 @@ def _operands(operator: Any) -> list[Operand]:
         elif value.initialized():
             found.append(Operand(operator, index, value))
     return found
+
+
+def _only_chooses(operator: Any) -> bool:
+    """Whether it is a comparison that says which block of a condition runs, and nothing else; also of several."""
+    users = operator.result(0).all_used_ops() if short(operator) in COMPARES else []
+    return bool(users) and all(user.num_regions() or _only_chooses(user) for user in users)
 
 
 def _is_one(shape: list[int]) -> bool:

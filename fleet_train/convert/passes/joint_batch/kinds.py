@@ -148,6 +148,10 @@ ADDS = ("add", "subtract", "add_n")
 COLLECTS = ("concat", "stack", "builtin.combine")
 # Of numbers with one degree their result has it, too.
 CHOOSES = ("maximum", "minimum", "clip", "where", "fmax", "fmin", "relu", "abs", "max", "min")
+COMPARES = (
+    "greater_than", "greater_equal", "less_than", "less_equal", "equal", "not_equal", "logical_and", "logical_or",
+    "logical_not",
+)  # fmt: skip
 CONSTANTS_LIKE = ("full_like", "zeros_like", "ones_like")
 # The operands that say how large a result is.
 SIZED_BY: Mapping[str, tuple[int, ...]] = {
@@ -164,6 +168,8 @@ EXTREMES = (
     "max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "p_norm", "frobenius_norm",
     "median", "nanmedian",
 )  # fmt: skip
+# Their results are of no sample, though their number may be unknown as well.
+COUNTS = ("bincount", "unique")
 SUMS = ("sum", "squared_l2_norm")
 MEANS = ("mean", "mean_all")
 

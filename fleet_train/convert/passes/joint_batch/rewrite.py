@@ -195,15 +195,20 @@ class Rewrite:
     def _rewire(self, operator: Any) -> None:
         """Let an operator read what it is to read."""
         for inner in nested_operators(operator) if operator.num_regions() else ():
-            for index, value in enumerate(inner.operands_source()):
-                if value.initialized() and value.id in self._state.replaced:
-                    inner.operand(index).set_source(self._current(value))
+            self._read(inner, operator)
+        if self._read(operator, operator):
+            paddle.pir.set_insertion_point_after(operator)
+            self._clip(operator)
+
+    def _read(self, operator: Any, before: Any) -> bool:
+        """Insert what ``operator`` is to read, ``before`` it or the block it is in; whether it is a clip with other
+        bounds."""
         has_bounds = False
         for index, value in enumerate(operator.operands_source()):
             uses = self._uses.get((operator.id(), index), [])
             if not value.initialized() or (not uses and value.id not in self._state.replaced):
                 continue
-            paddle.pir.set_insertion_point(operator)
+            paddle.pir.set_insertion_point(before)
             new = self._current(value)
             for use in sorted(uses, key=lambda use: use.power):
                 new = self._joined(use, new) if use.is_joined or use.back else new
@@ -211,9 +216,7 @@ class Rewrite:
             is_bound = index > 0 and short(operator) == "clip"
             operator.operand(index).set_source(self._times(new, power) if power and not is_bound else new)
             has_bounds |= is_bound and power != 0
-        if has_bounds:
-            paddle.pir.set_insertion_point_after(operator)
-            self._clip(operator)
+        return has_bounds
 
     def _joined(self, use: Use, value: Any) -> Any:
         key = (use.operand.value.id, use.back, short(use.operand.operator) == "divide")
@@ -305,5 +308,6 @@ def say(found: Findings, job: Job, micro_batches: int) -> None:
 
 
 def _line(operator: Any) -> str:
-    line = line_of(operator)
+    inside = nested_operators(operator) if operator.num_regions() else ()
+    line = next(filter(None, map(line_of, (operator, *inside))), "")
     return f"{line}, {short(operator)}" if line else short(operator)

@@ -23,6 +23,7 @@ from fleet_train.convert.passes.joint_batch.kinds import (
     ALONG,
     CHOOSES,
     CONSTANTS_LIKE,
+    COUNTS,
     EXTREMES,
     MEANS,
     MOVES,
@@ -161,6 +162,8 @@ class Samples:
                 return True
         if step.name in EXTREMES:
             return bool(over)
+        if step.name in COUNTS:
+            return bool(given[0])
         if step.name in ALONG:
             return bool(given[0].intersection(named_axes(operator, step.sources) or ()))
         return len(of_batch(axes)) > max(map(len, given))
