@@ -111,8 +111,7 @@ class ThreadEngine(Engine):
 
     def _submit(self, communicator: int, task: Callable[[], T]) -> Future[T]:
         if communicator not in self._threads:
-            name = f"fleet_train communicator {communicator}" if communicator >= 0 else "fleet_train joint values"
-            self._threads[communicator] = WorkerThread(name, self._device_place)
+            self._threads[communicator] = WorkerThread(f"fleet_train communicator {communicator}", self._device_place)
         return self._threads[communicator].submit(task)
 
     def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:

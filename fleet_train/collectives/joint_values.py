@@ -8,6 +8,8 @@ backward pass.
 Ranks have unlike numbers of samples, from step to step, too. Memory for them is allocated by the host, which may not
 read a device's values: the numbers go through the store. That is also the exchange's barrier. The others wait for the
 step's barrier, where that begins before them.
+
+All are on the first communicator: its collectives have one order on every rank, that of the program.
 """
 
 from __future__ import annotations
@@ -23,15 +25,11 @@ import paddle
 
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
-from fleet_train.collectives.groups import all_gathered, group_inside_program
+from fleet_train.collectives.groups import all_gathered
 from fleet_train.collectives.host_ops import emit_link, token
 from fleet_train.collectives.job import Job
 from fleet_train.errors import ScheduleMismatch
 from fleet_train.profile.methods.base import ITEM_BYTES, CollectiveSpec
-
-_OWN_THREAD = -1
-"""Communicators of gradients are numbered from 0. Which of their buckets are under way when a value is exchanged is
-not the same on every rank."""
 
 
 @dataclass
@@ -61,9 +59,9 @@ class JointValues:
         """The exchanges of one pass, in order: for the plan."""
 
     def connect(self) -> None:
-        """Form the group, once. Not done while emitting: planning without a cluster emits as well."""
+        """Not done while emitting: planning without a cluster emits as well."""
         if self._group is None:
-            self._group = group_inside_program(self._job)
+            (self._group,) = self._job.communicators(1)
 
     def start_means(self, what: str, values: Sequence[Any]) -> None:
         """Insert the operator that starts the exchange of ``values``, named ``what``, once they are computed."""
@@ -167,7 +165,7 @@ class JointValues:
             moment, what = arrival.moment, f"{arrival.moment}, {what}"
         context = CallContext(moment, what, self._job.timeout_seconds)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
-            return self._job.engine.start(stages, context, _OWN_THREAD, barrier)
+            return self._job.engine.start(stages, context, barrier=barrier)
 
     def _waited(self, what: str, running: Any) -> Any:
         """The result of an exchange. Another rank's lateness is no work of this one."""
