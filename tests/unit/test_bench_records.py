@@ -168,6 +168,7 @@ def test_figures_of_training_are_means_of_seeds_with_their_error_and_ranks_that_
         ({"refuted": {"by": "another", "because": "x"}}, "refuted by another"),
         ({"sittings": [{"uncommitted_changes": True}]}, "uncommitted"),
         ({"whole_rounds": 0}, "no whole round"),
+        ({"contestants": ["ours:mine/samples.yaml"]}, "not in the catalogue"),
     ],
 )
 def test_records_that_may_not_be_quoted(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -192,6 +192,8 @@ class Record:
             return "it was made before the rules of docs/benchmarks/README.md"
         if any(each["uncommitted_changes"] for each in self.content["sittings"]):
             return "it was made with uncommitted changes"
+        if any(name.endswith(".yaml") for name in self.content["contestants"]):
+            return "it compares profiles that are not in the catalogue"
         return None if self.content["whole_rounds"] else "it holds no whole round"
 
 
