@@ -135,6 +135,10 @@ FIGURES = (
            "of a small network of large matrices {:.2f}; with `bf16` {:.2f} and {:.2f}; with two copies "
            "(`sharding_degree: 2`) {:.2f} and {:.2f}, because sums then take "
            "two exchanges, one after the other. The small network took more memory, {:.0f} MB instead of {:.0f}"),
+    Figure("docs/methods.md", "joint-batch-resnet18", readings.joint_batch,
+           "take {:.3f} times as long as with `ranks` for [ResNet-18](benchmarks/{name}.md)"),
+    Figure("docs/methods.md", "joint-batch", readings.joint_batch,
+           "{:.3f} times for [a small transformer](benchmarks/{name}.md), whose step takes {:.0f} ms"),
     Figure("docs/memory.md", "embeddings", readings.rows_sent,
            "A rank touches about {:,.0f} rows and sends {:.1f} MB of DeepFM's {:.0f} MB on two ranks: {:.3f} to {:.3f} "
            "of what ids, rows and the other layers take."),

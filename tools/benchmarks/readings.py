@@ -50,6 +50,16 @@ def checkpoint(record: Content) -> list[object]:
     return [size / 1e6, steps, one["share_percent"], two["share_percent"], *two["share_percent_quartiles"]]
 
 
+def joint_batch(record: Content) -> list[float]:
+    """The median over the rounds of a step with ``average_over: samples`` over one with ``ranks``, and the latter in
+    ms."""
+    took: dict[str, dict[int, float]] = {}
+    for turn in record["rounds"]:
+        took.setdefault(turn["contestant"], {})[turn["round"]] = turn["step_ms"]
+    samples, ranks = took["ours:samples.yaml"], took["ours:ranks.yaml"]
+    return [_median([samples[number] / ranks[number] for number in ranks]), _median(list(ranks.values()))]
+
+
 def codec(record: Content) -> list[float]:
     """numpy's processor time over the compiled codec's, int8 and int4 with blocks of 512, to code and to decode."""
 
