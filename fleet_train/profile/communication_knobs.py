@@ -221,8 +221,8 @@ class CommunicationKnobs(BaseModel):
         "value), the first one after a call that all ranks make together (saves, evaluations that gather, "
         "fleet.barrier_worker, the comparisons of `divergence_check_steps`) or after another program's steps, and "
         "every step while the slowest rank's step takes more than 1 s. Averagings of LocalSGD keep theirs; so do the "
-        "forward passes of synchronised batch norm. Of the exchanges of `average_over: samples` the first one in a "
-        "pass has a barrier in these steps.",
+        "forward passes of synchronised batch norm. Exchanges of `average_over: samples` wait for the step's; "
+        "each has its own with gradient merge or synchronised batch norm, and while steps take more than 5 s.",
     )
 
     @field_validator(
