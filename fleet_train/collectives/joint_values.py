@@ -61,7 +61,7 @@ class JointValues:
     def connect(self) -> None:
         """Not done while emitting: planning without a cluster emits as well."""
         if self._group is None:
-            (self._group,) = self._job.communicators(1)
+            self._group = self._job.communicators(1)[0]
 
     def start_means(self, what: str, values: Sequence[Any]) -> None:
         """Insert the operator that starts the exchange of ``values``, named ``what``, once they are computed."""

@@ -143,7 +143,7 @@ class Analysis:
             return {result.id: self._unseen(whole, result) for result in results}
         for value in chosen:
             self._choose(value)
-        kind = self._numbers.result_of(whole)
+        kind = self._numbers.result_of(whole) if operands else Kind(learned=step.learned)
         return {result.id: kind for result in results}
 
     def _choose(self, value: Any) -> None:
