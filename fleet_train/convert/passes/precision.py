@@ -209,7 +209,8 @@ _never_without_rows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _refuse_no_rows(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    if program in _never_without_rows and isinstance(feed, dict):
+    running = paddle.static.default_main_program() if program is None else program
+    if running in _never_without_rows and isinstance(feed, dict):
         for name, value in feed.items():
             shape = getattr(value, "shape", ())
             if 0 in (shape() if callable(shape) else shape):

@@ -262,6 +262,8 @@ def test_a_feed_without_samples_is_refused_where_bfloat16_would_read_old_memory(
         precision.give_out_float32()
         with pytest.raises(DataError, match=r"'features' is fed without samples: .*amp_level: O0"):
             native.step(none)
+        with pytest.raises(DataError, match="without samples"), paddle.static.program_guard(native.main):
+            native.exe.run(feed={"features": none[0], "labels": none[1]})
         assert np.isfinite(native.step(batches(1, 16, 0)[0]))
     finally:
         process.put_back()
