@@ -56,7 +56,7 @@ def new_group(job: Peers, ranks: Sequence[int]) -> Any:
 
 
 def group_inside_program(job: Peers) -> Any:
-    """The group of what a program exchanges in its own passes; called by all ranks in the same order.
+    """The group of synchronised batch norm; called by all ranks in the same order.
 
     If communicators have threads, it is not one of the gradients': those send during the backward pass, in an order
     that does not depend on the program. On streams it is the first of them: the program has one order for all, and a

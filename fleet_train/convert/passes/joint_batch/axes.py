@@ -58,6 +58,11 @@ def of_batch(axes: Axes) -> set[int]:
     return {axis for axis, roots in axes.items() if any(root.of_batch for root in roots)}
 
 
+def are_gathered(several: Iterable[Axes]) -> bool:
+    """Whether a dimension counts the samples of all ranks."""
+    return any(root.is_gathered for axes in several for roots in axes.values() for root in roots)
+
+
 def integers(value: Any) -> list[int] | None:
     """The constant integers that a value holds; None if it is computed."""
     operator = value.get_defining_op()
@@ -175,18 +180,16 @@ def divided_axes(operator: Any, name: str) -> set[int] | None:
 
 def _chosen(mask: Any, axes: Axes) -> Root:
     """The number of elements that ``mask`` chooses."""
-    gathered = any(root.is_gathered for roots in axes.values() for root in roots)
-    return Root(mask, None, bool(of_batch(axes)), is_gathered=gathered)
+    return Root(mask, None, bool(of_batch(axes)), is_gathered=are_gathered([axes]))
 
 
 def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[Root, ...]]:
     """Of a part: along these dimensions it has a size of its own."""
     parts = dict(axes)
     for axis in axes.keys() & set(where):
-        roots = axes[axis]
-        of_samples, alike = any(root.of_batch for root in roots), all(root.is_alike for root in roots)
-        gathered = any(root.is_gathered for root in roots)
-        parts[axis] = (Root(result, axis, of_samples, is_alike=alike, is_gathered=gathered),)
+        this, alike = {axis: axes[axis]}, all(root.is_alike for root in axes[axis])
+        gathered = are_gathered([this])
+        parts[axis] = (Root(result, axis, bool(of_batch(this)), is_alike=alike, is_gathered=gathered),)
     return parts
 
 

@@ -10,6 +10,7 @@ from fleet_train.convert.passes.exchanged import TO_THE_END
 from fleet_train.convert.passes.joint_batch.axes import (
     Axes,
     Root,
+    are_gathered,
     carried,
     contracted_axes,
     divided_axes,
@@ -101,8 +102,7 @@ class Samples:
             self._found.undecided.append((step.operator, _MEETING))
             return Kind(axes, None, learned=step.learned)
         if of_batch(axes) or not any(of_batch(kind.axes) for kind in step.kinds):
-            given = (root for kind in step.kinds for each in kind.axes.values() for root in each)
-            gathered = not axes and any(root.is_gathered for root in given)
+            gathered = not axes and are_gathered(kind.axes for kind in step.kinds)
             return Kind(axes, degree, learned=step.learned, gathered=gathered)
         if name != "nll_loss" and step.operator.has_attr("reduction") and not over:
             name, over, reduced = step.operator.attrs()["reduction"], of_batch(first), set(first)
