@@ -96,7 +96,7 @@ class FiniteCheck:
             return paddle.full([1], float(mine or bool(differ)), "float32")
         flags = _C_ops.concat(self._flags, 0).cast("float32").sum().reshape([1])
         name = f"finite gradients in {self._moment()}"
-        context = CallContext(name, name, self._job.timeout_seconds, "finite gradients")
+        context = CallContext(name, name, self._job.step_timeout_seconds, "finite gradients")
         return self._job.engine.start(_largest(self._job.communicators(1)[0], flags), context).result()
 
     def _react(self, moment: str = "") -> None:

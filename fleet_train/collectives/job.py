@@ -95,7 +95,7 @@ class Job:
     ) -> None:
         self.cluster = cluster
         self.place = place
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = self.step_timeout_seconds = timeout_seconds
         self.failure: FleetTrainError | None = None
         self._host = host
         self._store = store
@@ -137,8 +137,7 @@ class Job:
         The device's work ends before: a copy to the host would wait for it with Python's lock, and so without a
         watchdog."""
         self.engine.drain(math.inf)
-        before = self._call
-        self._call = before or call
+        before, self._call = self._call, self._call or call
         name = call.partition("(")[0]
         try:
             with recorder.event("save" if "save" in name else "call", name):
@@ -190,8 +189,9 @@ class Job:
     def _everybody(self, timeout_seconds: float | None) -> tuple[int, float, str]:
         return self.world_size, timeout_seconds or self.timeout_seconds, self._call
 
-    def mark_active_program(self, number: tuple[int, int]) -> None:
-        """A program of this exchange and training starts; after another one, this counts as a synchronization point."""
+    def mark_active_program(self, number: tuple[int, int], timeout_seconds: float) -> None:
+        """A program of this exchange and training starts, with its timeout; after another, a synchronization point."""
+        self.step_timeout_seconds = timeout_seconds
         if number != self._turn:
             self._turn = number
             self.sync_points += 1

@@ -152,7 +152,7 @@ class JointValues:
         if job.arrival is not None:
             return job.arrival.barrier
         name = f"{what}: {self._name()}"
-        return job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
+        return job.engine.run_in_background(lambda: job.step_barrier(name, job.step_timeout_seconds))
 
     def _shapes(self, what: str, own: Any) -> Future[Mapping[int, list[int]]]:
         """Those of all ranks' values."""
@@ -163,7 +163,7 @@ class JointValues:
         arrival, moment = self._job.arrival, self._moment
         if arrival is not None:
             moment, what = arrival.moment, f"{arrival.moment}, {what}"
-        context = CallContext(moment, what, self._job.timeout_seconds)
+        context = CallContext(moment, what, self._job.step_timeout_seconds)
         with self._job.clock.exposed():  # where the computing thread is at the barrier itself
             return self._job.engine.start(stages, context, barrier=barrier)
 

@@ -27,7 +27,8 @@ class StepBarrier:
     def __init__(self, job: Job, profile: Profile, number: int, buckets: int) -> None:
         self._job = job
         self._every = profile.barrier_every_steps
-        self._bound_seconds = profile.collective_timeout_seconds + job.engine.barrier_margin_seconds
+        self._timeout_seconds = profile.collective_timeout_seconds
+        self._bound_seconds = self._timeout_seconds + job.engine.barrier_margin_seconds
         self._number = number
         self.training = 1
         """The number of the training that it belongs to, of those of this exchange."""
@@ -46,7 +47,7 @@ class StepBarrier:
 
     def mark_active_program(self) -> None:
         """Called when a run of this exchange's program begins, in the scope of this training."""
-        self._job.mark_active_program((self._number, self.training))
+        self._job.mark_active_program((self._number, self.training), self._timeout_seconds)
 
     def is_due(self, step: int) -> bool:
         """Whether the synchronous step of this number (1, 2, ...; loaded state continues the count) has a barrier."""

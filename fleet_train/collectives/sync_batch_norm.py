@@ -123,7 +123,9 @@ class RankStatistics:
         self, name: str, what: str, outputs: Sequence[Any], run: Callable[..., Stages[Any]], chain: Any, inputs: Any
     ) -> Any:
         def carry_out(*tensors: Any) -> Any:
-            return self._job.engine.run_here(run(*tensors), CallContext(self._moment, what, self._job.timeout_seconds))
+            return self._job.engine.run_here(
+                run(*tensors), CallContext(self._moment, what, self._job.step_timeout_seconds)
+            )
 
         return emit_link(name, carry_out, chain, inputs, outputs)
 

@@ -18,6 +18,8 @@ from tests.support.ranks import RanksResult, run_ranks
 SCRIPT = ROOT / "tests/parallel/faults.py"
 LOST, OTHER = WorkerFailed.exit_code, ScheduleMismatch.exit_code
 RANK_1 = r"rank 1 \(127.0.0.3:"
+# The profile's timeout ended the wait, and not one of Gloo: two ranks that Gloo gives up at once end with SIGABRT.
+WATCHED = r".*\(the collective ended with: no collective has ended for"
 GUARDED = r"call fleet.save_persistables\('out'\) on all ranks, without `if rank == 0` around it"
 UNEQUAL = r"in fleet.barrier_worker\(\).* they have made unequal numbers of steps before it(; rank [01] waits in .*)?$"
 GONE = "finished and left the job while others still wait for it"
@@ -216,10 +218,11 @@ def test_two_processes_with_one_number_are_refused(tmp_path: Path) -> None:
             pytest.param(case, [LOST, None, LOST], told, marks=LONG)
             for case, told in {
                 "calc die in a collective": "WorkerFailed: step 4, (bucket|counts).*: rank 1 .* was lost",
-                "calc freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
+                "calc freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within" + WATCHED,
                 "freeze in a collective": "WorkerFailed: step 4.*: rank 1 .* did not arrive within",
-                "freeze, few barriers": "WorkerFailed: step 4, (bucket|counts).*: rank 1 .* did not arrive within.*",
-                "die, few barriers": "WorkerFailed: step 4, (bucket|counts).*: rank 1 .* was lost.*",
+                "freeze, few barriers": "WorkerFailed: step 4, (bucket|counts).*: rank 1 .* did not arrive within"
+                + WATCHED,
+                "die, few barriers": "WorkerFailed: step 4, (bucket|counts).*: rank 1 .* was lost" + WATCHED,
             }.items()
         ),
         pytest.param("skip", [LOST, OTHER, LOST], r"step 4, bucket 0 \(fc_.*rank 1 \(\S+\) at 'step 5'", marks=LONG),
@@ -244,7 +247,6 @@ def test_where_collectives_are_enqueued_the_others_end_in_time_and_name_the_rank
         pattern = r"^fleet_train: (?!barrier_every_steps).*$"
         said = re.findall(pattern, result.ranks[rank].output, re.MULTILINE)
         assert len(said) == 1, result.report()
-        watched = r".*\(the collective ended with: no collective has ended for" if "few" in case else ""
-        assert re.search(told + watched, said[0]), result.report()
+        assert re.search(told, said[0]), result.report()
     for found, code in zip(result.exit_codes, codes, strict=True):
         assert code in (None, found), result.report()
