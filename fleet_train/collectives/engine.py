@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -89,15 +89,6 @@ class Engine:
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         """Run work without devices or process groups (barriers in the store) while the computing thread goes on."""
         raise NotImplementedError
-
-    def watching(self, context: CallContext) -> AbstractContextManager[None]:
-        """Watch a body that may block: one that does not end is a failure."""
-        del context
-        return nullcontext()
-
-    def watch_step(self, context: CallContext) -> None:
-        """Called where the program itself has enqueued collectives: what a device has not done in time is a failure.
-        A call that blocks the host raises its own error."""
 
     def drain(self, seconds: float) -> bool:
         """Wait until the device has done what is enqueued, at most this long; whether it has."""

@@ -186,7 +186,7 @@ class InFlight(Generic[T]):
         return self._engine.result_of(self)
 
 
-CALC, OWN, GRAPH = "calc", "own", "graph"
+CALC, OWN = "calc", "own"
 
 
 class StreamCalls:
@@ -280,12 +280,6 @@ class StreamEngine(Engine):
 
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         return self._background.submit(task)
-
-    def watching(self, context: CallContext) -> contextlib.AbstractContextManager[None]:
-        return self._watchdog.over_a_call(context)
-
-    def watch_step(self, context: CallContext) -> None:
-        self._watchdog.watch(OnCalcStream(self.device.moment()), context)
 
     def stop(self) -> None:
         self._background.stop()

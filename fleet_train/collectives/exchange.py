@@ -13,7 +13,7 @@ import paddle
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
-from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
+from fleet_train.collectives.engines import OWN, StreamEngine
 from fleet_train.collectives.finite import IGNORE, SKIP, FiniteCheck, Rollback
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_allreduces
@@ -27,7 +27,7 @@ from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
 from fleet_train.collectives.step_barrier import StepBarrier
 from fleet_train.collectives.step_notes import Communication
 from fleet_train.collectives.training import Boundaries, Training, Trainings
-from fleet_train.errors import ConversionError, WorkerFailed
+from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile
@@ -111,7 +111,7 @@ class GradientExchange:
         self._sharing: list[Running[None]] = []
         self._proof: OwnStreamProof | None = None
         if isinstance(job.engine, StreamEngine) and self._stream != AUTO:
-            job.engine.use(CALC if self.is_in_graph else self._stream)
+            job.engine.use(self._stream)
             self._proof = OwnStreamProof(job, job.engine) if self._stream == OWN else None
 
     def _new_training(self) -> Training:
@@ -130,7 +130,7 @@ class GradientExchange:
             ).make()
             for bucket in plan.buckets
         ]
-        barrier = StepBarrier(job, profile, self.number, 1 if self.is_in_graph else len(plan.buckets))
+        barrier = StepBarrier(job, profile, self.number, len(plan.buckets))
         check = ReplicaCheck(job, profile.divergence_check_steps)
         averaging = None
         if plan.averaging is not None:
@@ -205,11 +205,6 @@ class GradientExchange:
         with self._job.clock.exposed():
             self._is_spoilt = self.finite.is_spoilt_somewhere()
         return self._is_spoilt
-
-    @property
-    def is_in_graph(self) -> bool:
-        """Whether operators of the program sum the buckets (`in_graph`)."""
-        return self._stream == GRAPH
 
     @property
     def keeps_momentum(self) -> bool:
@@ -389,25 +384,6 @@ class GradientExchange:
         # On the communicator's own thread: it may still be sending new parameters over the same group.
         stages, first = _summed(self.owners_group, values), self._plan.buckets[0].communicator
         return self._job.engine.start(stages, self._context("a sum over the owners", "owners"), first).result()
-
-    def begin_in_graph(self, flat: Any) -> None:
-        """Called before the first operator that sums a bucket, with that bucket: all ranks wait for one another."""
-        self._job.refuse_other_place(flat)
-        self._next_step(True)
-        self.barrier.samples.first_gradients.see([flat], self.step)
-        self.barrier.wait(on_any_engine=True)
-
-    def end_in_graph(self, are_finite: Sequence[Any]) -> None:
-        """Called after the operators that wait for the last bucket. ``are_finite``: of each bucket, before its sum."""
-        self.finite.see_flags(are_finite)
-        self.finite.end_step()
-        self._job.engine.watch_step(self._context("the sums of its buckets"))
-        recorder.add("wait", "the program's sums", time.perf_counter(), is_worth_it=True)
-        self._end_step()
-
-    def why_failed(self, error: BaseException) -> WorkerFailed:
-        """The error for a run of the program in which an operator of ours has raised ``error``: what it names."""
-        return self._job.attribute_failure(self._context("the sums of its buckets"), error)
 
     def _context(self, what: str, label: str = "") -> CallContext:
         seconds = self._profile.collective_timeout_seconds

@@ -65,14 +65,6 @@ class FiniteCheck:
                 self.found = described(names, floats)
                 self._react()
 
-    def see_flags(self, are_finite: Sequence[Any]) -> None:
-        """As `see`, where operators of the program have looked: bool, one element for each bucket."""
-        if not self._reads:
-            self._flags += [paddle.logical_not(flag.reshape([1])) for flag in are_finite]
-        elif not all(bool(flag.item()) for flag in are_finite):
-            self.found = "a gradient holds NaN or infinity"
-            self._react()
-
     def end_step(self) -> None:
         """Called after the last bucket of a run: what the device found goes on its way to the host."""
         if self._flags:

@@ -21,9 +21,6 @@ from fleet_train.collectives.engine import CallContext, Collective, Engine, Stag
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 
-_FIRST_RING = 1000
-"""No process group has this number."""
-
 
 class Peers(Protocol):
     """What forming a group needs from the job, which itself forms groups: its facts and its synchronizing calls."""
@@ -32,7 +29,6 @@ class Peers(Protocol):
     engine: Engine
     place: Any
     timeout_seconds: float
-    ring: int | None
 
     def communicators(self, number: int) -> list[Any]: ...
 
@@ -149,29 +145,6 @@ def warm_up(job: Peers, group: Any) -> None:
         )
         job.engine.run_here(_one_sum(job, group), context)
     job.barrier(f"group {group.id} formed")
-
-
-def ring_of(job: Peers) -> int:
-    """The communicator over all ranks of operators inside a program; made by all ranks in the same order.
-
-    On Gloo it is that of the first process group: all operators on the CPU share a context, which keeps its first one.
-    On NCCL it is made once for a job: the executor does not know the communicators of process groups.
-    """
-    (group,) = job.communicators(1)
-    if backend_name() == "gloo":
-        return int(group.id)
-    if job.ring is None:
-        context = CallContext("ring", "forming the communicator of the program's operators", job.timeout_seconds)
-        with forming(range(job.cluster.world_size)), job.engine.watching(context):
-            manager, number = paddle.base.core.CommContextManager, _FIRST_RING
-            manager.set_device_id(job.place.get_device_id())
-            store = paddle.base.core.create_or_get_global_tcp_store()
-            manager.create_nccl_comm_context(
-                store, str(number), job.cluster.rank, job.cluster.world_size, f"ring {number}"
-            )
-        job.ring = number
-        job.barrier("ring formed")
-    return job.ring
 
 
 def _one_sum(job: Peers, group: Any) -> Stages[None]:

@@ -123,7 +123,7 @@ def token() -> Any:
     return _in_paddles_layout(paddle.full([1], 0.0, "float32"))
 
 
-_LINKS = ("arrive", "begin", "launch", "spoilt", "wait", "share", "fill", "finish", "gate", "passed")
+_LINKS = ("arrive", "begin", "launch", "spoilt", "wait", "share", "fill", "finish")
 _OTHER_LINKS = ("barrier", "gather", "total", "owners", "broadcast", "loss", "counts", "joint")
 _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
@@ -143,7 +143,7 @@ def is_wait(operator: Any) -> bool:
     return _kind(operator) == "wait"
 
 
-_STARTS_A_STEP = re.compile(r"fleet_train_(?:launch|gate)_(\d+)_\d+_")
+_STARTS_A_STEP = re.compile(r"fleet_train_launch_(\d+)_\d+_")
 
 
 _Found = TypeVar("_Found")

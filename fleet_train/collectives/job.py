@@ -106,8 +106,6 @@ class Job:
         self.clock = StepClock(self.engine.device.moment)
         self.notes = StepNotes(cluster, self.clock, self._times_up_to)
         self._groups: list[Any] = []
-        self.ring: int | None = None
-        """The communicator of operators inside a program, on NCCL; see `groups.ring_of`."""
         self._counts: dict[str, int] = {}
         self.optimizers: list[tuple[Any, Any]] = []
         """Programs, each with an optimizer that built gradients in it."""

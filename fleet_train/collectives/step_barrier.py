@@ -74,9 +74,9 @@ class StepBarrier:
         if self.running is None and self.is_due(step):
             self.running = self.begin(self.moment(step), step)
 
-    def wait(self, on_any_engine: bool = False) -> None:
+    def wait(self) -> None:
         """Wait on the computing thread, where that enqueues the collectives itself."""
-        if self.running is not None and (on_any_engine or not self._job.engine.reads_values):
+        if self.running is not None and not self._job.engine.reads_values:
             with self._job.clock.exposed():
                 self.running.result()
 

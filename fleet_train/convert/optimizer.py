@@ -14,7 +14,6 @@ from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange, Kept
 from fleet_train.collectives.finite import IGNORE, SKIP
 from fleet_train.collectives.host_ops import emit_finish, emit_is_spoilt, onednn_flags
-from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process, verify
 from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
@@ -296,7 +295,7 @@ class DistributedOptimizer(PaddleCalls):
             self._job, plan, profile, self._inner.get_lr, self._dgc, lookups, self._on_not_finite
         )
         log_once(exchange.notices, self._rank)
-        sums = GraphSums(exchange, self._job, plan) if exchange.is_in_graph else HostOperators(exchange, tables)
+        sums = HostOperators(exchange, tables)
         owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         if trace.current is not None and self._loss is not None:

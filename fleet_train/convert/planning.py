@@ -19,7 +19,7 @@ from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import Held
 from fleet_train.collectives.engine import Engine
-from fleet_train.collectives.engines import CALC, GRAPH, OWN
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import glance, refuse_other_ranks
 from fleet_train.convert import process
@@ -151,11 +151,11 @@ def refuse_on_this_device(profile: Profile, place: Any) -> None:
 
 def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
     """The profile as ``engine`` carries it out, and rank 0's notes on the difference."""
-    refuse_unknown("collective_stream", profile.collective_stream, (AUTO, CALC, OWN, GRAPH), "way to communicate")
+    refuse_unknown("collective_stream", profile.collective_stream, (AUTO, CALC, OWN), "way to communicate")
     stream = f"collective_stream: {profile.collective_stream} ({profile.origin('collective_stream')})"
     if engine.side_by_side:
         no_effect = f"{stream} has no effect on Gloo, whose calls block the host"
-        return profile, [no_effect] if profile.collective_stream in (CALC, OWN) else []
+        return profile, [no_effect] if profile.collective_stream != AUTO else []
     notices, mapped = [], dict[str, Any]()
     if profile.collective_stream == AUTO:
         mapped["collective_stream"] = CALC

@@ -92,7 +92,7 @@ _hooks: list[Hook] = []
 _last_hooks: list[Hook] = []
 _on_runs: list[Callable[[Any, Any], None]] = []
 _after_runs: list[Callable[[Any], Any]] = []
-_explanations: list[Callable[[Any, Exception], FleetTrainError | None]] = []
+_explanations: list[Callable[[Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
 
 
@@ -360,7 +360,7 @@ def _hook_runs() -> None:
                 results = run(self, *places, **named)
             except Exception as error:
                 for explain in _explanations:
-                    if (cause := explain(program, error)) is not None:
+                    if (cause := explain(error)) is not None:
                         raise cause from error
                 raise
             finally:
@@ -373,8 +373,8 @@ def _hook_runs() -> None:
         replace(paddle.static.Executor, "run", run_with_hooks)
 
 
-def explain_failed_runs(explain: Callable[[Any, Exception], FleetTrainError | None]) -> None:
-    """From now on ``explain(program, error)`` is asked when a run has failed; what it returns is raised instead. Call
+def explain_failed_runs(explain: Callable[[Exception], FleetTrainError | None]) -> None:
+    """From now on ``explain(error)`` is asked when a run has failed; what it returns is raised instead. Call
     `before_each_run` as well."""
     _explanations.append(explain)
 

@@ -26,7 +26,6 @@ from fleet_train.collectives.host_ops import (
     passes_a_token,
     token,
 )
-from fleet_train.collectives.in_graph import GraphSums
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.embeddings import Table
@@ -38,7 +37,7 @@ from fleet_train.plan import Bucket, CommPlan
 
 
 class HostOperators:
-    """The launches and waits of one program's buckets, as host operators. `GraphSums` has the same methods.
+    """The launches and waits of one program's buckets, as host operators.
 
     ``tables``: the embeddings whose rows are sent, by parameter.
     """
@@ -46,14 +45,14 @@ class HostOperators:
     def __init__(self, exchange: GradientExchange, tables: Mapping[str, Table]) -> None:
         self._exchange, self._tables = exchange, tables
 
-    def launch(self, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None) -> tuple[Any, Any]:
-        """Insert what starts a bucket; returns the next token and the value of the last operator."""
+    def launch(self, bucket: Bucket, gradients: Sequence[Any], chain: Any, boundary: Any = None) -> Any:
+        """Insert what starts a bucket; returns the next token."""
         tables = [self._tables[gradient.name] for gradient in bucket.gradients if gradient.name in self._tables]
         operands = [value for table in tables for value in table.operands] if tables else gradients
         chain = emit_launch(self._exchange, bucket, operands, chain, boundary)
         if tables:
             mark_lookups(chain.get_defining_op(), [table.described for table in tables])
-        return chain, chain
+        return chain
 
     def wait(self, bucket: Bucket, dtypes: Sequence[Any], chain: Any) -> tuple[Any, list[Any]]:
         """Insert what waits for a bucket; returns the next token and the averaged gradients; indices and values of a
@@ -75,7 +74,7 @@ class HostOperators:
 
 def insert_launches(
     exchange: GradientExchange,
-    sums: HostOperators | GraphSums,
+    sums: HostOperators,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
     values: Held,
@@ -92,7 +91,6 @@ def insert_launches(
     by_name = {item.parameter.name: item for item in ready}
     operators = list(ready[0].value.get_defining_op().get_parent_block().ops)
     chain, behind = _chain_of_others(operators)
-    last = chain
     if chain is None and boundary is None and not any(is_barrier(operator) for operator in operators):
         paddle.pir.set_insertion_point(operators[0])
         chain = emit_arrive(exchange, token())
@@ -100,14 +98,14 @@ def insert_launches(
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         position = max(member.position for member in members)
         # Two buckets can end at one operator: the second launch then follows the first.
-        anchor = operators[position] if position > behind else last.get_defining_op()
+        anchor = operators[position] if position > behind else chain.get_defining_op()
         paddle.pir.set_insertion_point_after(anchor)
         if bucket.index == 0:
             chain = token() if chain is None else chain
             if exchange.reads_parameters:
                 chain = emit_begin(exchange, values.parameters, chain)
         gradients = [member.value for member in members]
-        chain, last = sums.launch(bucket, gradients, chain, boundary if bucket.index == 0 else None)
+        chain = sums.launch(bucket, gradients, chain, boundary if bucket.index == 0 else None)
         behind = max(behind, position)
     paddle.pir.reset_insertion_point_to_end()
     return chain
@@ -127,7 +125,7 @@ def _chain_of_others(operators: Sequence[Any]) -> tuple[Any, int]:
 
 
 def insert_waits(
-    sums: HostOperators | GraphSums,
+    sums: HostOperators,
     buckets: Sequence[Bucket],
     ready: Sequence[ReadyGradient],
     chain: Any,

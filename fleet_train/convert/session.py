@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -169,9 +168,8 @@ class Session:
         """``18 steps, the last one in train.py, line 14``, of those begun; empty if there were none."""
         return "{} steps, the last one in {}".format(*self._running) if self._running is not None else ""
 
-    def why_failed(self, program: Any, error: Exception) -> FleetTrainError | None:
-        """The error for a run with NaN, in dynamic mode, or in which an operator of the program itself could not
-        communicate."""
+    def why_failed(self, error: Exception) -> FleetTrainError | None:
+        """The error for a run with NaN, or in dynamic mode."""
         if isinstance(self.job.failure, NotFinite) and not isinstance(error, NotFinite):
             self.job.failure = NotFinite(f"{self.job.failure}{of_feeds(self._feed)}")
             return self.job.failure
@@ -180,11 +178,7 @@ class Session:
                 "Executor.run was called in dynamic mode, and it runs static programs: call paddle.enable_static() at "
                 "the top of the script, before the network is built"
             )
-        running = paddle.static.default_main_program() if program is None else program
-        exchange = exchange_of(running) if isinstance(running, paddle.static.Program) else None
-        if exchange is None or not exchange.is_in_graph or isinstance(error, MemoryError):
-            return None
-        return exchange.why_failed(error) if _OF_A_BACKEND.search(str(error)) else None
+        return None
 
     def feed_through_pinned_memory(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
         """For a device: the executor itself would copy arrays with Python's lock, after all that is enqueued, and no
@@ -212,9 +206,6 @@ class Session:
             return "each rank's batch norms keep the running statistics of its own batches"
         return ""
 
-
-_OF_A_BACKEND = re.compile(r"gloo|nccl|all_reduce|^std::exception$", re.IGNORECASE)
-"""Gloo's own errors have no text where the executor raises them again."""
 
 prescribed_profile: Profile | None = None
 """For trials: the profile that is used, whatever the script or the launcher names."""

@@ -68,8 +68,8 @@ def sends_rows(table: TensorSpec, cluster: Cluster, profile: Profile) -> bool:
     ``auto``: if a step that touches few rows is shorter so, by the link in the profile or `PAPER`. Rows take two
     collectives of their own, a whole table its bytes beside other gradients.
     """
-    wanted, needs_whole = profile.sparse_embeddings, table.is_whole or profile.collective_stream == "graph"
-    if not table.rows or wanted is False or profile.compression not in WIRE_DTYPES or needs_whole:
+    wanted = profile.sparse_embeddings
+    if not table.rows or wanted is False or profile.compression not in WIRE_DTYPES or table.is_whole:
         return False
     if wanted is True:
         return True

@@ -45,16 +45,15 @@ class CommunicationKnobs(BaseModel):
         reason="This many Gloo process groups, each with its own thread, send the buckets in turn. On NCCL more "
         "than 1 is mapped to 1, with a message: kernels of two communicators could deadlock.",
     )
-    collective_stream: Literal["auto", "calc", "own", "graph"] = knob(
+    collective_stream: Literal["auto", "calc", "own"] = knob(
         AUTO,
         meaning="On NCCL, where collectives run. calc: on the calculation stream, where nothing can be read too early, "
-        "and nothing overlaps. own: on a stream of each communicator, beside the backward pass. graph: as operators of "
-        "the program itself, on one stream of their own. auto: calc, until a record of a GPU shows that another one is "
-        "right.",
+        "and nothing overlaps. own: on a stream of each communicator, beside the backward pass. auto: calc, "
+        "until a record of a GPU shows that own is right.",
         reason="own proves itself: in a program's first 3 steps each collective is repeated on the calculation stream, "
-        "whose result is used; if one differs, all ranks go on with calc, and rank 0 says where. graph takes whole "
-        "float gradients that are averaged in every step. On Gloo, whose calls block the host, calc and own are the "
-        "same, which is said; graph is carried out.",
+        "whose result is used; if one differs, all ranks go on with calc, and rank 0 says where. On Gloo, whose calls "
+        "block the host, they are the same, which is said.",
+        refused={"graph": "the program's own operators do not sum gradients any more; use own, or leave it out"},
     )
     num_threads: int = knob(
         1,

@@ -48,7 +48,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("recompute", "recompute_segments", "recompute", lambda segments: segments > 1),
     Strategy("sharding", "sharding", "a sharded optimizer"),
     Strategy("rows", "sparse_embeddings", "rows of embeddings", lambda choice: choice is True),
-    Strategy("graph", "collective_stream", "allreduces inside the program", lambda stream: stream == "graph"),
 )
 
 PAIRS: dict[tuple[str, str], Verdict] = {
@@ -142,24 +141,6 @@ PAIRS |= {
     **_with("rows", "merge", goes("the rows of all micro-batches are sent at the update")),
     **_with("rows", "amp sync_bn recompute", goes("an embedding's gradient is float32, and not part of these")),
     **_with("rows", "sharding", goes("all ranks add the touched rows, and the owners of a table's rows update them")),
-    **_with(
-        "graph",
-        "rows",
-        refused("how many rows a step touches is known on the host only", "use another collective_stream"),
-    ),
-    **_with("graph", "fused waiting amp recompute", goes("each bucket is one operator of the program")),
-    **_with(
-        "graph",
-        "communicators",
-        refused("operators of one stream have one communicator", "leave nccl_comm_num out, or collective_stream"),
-    ),
-    **_with(
-        "graph",
-        f"hierarchical local_sgd outer {_COMPRESSIONS} merge sync_bn sharding",
-        refused(
-            "operators of the program sum whole gradients over all ranks in every run", "use collective_stream: own"
-        ),
-    ),
 }
 
 

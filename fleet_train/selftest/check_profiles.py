@@ -14,7 +14,7 @@ import paddle
 from safetensors.numpy import load, save
 
 from fleet_train import fleet, timeouts
-from fleet_train.collectives.engines import CALC, GRAPH, OWN, StreamEngine
+from fleet_train.collectives.engines import CALC, OWN, StreamEngine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
@@ -118,7 +118,7 @@ def check_stream(job: Job, options: Options, stream: str, folder: Path) -> Itera
     """``collective_stream``: calc is compared with one process, and rank 0 keeps its parameters in ``folder``; the
     others are compared with those. On CPUs, also on an engine of streams whose collectives end late."""
     yield _check_stream(job, options.steps, stream, backend_name(), folder / "parameters")
-    if job.engine.side_by_side and stream != GRAPH:
+    if job.engine.side_by_side:
         with ending_late(job):
             yield _check_stream(job, options.steps, stream, "late doubles", folder / "parameters_late")
 
@@ -144,7 +144,7 @@ def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Re
     elif job.cluster.rank == 0:
         outcome["difference"] = run.difference(run.end, load(read_regular(kept, 2**24)))
     everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
-    carried_out = job.engine.stream if isinstance(job.engine, StreamEngine) and stream != GRAPH else stream
+    carried_out = job.engine.stream if isinstance(job.engine, StreamEngine) else stream
     bound = 0.0 if stream == OWN and not computes_on_gpu() else tolerance_of(profile, on_gpu=computes_on_gpu())
     return judge_stream(job, label, stream, carried_out, steps, everybody, bound, time.perf_counter() - began)
 

@@ -37,12 +37,10 @@ STEPS = (
     Step("dtypes", _LINK),
     Step("calc", f"{_LINK}, and amp_level: O0 whether a precision is"),
     Step("own", "set collective_stream: calc"),
-    Step("graph", "set collective_stream: calc"),
     Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe"),
     Step("is killed in a step", _LOST),
     Step("is killed in a save", _LOST),
     Step(f"{COST_OF}own", _COST),
-    Step(f"{COST_OF}graph", _COST),
 )
 
 

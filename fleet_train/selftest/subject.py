@@ -17,7 +17,7 @@ from typing import Any
 import paddle
 
 from fleet_train import fleet, role_maker
-from fleet_train.collectives.engines import CALC, GRAPH, OWN
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
 from fleet_train.selftest import check_collectives, check_overlap, check_profiles, training
@@ -40,11 +40,10 @@ def ladder(folder: Path) -> dict[str, list[Check]]:
         "devices": [check_collectives.check_devices, check_collectives.check_place],
         "dtypes": [lambda job, _: iter([check_collectives.check_kind(job, "all_reduce sum")])],
     }
-    for stream in (CALC, OWN, GRAPH):
+    for stream in (CALC, OWN):
         checks[stream] = [partial(check_profiles.check_stream, stream=stream, folder=folder)]
-    for stream in (OWN, GRAPH):
-        both = (check_overlap.check, check_overlap.check_memory)
-        checks[f"{COST_OF}{stream}"] = [partial(check, stream=stream) for check in both]
+    both = (check_overlap.check, check_overlap.check_memory)
+    checks[f"{COST_OF}{OWN}"] = [partial(check, stream=OWN) for check in both]
     return checks
 
 

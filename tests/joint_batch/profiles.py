@@ -60,7 +60,6 @@ WAYS: dict[str, Way] = {
     "strict": _way({"strict": True}),
     "strict, merge": _way({"strict": True}, accumulate_steps=2),
     "streams": _way({"late": True}),
-    "graph": _way(collective_stream="graph"),
     "threads": _way(num_threads=4, nccl_comm_num=3, fuse_parameter_groups_size=2),
     "hierarchical": _way(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2),
     "local_sgd": _way({"optimizers": ("momentum",)}, use_local_sgd=True, local_sgd_is_warm_steps=0, local_sgd_steps=1),
@@ -72,7 +71,7 @@ WAYS: dict[str, Way] = {
     "equal": _way({"mode": "equal", "dtype": "float32", "tolerance": LOOSE}),
     "equal, ranks": _way({"mode": "equal", "dtype": "float32", "tolerance": LOOSE}, average_over="ranks"),
 }
-IN_TURN = ("int8", "sharding", "rows", "recompute", "amp", "sync", "graph", "streams")
+IN_TURN = ("int8", "sharding", "rows", "recompute", "amp", "sync", "streams")
 """What `make test-long` trains a share of the cases with, each with one; all with ``default`` and ``merge``."""
 
 

@@ -189,25 +189,25 @@ def saving_by_profile(folder: Path) -> None:
     report(fleet.rank(), told_when_saving=told)
 
 
-def on_one_card(folder: Path, name: str, strategy: DistributedStrategy) -> None:
+def on_one_card(folder: Path) -> None:
     """The program that Paddle has written of a converted one, and Paddle's own, train a step each."""
-    program = Program(by(sgd(), strategy), with_norm=name == "norm").train(2)
+    program = Program(by(sgd(), DistributedStrategy(sync_batch_norm=True)), with_norm=True).train(2)
     with paddle.static.scope_guard(program.scope):
-        paddle.static.save(program.main, str(folder / name))
+        paddle.static.save(program.main, str(folder / "norm"))
         paddle.static.save_inference_model(
-            str(folder / f"{name}_answers/model"), [program.x], [program.out], program.exe, program=program.main
+            str(folder / "norm_answers/model"), [program.x], [program.out], program.exe, program=program.main
         )
-    written = operators_of(folder / f"{name}.json")
+    written = operators_of(folder / "norm.json")
     ends = []
-    for main in (written_program(folder / f"{name}.json"), None):
-        plain = Program(by_paddle_alone(sgd), with_norm=name == "norm")
+    for main in (written_program(folder / "norm.json"), None):
+        plain = Program(by_paddle_alone(sgd), with_norm=True)
         for value_name, value in program.main.state_dict("all", program.scope).items():
             plain.main.state_dict("all", plain.scope)[value_name].set(np.array(value), fleet.place())
         plain.main = main or plain.main
         plain.loss = None
         plain.train(1)
         ends.append({each: np.array(value) for each, value in plain.main.state_dict("all", plain.scope).items()})
-    report(fleet.rank(), **{f"written_{name}": ends[0], f"plain_{name}": ends[1], f"operators_{name}": written})
+    report(fleet.rank(), written_norm=ends[0], plain_norm=ends[1], operators_norm=written)
 
 
 class Numbers(paddle.io.Dataset):
@@ -249,12 +249,6 @@ def paddle_model(folder: Path) -> None:
         names = [name for name, _ in network.named_parameters()]
     ordered = [weights[place] for place in sorted(range(len(names)), key=names.__getitem__)]
     report(fleet.rank(), **{"weights by paddle.Model": np.concatenate(ordered)}, accuracy=float(found["acc"]))
-
-
-ON_ONE_CARD = {
-    "norm": DistributedStrategy(sync_batch_norm=True),
-    "graph": DistributedStrategy(collective_stream="graph", fuse_parameter_groups_size=2),
-}
 
 
 def written_program(path: Path) -> Any:
@@ -419,8 +413,7 @@ def main() -> None:
     trainings()
     saving(folder / f"rank{fleet.rank()}of{fleet.nranks()}")
     saving_by_profile(folder / f"by profile, rank{fleet.rank()}of{fleet.nranks()}")
-    for name, strategy in ON_ONE_CARD.items():
-        on_one_card(folder / f"{name}, rank{fleet.rank()}of{fleet.nranks()}", name, strategy)
+    on_one_card(folder / f"norm, rank{fleet.rank()}of{fleet.nranks()}")
     paddle_model(folder / f"model, rank{fleet.rank()}of{fleet.nranks()}")
     two_optimizers(folder / f"two, rank{fleet.rank()}of{fleet.nranks()}")
     for name, strategy in AVERAGED.items():

@@ -89,17 +89,6 @@ def in_a_collective(end: Callable[[], None]) -> None:
     calls.on_own_stream = calls.on_calc_stream = lambda _: end()
 
 
-def in_a_sum_of_the_program() -> None:
-    """This rank meets the others at the gate, and is gone before the sum behind it."""
-    real = GradientExchange.begin_in_graph
-
-    def begin(exchange: Any, flat: Any) -> None:
-        real(exchange, flat)
-        die()
-
-    GradientExchange.begin_in_graph = begin  # type: ignore[method-assign]
-
-
 def skip() -> None:
     """This rank meets the others, and then does not begin its collective."""
     real = GradientExchange.launch
@@ -127,7 +116,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], Sequence[int]]] = {
     "die in a collective": (lambda: in_a_collective(die), [1]),
     "freeze in a collective": (lambda: in_a_collective(freeze), [1]),
     "skip": (skip, [1]),
-    "die in a sum of the program": (in_a_sum_of_the_program, [1]),
 }
 
 
@@ -284,8 +272,6 @@ def main() -> None:
         every = 1 if fault == name else 50
         profile = Profile(collective_timeout_seconds=TIMEOUT_SECONDS, barrier_every_steps=every)
         train(profile, partial(fail, fault))
-    elif fault == "die in a sum of the program":
-        train(Profile(collective_stream="graph"), partial(fail, fault))
     elif fault in FAULTS:
         train(None if fault == name else few_barriers(), partial(fail, fault))
     else:

@@ -162,7 +162,6 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "sending_steps": lambda ran: sorted({event.step for event in ran.collectives()}),
     "threads": lambda ran: _by_bucket(ran, "thread"),
     "groups": lambda ran: _by_bucket(ran, "group"),
-    "in_the_program": lambda ran: ran.facts["operators"].count("all_reduce_"),
     "beside_computing": lambda ran: not _threads(ran, "launch") & {e.thread for e in ran.collectives()},
     "members": lambda ran: [f"{e.what} {','.join(map(str, e.ranks))}" for e in ran.collectives(1)],
     "on_the_scripts_thread": lambda ran: _threads(ran, "launch") == {threading.get_ident()},

@@ -174,7 +174,6 @@ RAMP = {"compression": "dgc", "dgc_sparsity": 0.99, "dgc_rampup_begin_step": 3, 
 ALL_PASSES = {"accumulate_steps": 2, "recompute_segments": 4, "sync_batch_norm": True, "num_threads": 4}
 
 SHARDED = {"sharding": True}
-GRAPH = {"collective_stream": "graph"}
 CASES = {
     name: Case(*case)
     for name, case in {
@@ -183,18 +182,6 @@ CASES = {
         "unfused": (MLP, decaying, {"fuse_all_reduce_ops": False}),
         "four communicators": (LARGE, momentum, SMALL | {"nccl_comm_num": 4}),
         "waiting": (MLP, momentum, {"sync_nccl_allreduce": True, "fuse_parameter_groups_size": 1}),
-        "graph": (LARGE, momentum, GRAPH | {"fuse_parameter_groups_size": 2}),
-        "graph, one sum for each gradient, executor's threads": (
-            MLP,
-            clipped,
-            GRAPH | {"fuse_all_reduce_ops": False, "num_threads": 4},
-        ),
-        "graph, waiting, recompute, amp O1": (
-            MLP,
-            momentum,
-            GRAPH | {"sync_nccl_allreduce": True, "recompute_segments": 2, "amp_level": "O1"},
-        ),
-        "graph, two dtypes": (TWO_DTYPES, sgd, GRAPH | {"fuse_parameter_groups_size": 2, "num_threads": 4}),
         "merge": (MLP, adam, {"accumulate_steps": 3}),
         "merge, clipped": (MLP, clipped, {"accumulate_steps": 3}),
         "merge, executor's threads": (LARGE, momentum, {"accumulate_steps": 2, "num_threads": 4}),

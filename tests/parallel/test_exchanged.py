@@ -206,7 +206,6 @@ ON_TWO = {
     "norm, recompute": Case(hand_made_norm, minimize_with(recompute_segments=4, average_over="ranks")),
     "merge": Case(both_ways, minimize_with(accumulate_steps=2)),
     "sharding": Case(both_ways, minimize_with(sharding=True), adam),
-    "in the graph": Case(both_ways, minimize_with(collective_stream="graph")),
     "small buckets": Case(used_twice, minimize_with(fuse_parameter_groups_size=1)),
     "Paddle's gradients": Case(both_ways, with_paddles_gradients),
     "two optimizers": Case(both_ways, two_optimizers),

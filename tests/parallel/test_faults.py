@@ -53,11 +53,6 @@ LONG = pytest.mark.long
         # The codes of the ranks, None for any; what is told by each rank that has a code of the package.
         ("die", [LOST, None, LOST], ["WorkerFailed: step 4: " + RANK_1, "was lost"]),
         ("throw", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"]),
-        (
-            "die in a sum of the program",
-            [LOST, None, LOST],
-            ["WorkerFailed: step 4, the sums of its buckets: " + RANK_1, "was lost"],
-        ),
         pytest.param("exit with text", [LOST, 1], [r"\) stopped with sys.exit: no disk left$"], marks=LONG),
         pytest.param("leave early", [LOST, 0], [RANK_1, GONE, MADE]),
         # Where calls are enqueued, a rank that leaves waits for the others.

@@ -37,7 +37,6 @@ PROFILES: dict[str, dict[str, Any]] = {
     "sharding": {"sharding": True},
     "rows": {"sparse_embeddings": True},
     "LocalSGD": {"use_local_sgd": True, "local_sgd_is_warm_steps": 100},
-    "graph": {"collective_stream": "graph"},
 }
 
 

@@ -118,7 +118,6 @@ LOSSES = {
 UNDER = {
     "summed gradients": Case(mean, {"average_over": "nothing"}),
     "recompute": Case(mean_and_sum, {"recompute_segments": 2}),
-    "in the graph": Case(added_to_a_count, {"collective_stream": "graph"}),
 }
 FIXED = {
     f"fixed {each.__name__}": Case(each, fixed=True, copies=False)

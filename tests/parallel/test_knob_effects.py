@@ -155,7 +155,6 @@ _ALL = [
         "calc",
         said="collective_stream: calc (set by the caller) has no effect on Gloo, whose calls block the host",
     ),
-    case("collective_stream", "graph", _PAIRS, sent=[[]] * 2, in_the_program=2, moved=[1.5, 1.5]),
     # Local groups.
     case("force_hierarchical_allreduce", True, _GROUPED, run="on_streams", ranks=4, members=ByRank(_TALK)),
     case(

@@ -131,7 +131,6 @@ CASES: dict[str, tuple[Build, Mapping[str, Any], Callable[[], Feed], str]] = {
     "drawn, merged": (drawn, {"accumulate_steps": 2}, dict, OK),
     "sharded": (plain, {"sharding": True}, dict, OK),
     "compressed": (plain, {"compression": "int8"}, dict, OK),
-    "in the graph": (plain, {"collective_stream": "graph"}, dict, OK),
     "LocalSGD": (plain, {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 2}, dict, OK),
     "low precision": (plain, {"amp_level": "O1"}, dict, OK),
     "rows": (looked_up, {"sparse_embeddings": True}, dict, OK),

@@ -19,7 +19,7 @@ from paddle import nn
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import own_streams
 from fleet_train.collectives.engine import CallContext, Collective, Stages
-from fleet_train.collectives.engines import GRAPH, OWN, Enqueued, InFlight, Result, ThreadEngine
+from fleet_train.collectives.engines import OWN, Enqueued, InFlight, Result, ThreadEngine
 from fleet_train.collectives.job import Job
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.profile import Profile, load_profile
@@ -59,7 +59,7 @@ def shortened(profile: Profile, stream: str = OWN) -> Profile:
     if "local_sgd_fragments" in wanted:
         wanted |= {"local_sgd_steps": 4}  # two steps for each fragment's averaging
     wanted["divergence_check_steps"] = 3
-    if profile.nccl_comm_num == AUTO and stream != GRAPH:
+    if profile.nccl_comm_num == AUTO:
         wanted["nccl_comm_num"] = 2  # one would be chosen for so few bytes
     if profile.fuse_all_reduce_ops:
         wanted["fuse_parameter_groups_size"] = _GRADIENTS_PER_BUCKET

@@ -18,11 +18,10 @@ import numpy as np
 import paddle
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives import engine, engines, groups, host_ops, in_graph
+from fleet_train.collectives import engine, engines, groups, host_ops
 from fleet_train.collectives.engine import CallContext, Collective, Engine, HostCopy, HostDevice
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import quantised
-from fleet_train.collectives.methods.dense import unflatten
 from tests.streams.trace import COMPUTING, Action, Call, Op, Trace
 from tests.support.agreeing import AgreeingJob
 
@@ -62,11 +61,6 @@ class Recorder:
         self._is_armed = False
         self._events = 0
         self._gaps: list[int] = []
-        self.of_operators: dict[int, RecordedTask | None] = {}
-        """What the program's own sums have enqueued last, by number; ``sum_of``: the number, by the value's id."""
-        self.sum_of: dict[int, int] = {}
-        self.chains: dict[int, Any] = {}
-        """By program, the token behind the last of them: the executor runs them in the program's order."""
         # The executor has several threads: operators without an order (those that hold a recomputation back) must not
         # be noted in the middle of a task that is played under another thread's name.
         self.one_operator = threading.Lock()
@@ -344,9 +338,6 @@ def _played(recorder: Recorder) -> Iterator[None]:
             mock.patch.object(groups, "_kept", lambda group: group),
             mock.patch.object(engines, "WorkerThread", lambda name, _: PlayedThread(recorder, name)),
             mock.patch.object(host_ops, "_host_operator", _noted(recorder)),
-            mock.patch.object(in_graph, "ring_of", return_value=_RING),
-            mock.patch.object(in_graph, "emit_sum", _sums_of(recorder)),
-            mock.patch.object(in_graph, "unflatten", _waits_of(recorder)),
             mock.patch.object(paddle, "to_tensor", _reading(recorder, "to_tensor", paddle.to_tensor)),
         ]
         for patch in patches:
@@ -357,55 +348,6 @@ def _played(recorder: Recorder) -> Iterator[None]:
                 setattr(paddle.Tensor, name, _reading(recorder, name, real))
                 stack.callback(setattr, paddle.Tensor, name, real)
         yield
-
-
-_RING = 1000
-
-
-def _sums_of(recorder: Recorder) -> Callable[..., Any]:
-    """In place of `emit_sum`: a host operator that notes what the executor enqueues on the ring's stream, or on the
-    calculation stream. A chain keeps the order that the executor gives operators with a ``ring_id``."""
-
-    def emit_sum(flat: Any, ring: int, stream: str) -> Any:
-        program, rank = id(paddle.static.default_main_program()), recorder.trace.rank
-        number = len(recorder.of_operators)
-
-        def begin(tensor: Any) -> list[Any]:
-            ranks = range(recorder.world_size)
-            sums = engine.Collective("all_reduce", PlayedGroup(ring, ranks, rank), tensor)
-            with recorder.inside(f"step sums, {len(recorder.trace.calls)}"):
-                recorder.of_operators[number] = recorder.begin(sums, sync_op=not stream)
-            return [tensor.view(tensor.shape)]
-
-        recorder.of_operators[number] = None
-        outputs = [(flat.shape, flat.dtype)]
-        recorder.chains[program], total = host_ops.emit_link(
-            "sum", begin, recorder.chains.get(program, flat[:1] * 0.0), [flat], outputs
-        )
-        recorder.sum_of[total.id] = number
-        return total
-
-    return emit_sum
-
-
-def _waits_of(recorder: Recorder) -> Callable[..., Any]:
-    """In place of `unflatten` behind a sum: the executor lets the calculation stream wait before its first reader."""
-
-    def emit_split(mean: Any, shapes: Any) -> Any:
-        number = recorder.sum_of[mean.id]
-        program = id(paddle.static.default_main_program())
-
-        def wait(tensor: Any) -> list[Any]:
-            task = recorder.of_operators[number]
-            assert task is not None
-            task.wait()
-            return [tensor.view(tensor.shape)]
-
-        outputs = [(mean.shape, mean.dtype)]
-        recorder.chains[program], waited = host_ops.emit_link("split", wait, recorder.chains[program], [mean], outputs)
-        return unflatten(waited, shapes)
-
-    return emit_split
 
 
 def _reading(recorder: Recorder, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ import paddle
 from tqdm import tqdm
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engines import CALC, GRAPH, OWN
-from fleet_train.errors import ProfileError
+from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.profile import Profile, load_profile, profile_names
 from tests.streams.programs import CONTROLS, Control, OldEngine, outcome, shortened
 from tests.streams.programs import record as traced
@@ -91,10 +89,7 @@ def cases(names: Sequence[str] = ()) -> list[Case]:
     for name, base, settings in _BEYOND:
         changed = shortened(load_profile(base)).with_settings("the model of streams", **settings)
         found.append(Case(name, changed, BEYOND_SHARE))
-    for stream in (CALC, GRAPH):
-        for name in profile_names():
-            with suppress(ProfileError):  # the profile does not go with operators of the program
-                found.append(Case(f"{name}, {stream}", shortened(load_profile(name), stream)))
+    found += [Case(f"{name}, {CALC}", shortened(load_profile(name), CALC)) for name in profile_names()]
     return [case for case in found if not names or case.name in names]
 
 
@@ -212,10 +207,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
         "all communicators side by side, the others one resident at a time; one in twenty begins with the creation of "
         "groups, the others with the first step. Where a rank has one communicator, there is no choice, one "
         f"interleaving stands for all, and {WITHOUT_CHOICE} are replayed for each cluster.",
-        "- A profile alone: collective_stream own, with its proof in the first three steps; then calc, and graph where "
-        "the profile goes with it. graph's sums are noted where the executor enqueues them, by the rules of "
-        "`instruction_util.cc`. Its programs have more operators, and each counts as one that takes time: its exposed "
-        "time is not to be compared with the others'.",
+        "- A profile alone: collective_stream own, with its proof in the first three steps; then calc.",
         *told_circumstances(record["circumstances"]),
         f"- Result: {'**failed**: ' + '; '.join(record['failures']) if record['failures'] else fine}.",
         "",

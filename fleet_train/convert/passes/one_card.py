@@ -16,7 +16,6 @@ from typing import Any
 
 import paddle
 
-from fleet_train.collectives.in_graph import MEAN_MARK
 from fleet_train.collectives.methods.rows import Lookups
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import inputs_of
@@ -64,15 +63,8 @@ def for_one_card(program: Any) -> Any:
     reference = program.clone()
     ours = [operator for operator in reference.global_block().ops if _is_ours(operator)]
     local: dict[str, list[Any]] = {}
-    behind_means: list[Any] = []
     for operator in ours:
         _bypass(operator, local)
-    for mean in [operator for operator in reference.global_block().ops if operator.has_attr(MEAN_MARK)]:
-        own = mean
-        while own.name() != "pd_op.concat":
-            own = own.operand_source(0).get_defining_op()
-        mean.result(0).replace_all_uses_with(own.result(0))
-        behind_means.append(mean)
     forward, backward = ([operator for operator in ours if _kind(operator)[0] == kind] for kind in ("gather", "total"))
     if forward:
         make_norms_plain(reference, forward, backward)
@@ -80,7 +72,6 @@ def for_one_card(program: Any) -> Any:
         behind = makers_of(operator) if _kind(operator)[0] in ("gather", "total") else []
         reference.global_block().remove_op(operator)
         remove_unused(reference, behind)
-    remove_unused(reference, behind_means)
     constants = [operator for operator in reference.global_block().ops if operator.name() == "pd_op.full"]
     remove_unused(reference, constants)  # among them are the first tokens of our chains
     return reference
@@ -101,7 +92,7 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
                     gradient.replace(ids=next(results), values=next(results))
                 else:
                     pairs.append((next(results), gradient))
-        case "broadcast" | "gate":
+        case "broadcast":
             pairs = [(gives[1], given[1])]
         case "joint":
             pairs = list(zip(gives[1:], given[1:], strict=True))

@@ -38,7 +38,6 @@ def settings_of(case: Case, random: np.random.Generator, low: bool) -> dict[str,
         {"num_threads": 4},
         {"divergence_check_steps": pick(1, 2)},
         {"barrier_every_steps": pick(2, 10)},
-        {"collective_stream": "graph"},
         *_late(case),
     ]
     chosen: dict[str, Any] = dict(_LINK)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import groups, join
-from fleet_train.collectives.groups import new_group, ring_of, send_at_once, warm_up
+from fleet_train.collectives.groups import new_group, send_at_once, warm_up
 from fleet_train.collectives.join import glance, probe
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 from fleet_train.plan.choose import coarse
@@ -390,30 +389,3 @@ def test_nccl_shares_one_store_proves_nothing_and_is_used_once_before_it_is_give
     outside = Peer(0, side_by_side=False)
     warm_up(outside, member(is_in=False))
     assert outside.did == ["barrier group 5 formed"]
-
-
-def test_operators_of_a_program_have_the_first_group_on_gloo_and_a_communicator_of_their_own_on_nccl(
-    paddles: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    manager = SimpleNamespace(
-        set_device_id=lambda number: asked.append(("device", number)),
-        create_nccl_comm_context=lambda *arguments: asked.append(arguments),
-    )
-    monkeypatch.setattr(paddle.base.core, "CommContextManager", manager)
-    monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", lambda: "store")
-    peer = Peer(1)
-    peer.ring, peer.communicators = None, lambda number: [member()] * number  # type: ignore[attr-defined, method-assign]
-    assert ring_of(peer) == 5  # type: ignore[arg-type]
-    assert asked == peer.did == []
-    paddles.backend, peer.place = "nccl", SimpleNamespace(get_device_id=lambda: 3)
-    peer.engine.watching = lambda context: asked.append(context.what) or nullcontext()
-    number = ring_of(peer)  # type: ignore[arg-type]
-    assert number > 100, "no process group has it"
-    assert asked == [
-        "forming the communicator of the program's operators",
-        ("device", 3),
-        ("store", str(number), 1, 3, f"ring {number}"),
-    ]
-    assert ring_of(peer) == number  # type: ignore[arg-type]
-    assert (len(asked), peer.did) == (3, ["barrier ring formed"])

@@ -136,7 +136,7 @@ def test_what_cannot_be_sent_by_rows_is_said_by_name_if_it_was_asked_for(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"sparse_embeddings": False}, {"compression": "int8"}, {"collective_stream": "graph"}],
+    [{"sparse_embeddings": False}, {"compression": "int8"}],
     ids=str,
 )
 def test_whole_tables_are_sent_where_the_profile_needs_them(settings: dict[str, Any]) -> None:

@@ -34,7 +34,6 @@ ON: dict[str, dict[str, Any]] = {
     "recompute": {"recompute_segments": 3},
     "sharding": {"sharding": True},
     "rows": {"sparse_embeddings": True},
-    "graph": {"collective_stream": "graph"},
 }
 
 
@@ -44,9 +43,6 @@ REFUSED = {
     *((local, other) for local in ("local_sgd", "outer") for other in ("powersgd", "dgc", "sync_bn")),
     *ONE_KNOB,
     *((other, "sharding") for other in ("hierarchical", "local_sgd", "outer", "powersgd", "dgc")),
-    *((other, "graph") for other in ("communicators", "hierarchical", "local_sgd", "outer", "merge", "sync_bn")),
-    ("sharding", "graph"),
-    *((other, "graph") for other in ("bf16", "quantised", "powersgd", "dgc", "rows")),
     *((other, "rows") for other in ("quantised", "powersgd", "dgc")),
 }
 ALL = set(combinations([one.name for one in STRATEGIES], 2))
@@ -102,7 +98,7 @@ def test_the_table_refuses_these_pairs_and_no_others_in_either_order() -> None:
     assert ON.keys() == {one.name for one in STRATEGIES}
     assert {pair for pair, entry in PAIRS.items() if not entry.allowed} == REFUSED
     assert {one.knob for one in STRATEGIES} <= KNOBS.keys()
-    assert len(list(entries())) == len(ALL) == 136
+    assert len(list(entries())) == len(ALL) == 120
     assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
     with pytest.raises(KeyError):
         verdict("local_sgd", "nothing")

@@ -132,7 +132,7 @@ def test_the_command_shows_which_strategies_go_together() -> None:
         "allowed": True,
         "words": "the communicators take the buckets in turn",
     }
-    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["communicators", "graph"]
+    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["hierarchical", "dgc"]
     result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
     assert result.exit_code == 2
     assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output
