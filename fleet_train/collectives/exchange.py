@@ -33,7 +33,6 @@ from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import compression_of
-from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.rows import ROWS
 
 UNKNOWN_ROWS = -1
@@ -63,7 +62,6 @@ class GradientExchange:
         plan: CommPlan,
         profile: Profile,
         rate: Callable[[], float],
-        dgc: DgcSettings | None = None,
         lookups: Mapping[str, Lookups] | None = None,
         nonfinite: str = IGNORE,
     ) -> None:
@@ -72,7 +70,7 @@ class GradientExchange:
         self._job = job
         self._plan = plan
         self._profile = profile
-        self._rate, self._dgc, self._lookups = rate, dgc, lookups or {}
+        self._rate, self._lookups = rate, lookups or {}
         compression = compression_of(profile.compression)
         self._allreduces = make_allreduces(
             job, plan.communicators, plan.group_size, compression.wire_dtype or "float32"
@@ -126,7 +124,7 @@ class GradientExchange:
             sharded[bucket.index]
             if sharded and bucket.algorithm != ROWS
             else Parts(
-                bucket, job, plan, profile, self._allreduces[bucket.communicator], self._dgc, self._sums, self._lookups
+                bucket, job, plan, profile, self._allreduces[bucket.communicator], self._sums, self._lookups
             ).make()
             for bucket in plan.buckets
         ]
@@ -205,11 +203,6 @@ class GradientExchange:
         with self._job.clock.exposed():
             self._is_spoilt = self.finite.is_spoilt_somewhere()
         return self._is_spoilt
-
-    @property
-    def keeps_momentum(self) -> bool:
-        """Whether it has taken the optimizer's momentum over."""
-        return self._dgc is not None
 
     @property
     def averager(self) -> ParameterAverager | None:

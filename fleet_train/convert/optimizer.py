@@ -24,10 +24,7 @@ from fleet_train.convert.paddle_optimizers import (
     noting_state,
     one_learning_rate,
     owner_of,
-    refuse_clip_of_sums,
-    refuse_to_lose_momentum,
     refuse_to_shard,
-    take_over_momentum,
     updates_each_alone,
 )
 from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches, settle_assignments
@@ -92,7 +89,6 @@ class DistributedOptimizer(PaddleCalls):
         refuse_on_this_device(profile, job.place)
         profile, fitted = fitted_to(job.engine, profile)
         log_once(fitted, job.cluster.rank)
-        wrapped, self._dgc = take_over_momentum(inner, profile, job.world_size)
         self._passes = ProgramPasses(profile, job)
         log_once([*self._passes.notices, *keep_shared_memory(profile.environment)], job.cluster.rank)
         self._profile = profile
@@ -109,7 +105,7 @@ class DistributedOptimizer(PaddleCalls):
         self._kept: dict[str, Kept] = {}
         self.owns: list[Callable[[str], bool]] = []
         """Whether a variable is this rank's alone, by its name, for each update that is sharded."""
-        self._inner = wrapped  # the last one: from now on __setattr__ passes other names on
+        self._inner = inner  # the last one: from now on __setattr__ passes other names on
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -237,7 +233,6 @@ class DistributedOptimizer(PaddleCalls):
         self._applied.append(main)
         if verify.current:
             verify.current.note_update(main)
-        refuse_clip_of_sums(self._profile, self._inner)
         if self._profile.nonfinite == SKIP and self._skipping is None:
             self._wraps.append(SkipNotFinite().guard)  # last, so that nothing else sees such gradients
         params_grads, several = summed_over_uses(
@@ -284,16 +279,12 @@ class DistributedOptimizer(PaddleCalls):
         the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
         self._switch_off_onednn()
         ready = in_ready_order(merged.pairs, planned_rows(tables))
-        if self._dgc is not None and self._dgc.momentum:
-            refuse_to_lose_momentum([item.gradient for item in ready])
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
         lookups = {name: table.described for name, table in tables.items()}
-        exchange = GradientExchange(
-            self._job, plan, profile, self._inner.get_lr, self._dgc, lookups, self._on_not_finite
-        )
+        exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, lookups, self._on_not_finite)
         log_once(exchange.notices, self._rank)
         sums = HostOperators(exchange, tables)
         owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None

@@ -2,8 +2,8 @@
 
 `unwrap` takes off the optimizers that Paddle wraps around another one, and turns their settings into knobs: on PIR
 programs most of them fail inside Paddle, even on one card. What the profile also offers is carried out by its own
-pass; the rest is refused with the knob to use. `take_over_momentum` gives DGC the momentum of the optimizer;
-`updates_each_alone` says whether parameters may be updated bucket by bucket.
+pass; the rest is refused with the knob to use. `updates_each_alone` says whether parameters may be updated bucket by
+bucket.
 """
 
 from __future__ import annotations
@@ -28,60 +28,10 @@ from paddle.incubate.optimizer import (
 from fleet_train.collectives.exchange import UNKNOWN_ROWS, Kept
 from fleet_train.convert import process
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import TensorSpec
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import laid_over
 from fleet_train.profile.fleet_sections import lists_what_happens
 from fleet_train.profile.knobs import shown
-from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings
-
-
-def refuse_to_lose_momentum(gradients: Sequence[TensorSpec]) -> None:
-    """ConversionError for gradients that are averaged beside DGC, which has taken their optimizer's momentum over."""
-    other = next((each for each in gradients if each.dtype != "float32"), None)
-    if other is not None:
-        raise ConversionError(
-            f"compression: dgc with the gradient of '{other.name}', which is {other.dtype}: it keeps the momentum of "
-            "float32 gradients only; build the network in float32, or use SGD or another compression"
-        )
-
-
-def take_over_momentum(optimizer: Any, profile: Profile, world_size: int) -> tuple[Any, DgcSettings | None]:
-    """The optimizer that follows DGC, and DGC's settings; without DGC or peers, the optimizer itself and None.
-
-    DGC accumulates momentum on each rank before it selects, so SGD must follow it. Weight decay then acts outside
-    the momentum. Raises ProfileError for optimizers other than SGD and Momentum, and for a gradient clip.
-    """
-    if profile.compression != "dgc":
-        return optimizer, None
-    kind = type(optimizer).__name__
-    if kind not in ("SGD", "Momentum"):
-        raise ProfileError(f"compression: dgc applies momentum itself and works with SGD and Momentum, not with {kind}")
-    refuse_clip_of_sums(profile, optimizer)
-    if world_size == 1:
-        return optimizer, None
-    momentum = float(getattr(optimizer, "_momentum", 0.0))
-    settings = dgc_settings(profile, momentum, bool(getattr(optimizer, "_use_nesterov", False)))
-    if kind == "SGD":
-        return optimizer, settings
-    behind = paddle.optimizer.SGD(
-        optimizer._learning_rate, parameters=optimizer._parameter_list, weight_decay=_decay_of(optimizer)
-    )
-    return behind, settings
-
-
-def refuse_clip_of_sums(profile: Profile, optimizer: Any) -> None:
-    """Raise ProfileError for a gradient clip beside DGC. A script may set one on a wrapped optimizer, too."""
-    if profile.compression == "dgc" and optimizer._grad_clip is not None:
-        raise ProfileError("compression: dgc sends sums of several steps, which a gradient clip would cut; remove it")
-
-
-def _decay_of(momentum: Any) -> Any:
-    """The weight decay of a Momentum, which passes L2 decay to its own operator instead of a regulariser."""
-    if momentum._regularization_method == "l2_decay":
-        return paddle.regularizer.L2Decay(momentum._regularization_coeff)
-    return momentum.regularization
-
 
 Around = Callable[[Callable[[Any], Any], Any], Any]
 
@@ -302,6 +252,8 @@ _REFUSED = {
     "and set accumulate_steps in the profile for its micro-batches",
     "ModelAverage": "it only averages what another optimizer updates; wrap that one, and for a moving "
     "average of the weights use fleet_train.train.Trainer(average=...)",
+    "DGCMomentumOptimizer": "it compresses gradients by itself, on GPUs only; wrap paddle.optimizer.Momentum, and set "
+    "compression: int4 in the profile (as `int4_compression`), or use `streaming_diloco`, whatever the optimizer",
     "DistributedFusedLamb": "it communicates by itself, on GPUs only; wrap paddle.optimizer.Lamb",
     "LBFGS": "it evaluates the loss several times per step, which a static program cannot; wrap another optimizer",
 }

@@ -5,7 +5,6 @@ perhaps by another program, fits it.
 from __future__ import annotations
 
 import ctypes
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -310,54 +309,6 @@ def _counted(values: Array, nans: int) -> str:
     infinite = int(np.isinf(values).sum())
     parts = [f"{what} in {count}" for what, count in (("NaN", nans), ("infinite", infinite)) if count]
     return f"{' and '.join(parts)} of {values.size} elements"
-
-
-_OF_MOMENTUM, _OF_DGC = "_velocity_0", ".velocity"
-_DGC = f"{PREFIX}dgc/"
-
-
-def to_momentum(saved: State, ours: Described) -> State:
-    """State saved with DGC, plus the velocities that a program with Momentum needs: the means over the ranks.
-
-    DGC takes over the optimizer's momentum only on several ranks; this way one card can continue a checkpoint of many
-    ranks, and vice versa. Updates that DGC has not sent yet are dropped.
-    """
-    missing = [name for name in ours if name.endswith(_OF_MOMENTUM) and name not in saved.arrays]
-    if not missing or f"{_DGC}step" not in saved.arrays:
-        return saved
-    means = mean_of_ranks(saved.ranks) if saved.ranks else {}
-    velocities = {}
-    for name in missing:
-        _, shape, dtype = ours[name]
-        flat = means.get(_dgc_name(name, ours))
-        if flat is not None and flat.size != math.prod(shape):
-            raise CheckpointError(
-                f"the velocity of '{name}' was saved with {flat.size} elements, this program has {shape}"
-            )
-        velocities[name] = np.zeros(shape, dtype) if flat is None else flat.reshape(shape).astype(dtype)
-    kinds = saved.kinds | dict.fromkeys(velocities, OPTIMIZER)
-    return replace(saved, arrays={**saved.arrays, **velocities}, kinds=kinds)
-
-
-def to_dgc(saved: State, ours: Described) -> State:
-    """State saved with Momentum, with its velocities under the names that a program with DGC reads."""
-    left_over = [
-        name for name in saved.kinds if name.endswith(_OF_MOMENTUM) and name not in ours and name in saved.arrays
-    ]
-    arrays = {name: array for name, array in saved.arrays.items() if name not in left_over}
-    for name in left_over:
-        velocity = saved.arrays[name].reshape(-1).astype(np.float32)
-        arrays[_dgc_name(name, ours)] = velocity
-    return replace(saved, arrays=arrays)
-
-
-def _dgc_name(velocity: str, ours: Described) -> str:
-    """DGC's name of what Momentum calls ``velocity``: its parameter's, without the prefix of a name guard that Paddle
-    has added a second time.
-    """
-    stem = velocity.removesuffix(_OF_MOMENTUM)
-    owners = [name for name, (kind, _, _) in ours.items() if kind == PARAMETER and stem.endswith(name)]
-    return f"{_DGC}{max(owners, key=len, default=stem)}{_OF_DGC}"
 
 
 _BUFFER, _ROWS, _OF_ROWS = "@gradient_merge", f"{PREFIX}rows/", ".merged"

@@ -39,9 +39,7 @@ from fleet_train.convert.program_state import (
     refuse_damaged_position,
     restore_position,
     statistics_of,
-    to_dgc,
     to_merged,
-    to_momentum,
     what_is_not_finite,
 )
 from fleet_train.convert.schedules import Saved, read_saved, state_to_save
@@ -316,10 +314,9 @@ def _load(job: Job, program: Any, folder: Path) -> None:
 
     def read() -> dict[str, Any]:
         nonlocal saved
-        with_dgc = any(method.kind == "dgc" for _, method in methods)
         on_disk = persistables.read_folder(folder)
         refuse_damaged_position(on_disk.arrays, str(folder))
-        saved = to_merged((to_dgc if with_dgc else to_momentum)(on_disk, ours), ours, tables)
+        saved = to_merged(on_disk, ours, tables)
         names, notes = fit(saved.describe(), ours, str(folder))
         loaded = {name: array for name, array in saved.arrays.items() if name in ours or name.startswith(PREFIX)}
         if (problem := what_is_not_finite(replace(saved, arrays=loaded), state.constant)) is not None:

@@ -61,8 +61,6 @@ class Session:
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
     exchanges: list[tuple[Any, GradientExchange]] = field(default_factory=list)
     """Converted programs with their communication."""
-    startups: list[Any] = field(default_factory=list)
-    """The startup programs of these."""
     started: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """The scopes in which a startup program has run."""
     schedules: Schedules = field(init=False)
@@ -88,7 +86,6 @@ class Session:
         if plan is not None and exchange is not None:
             self.plans.append(plan)
             self.exchanges.append((main, exchange))
-            self.startups.append(startup)
 
     def on_first_run(self, program: Any) -> None:
         """Advise about a program that trains on each rank alone. ConversionError if it needs other ranks' samples."""

@@ -179,7 +179,7 @@ class DistributedStrategy:
         return switch not in self._accepted and any(getattr(self._base, knob) != KNOBS[knob].default for knob in knobs)
 
     def _overruled(self) -> list[str]:
-        """Switches whose settings a later field has overridden: dgc with fp16_allreduce."""
+        """Switches whose settings a later field has overridden: fp16_allreduce with localsgd's."""
         asked, problems = self._asked(), []
         for path, value in self._accepted.items():
             row = STOCK_FIELDS.get(path)

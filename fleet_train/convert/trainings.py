@@ -27,10 +27,10 @@ def choose(program: Any, scope: Any) -> None:
     if not isinstance(program, paddle.static.Program):
         return
     stored, carried_out, now = _stored_by(program), exchanges_in(program), current()
-    for (main, exchange), startup in zip(now.exchanges, now.startups, strict=True):
+    for main, exchange in now.exchanges:
         if exchange.number in carried_out:
             exchange.enter(now.owner_of(scope, exchange))
-        elif (exchange.keeps_momentum and program is startup) or _starts(stored, main, exchange):
+        elif _starts(stored, main, exchange):
             owner = now.owner_of(scope, exchange)
             if exchange.has_trained_in(owner):
                 _begin_anew(program, stored, main, exchange, owner)

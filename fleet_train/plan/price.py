@@ -31,7 +31,7 @@ class Costs:
     bucket_seconds: float = 0.0
     """Per bucket on the computing thread: the host operators that start it and wait for it."""
     handing_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the computing thread, before a bucket is passed to its communicator: copies, DGC's momentum."""
+    """On the computing thread, before a bucket is passed to its communicator: copies."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
     """On the communicators' threads, in addition to the link's time: coding (quantised by compiled loops) and
     copies."""

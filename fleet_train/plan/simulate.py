@@ -292,9 +292,9 @@ class SimulatedJob:
     """A plan and its profile carried out step by step.
 
     ``start``: every value of a rank by name (parameters, statistics), float32; all ranks start from it.
-    ``optimizer``: makes one rank's optimizer; with DGC, Momentum's momentum moves to DGC, as in training. ``ranks``:
-    the current values of each rank. ``rate``: the learning rate of the next step. Not simulated, because they are part
-    of a rank's own pass and its gradients: mixed precision, recompute, synchronised batch norm.
+    ``optimizer``: makes one rank's optimizer. ``ranks``: the current values of each rank. ``rate``: the learning rate
+    of the next step. Not simulated, because they are part of a rank's own pass and its gradients: mixed precision,
+    recompute, synchronised batch norm.
     """
 
     def __init__(
@@ -314,11 +314,10 @@ class SimulatedJob:
         self.ranks: list[Values] = [{name: np.array(v) for name, v in start.items()} for _ in range(plan.world_size)]
         self._plan = plan
         self._wire = SimulatedWire(plan)
-        made = [optimizer() for _ in range(plan.world_size)]
-        self.optimizers, momentum, nesterov = _momentum_for_dgc(made, profile)
+        self.optimizers = [optimizer() for _ in range(plan.world_size)]
         self._profile = profile
         self._exchanges = 0
-        simulated = [SimulatedParts(bucket, plan, profile, self._wire, momentum, nesterov) for bucket in plan.buckets]
+        simulated = [SimulatedParts(bucket, plan, profile, self._wire) for bucket in plan.buckets]
         self._references = [
             ShardedSimulation(parts)
             if plan.owners and parts.bucket.algorithm != ROWS
@@ -405,14 +404,3 @@ def _merge(micro_batches: Sequence[Local]) -> Values:
         )
         for name, first in micro_batches[0].gradients.items()
     }
-
-
-def _momentum_for_dgc(made: list[NumpyOptimizer], profile: Profile) -> tuple[list[NumpyOptimizer], float, bool]:
-    """The optimizers after the exchange, and DGC's settings before it: momentum, and whether it is Nesterov's."""
-    first = made[0]
-    if profile.compression != "dgc" or isinstance(first, Sgd):
-        return made, 0.0, False
-    if not isinstance(first, Momentum):
-        raise ConversionError(f"simulate: dgc works with Sgd and Momentum, not with {type(first).__name__}")
-    behind: list[NumpyOptimizer] = [Sgd(first.weight_decay) for _ in made]
-    return behind, first.momentum, first.use_nesterov

@@ -17,7 +17,6 @@ from fleet_train.plan.plan import CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, QuantisedSettings
-from fleet_train.profile.methods.dgc import DgcSettings, dgc_settings, is_sparse, kept_elements, sparsity_at
 from fleet_train.profile.methods.powersgd import (
     Matrix,
     PowerSgdSettings,
@@ -32,12 +31,6 @@ from fleet_train.profile.methods.rows import exchanges_of, most_rows, wire_dtype
 def powersgd(parts: SimulatedParts) -> PowerSgdSimulation:
     """PowerSGD with the profile's settings."""
     return PowerSgdSimulation(parts.bucket, parts.plan.world_size, powersgd_settings(parts.profile))
-
-
-def dgc(parts: SimulatedParts) -> DgcSimulation:
-    """DGC with the profile's settings."""
-    settings = dgc_settings(parts.profile, parts.momentum, parts.use_nesterov)
-    return DgcSimulation(parts.bucket, parts.plan.world_size, settings)
 
 
 class Dense:
@@ -158,61 +151,6 @@ def orthonormal(columns: Array) -> Array:
         if np.linalg.norm(rest) > 1e-6 * length:
             result[:, j] = rest / np.linalg.norm(rest)
     return result
-
-
-class DgcSimulation:
-    """DGC of one bucket. Source: Lin et al. 2018, algorithms 1 to 4, with one selection per gradient."""
-
-    def __init__(self, bucket: Bucket, world_size: int, settings: DgcSettings) -> None:
-        self._gradients = bucket.gradients
-        self._settings = settings
-        self._world_size = world_size
-        self._step = 0
-        shapes = [gradient.shape for gradient in bucket.gradients]
-        self.velocities: list[list[Array]] = [[np.zeros(shape) for shape in shapes] for _ in range(world_size)]
-        self.pending: list[list[Array]] = [[np.zeros(shape) for shape in shapes] for _ in range(world_size)]
-
-    def step(self, gradients: Gradients) -> list[Array]:
-        """The update on every rank, including momentum, in the bucket's order and shapes, float64."""
-        sparsity = sparsity_at(self._step, self._settings)
-        self._step += 1
-        return [
-            self._select(position, [rank[position] for rank in gradients], sparsity)
-            if sparsity is not None and is_sparse(gradient, self._settings)
-            else self._whole(position, [rank[position] for rank in gradients])
-            for position, gradient in enumerate(self._gradients)
-        ]
-
-    def _whole(self, position: int, local: list[Array]) -> Array:
-        updates = [self._accelerate(rank, position, average(local)) for rank in range(self._world_size)]
-        return updates[0]
-
-    def _select(self, position: int, local: list[Array], sparsity: float) -> Array:
-        total = np.zeros(local[0].shape)
-        for rank, values in enumerate(local):
-            pending = self.pending[rank][position]
-            pending += self._accelerate(rank, position, self._clipped(values))
-            kept = kept_elements(pending.size, sparsity)
-            places = np.argsort(-np.abs(pending), axis=None, kind="stable")[:kept]
-            total.flat[places] += pending.flat[places]
-            pending.flat[places] = 0
-            if self._settings.momentum_factor_masking:
-                self.velocities[rank][position].flat[places] = 0
-        return total / self._world_size
-
-    def _accelerate(self, rank: int, position: int, values: Array) -> Array:
-        momentum = self._settings.momentum
-        velocity = self.velocities[rank][position]
-        velocity *= momentum
-        velocity += values
-        return np.asarray(values + momentum * velocity) if self._settings.use_nesterov else velocity.copy()
-
-    def _clipped(self, values: Array) -> Array:
-        if self._settings.local_grad_clip_norm is None:
-            return values
-        bound = self._settings.local_grad_clip_norm / np.sqrt(self._world_size)
-        norm = max(float(np.linalg.norm(values.astype(np.float64))), 1e-30)
-        return np.asarray(values * min(1.0, bound / norm))
 
 
 class QuantisedSimulation:
@@ -402,15 +340,12 @@ class SimulatedWire:
 
 @dataclass(frozen=True)
 class SimulatedParts:
-    """What the reference of a bucket is made from. ``momentum``, ``use_nesterov``: the optimizer's, if the compression
-    takes them over."""
+    """What the reference of a bucket is made from."""
 
     bucket: Bucket
     plan: CommPlan
     profile: Profile
     wire: SimulatedWire
-    momentum: float = 0.0
-    use_nesterov: bool = False
 
     def joined(self, gradients: Gradients) -> list[Array]:
         """Each rank's gradients in one flat array."""

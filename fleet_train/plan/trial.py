@@ -102,8 +102,7 @@ def short_periods(profile: Profile, longest: int) -> dict[str, int]:
 
 def _updates_to_see(plan: CommPlan, profile: Profile) -> int:
     if plan.averaging is None:
-        full_strength = compression_of(profile.compression).steps_to_full_strength(profile)
-        return max(_NO_LESS_THAN, full_strength + 2)
+        return _NO_LESS_THAN
     period = plan.averaging.period
     return profile.local_sgd_is_warm_steps + period * (1 if period > _LONG_PERIOD else 2)
 

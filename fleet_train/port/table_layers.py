@@ -301,7 +301,9 @@ OPTIMIZERS: dict[str, Rule] = {
         "paddle.incubate.optimizer.LarsMomentumOptimizer",
         "learning_rate momentum / lars_coeff lars_weight_decay parameter_list regularization grad_clip name",
     ),
-    "DGCMomentum": Todo("paddle.optimizer.Momentum with strategy.dgc (profile `dgc`): docs/methods.md"),
+    "DGCMomentum": Todo(
+        "paddle.optimizer.Momentum with the profile int4_compression or streaming_diloco: docs/methods.md"
+    ),
     "Recompute": Todo("strategy.recompute with recompute_configs, or recompute_every_blocks in a profile"),
     "Pipeline": Todo("nothing here: fleet_train does data parallelism"),
     "Lookahead": Todo("nothing here; local_sgd with outer momentum is near (docs/strategies.md)"),

@@ -85,7 +85,8 @@ def _describe_known(name: str) -> str:
     example = f"give a file by its path, such as ./{name or 'my'}.yaml"
     there_are = f"there are {', '.join(names)}; {example}"
     hint = suggestion(name, names)
-    return f"{hint} {there_are[0].upper()}{there_are[1:]}" if hint else f"; {there_are}"
+    end = "" if hint.endswith("?") else "."
+    return f"{hint}{end} {there_are[0].upper()}{there_are[1:]}" if hint else f"; {there_are}"
 
 
 # ``--set knob=value``: settings of the command line, read and checked as in a profile's file, and laid over it.

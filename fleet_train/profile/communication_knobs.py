@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_
 
 from fleet_train.profile.knobs import AUTO, Auto, OnlyWith, knob
 from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
-from fleet_train.profile.methods.dgc import DgcKnobs
 from fleet_train.profile.methods.outer import OUTER_OPTIMIZERS, WITH_MOMENTUM
 from fleet_train.profile.methods.powersgd import PowerSgdKnobs
 from fleet_train.profile.methods.quantised import QuantisedKnobs
@@ -53,7 +52,6 @@ class CommunicationKnobs(BaseModel):
         reason="own proves itself: in a program's first 3 steps each collective is repeated on the calculation stream, "
         "whose result is used; if one differs, all ranks go on with calc, and rank 0 says where. On Gloo, whose calls "
         "block the host, they are the same, which is said.",
-        refused={"graph": "the program's own operators do not sum gradients any more; use own, or leave it out"},
     )
     num_threads: int = knob(
         1,
@@ -374,7 +372,7 @@ else:
 
 
 def _sent_parts() -> str:
-    """``all of it, half the bits (bf16, fp16), ..., or the largest elements (dgc)``."""
+    """``all of it, half the bits (bf16, fp16), ..., or low-rank factors (powersgd)``."""
     names: dict[str, list[str]] = {}
     for compression in COMPRESSIONS.values():
         names.setdefault(compression.words, []).append(compression.name)
@@ -415,7 +413,7 @@ class CompressionChoice(LocalSgdKnobs):
 
 if TYPE_CHECKING:
     # For code outside a compression's own file that reads its knobs.
-    class CompressionKnobs(DgcKnobs, PowerSgdKnobs, QuantisedKnobs, CompressionChoice):
+    class CompressionKnobs(PowerSgdKnobs, QuantisedKnobs, CompressionChoice):
         """The choice, and the settings of all compressions."""
 
 else:

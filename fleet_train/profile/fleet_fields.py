@@ -13,7 +13,7 @@ from typing import Any
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import fleet_sections
-from fleet_train.profile.knobs import Fate, shown
+from fleet_train.profile.knobs import GONE, Fate, shown
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS
 
 
@@ -85,9 +85,6 @@ _TO_KNOBS = {
     },
     "amp_configs.level": "amp_level",
     "amp_configs.dtype": "amp_dtype",
-    "dgc_configs.rampup_begin_step": "dgc_rampup_begin_step",
-    "dgc_configs.rampup_step": "dgc_rampup_steps",
-    "dgc_configs.sparsity": "dgc_sparsity",
     "gradient_merge_configs.k_steps": "accumulate_steps",
     "recompute_configs.checkpoints": "recompute_checkpoints",
     "build_strategy.sync_batch_norm": "sync_batch_norm",
@@ -109,7 +106,6 @@ _TO_KNOBS = {
 }
 
 _AMP = Switch(True, (("amp_level", "O1"), ("amp_dtype", "float16")), "; float16 is Fleet's default", yields=True)
-_DGC = Switch(True, (("compression", "dgc"),))
 
 _RECOMPUTED = Switch(
     True,
@@ -138,8 +134,6 @@ _SWITCHES = {
     "amp_configs.use_pure_bf16": Switch(
         True, (("amp_level", "O2"), ("amp_dtype", "bfloat16")), "; parameters stay float32"
     ),
-    "dgc": _DGC,
-    "use_dgc": _DGC,
     "fp16_allreduce": Switch(True, (("compression", "fp16"),), "; on Gloo use compression: bf16"),
     "gradient_merge": Switch(
         True, (("accumulate_steps", 1),), "; gradient_merge_configs.k_steps is the number", yields=True
@@ -200,9 +194,7 @@ _REFUSED = {
     "gradient_merge_configs.avg": "asks for the sum of the micro-batches' gradients, which are averaged here; leave it "
     "at True and scale the learning rate",
     "fuse_grad_merge": "merged gradients are not fused; leave it off, results are the same",
-    "dgc": _ON_OR_OFF,
-    "dgc_configs": "has no such field here; rampup_begin_step, rampup_step and sparsity are known",
-    "use_dgc": _ON_OR_OFF,
+    **dict.fromkeys(("dgc", "use_dgc", "dgc_configs"), GONE["dgc"]),
     "adaptive_localsgd": "allowed: true or false",
     "adaptive_localsgd_configs": "has no such field here; init_k_steps and begin_step are known",
     "localsgd_configs": "has no such field here; k_steps and begin_step are known",
@@ -299,9 +291,6 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "amp_configs.decr_ratio": (0.8,),
     "recompute_configs.checkpoints": ([], None),
     **{f"amp_configs.custom_{name}": ([], None) for name in ("white_list", "black_list", "black_varnames")},
-    "dgc_configs.rampup_begin_step": (0,),
-    "dgc_configs.rampup_step": (1,),
-    "dgc_configs.sparsity": ([], None),
     "gradient_merge_configs.avg": (True,),
     "gradient_scale_configs.scale_strategy": ("avg",),  # average_over: samples
     "build_strategy.reduce_strategy": (0,),
@@ -320,10 +309,9 @@ _NEEDS = {
 """Fields that would enable a feature that Fleet leaves off without its switch; the other knobs have ``only_with``."""
 
 
-def _last(value: Any) -> Any:
-    """The last of Fleet's sparsities, or a number, without the rounding error of a protobuf's 32 bits."""
-    last = value[-1] if isinstance(value, (list, tuple)) and value else value
-    return float(f"{last:.7g}") if isinstance(last, float) else last
+def _without_noise(value: Any) -> Any:
+    """A number without the rounding error of a protobuf's 32 bits."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _count(value: Any) -> Any:
@@ -335,9 +323,8 @@ _COUNTED = (_count, ", the number of gradients, because Fleet sets FLAGS_fuse_pa
 _READINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fuse_grad_size_in_TFLOPS": _COUNTED,
     "_fuse_grad_size_in_TFLOPS": _COUNTED,
-    "dgc_configs.sparsity": (_last, "; the last one counts; the stages before it are those of the paper"),
-    "amp_configs.decr_ratio": (_last, ""),
-    "amp_configs.incr_ratio": (_last, ""),
+    "amp_configs.decr_ratio": (_without_noise, ""),
+    "amp_configs.incr_ratio": (_without_noise, ""),
     "recompute_configs.checkpoints": (list, "; names of parameters, because values have none in PIR programs"),
 }
 

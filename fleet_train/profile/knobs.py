@@ -19,6 +19,18 @@ Auto = Literal["auto"]
 """The value of a knob whose number is chosen once the gradients and the link are known."""
 AUTO: Auto = "auto"
 
+_DGC = (
+    "DGC is not here any more: use compression: int4 (profile int4_compression), or the profile streaming_diloco, with "
+    "any optimizer"
+)
+_DGC_KNOBS = "sparsity rampup_begin_step rampup_steps local_grad_clip_norm momentum_factor_masking min_elements"
+GONE = {
+    "dgc": _DGC,
+    **{f"dgc_{name}": _DGC for name in _DGC_KNOBS.split()},
+    "graph": "operators of the program do not sum gradients any more: use own, or leave it out",
+}
+"""Names of knobs, values and profiles that were here before: what to use instead."""
+
 MOST_SHOWN = 100
 MOST_BITS = 300
 NEEDS = {

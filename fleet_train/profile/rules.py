@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fleet_train.profile.compatibility import clashes
-from fleet_train.profile.knobs import AUTO, Knob, Problem, shown
+from fleet_train.profile.knobs import AUTO, GONE, Knob, Problem, shown
 from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
@@ -21,7 +21,10 @@ TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0",
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """``; did you mean 'x'?`` or nothing. Case and dashes count as typing errors."""
+    """``; did you mean 'x'?``, what to use instead of a name that was here before, or nothing. Case and dashes count as
+    typing errors."""
+    if name in GONE:
+        return f"; {GONE[name]}"
     by_form = {form.lower(): form for form in known}
     close = get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=0.6)
     return f"; did you mean {by_form[close[0]]!r}?" if close else ""

@@ -23,13 +23,11 @@ from fleet_train.plan.build import build_chosen
 from fleet_train.plan.price import TYPICAL, Costs, Network, Paths
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
-from fleet_train.profile.methods.dgc import dgc_settings
 
 # Likely sizes; the cost of coding per byte hardly depends on them.
 _LARGE_MB, _SMALL_MB = 4.0, 0.5
 _FULL_STRENGTH: dict[str, dict[str, Any]] = {
     "powersgd": {"powersgd_start_step": 0},
-    "dgc": {"dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
 }
 _FEWEST, _MOST = 3, 100
 """How often each method is repeated concurrently with computing, at least and at most."""
@@ -177,10 +175,9 @@ class _Exchange:
     """All buckets of a plan, exchanged repeatedly, with unused values."""
 
     def __init__(self, job: Job, plan: CommPlan, profile: Profile) -> None:
-        dgc = dgc_settings(profile, 0.9, False) if profile.compression == "dgc" else None
         allreduce = make_allreduces(job, 1, 0)[0]
         sums = QuantisedSums(job, plan, [allreduce]) if plan.is_quantised else None
-        self._methods = [Parts(bucket, job, plan, profile, allreduce, dgc, sums).make() for bucket in plan.buckets]
+        self._methods = [Parts(bucket, job, plan, profile, allreduce, sums).make() for bucket in plan.buckets]
         self._values = [
             [paddle.randn(list(gradient.shape)).cast(gradient.dtype) for gradient in bucket.gradients]
             for bucket in plan.buckets

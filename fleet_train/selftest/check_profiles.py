@@ -30,7 +30,6 @@ from fleet_train.selftest.training import (
     BATCH_NORM,
     SAMPLES_PER_RANK,
     SEVERAL_BUCKETS,
-    SPARSE,
     Array,
     Network,
     SmallProgram,
@@ -170,7 +169,7 @@ def fit(profile: Profile, steps: int) -> Fitted:
     changed = short_warm_ups(profile)
     changed |= short_periods(profile, max(2, steps // _STEPS_PER_PERIOD))
     environment = {name: value for name, value in profile.environment.items() if not name.startswith("NCCL_")}
-    network = BATCH_NORM if profile.sync_batch_norm else SPARSE if profile.compression == "dgc" else SEVERAL_BUCKETS
+    network = BATCH_NORM if profile.sync_batch_norm else SEVERAL_BUCKETS
     several = {knob: _NUMBERS[knob] for knob in open_knobs(profile)}
     settings: dict[str, Any] = {
         **changed,

@@ -107,12 +107,6 @@ def large_and_tiny(features: Any) -> Any:
     return nn.Linear(500, CLASSES)(hidden)
 
 
-def past_dgc_bound(features: Any) -> Any:
-    """One weight of 130 x 130, which DGC selects from. Few enough elements that rounding does not change the choice."""
-    hidden = paddle.tanh(paddle.nn.Linear(130, 130)(paddle.tanh(paddle.nn.Linear(FEATURES, 130)(features))))
-    return paddle.nn.Linear(130, CLASSES)(hidden)
-
-
 def with_batch_norm(features: Any) -> Any:
     # no bias: batch norm would remove it, and its gradient is rounding noise
     hidden = paddle.nn.BatchNorm1D(12)(paddle.nn.Linear(FEATURES, 12, bias_attr=False)(features))
@@ -120,7 +114,6 @@ def with_batch_norm(features: Any) -> Any:
 
 
 SEVERAL_BUCKETS = Network("large_and_tiny", large_and_tiny)
-SPARSE = Network("past_dgc_bound", past_dgc_bound)
 BATCH_NORM = Network("with_batch_norm", with_batch_norm)
 
 

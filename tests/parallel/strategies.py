@@ -28,7 +28,6 @@ from fleet_train.selftest.training import (
     FEATURES,
     SAMPLES_PER_RANK,
     SEVERAL_BUCKETS,
-    SPARSE,
     Network,
     Trained,
     batches,
@@ -110,11 +109,6 @@ def momentum() -> Any:
     return paddle.optimizer.Momentum(0.05, 0.9, weight_decay=1e-4)
 
 
-def without_decay() -> Any:
-    # DGC carries the momentum; weight decay would act outside it, unlike in Paddle's Momentum.
-    return paddle.optimizer.Momentum(0.05, 0.9)
-
-
 def decaying() -> Any:
     return paddle.optimizer.Momentum(paddle.optimizer.lr.ExponentialDecay(0.05, 0.9), 0.9)
 
@@ -170,7 +164,6 @@ GROUPED = {"use_hierarchical_allreduce": True}
 POWERSGD = {"compression": "powersgd", "powersgd_rank": 2}
 INT4 = {"compression": "int4", "quantised_rounding": "stochastic", "quantised_error_feedback": False}
 MERGED_INT8 = {"compression": "int8", "compression_declines": False, "accumulate_steps": 2} | SMALL
-RAMP = {"compression": "dgc", "dgc_sparsity": 0.99, "dgc_rampup_begin_step": 3, "dgc_rampup_steps": 6}
 ALL_PASSES = {"accumulate_steps": 2, "recompute_segments": 4, "sync_batch_norm": True, "num_threads": 4}
 
 SHARDED = {"sharding": True}
@@ -202,8 +195,6 @@ CASES = {
         "int4": (MLP, momentum, {"compression": "int4", "quantised_block_size": 64}),
         "int4, stochastic": (MLP, momentum, INT4),
         "powersgd": (LARGE, sgd, POWERSGD),
-        "dgc": (SPARSE, without_decay, {"compression": "dgc", "dgc_sparsity": 0.9}),
-        "dgc, ramp": (SPARSE, sgd, RAMP),
         "amp O1": (MLP, momentum, {"amp_level": "O1"}),
         "amp O2, merge": (FROZEN_NORM, momentum, {"amp_level": "O2", "accumulate_steps": 2}),
         "hierarchical": (LARGE, momentum, GROUPED | SMALL),
@@ -365,7 +356,6 @@ def from_one_process(case: Case, start: Any, data: list[tuple[Any, Any]], ended:
     size = case.settings.get("accumulate_steps", 1)
     is_normed = bool(case.settings.get("sync_batch_norm"))  # over each micro-batch, which must not be joined
     one = Trained(case.network, (lambda inner: Merged(inner, size)) if is_normed else lambda inner: inner, case.make)
-    # DGC takes the momentum over: the plain optimizer has velocities that the product's has not.
     one.start_from(one.state() | {name: value for name, value in start.items() if name in one.state()})
     joined = 1 if is_normed else size
     for first in range(0, len(data), joined):

@@ -92,11 +92,8 @@ _EACH_STEP = _LOCAL | {"local_sgd_steps": 1}
 _SLOWMO = _EACH_STEP | {"outer_optimizer": "slowmo"}
 _POWERSGD = {"compression": "powersgd"}
 _FACTORS = ["all_reduce 480", "all_reduce 192"]
-_DGC = {"compression": "dgc", "dgc_min_elements": 1000, "dgc_sparsity": 0.99}
-_DGC_TWO = _DGC | {"dgc_sparsity": 0.999}
 _INT4 = {"compression": "int4"}
 _FORGETFUL = _INT4 | {"quantised_error_feedback": False}
-_LARGEST = ["all_reduce 1184", "all_gather 160 int32"]
 _FIRST = 32768.0
 _ROWS = ["all_gather 8 int64", "all_gather 60 uint8"]
 _OWNED, _SHARDED = [*["broadcast 4736"] * 2, "all_gather 4736"], {"sharding": True}
@@ -338,13 +335,6 @@ _ALL = [
         small_steps=[0.857, 1.071, 1.286],
     ),
     case("compression", "powersgd", sent=[_FACTORS] * 2, counted=2 * 672),
-    case(
-        "compression",
-        "dgc",
-        {"dgc_min_elements": 1000, "dgc_sparsity": 0.99},
-        sent=[_LARGEST] * 2,
-        counted=2 * (1184 + 160),
-    ),
     case("powersgd_rank", 2, _POWERSGD, sent=[["all_reduce 800", "all_reduce 384"]] * 2),
     case("powersgd_start_step", 1, _POWERSGD, sent=[[WHOLE], _FACTORS]),
     case("powersgd_min_compression", 10.0, _POWERSGD, sent=[["all_reduce 1440", "all_reduce 128"]] * 2),
@@ -357,20 +347,6 @@ _ALL = [
         finds_the_largest=False,
     ),
     case("powersgd_error_feedback", False, _POWERSGD, gradients="of rank two", steps=30, sends_both=False),
-    case("dgc_sparsity", 0.9, _DGC, sent=[["all_reduce 1184", "all_gather 1632 int32"]] * 2),
-    case("dgc_rampup_begin_step", 1, _DGC, sent=[[WHOLE], _LARGEST]),
-    case(
-        "dgc_rampup_steps",
-        4,
-        _DGC,
-        steps=5,
-        sent=[["all_reduce 1184", f"all_gather {8 * kept} int32"] for kept in (512, 128, 32, 20, 20)],
-    ),
-    # 3 of a norm of 5, over the root of two ranks.
-    case("dgc_local_grad_clip_norm", 1.0, _DGC, gradients="once", moved=[0.4243, 0.0]),
-    case("dgc_momentum_factor_masking", False, _DGC_TWO, gradients="once", optimizer="momentum", moved=[3.0, 2.7]),
-    case("dgc_momentum_factor_masking", True, _DGC_TWO, gradients="once", optimizer="momentum", moved=[3.0, 0.0]),
-    case("dgc_min_elements", 200, _DGC, sent=[["all_reduce 160", "all_gather 176 int32"]] * 2),
     # Passes over the program.
     case(
         "accumulate_steps",

@@ -75,7 +75,6 @@ CASES: dict[str, tuple[Network, Callable[[], Any], dict[str, Any], int]] = {
     "int4, merge": (MLP, adam, {"compression": "int4", "accumulate_steps": 2}, 2),
     "int8, sharding": (MLP, adam, BUCKETS | {"compression": "int8", "sharding": True}, 1),
     "powersgd": (MLP, momentum, BUCKETS | {"compression": "powersgd", "powersgd_start_step": 1}, 1),
-    "dgc": (MLP, momentum, {"compression": "dgc", "dgc_min_elements": 100, "dgc_sparsity": 0.9}, 1),
     "batch norm": (BATCH_NORM, momentum, {}, 1),
     "synchronised batch norm": (BATCH_NORM, momentum, {"sync_batch_norm": True}, 1),
 }

@@ -106,7 +106,7 @@ LEFT: dict[str, tuple[dict[str, Any], bool]] = {
     "amp_level": ({"amp_level": "O1"}, False),
     "recompute_segments": ({"recompute_segments": 2}, False),
     "use_local_sgd": ({"use_local_sgd": True}, True),
-    "compression": ({"compression": "dgc"}, True),
+    "compression": ({"compression": "powersgd"}, True),
     "sync_batch_norm": ({"sync_batch_norm": True}, True),
     "nccl_comm_num": ({"nccl_comm_num": 4, "sync_nccl_allreduce": True, "divergence_check_steps": 1}, True),
 }

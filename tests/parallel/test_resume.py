@@ -24,7 +24,7 @@ from fleet_train.convert.session import exchange_of
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches, share
 from tests.parallel import strategies
-from tests.parallel.strategies import BATCH_NORM, LARGE, LOCAL, MLP, SPARSE, adam, momentum, sgd, without_decay
+from tests.parallel.strategies import BATCH_NORM, LARGE, LOCAL, MLP, adam, momentum, sgd
 from tests.support.ranks import run_ranks
 from tests.support.worker import digest, report
 
@@ -38,11 +38,8 @@ SOON = {
     "local_sgd_fragments": 2,
     "local_sgd_overlap_steps": 1,
     "powersgd_start_step": 3,
-    "dgc_rampup_begin_step": 3,
-    "dgc_rampup_steps": 12,
 }
 NETWORKS: dict[str, tuple[Network, Any]] = {
-    "dgc": (SPARSE, without_decay),
     "powersgd": (LARGE, sgd),
     "sync_batch_norm": (BATCH_NORM, adam),
     "diloco": (MLP, adam),
@@ -89,7 +86,7 @@ def cases() -> dict[str, Case]:
 
 def has_more_than_replicas(name: str, profile: Profile) -> bool:
     """Whether ranks have something of their own between steps; one profile without is enough to see what that is."""
-    keeps = profile.use_local_sgd or profile.accumulate_steps > 1 or profile.compression in ("powersgd", "dgc", "int4")
+    keeps = profile.use_local_sgd or profile.accumulate_steps > 1 or profile.compression in ("powersgd", "int4")
     return keeps or name in ("multi_node", "batch norm")
 
 
@@ -233,7 +230,6 @@ def test_another_number_of_ranks_takes_everything_over(saved: Path, world_size: 
     }
     assert {name: ends for name, ends in with_own.items() if ends} == {
         "amp, merge": ["gradient_merge"],
-        "dgc": ["pending", "velocity"],
         "gradient_merge": ["gradient_merge"],
         "int4_compression": ["error"],
         "merge, LocalSGD": ["gradient_merge"],

@@ -23,7 +23,7 @@ EXACT = 1e-5
 # Where values are rounded, the last bit of a float32 decides now and then to which side.
 ROUNDED = 1e-3
 ROUNDING = {"compression": ("bf16", "int8", "int4"), "local_sgd_dtype": ("bfloat16", "int8", "int4")}
-LOSSY = ("bf16", "int8", "int4", "powersgd", "dgc", "amp")
+LOSSY = ("bf16", "int8", "int4", "powersgd", "amp")
 
 HIERARCHICAL = [name for name in CASES if name.startswith("hierarchical")]
 FLAT = [name for name in CASES if name not in (*HIERARCHICAL, "local groups of two")]
@@ -31,7 +31,7 @@ FLAT = [name for name in CASES if name not in (*HIERARCHICAL, "local groups of t
 COMBINING = ("two dtypes", "two communicators", "without", "threads", "shortcut", "batch norm, ", "warm-up and")
 SINGLE = [name for name in FLAT if "passes" in name or not any(word in name for word in COMBINING)]
 # Of these the number of ranks decides what is sent, or in which order it is added.
-ON_THREE = ("fused", "merge", "int8", "int4", "powersgd", "dgc", "diloco", "local sgd, overlap", "streaming diloco")
+ON_THREE = ("fused", "merge", "int8", "int4", "powersgd", "diloco", "local sgd, overlap", "streaming diloco")
 # Ranks, nodes, the cases of one launch; the last two are long.
 LAUNCHES = (
     (2, 2, SINGLE),

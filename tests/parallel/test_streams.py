@@ -35,7 +35,6 @@ from fleet_train.selftest.training import (
     CLASSES,
     FEATURES,
     SAMPLES_PER_RANK,
-    SPARSE,
     Network,
     Trained,
     batches,
@@ -55,7 +54,6 @@ from tests.parallel.strategies import (
     decaying,
     momentum,
     sgd,
-    without_decay,
 )
 from tests.support.late import install_tripwire
 from tests.support.ranks import run_ranks
@@ -187,7 +185,6 @@ ODD = Network("odd_shapes", odd_shapes)
 OVERLAP = LOCAL | {"local_sgd_overlap_steps": 3}
 
 
-DGC = {"compression": "dgc"}
 POWERSGD = {"compression": "powersgd"}
 GROUPED = {"use_hierarchical_allreduce": True}
 MERGE = {"accumulate_steps": 3}
@@ -222,12 +219,6 @@ CASES: dict[str, Case] = {
         LARGE, sgd, POWERSGD | {"powersgd_warm_start": False, "powersgd_error_feedback": False}
     ),
     "powersgd, loaded": Case(LARGE, sgd, POWERSGD, saved_after(4, 7), loads=1),
-    "dgc, clipped, unmasked": Case(
-        SPARSE, sgd, DGC | {"dgc_local_grad_clip_norm": 0.5, "dgc_momentum_factor_masking": False}
-    ),
-    "dgc, small buckets, loaded": Case(
-        SPARSE, without_decay, DGC | BUCKETS | {"dgc_min_elements": 100}, saved_after(4, 7), loads=1
-    ),
     "sync batch norm, merge, all passes": Case(
         NORMS, momentum, NORM | {"accumulate_steps": 2, "recompute_segments": 2, "amp_level": "O1"}
     ),

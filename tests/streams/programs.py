@@ -41,9 +41,6 @@ _SHORT: dict[str, Any] = {
     "local_sgd_max_steps": 3,
     "local_sgd_fragments": 2,
     "local_sgd_overlap_steps": 1,
-    "dgc_rampup_begin_step": 2,
-    "dgc_rampup_steps": 2,
-    "dgc_sparsity": 0.99,
     "powersgd_start_step": 2,
     "accumulate_steps": 2,
 }
@@ -67,7 +64,7 @@ def shortened(profile: Profile, stream: str = OWN) -> Profile:
 
 
 def network(features: Any) -> Any:
-    """Batch norm, a weight past DGC's bound, matrices for PowerSGD, small tensors: about 20,000 elements."""
+    """Batch norm, matrices for PowerSGD, small tensors: about 20,000 elements."""
     hidden = nn.Linear(FEATURES, WIDTH, bias_attr=False)(features)
     hidden = paddle.tanh(nn.BatchNorm1D(WIDTH)(hidden))
     hidden = paddle.tanh(nn.Linear(WIDTH, WIDTH)(hidden))
@@ -206,7 +203,6 @@ CONTROLS = (
     Control("the same, kernels always side by side", SideBySide, "multi_node", expected=NOTHING),
     Control("statistics on a group of their own", SideBySide, "sync_batch_norm", one_resident=True, settings=_ALONE),
     Control("PowerSGD's stages end when complete", EndsWhenComplete, "powersgd", 3, expected=MISMATCH),
-    Control("DGC's stages end when complete", EndsWhenComplete, "dgc", 3, expected=MISMATCH),
     Control("hierarchical stages end when complete", EndsWhenComplete, "hierarchical", 2, 2, True, expected=MISMATCH),
     Control(
         "hierarchy with statistics, no rule for groups", WithoutGroupRule, "sync_batch_norm", 2, 2, True, _HIERARCHY

@@ -116,13 +116,13 @@ def record(name: str = "a", **changed: Any) -> Record:
 def test_a_profile_without_a_record_has_what_the_trials_of_recommend_took() -> None:
     rounds = [
         {"profiles": [{"name": "multi_node", "predicted_ms": 40.0, "measured_ms": base},
-                      {"name": "dgc", "predicted_ms": 40.0, "measured_ms": took}]}
+                      {"name": "int4", "predicted_ms": 40.0, "measured_ms": took}]}
         for base, took in ((40.0, 61.0), (44.0, 60.0), (42.0, None))
     ]  # fmt: skip
     tried = Record(Path("x-prediction.json"), {"circumstances": AT, "task": "bytes", "networks": {"1gbit": rounds}})
-    (line,) = quote.trials_for("dgc", tried)
+    (line,) = quote.trials_for("int4", tried)
     assert "2 rounds of recommend's trials; step 60.5 ms (multi_node: 42.0 ms); accuracy not measured" in line
-    assert quote.trials_for("slowmo", tried) == quote.trials_for("dgc", None) == []
+    assert quote.trials_for("slowmo", tried) == quote.trials_for("int4", None) == []
 
 
 def test_the_newest_record_of_a_setting_counts_with_the_knobs_of_today() -> None:
@@ -182,7 +182,7 @@ def test_what_no_record_has_a_case_of_is_summarised_by_its_rule() -> None:
     assert window_of({"settles_after": 90, "period_steps": 32}, 8, 100) == Window(8, 100, False)
     assert window_of({"settles_after": 10, "period_steps": 32}, 8, 100) == Window(36, 100, True)
     assert [report.wire_ms(12_500_000, rate) for rate in ("100mbit", "2.5gbit", "none")] == [1000.0, 40.0, None]
-    for profile in ({"compression": "dgc"}, {"use_local_sgd": True, "outer_optimizer": "x"}, {"accumulate_steps": 4}):
+    for profile in ({"compression": "int4"}, {"use_local_sgd": True, "outer_optimizer": "x"}, {"accumulate_steps": 4}):
         assert family_of(profile) is None, profile
     assert report.score_at([(1, 2.0, 5.0), (2, 4.0, 7.0)], 3.0) == 6.0
     assert [report.score_at([(1, 2.0, 5.0), (2, 4.0, 7.0)], seconds) for seconds in (1.0, 9.0)] == [5.0, 7.0]
@@ -301,22 +301,22 @@ OTHER_VALUES = (VALUES.view(np.uint32) ^ np.array([0, 1, 0], np.uint32)).view(np
 def save(folder: Path, values: Any, parts: tuple[str, ...] = ("trained", "saved", "resumed")) -> None:
     folder.mkdir(exist_ok=True)
     for case, part, rank in ((case, part, rank) for case in (0, 1) for part in parts for rank in (0, 1)):
-        np.savez(folder / f"dgc-{case}-{part}-{rank}.npz", weight=values)
+        np.savez(folder / f"int4-{case}-{part}-{rank}.npz", weight=values)
 
 
 def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         save(folder, VALUES)
-    assert list(checkouts.differences(one, other, "dgc", 2)) == []
+    assert list(checkouts.differences(one, other, "int4", 2)) == []
     save(other, OTHER_VALUES, ("resumed",))
-    first, *more = checkouts.differences(one, other, "dgc", 2)
+    first, *more = checkouts.differences(one, other, "int4", 2)
     assert first.startswith("weight (Momentum, resumed, rank 0): differs by up to 2.38e-07")
     assert len(more) == 3
     save(other, VALUES)
     # What was taken over is compared with what the first checkout resumed.
     save(other, OTHER_VALUES, ("taken_over",))
-    assert next(checkouts.differences(one, other, "dgc", 2)).startswith("weight (Momentum, taken_over, rank 0)")
+    assert next(checkouts.differences(one, other, "int4", 2)).startswith("weight (Momentum, taken_over, rank 0)")
 
 
 def test_ranks_share_a_global_batch_without_overlap() -> None:

@@ -19,7 +19,7 @@ DEEP, FIRST = Page("docs/benchmarks/a.md", "benchmarks/a.md"), Page("README.md",
         (DEEP, "[x](../../README.md#two)", "[x](../index.md#two)"),
         (FIRST, "[x](docs/proven.md) [y](README_cn.md)", "[x](proven.md) [y](index_cn.md)"),
         (FIRST, "[x](docs/benchmarks)", "[x](benchmarks/README.md)"),
-        (FIRST, "[x](strategies/dgc.yaml)", "[x](reference/catalogue.md#dgc)"),
+        (FIRST, "[x](strategies/slowmo.yaml)", "[x](reference/catalogue.md#slowmo)"),
         (
             FIRST,
             "[x](tools/train.py) [y](tests/streams/)",

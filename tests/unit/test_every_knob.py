@@ -40,7 +40,7 @@ from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 from tests.support.processes import ROOT
 
 OWN = [name for name in KNOBS if name not in DESCRIPTIVE and name not in FLAG_KNOBS]
-# 2.4 MB in all: past the bounds of the first and the last bucket, many and few gradients, large ones for DGC.
+# 2.4 MB in all: past the bounds of the first and the last bucket, many and few gradients.
 GRADIENTS = [TensorSpec(f"w{i}", (400, 300), "float32") for i in range(5)] + [
     TensorSpec(f"b{i}", (7,), "float32") for i in range(60)
 ]

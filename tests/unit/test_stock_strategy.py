@@ -27,7 +27,6 @@ def stock(**assigned: Any) -> Any:
 
 
 NUMBERS = {"incr_every_n_steps": 10, "decr_every_n_nan_or_inf": 1, "incr_ratio": 4.0, "decr_ratio": 0.5}
-DGC = {"rampup_begin_step": 10, "rampup_step": 5, "sparsity": [0.9, 0.99]}
 SYNCHRONISED = {"sync_batch_norm": True, "fuse_all_reduce_ops": False, "sync_nccl_allreduce": False}
 HIERARCHICAL = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 4}
 LOCAL = {"use_local_sgd": True, "local_sgd_steps": 4, "local_sgd_is_warm_steps": 30}
@@ -50,10 +49,6 @@ O2 = {"amp_level": "O2", "amp_dtype": "float16"}
         ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4, "avg": True}}, {"accumulate_steps": 4}),
         ({"fp16_allreduce": True}, {"compression": "fp16"}),
         ({"calc_comm_same_stream": True}, {"collective_stream": "calc"}),
-        (
-            {"dgc": True, "dgc_configs": DGC},
-            {"compression": "dgc", "dgc_rampup_begin_step": 10, "dgc_rampup_steps": 5, "dgc_sparsity": 0.99},
-        ),
         ({"amp": True, "amp_configs": NUMBERS}, AMP | {f"amp_{name}": value for name, value in NUMBERS.items()}),
         (
             {"amp": True, "amp_configs": {"init_loss_scaling": 128.0, "use_dynamic_loss_scaling": False}},

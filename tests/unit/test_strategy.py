@@ -89,7 +89,12 @@ def test_a_strategy_from_a_profile_its_name_or_file_may_be_changed_and_the_profi
         ("lars_configs", {"lars_coeff": 0.01}, "given 0.01: belongs to the optimizer: give these values to Lars"),
         ("qat_configs", {"weight_bits": 4}, "weight_bits: given 4: quantizes, which is out of scope here"),
         ("hybrid_configs", {"sharding_configs": {"comm_overlap": True}}, "tunes Fleet's dynamic mode; here fuse_grad"),
-        ("dgc_configs", {"sparsity": [0.9, 1.0]}, "(read as dgc_sparsity): given 1; allowed: a number, 0 to 0.9999"),
+        (
+            "dgc",
+            True,
+            "dgc: given true: DGC is not here any more: use compression: int4 (profile int4_compression), or",
+        ),
+        ("dgc_configs", {"sparsity": [0.9]}, "sparsity: given [0.9]: DGC is not here any more: use compression: int4"),
         ("a_sync", True, "a_sync: given true: belongs to parameter servers, which are out of scope here: "),
         ("exec_strategy", 3, "exec_strategy: given 3 (a whole number); allowed: a mapping of field to value"),
         ("localsgd_configs", {"k_step": 3}, "given 3: has no such field here; k_steps and begin_step are known"),
@@ -190,8 +195,6 @@ def test_regions_under_a_guard_are_refused_where_fleet_looks_at_them() -> None:
         ("sync_batch_norm", {"sync_batch_norm": True}),
         ("amp", AMP),
         ("use_amp", AMP),
-        ("dgc", {"compression": "dgc"}),
-        ("use_dgc", {"compression": "dgc"}),
         ("fp16_allreduce", {"compression": "fp16"}),
         ("gradient_merge", {"accumulate_steps": 1}),
         ("adaptive_localsgd", ADAPTIVE),
@@ -222,8 +225,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "gradient_merge_configs.k_steps: has no effect while gradient_merge is false; set gradient_merge to True",
     ),
     (
-        {"dgc": True, "fp16_allreduce": True},
-        "dgc: asks for compression: 'dgc', but fp16_allreduce asks for 'fp16'; keep one of the two",
+        {"fp16_allreduce": True, "compression": "bf16"},
+        "fp16_allreduce: asks for compression: 'fp16', but compression asks for 'bf16'; keep one of the two",
     ),
     (
         {"amp": True, "gradient_merge": True, "gradient_merge_configs": MERGED},

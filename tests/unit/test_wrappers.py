@@ -15,10 +15,9 @@ from paddle.incubate.optimizer import (
 )
 
 from fleet_train.convert.optimizer import DistributedOptimizer
-from fleet_train.convert.paddle_optimizers import owner_of, refuse_to_lose_momentum, unwrap
+from fleet_train.convert.paddle_optimizers import owner_of, unwrap
 from fleet_train.convert.planning import resolve
 from fleet_train.errors import ConversionError, ProfileError
-from fleet_train.plan import TensorSpec
 from fleet_train.profile import Profile, applied_mappings
 
 
@@ -99,6 +98,11 @@ def with_lists() -> Any:
     return decorate(sgd(), amp_lists=lists, level="O1", dtype="bfloat16")
 
 
+def dgc_momentum() -> Any:
+    kind = type("DGCMomentumOptimizer", (SimpleNamespace,), {"__module__": "paddle.distributed.fleet.meta_optimizers"})
+    return kind()
+
+
 def unknown_wrapper() -> Any:
     return type("NewOptimizer", (SimpleNamespace,), {"__module__": "paddle.incubate.new"})(inner_opt=sgd())
 
@@ -116,6 +120,7 @@ def unknown_wrapper() -> Any:
             "asks for accumulate_steps: 2, but GradientMergeOptimizer asks for 3; keep one of the two",
         ),
         (lambda: PipelineOptimizer(sgd(), num_microbatches=2), "set accumulate_steps in the profile"),
+        (dgc_momentum, "wrap paddle.optimizer.Momentum, and set compression: int4 in the profile"),
         (lambda: paddle.incubate.ModelAverage(0.15), "it only averages what another optimizer updates"),
         (unknown_wrapper, r"NewOptimizer, which wraps another optimizer \(inner_opt\)"),
         (lambda: paddle.incubate.LookAhead(paddle.incubate.LookAhead(sgd())), "LookAhead around LookAhead"),
@@ -208,9 +213,3 @@ def test_a_launchers_strategy_wins_over_spawns_and_over_that_of_init(monkeypatch
     used, notices = resolve(None, first, offered, plain, 1)
     assert used.name == "unfused"
     assert notices[-1] == "--strategy unfused wins over the script: fetch_frequency is 1, not 3"
-
-
-def test_dgc_takes_the_momentum_of_float32_gradients_only() -> None:
-    refuse_to_lose_momentum([TensorSpec("w", (8, 8), "float32")])
-    with pytest.raises(ConversionError, match=r"gradient of 'b', which is float64: it keeps the momentum of float32"):
-        refuse_to_lose_momentum([TensorSpec("w", (8, 8), "float32"), TensorSpec("b", (8,), "float64")])

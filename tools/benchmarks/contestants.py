@@ -151,9 +151,8 @@ def rhythm(profile: Mapping[str, Any]) -> dict[str, int]:
             "settles_after": profile["local_sgd_is_warm_steps"],
             "period_steps": profile["local_sgd_steps"] if is_constant else profile["local_sgd_max_steps"],
         }
-    settles = {"powersgd": profile["powersgd_start_step"]}
-    settles["dgc"] = profile["dgc_rampup_begin_step"] + profile["dgc_rampup_steps"]
-    return {"settles_after": settles.get(profile["compression"], 0), "period_steps": profile["accumulate_steps"]}
+    settles_after = profile["powersgd_start_step"] if profile["compression"] == "powersgd" else 0
+    return {"settles_after": settles_after, "period_steps": profile["accumulate_steps"]}
 
 
 def family_of(profile: Mapping[str, Any] | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Methods that average the gradients of a bucket: dense, PowerSGD, DGC, quantised.
+"""Methods that average the gradients of a bucket: dense, PowerSGD, quantised.
 
 `registry` makes the method of a plan's bucket.
 """

@@ -32,21 +32,19 @@ from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import compression_of, description_of
-from fleet_train.profile.methods.dgc import DgcSettings
 from fleet_train.profile.methods.quantised import quantised_settings
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a method. ``allreduce`` is its communicator's, and casts if the plan is hierarchical. ``dgc``: DGC's
-    settings, with the momentum that it has taken over. ``quantised``: if the plan has quantised sums."""
+    """The parts of a method. ``allreduce`` is its communicator's, and casts if the plan is hierarchical. ``quantised``:
+    if the plan has quantised sums."""
 
     bucket: Bucket
     job: Job
     plan: CommPlan
     profile: Profile
     allreduce: Allreduce
-    dgc: DgcSettings | None = None
     quantised: QuantisedSums | None = None
     lookups: Mapping[str, Any] = field(default_factory=dict)
     """Of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""

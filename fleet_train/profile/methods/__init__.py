@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from fleet_train.profile.knobs import entry_of
 from fleet_train.profile.methods.base import BF16, FP16, NONE, Bucket, Compression, Family
-from fleet_train.profile.methods.dgc import DGC
 from fleet_train.profile.methods.powersgd import POWERSGD
 from fleet_train.profile.methods.quantised import INT4, INT8
 from fleet_train.profile.methods.rows import ROWS, TOUCHED_ROWS
 
-_LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD, DGC)
+_LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD)
 COMPRESSIONS: dict[str, Compression] = {compression.name: compression for compression in _LISTED}
 """By the value of the knob, in the order of the documentation."""
 FAMILIES: tuple[Family, ...] = tuple(

@@ -222,7 +222,7 @@ class CodingCosts:
     computing. By default those of float32."""
 
     handing: float = 0.12e-9
-    """On the computing thread, before a bucket is passed to its communicator: copies, DGC's momentum."""
+    """On the computing thread, before a bucket is passed to its communicator: copies."""
     codec: float = 0.05e-9
     """On the communicators' threads: coding (quantised by compiled loops) and copies."""
     waiting: float = 3.5e-9
@@ -297,11 +297,6 @@ class Compression:
         """The exchanges of a bucket in a step (the first is 0), by default at full strength. ``hierarchical``: a
         hierarchical allreduce carries them."""
         raise NotImplementedError
-
-    def steps_to_full_strength(self, profile: Any) -> int:
-        """Steps before `sent` stays the same."""
-        del profile
-        return 0
 
     def on_ranks(self, parts: Any) -> Any:
         """What averages a bucket on this rank: a `fleet_train.collectives.methods.dense.BucketMethod`. ``parts``: a

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 SUBJECTS = ("sharing", "optimizers", "settings", "layers", "loops", "values")
 BATCH = 8
 STEPS = 4
-DGC_AND_DECAY = {"dgc, late": "DGC applies the momentum itself, so weight decay does not pass through it"}
 
 LATE = 1000
 AMP = {"amp_level": "O2"}
@@ -69,7 +68,6 @@ EXACT: dict[str, Strategy] = {
     "local_sgd, warm-up": _for_one({"use_local_sgd": True, "local_sgd_is_warm_steps": LATE}),
     "local_sgd, every step": _for_one({**LOCAL, "local_sgd_steps": 1}, linear=True, own_state=True),
     "powersgd, late": _for_one({"compression": "powersgd", "powersgd_start_step": LATE}),
-    "dgc, late": _for_one({"compression": "dgc", "dgc_rampup_begin_step": LATE}, linear=True, own_state=True),
     "sync batch norm": _for_one({"sync_batch_norm": True}, asked_for=True),
     "sync batch norm, recompute": _for_one({"sync_batch_norm": True, "recompute_segments": 2}, asked_for=True),
     "sync batch norm, amp": _for_one({"sync_batch_norm": True, **AMP}, asked_for=True, rounded=True),
@@ -86,7 +84,6 @@ LOSSY: dict[str, Strategy] = {
     "int8": _settings(compression="int8"),
     "diloco, int8": _settings(**_DILOCO, local_sgd_steps=2, local_sgd_dtype="int8", outer_momentum=0.5),
     "powersgd": _settings(compression="powersgd", powersgd_rank=2, powersgd_min_compression=0),
-    "dgc": Strategy(settings={"compression": "dgc", "dgc_sparsity": 0.75, "dgc_min_elements": 16}, linear=True),
     "local_sgd": _settings(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=2, **SPLIT),
     "local_sgd, overlap": _settings(**LOCAL, local_sgd_steps=2, local_sgd_overlap_steps=1),
     "diloco": _settings(**_DILOCO, local_sgd_steps=3, outer_momentum=0.9),

@@ -11,7 +11,7 @@ from paddle.nn import functional as F
 from paddle.optimizer import Adam, Momentum
 from paddle.regularizer import L1Decay, L2Decay
 
-from tests.programs.catalogue import DGC_AND_DECAY, floats, network, program
+from tests.programs.catalogue import floats, network, program
 from tests.programs.script import Script
 
 # Adam and its kin divide by the gradient's size: where it is rounding noise, an epsilon keeps the noise small.
@@ -49,12 +49,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "l2_decay": lambda: Momentum(0.1, 0.9, weight_decay=L2Decay(0.05), grad_clip=nn.ClipGradByGlobalNorm(0.1)),
 }
 
-_REFUSED = {
-    "adam": {"dgc, late": "works with SGD and Momentum, not with Adam"},
-    "lamb": {"dgc, late": "works with SGD and Momentum, not with Lamb"},
-    "clip_by_norm": {"dgc, late": "which a gradient clip would cut"},
-}
-_WITHOUT = {"momentum_nesterov": DGC_AND_DECAY}
 _SIMULATED = ("sgd", "momentum_nesterov", "adam")
 for _name, _make in OPTIMIZERS.items():
 
@@ -63,8 +57,6 @@ for _name, _make in OPTIMIZERS.items():
         steps=5,
         name=_name,
         simulated=_name in _SIMULATED,
-        without=_WITHOUT.get(_name, {}),
-        refused=_REFUSED.get(_name, {}),
     )
     def _(x: Any, y: Any, make: Callable[[], Any] = _make) -> Any:
         return F.cross_entropy(nn.Linear(12, 5)(F.tanh(nn.Linear(8, 12)(x))), y), make()

@@ -8,7 +8,7 @@ from paddle.nn import functional as F
 from paddle.optimizer import SGD, Adam, Momentum
 from paddle.regularizer import L1Decay, L2Decay
 
-from tests.programs.catalogue import DGC_AND_DECAY, classes, floats, network, program
+from tests.programs.catalogue import classes, floats, network, program
 from tests.programs.script import Script
 
 
@@ -32,7 +32,7 @@ def need_clip(x, y):
     return F.cross_entropy(nn.Linear(8, 5)(hidden), y), SGD(0.1, grad_clip=nn.ClipGradByGlobalNorm(0.05))
 
 
-@network("A layer with ParamAttr(trainable=False).", without=DGC_AND_DECAY)
+@network("A layer with ParamAttr(trainable=False).")
 def not_trainable(x, y):
     fixed = paddle.ParamAttr(trainable=False)
     hidden = F.tanh(nn.Linear(8, 8, weight_attr=fixed, bias_attr=fixed)(x))

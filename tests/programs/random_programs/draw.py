@@ -61,7 +61,7 @@ class Case:
     def keeps_own_state(self) -> bool:
         """Whether the optimizer's state is another one than that of one process, on purpose."""
         warm = self.settings.get("local_sgd_is_warm_steps", 0) >= LATE
-        return self.settings.get("compression") == "dgc" or (self.settings.get("use_local_sgd", False) and not warm)
+        return bool(self.settings.get("use_local_sgd", False)) and not warm
 
     def __str__(self) -> str:
         trained = [self.optimizer, *(part for part in (self.schedule, self.clip, self.decay) if part)]

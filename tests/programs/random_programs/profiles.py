@@ -68,8 +68,6 @@ def _late(case: Case) -> list[dict[str, Any]]:
     if case.optimizer in optimizers.LINEAR and not case.clip:
         every = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0, "local_sgd_steps": 1}
         late.append(every)
-        if not case.decay:
-            late.append({"compression": "dgc", "dgc_rampup_begin_step": LATE})
     return late
 
 

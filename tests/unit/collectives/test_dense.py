@@ -173,13 +173,21 @@ def test_each_method_gets_the_state_of_its_parameters_and_kind() -> None:
     arrays = {
         name: np.full(1, float(index))
         for index, name in enumerate(
-            ["dgc/step", "dgc/a.error", "dgc/a.b.error", "dgc/c.error", "powersgd/a.error", "dgc/gone.error", "other"]
+            [
+                "int8/step",
+                "int8/a.error",
+                "int8/a.b.error",
+                "int8/c.error",
+                "powersgd/a.error",
+                "int8/gone.error",
+                "other",
+            ]
         )
     }
-    first, second, third = Remembering("dgc"), Remembering("dgc"), Remembering("powersgd")
+    first, second, third = Remembering("int8"), Remembering("int8"), Remembering("powersgd")
     every: Any = [(bucket("a", "c"), first), (bucket("a.b"), second), (bucket("a"), third)]
     unknown = registry.write_state(every, arrays, paddle.CPUPlace())
     assert first.taken == {"step": [0.0], "a.error": [1.0], "c.error": [3.0]}
     assert second.taken == {"step": [0.0], "a.b.error": [2.0]}
     assert third.taken == {"a.error": [4.0]}
-    assert unknown == ["dgc/gone.error", "other"]
+    assert unknown == ["int8/gone.error", "other"]

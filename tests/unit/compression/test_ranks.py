@@ -1,4 +1,4 @@
-"""DGC and PowerSGD on ranks played in turn, against their references."""
+"""PowerSGD on ranks played in turn, against its reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import paddle
 import pytest
 
 from fleet_train.collectives.methods.dense import BucketMethod, FlatAllreduce
-from fleet_train.collectives.methods.dgc import DgcMethod
 from fleet_train.collectives.methods.powersgd import PowerSgdMethod
 from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.simulate_methods import DgcSimulation, PowerSgdSimulation
-from fleet_train.profile.methods.dgc import DgcSettings
+from fleet_train.plan.simulate_methods import PowerSgdSimulation
 from fleet_train.profile.methods.powersgd import PowerSgdSettings
 from tests.unit.collectives.played import CollectiveSpec, Group, in_turn
 
@@ -30,11 +28,6 @@ Brought = list[list[np.ndarray]]
 def gradients(seed: int) -> Brought:
     random = np.random.default_rng(seed)
     return [[random.standard_normal(shape).astype("float32") for shape in SHAPES] for _ in range(RANKS)]
-
-
-def dgc(settings: DgcSettings, reads_values: bool) -> list[DgcMethod]:
-    allreduce = FlatAllreduce(GROUP)
-    return [DgcMethod(BUCKET, GROUP, allreduce, RANKS, settings, reads_values) for _ in range(RANKS)]
 
 
 def powersgd(settings: PowerSgdSettings, reads_values: bool) -> list[PowerSgdMethod]:
@@ -60,14 +53,6 @@ def close(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
         np.testing.assert_allclose(found, np.asarray(expected).reshape(found.shape), rtol=2e-4, atol=2e-5)
 
 
-RAMP = {"rampup_begin_step": 2, "rampup_step": 2, "sparsity": (0.5, 0.9), "min_elements": 20, "momentum": 0.7}
-DGC = {
-    "ramp": DgcSettings(**RAMP),  # type: ignore[arg-type]
-    "nesterov": DgcSettings(**RAMP, use_nesterov=True),  # type: ignore[arg-type]
-    "clipped": DgcSettings(**RAMP, local_grad_clip_norm=5.0),  # type: ignore[arg-type]
-    "unmasked": DgcSettings(**RAMP, momentum_factor_masking=False),  # type: ignore[arg-type]
-    "everything": DgcSettings(sparsity=(0.8,), min_elements=0),
-}
 POWER = {
     "rank 1": PowerSgdSettings(min_compression=0.0),
     "rank 2": PowerSgdSettings(rank=2, min_compression=0.0),
@@ -77,19 +62,6 @@ POWER = {
     "some": PowerSgdSettings(min_compression=3.6),
     "none": PowerSgdSettings(min_compression=100.0),
 }
-
-
-@HOST
-@pytest.mark.parametrize("settings", DGC.values(), ids=DGC)
-def test_dgc_gives_the_updates_of_its_reference(settings: DgcSettings, reads_values: bool) -> None:
-    every, reference = dgc(settings, reads_values), DgcSimulation(BUCKET, RANKS, settings)
-    for number in range(6):
-        local = gradients(number)
-        found, _ = step(every, local)
-        for updates in found:
-            assert [update.shape for update in updates] == list(SHAPES)
-            equal(updates, found[0])
-        close(found[0], reference.step(local))
 
 
 @HOST
@@ -105,19 +77,6 @@ def test_powersgd_gives_the_averages_of_its_reference(settings: PowerSgdSettings
         close(found[0], reference.step(local))
 
 
-def test_dgc_sends_the_small_ones_first_and_then_values_with_their_places() -> None:
-    every = dgc(DgcSettings(sparsity=(0.9,), min_elements=20, rampup_begin_step=1), True)
-    _, sent = step(every, gradients(0))
-    assert [(one.kind, one.elements, one.more) for one in sent] == [("all_reduce", 164, False)]
-    _, sent = step(every, gradients(1))
-    assert [(one.kind, one.dtype, one.elements, one.more) for one in sent] == [
-        ("all_reduce", "float32", 5, True),
-        ("all_gather", "int32", 2 * (4 + 6 + 4), False),
-    ]
-    _, sent = step(dgc(DgcSettings(min_elements=1000), True), gradients(0))  # nothing is selected, so nothing follows
-    assert [(one.elements, one.more) for one in sent] == [(164, False)]
-
-
 def test_powersgd_sends_left_factors_with_the_whole_ones_and_then_right_factors() -> None:
     _, sent = step(powersgd(POWER["rank 1"], True), gradients(0))
     assert [(one.elements, one.more) for one in sent] == [(8 + 9 + 6 + 5, True), (6 + 7 + 8, False)]
@@ -125,7 +84,6 @@ def test_powersgd_sends_left_factors_with_the_whole_ones_and_then_right_factors(
 
 Make = Callable[[bool], list[Any]]
 MAKERS: dict[str, Make] = {
-    "dgc": lambda reads_values: dgc(DGC["ramp"], reads_values),
     "powersgd": lambda reads_values: powersgd(POWER["rank 2"], reads_values),
     "powersgd, started later": lambda reads_values: powersgd(POWER["started later"], reads_values),
 }
@@ -168,16 +126,3 @@ def test_overflow_on_one_rank_reaches_all_and_stays_with_none(make: Make, bad: f
     for number in range(5, 9):
         for updates in step(every, gradients(number))[0]:
             assert all(np.isfinite(update).all() for update in updates)
-
-
-@HOST
-def test_overflow_of_what_goes_whole_leaves_the_velocity_of_before(reads_values: bool) -> None:
-    every = dgc(DgcSettings(momentum=0.7, rampup_begin_step=10), reads_values)
-    ones = [[np.ones(shape, "float32") for shape in SHAPES] for _ in range(RANKS)]
-    spoiled = [[one.copy() for one in mine] for mine in ones]
-    spoiled[2][1][0] = math.nan
-    assert not np.isfinite(step(every, spoiled)[0][0][1]).all()
-    np.testing.assert_array_equal(step(every, ones)[0][0][1], 1.0)
-    np.testing.assert_array_equal(np.isnan(step(every, spoiled)[0][0][1]), [True, False, False, False, False])
-    np.testing.assert_allclose(step(every, ones)[0][0][1], 1.7, rtol=1e-6)
-    assert {round(one.state()["w1.velocity"].max().item(), 5) for one in every} == {1.7}

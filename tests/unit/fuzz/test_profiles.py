@@ -17,7 +17,7 @@ from tests.unit.fuzz import check, fixed, mutated
 CANARY = "canary7f3a"
 VALUES = (
     "1", "0", "-1", "2.5", "1e-3", "1.0e+999", ".inf", "-.inf", ".nan", "0x1F", "0o7", "010", "1:30", "1_000",
-    "9" * 5_000, "'9'", "yes", "no", "on", "true", "~", "null", "''", '""', "=", "<<", "2026-01-01", "none", "dgc",
+    "9" * 5_000, "'9'", "yes", "no", "on", "true", "~", "null", "''", '""', "=", "<<", "2026-01-01", "none", "int4",
     "[]", "{}", "[1, 2]", "{a: 1}", "[" * 50, "&a [*a]", "*a", "&a 1", "!!int x", "!!float '[1]'", "!!bool 7",
     "!!binary ab", "!!set {a}", "!!python/name:os.system", "!x 1", "!!str 1", "!!null x", '"\\e[31m"',
     '"\\U00110000"', '"\\ud800"', "|\n    a\n    b", ">-\n    a", "? a", "- a", "%", "@", "`", "\t1", "\ufeff1",

@@ -58,16 +58,6 @@ def test_first_bucket_keeps_both_bounds() -> None:
         assert [len(bucket) for bucket in fuse(gradients, Buckets(1, size, edge), 100)] == sizes, (size, edge)
 
 
-def test_dgc_is_planned_with_the_bytes_behind_its_ramp() -> None:
-    beside = {"dgc_min_elements": 1000, "dgc_rampup_begin_step": 3, "dgc_rampup_steps": 4}
-    plan = build(100_000, 500, compression="dgc", dgc_sparsity=0.999, **beside)
-    # 100 of 100000 elements are left, each a value and its place; the ramp begins with a quarter of them.
-    assert [bucket.sent for bucket in plan.buckets] == [
-        (CollectiveSpec("allgather", 800, 8),),
-        (CollectiveSpec("allreduce", 2000, 4),),
-    ]
-
-
 @pytest.mark.parametrize(("rule", "sent"), [("keep", []), ("reset", []), ("average", [8000])])
 def test_an_averaging_counts_statistics_in_float32_and_an_averaged_state_of_the_optimizer(
     rule: str, sent: list[int]

@@ -24,14 +24,12 @@ from fleet_train.plan.simulate_methods import SimulatedParts, SimulatedWire
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Bucket, CollectiveSpec, Compression
-from fleet_train.profile.methods.dgc import dgc_settings
 from tests.unit.collectives.played import Group, in_turn
 
 RANKS = 3
 SHAPES = {"w": (24, 16), "v": (20,), "u": (12, 18)}
 # Of gradients as small as these; a new compression that sends small ones whole needs an entry.
 COMPRESSED: dict[str, dict[str, Any]] = {
-    "dgc": {"dgc_min_elements": 20, "dgc_sparsity": 0.8, "dgc_rampup_begin_step": 0, "dgc_rampup_steps": 1},
     "powersgd": {"powersgd_start_step": 0, "powersgd_rank": 2},
 }
 NEW = "new"
@@ -86,9 +84,8 @@ def on_ranks(profile: Profile) -> Step:
         engine=SimpleNamespace(reads_values=True, device=HostDevice()),
         communicators=lambda number: [group] * number,
     )
-    settings = dgc_settings(profile) if profile.compression == "dgc" else None
     made = [
-        [Parts(bucket, job, plan, profile, FlatAllreduce(group), settings).make() for bucket in plan.buckets]
+        [Parts(bucket, job, plan, profile, FlatAllreduce(group)).make() for bucket in plan.buckets]
         for _ in range(RANKS)
     ]
 

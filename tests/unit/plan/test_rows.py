@@ -69,7 +69,7 @@ def test_the_bytes_are_those_of_counts_indices_and_values() -> None:
         (SMALL, PAIR, {"link_gigabits": 0.001, "link_latency_ms": 0.1}, True),
         (LARGE, PAIR, {"link_gigabits": 100.0, "link_latency_ms": 0.1}, False),
         (LARGE, PAIR, {"compression": "bf16"}, True),
-        *((LARGE, PAIR, {"compression": name}, False) for name in ("int8", "int4", "powersgd", "dgc")),
+        *((LARGE, PAIR, {"compression": name}, False) for name in ("int8", "int4", "powersgd")),
         (LARGE, PAIR, {"sharding": True}, True),
         (replace(LARGE, is_whole=True), PAIR, {"sharding": True}, False),
         (TensorSpec("w", (100_000, 8), "float32"), PAIR, {"sparse_embeddings": True}, False),

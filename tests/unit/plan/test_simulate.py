@@ -123,7 +123,6 @@ def test_statistics_are_averaged_with_the_parameters() -> None:
         {"use_hierarchical_allreduce": True},
         {"use_hierarchical_allreduce": True, "compression": "bf16"},
         {"compression": "powersgd", "powersgd_min_compression": 0.0},
-        {"compression": "dgc"},
         LOCAL | {"local_sgd_dtype": "bfloat16", "use_hierarchical_allreduce": True},
     ],
 )
@@ -137,7 +136,6 @@ def test_bytes_are_those_that_the_plan_predicts(knobs: dict[str, Any]) -> None:
         random = np.random.default_rng(rank)
         return Local({name: random.standard_normal(v.shape).astype(np.float32) for name, v in values.items()})
 
-    job.step(backward)  # DGC's ramp-up begins
     sent = np.sum([job.step(backward).sent for _ in range(4)], axis=0) / 4
     assert sent == pytest.approx(traffic(plan, cluster).sent)
 
@@ -199,7 +197,6 @@ def test_a_trial_of_local_sgd_sees_two_periods_and_the_drift_between() -> None:
         ({"compression": "bf16"}, 1e-4, 1e-2),
         ({"compression": "powersgd"}, 0.1, 1.0),
         ({"compression": "powersgd", "powersgd_rank": 100, "powersgd_min_compression": 0.0}, -1.0, 1e-6),
-        ({"compression": "dgc", "dgc_sparsity": 0.9}, 0.1, 1.0),
     ],
 )
 def test_a_trial_shows_what_compression_loses(knobs: dict[str, Any], low: float, high: float) -> None:
@@ -224,8 +221,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     plan = build_plan([TensorSpec("w", (2,), "float32")], Cluster.imagined(2, 1), Profile())
     with pytest.raises(ConversionError, match="no start value for 'w'"):
         SimulatedJob(plan, Profile(), {})
-    with pytest.raises(ConversionError, match="not with Adam"):
-        job_of({"compression": "dgc"}, optimizer=Adam)
     large = build_plan([TensorSpec("w", (10**6,), "float32")], Cluster.imagined(64, 8), Profile())
     with pytest.raises(ConversionError, match="simulate up to 200 ranks"):
         try_out(large, Profile())

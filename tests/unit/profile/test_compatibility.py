@@ -27,7 +27,6 @@ ON: dict[str, dict[str, Any]] = {
     "bf16": {"compression": "bf16"},
     "quantised": {"compression": "int8"},
     "powersgd": {"compression": "powersgd"},
-    "dgc": {"compression": "dgc"},
     "merge": {"accumulate_steps": 2},
     "amp": {"amp_level": "O1"},
     "sync_bn": {"sync_batch_norm": True},
@@ -37,13 +36,12 @@ ON: dict[str, dict[str, Any]] = {
 }
 
 
-ONE_KNOB = set(combinations(("bf16", "quantised", "powersgd", "dgc"), 2))
+ONE_KNOB = set(combinations(("bf16", "quantised", "powersgd"), 2))
 REFUSED = {
-    ("hierarchical", "dgc"),
-    *((local, other) for local in ("local_sgd", "outer") for other in ("powersgd", "dgc", "sync_bn")),
+    *((local, other) for local in ("local_sgd", "outer") for other in ("powersgd", "sync_bn")),
     *ONE_KNOB,
-    *((other, "sharding") for other in ("hierarchical", "local_sgd", "outer", "powersgd", "dgc")),
-    *((other, "rows") for other in ("quantised", "powersgd", "dgc")),
+    *((other, "sharding") for other in ("hierarchical", "local_sgd", "outer", "powersgd")),
+    *((other, "rows") for other in ("quantised", "powersgd")),
 }
 ALL = set(combinations([one.name for one in STRATEGIES], 2))
 
@@ -98,7 +96,7 @@ def test_the_table_refuses_these_pairs_and_no_others_in_either_order() -> None:
     assert ON.keys() == {one.name for one in STRATEGIES}
     assert {pair for pair, entry in PAIRS.items() if not entry.allowed} == REFUSED
     assert {one.knob for one in STRATEGIES} <= KNOBS.keys()
-    assert len(list(entries())) == len(ALL) == 120
+    assert len(list(entries())) == len(ALL) == 105
     assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
     with pytest.raises(KeyError):
         verdict("local_sgd", "nothing")

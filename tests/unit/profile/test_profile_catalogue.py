@@ -27,8 +27,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "local_sgd_adaptive": LOCAL_SGD
     | {"local_sgd_steps": 8, "local_sgd_schedule": "adaptive", "local_sgd_max_steps": 32},
     "slowmo": LOCAL_SGD | {"local_sgd_steps": 12, "outer_optimizer": "slowmo", "outer_lr": 1.0, "outer_momentum": 0.6},
-    "dgc": FEW_FETCHES
-    | {"compression": "dgc", "dgc_sparsity": 0.999, "dgc_rampup_begin_step": 100, "dgc_rampup_steps": 400},
     "amp_bf16": FEW_FETCHES | {"amp_level": "O1", "amp_dtype": "bfloat16"},
 }
 CATALOGUE = sorted(path.stem for path in (ROOT / "strategies").glob("*.yaml"))
@@ -125,14 +123,14 @@ def test_the_pages_of_knobs_and_the_command_list_a_refused_one_with_its_reason(r
 
 def test_the_command_shows_which_strategies_go_together() -> None:
     lines = CliRunner().invoke(command, ["--compatibility"]).output.splitlines()
-    assert lines[3] == "  2  several communicators          nccl_comm_num               +  2"
+    assert lines[3] == "  2  several communicators    nccl_comm_num               +  2"
     pairs = json.loads(CliRunner().invoke(command, ["--compatibility", "--json"]).output)
     assert pairs[0] == {
         "strategies": ["fused", "communicators"],
         "allowed": True,
         "words": "the communicators take the buckets in turn",
     }
-    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["hierarchical", "dgc"]
+    assert next(pair["strategies"] for pair in pairs if not pair["allowed"]) == ["hierarchical", "sharding"]
     result = CliRunner().invoke(command, ["multi_node", "--compatibility"])
     assert result.exit_code == 2
     assert "--compatibility is one table for all profiles; leave out 'multi_node'" in result.output

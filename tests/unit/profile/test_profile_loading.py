@@ -9,6 +9,7 @@ import pytest
 
 from fleet_train.errors import ProfileError
 from fleet_train.profile import Profile, load_profile
+from fleet_train.profile.knobs import GONE
 
 Load = Callable[[str], Profile]
 
@@ -42,6 +43,8 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
 
 COUNT = "allowed: a whole number, 1 to 16, or auto"
 SIZE = "allowed: a number, more than 0 and up to 4096, or auto"
+STREAMS = "allowed: one of auto, calc, own"
+METHODS = "allowed: one of none, bf16, fp16, int8, int4, powersgd"
 OUTER = "allowed: one of none, slowmo, diloco"
 SWITCH = "allowed: true or false"
 NO_KEY = "is not a key of a profile; to build on another profile, use extends"
@@ -54,6 +57,12 @@ DECIMAL = "write a plain decimal number"
         ("nccl_com_num: 2", "nccl_com_num: unknown key; did you mean 'nccl_comm_num'?"),
         ("Fuse-Grad-Size-in-MB: 2", "Fuse-Grad-Size-in-MB: unknown key; did you mean 'fuse_grad_size_in_MB'?"),
         ("no: 2", "no: unknown key"),
+        ("dgc_sparsity: 0.9", f"dgc_sparsity: unknown key; {GONE['dgc']}"),
+        (
+            "collective_stream: graph",
+            f"collective_stream: given 'graph'; {STREAMS}; {GONE['graph']}",
+        ),
+        ("compression: dgc", f"compression: given 'dgc'; {METHODS}; {GONE['dgc']}"),
         ("NCCL_DEBUG: INFO", "NCCL_DEBUG: unknown key; an environment variable goes below 'environment:'"),
         ("nccl_comm_num: 0", f"nccl_comm_num: given 0; {COUNT}"),
         ("nccl_comm_num: '2'", f"nccl_comm_num: given '2' (text); {COUNT}; write 2 without quotes"),

@@ -136,7 +136,6 @@ CLUSTERS = {
 } | {"hierarchical, int8": (3, 2)}  # three leaders, who have one stage more than two
 # What must be in a trace, or the profile has not been modelled.
 SEEN = {
-    "dgc": ("all_gather", 2),
     "bf16_compression": ("bfloat16", 5 * STEPS),
     "diloco": ("bfloat16", 1),
     "int8_compression": ("uint8", 5 * STEPS),
@@ -221,7 +220,7 @@ def barriers_of(trace: Trace) -> list[str]:
     return [action.what for action in actions if action.op is Op.BARRIER and action.what.startswith("barrier step ")]
 
 
-@pytest.mark.parametrize("name", ["multi_node", "hierarchical", "dgc", "gradient_merge", "powersgd"])
+@pytest.mark.parametrize("name", ["multi_node", "hierarchical", "gradient_merge", "powersgd"])
 def test_the_host_reads_no_value_in_a_step(name: str) -> None:
     """But what the script fetches, and the first run of a gradient merge, whose count is read behind an event."""
     trace = first_of(name)
@@ -229,7 +228,7 @@ def test_the_host_reads_no_value_in_a_step(name: str) -> None:
     assert {action.what for action in actions if action.op is Op.SYNC} == {"fetch"}
 
 
-@pytest.mark.parametrize("name", ["multi_node", "powersgd", "dgc", "sync_batch_norm", "unfused"])
+@pytest.mark.parametrize("name", ["multi_node", "powersgd", "sync_batch_norm", "unfused"])
 def test_the_exposed_time_is_near_the_ideal(name: str) -> None:
     figures = exposed(CASES[name], Rates(), STEPS)
     assert figures["ideal_ms"] <= figures["ours_ms"] + 1e-3

@@ -185,7 +185,7 @@ def test_full_disk_at_any_operation_is_said_and_leaves_the_one_before(tmp_path: 
 def save_state(folder: Path, value: float) -> None:
     arrays = {"w": np.full((40, 3), value, "float32"), "v": np.full(2, value, "float32")}
     kinds = {"w": "parameter", "v": "optimizer"}
-    own = [{"fleet_train/dgc/w.velocity": np.full(120, value, "float32")} for _ in range(2)]
+    own = [{"fleet_train/int8/w.error": np.full(120, value, "float32")} for _ in range(2)]
     persistables.publish(folder, persistables.write_tensors(folder, State(arrays, kinds, own)))
 
 

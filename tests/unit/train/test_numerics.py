@@ -252,7 +252,7 @@ def test_what_healthy_training_leaves_is_saved_and_loaded(tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("profile", "why"),
     [
-        (Profile(compression="dgc"), None),
+        (Profile(compression="powersgd"), None),
         (Profile(use_local_sgd=True, local_sgd_schedule="adaptive"), "computed from the loss"),
         (Profile(compression="bf16", use_local_sgd=True), None),
     ],
