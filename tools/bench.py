@@ -1,8 +1,6 @@
 """Measure one thing, and keep a record of it: python tools/bench.py WHAT --help says what, and what it needs.
 
-    python tools/bench.py codec --rounds 5
-    python tools/bench.py start --before main --record docs/benchmarks
-    python tools/bench.py before-and-after --before main --profiles dgc,diloco --ranks 2
+    python tools/bench.py control-plane --record docs/benchmarks
     sudo .venv/bin/python tools/bench.py strategies --quick
     sudo .venv/bin/python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
 
@@ -29,15 +27,9 @@ MODULES = {
         "Profiles beside PyTorch, Horovod, stock Paddle and nothing on an emulated network. Root.",
     ),
     "step": ("step", "Where the milliseconds of a float32 step are, beside PyTorch's. Root."),
-    "before-and-after": ("checkouts:before_and_after", "Do two checkouts train to the same bits?"),
-    "start": ("checkouts:start", "From the command to the end of the first step, beside torchrun."),
     "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),
     "doctor": ("labs:doctor_alarms", "False alarms of the doctor on emulated machines without a fault. Root."),
-    "checkpoint": ("costs:checkpoint", "Checkpoints in the background and waited for, beside none."),
-    "sync-batch-norm": ("costs:sync_batch_norm", "Synchronised batch norm beside the plain one."),
-    "codec": ("costs:codec_cost", "Processor time of coding float32 in few bits, and of decoding it."),
     "control-plane": ("control_plane", "What gates, joining, strangers and lost relays cost, 32 to 10,000 ranks."),
-    "recorder": ("recorder", "What the flight recorder takes of a step's time, per profile."),
     "sharding": (
         "sharding",
         "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",

@@ -1,11 +1,10 @@
-"""The records of docs/benchmarks are what their raw times give, and are quoted right; two trainings can be compared."""
+"""The records of docs/benchmarks are what their raw times give, and are quoted right."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
-from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train.cluster.flight import ring
 from fleet_train.profile import load_profile, profile_names
-from tools.benchmarks import checkouts, costs, labs, quote, recorder, report, step, strategies
+from tools.benchmarks import labs, quote, report, step, strategies
 from tools.benchmarks.contestants import chosen_contestants, family_of
 from tools.benchmarks.networks import PaddleKit, build
 from tools.benchmarks.ranks import Window, window_of
@@ -68,11 +66,7 @@ def test_a_task_shows_that_ranks_learn_from_each_other(quoted: Record) -> None:
         assert content["summary"][name]["reached"] == 0, name
 
 
-def test_ratios_of_batch_norm_and_errors_of_predictions_are_what_their_rounds_give() -> None:
-    record = content_of("2026-11-23-sync-batch-norm")
-    for name, figures in record["summary"].items():
-        rounds = [each for each in record["rounds"] if each["network"] == name]
-        assert costs.ratios_of(rounds, record["asked"]["steps"]) == figures
+def test_errors_of_predictions_are_what_their_rounds_give() -> None:
     (path,) = FOLDER.glob("*-prediction.json")
     record = content_of(path.stem)
     page = labs.prediction_page(record["task"], record["circumstances"], record["networks"])
@@ -245,78 +239,8 @@ def test_the_link_is_busy_where_it_carries_more_than_a_third_of_its_rate() -> No
 
 
 def test_a_record_names_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.argv", ["/x/tools/bench.py", "start", "--before", str(tmp_path), "--record", "a b"])
-    assert circumstances()["command"] == f"python tools/bench.py start --before {tmp_path.name} --record 'a b'"
-
-
-def test_shares_of_a_checkpoint_are_of_the_block_without_one_in_the_same_round() -> None:
-    def block(kind: str, seconds: float, processor_seconds: float, stood_ms: float = 0.0) -> dict[str, Any]:
-        times = {"seconds": seconds, "processor_seconds": processor_seconds, "stood_ms": stood_ms, "late_ms": 0.0}
-        return {"kind": kind} | times
-
-    # The machine is half as fast in the second round: only blocks of one round are compared.
-    rounds = [
-        [block("none", 1.0, 1.0), block("background", 1.01, 1.03, 5.0), block("waiting", 1.1, 1.04, 90.0)],
-        [block("waiting", 2.4, 2.1, 110.0), block("none", 2.0, 2.0), block("background", 2.06, 2.02, 9.0)],
-    ]
-    found = costs.shares_of(rounds, steps=50)
-    assert found["step_ms"] == 30.0
-    assert (found["background"]["share_percent"], found["waiting"]["share_percent"]) == (2.0, 15.0)
-    assert found["background"]["processor_share_percent"] == 2.0
-    assert (found["background"]["stood_ms"], found["waiting"]["stood_ms"]) == (7.0, 100.0)
-
-
-def test_what_the_recorder_takes_is_of_the_pair_of_blocks_beside_the_same_load() -> None:
-    # The machine is half as fast in every second pair, and once something else happens.
-    pairs = [[4.04 * load, 4.0 * load] for load in (1, 2) * 20] + [[9.0, 4.0]]
-    found = {"on_off_ms": pairs, "events": 8.0, "event_us": 5.0, "loop_us": 0.6, "helper_percent": 0.02}
-    figures = recorder.figures_of(found)
-    assert figures["counted_percent"] == pytest.approx(8 * 5e-3 / 4 * 100)
-    assert [figures["compared_percent"], *figures["interval_percent"]] == pytest.approx([1.0] * 3)
-    for path in FOLDER.glob("*-recorder.json"):
-        again = "\n".join([*recorder.page(json.loads(path.read_text())), ""])
-        assert again == path.with_suffix(".md").read_text(), path.name
-
-
-def test_every_call_of_the_recorder_can_be_switched_off_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "time", ring.time)
-    each = ring.Recorder()
-    monkeypatch.setattr(each, "_map", mmap(-1, ring.RING_BYTES))  # without the thread that `start` begins
-    monkeypatch.setattr(recorder, "recorder", each)
-    switch = recorder.Switch()
-    for kind, events in (("on", 0), ("off", 0), ("timed", 3)):
-        switch(kind)
-        each.end(each.begin("wire", "bucket 0", 8, "ranks 0-1", enqueued=1.0, began=2.0))
-        with each.event("call", "save"):
-            pass
-        each.add("wait", "bucket 0", 1.0, is_worth_it=True)
-        assert switch.events == events
-    assert len(switch.seconds) == 5
-
-
-VALUES = np.array([1.0, 2.0, np.nan], np.float32)
-OTHER_VALUES = (VALUES.view(np.uint32) ^ np.array([0, 1, 0], np.uint32)).view(np.float32)
-
-
-def save(folder: Path, values: Any, parts: tuple[str, ...] = ("trained", "saved", "resumed")) -> None:
-    folder.mkdir(exist_ok=True)
-    for case, part, rank in ((case, part, rank) for case in (0, 1) for part in parts for rank in (0, 1)):
-        np.savez(folder / f"int4-{case}-{part}-{rank}.npz", weight=values)
-
-
-def test_one_bit_between_two_checkouts_is_named(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
-        save(folder, VALUES)
-    assert list(checkouts.differences(one, other, "int4", 2)) == []
-    save(other, OTHER_VALUES, ("resumed",))
-    first, *more = checkouts.differences(one, other, "int4", 2)
-    assert first.startswith("weight (Momentum, resumed, rank 0): differs by up to 2.38e-07")
-    assert len(more) == 3
-    save(other, VALUES)
-    # What was taken over is compared with what the first checkout resumed.
-    save(other, OTHER_VALUES, ("taken_over",))
-    assert next(checkouts.differences(one, other, "int4", 2)).startswith("weight (Momentum, taken_over, rank 0)")
+    monkeypatch.setattr("sys.argv", ["/x/tools/bench.py", "step", "--before", str(tmp_path), "--record", "a b"])
+    assert circumstances()["command"] == f"python tools/bench.py step --before {tmp_path.name} --record 'a b'"
 
 
 def test_ranks_share_a_global_batch_without_overlap() -> None:

@@ -61,15 +61,6 @@ def run_contestant(assignment: Assignment, place: Place) -> dict[str, Any]:
     return of_a_turn(assignment, results_of(folder, assignment.world_size))
 
 
-def run_here(
-    name: str, script: Sequence[str], ranks: int, folder: Path, timeout: float, checkout: Path = ROOT, port: int = 0
-) -> None:
-    """Start a script on ranks of this machine with a checkout's launcher, and wait for it. Raises JobFailed."""
-    flags = [f"--nproc_per_node={ranks}", f"--log_dir={folder / 'log'}", *([f"--started_port={port}"] if port else [])]
-    command = [sys.executable, "-m", "fleet_train", "launch", *flags, *script]
-    run_commands(name, [(command, {"PYTHONPATH": str(checkout)})], folder, timeout)
-
-
 def results_of(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What the ranks of a job have written (rank<N>.json). Raises JobFailed."""
     try:
@@ -78,7 +69,7 @@ def results_of(folder: Path, ranks: int) -> list[dict[str, Any]]:
         raise JobFailed(f"ended with 0 but without its records: {error}\n{_last_lines(folder)}") from None
 
 
-def run_commands(name: str, commands: Sequence[Command], folder: Path, timeout: float, lab: Lab | None = None) -> None:
+def run_commands(name: str, commands: Sequence[Command], folder: Path, timeout: float, lab: Lab) -> None:
     """Start all and wait for all; their output goes to process0.log, ... in ``folder``. Raises JobFailed."""
     with _started(commands, folder, lab) as processes:
         deadline = time.monotonic() + timeout
@@ -159,7 +150,7 @@ def shared_environment(environ: dict[str, str], is_amd: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(commands: Sequence[Command], folder: Path, lab: Lab | None) -> Iterator[list[Process]]:
+def _started(commands: Sequence[Command], folder: Path, lab: Lab) -> Iterator[list[Process]]:
     shared = shared_environment(dict(os.environ), "AuthenticAMD" in Path("/proc/cpuinfo").read_text())
     processes: list[Process] = []
     try:
@@ -168,8 +159,7 @@ def _started(commands: Sequence[Command], folder: Path, lab: Lab | None) -> Iter
         yield processes
     finally:
         stop(processes, _STOP_SECONDS)
-        if lab is not None:
-            lab.end_processes()  # also processes that a launcher left
+        lab.end_processes()  # also processes that a launcher left
 
 
 def _last_lines(folder: Path, lines: int = 12) -> str:

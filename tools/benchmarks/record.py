@@ -208,7 +208,7 @@ def quotable(folder: Path = FOLDER) -> list[Record]:
 
 
 # What the turns of a record run.
-_MODULES = "contestants jobs networks ranks stand_ins start_rank tasks trainees".split()
+_MODULES = "contestants jobs networks ranks stand_ins tasks trainees".split()
 _RUN = ("fleet_train", "strategies/*.yaml", "tools/lab.py", *(f"tools/benchmarks/{name}.py" for name in _MODULES))
 
 
