@@ -105,7 +105,7 @@ TOP_SILENT_SECONDS = 3.0
 TOP_TURNS_SECONDS = 0.3
 """For seeing whether a silent rank runs, or only waits for a processor."""
 
-# Data and manifests.
+# Data.
 DECODE_TASK_SECONDS = 120.0
 """How long one task (a few images) may take before its worker counts as hanging: a network file system may pause."""
 WORKERS_REPLACED_SECONDS = 3600.0
@@ -120,10 +120,6 @@ WORKER_CLOSE_SECONDS = 2.0
 """The same for a whole pool that is closed, which a user waits for."""
 PREFETCH_PUT_SECONDS = 0.05
 """How often a prefetch thread whose queue is full looks whether its consumer has gone."""
-POD_END_SECONDS = 20
-"""After --grace_seconds: notifying the other nodes, stopping remaining processes, writing the report. Whole seconds."""
-BATCH_END_SECONDS = 30
-"""The same under Slurm, where srun waits for the launchers of all nodes."""
 
 # Training, checkpoints and metrics.
 RANKS_SYNC_SECONDS = 1.0

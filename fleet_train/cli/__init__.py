@@ -20,7 +20,6 @@ COMMANDS = {
     "completion": "Print the shell completion script for these commands.",
     "check": "Measure whether this machine reads its training data fast enough.",
     "doctor": "Diagnose one machine, or several and the network between them.",
-    "manifest": "Write the batch script or manifest that starts a training on Slurm or Kubernetes.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob causes it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
@@ -33,6 +32,12 @@ COMMANDS = {
     "version": "Show versions, machine, limits and engine for a bug report.",
 }
 
+# Commands that are no more, and what to use.
+_GONE = {
+    "manifest": "copy a file of tools/examples/cluster/ in the project's repository (train.sbatch, job.yaml, "
+    "paddlejob.yaml, trainjob.yaml) and edit the lines that it marks",
+}
+
 
 _COMPLETE = "_FLEET_TRAIN_COMPLETE"
 
@@ -41,7 +46,9 @@ class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _GONE:
+            raise click.UsageError(f"No such command '{cmd_name}': {_GONE[cmd_name]}.", ctx)
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"fleet_train.cli.{cmd_name}").command

@@ -38,9 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recommend": {"selftest"},
     "doctor": {"selftest"},
     "port": {"profile"},
-    "manifest": {"errors", "timeouts"},
     "compat": {"convert", "data"},
-    "cli": {"train", "launch", "port", "selftest", "recommend", "manifest", "doctor"},
+    "cli": {"train", "launch", "port", "selftest", "recommend", "doctor"},
     "fleet": {"convert"},
     "__init__": {"convert", "lazy", "spawning"},  # on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},

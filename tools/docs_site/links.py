@@ -86,7 +86,9 @@ def source_page(root: Path, path: str) -> str:
     text = place.read_text(encoding="utf-8")
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".json": "json"}.get(place.suffix, "text")
+    language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash", ".json": "json"}.get(
+        place.suffix, "text"
+    )
     return f"{head}{fence}{language}\n{text.rstrip()}\n{fence}\n"
 
 

@@ -88,19 +88,14 @@ def _documented(folder: Path) -> Iterator[Path]:
 
 
 def command_line_page() -> str:
-    """One section for each command, in the order of ``fleet_train --help``; a group's commands behind it."""
+    """One section for each command, in the order of ``fleet_train --help``."""
     top = click.Context(cli, info_name="python -m fleet_train", terminal_width=WIDTH, max_content_width=WIDTH)
-    sections = (f"\n## {name}\n\n```text\n{text}\n```\n" for name, text in _helps(cli, top, ""))
+    helps = {"fleet_train": cli.get_help(top)}
+    for name in cli.list_commands(top):
+        if command := cli.get_command(top, name):
+            helps[name] = command.get_help(click.Context(command, parent=top, info_name=name))
+    sections = (f"\n## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in helps.items())
     return COMMANDS_HEAD + "".join(sections)
-
-
-def _helps(command: click.Command, context: click.Context, name: str) -> Iterator[tuple[str, str]]:
-    yield name or "fleet_train", command.get_help(context).rstrip()
-    for word in command.list_commands(context) if isinstance(command, click.Group) else []:
-        inner = command.get_command(context, word) if isinstance(command, click.Group) else None
-        if inner is not None:
-            below = click.Context(inner, parent=context, info_name=word)
-            yield from _helps(inner, below, f"{name} {word}".strip())
 
 
 def keys_page(root: Path) -> str:

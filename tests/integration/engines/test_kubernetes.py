@@ -91,7 +91,7 @@ def train_job(pod: int, _: list[str]) -> dict[str, str]:
 
 
 def indexed_job(pod: int, _: list[str]) -> dict[str, str]:
-    """A Job with ``completionMode: Indexed`` and a headless service, as `manifest job` writes it."""
+    """A Job with ``completionMode: Indexed`` and a headless service, as in tools/examples/cluster/job.yaml."""
     told = {"FLEET_TRAIN_MASTER": "digits-0.digits:6170", "FLEET_TRAIN_NNODES": "2"}
     return told | {"JOB_COMPLETION_INDEX": str(pod), "HOSTNAME": f"digits-{pod}"}
 

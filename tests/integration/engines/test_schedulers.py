@@ -18,6 +18,7 @@ from tests.integration.engines.conftest import (
     places,
     train_undisturbed,
 )
+from tests.support.cluster_files import BATCH_SCRIPT, edited
 from tests.support.processes import Job, Started, clean_environ
 from tests.support.slurm import Slurm, running_slurm
 
@@ -78,12 +79,13 @@ def test_launchers_of_srun_restart_a_killed_rank_to_the_same_bits(
 
 
 @pytest.mark.slurm
-def test_a_batch_script_is_queued_again_to_the_same_bits(slurm: Slurm, tmp_path: Path, undisturbed: Path) -> None:
-    write = [sys.executable, "-m", "fleet_train", "manifest", "slurm", "--nodes=2", "--processes=2", "--name=train"]
-    write += [f"--python={sys.executable}", "--output=train.sbatch", str(SCRIPT)]
-    slurm.ask("env", "-C", str(tmp_path), *write)
+def test_the_batch_script_is_queued_again_to_the_same_bits(slurm: Slurm, tmp_path: Path, undisturbed: Path) -> None:
+    edits = {"--job-name": "train", "--cpus-per-task": "2", "processes": "2", "training": f"({SCRIPT})"}
+    script = tmp_path / "train.sbatch"
+    script.write_text(edited(BATCH_SCRIPT.read_text(), edits))
+    slurm.ask("sbatch", "--test-only", str(script))
     submit = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--export=ALL,FLEET_TEST_STEP_SECONDS=0.5"]
-    number = slurm.ask(*submit, str(tmp_path / "train.sbatch")).strip()
+    number = slurm.ask(*submit, str(script)).strip()
     slurm.job.wait_until((tmp_path / "checkpoints" / "5").exists, 120.0, "a checkpoint")
     slurm.ask("scancel", "--signal=TERM", number)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")

@@ -6,6 +6,7 @@ Since a machine may be busy, the test of `--help` checks what is imported instea
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +21,7 @@ from fleet_train.errors import FleetTrainError
 from fleet_train.profile import profile_names
 from fleet_train.train import reference
 from fleet_train.train.config import TrainConfig
-from tests.support.processes import clean_environ, output_of, python
+from tests.support.processes import ROOT, clean_environ, output_of, python
 
 # Each takes a tenth of a second or more to import, or pulls in one that does.
 HEAVY = set(
@@ -87,6 +88,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert {command: HEAVY.intersection(names) for command, names in loaded.items()} == {
         command: set() for command in loaded
     }
+
+
+def test_a_command_that_is_no_more_is_refused_with_what_to_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fleet_train", "manifest", "slurm", "--nodes=2", "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (said,) = re.findall("No such command 'manifest': copy a file of (\\S+) .*", capsys.readouterr().err)
+    assert [path.name for path in sorted((ROOT / said).iterdir())] == [
+        "job.yaml", "paddlejob.yaml", "train.sbatch", "trainjob.yaml",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,13 @@ PINNED: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 
 
 def described() -> dict[str, Any]:
-    """``{"launch": {"--strategy": {...}, ...}, "manifest slurm": ..., "": the options before a command}``."""
-    return {"": parameters_of(cli), **commands_of(cli, ())}
-
-
-def commands_of(group: click.Group, path: tuple[str, ...]) -> dict[str, Any]:
-    context = click.Context(group)
-    found: dict[str, Any] = {}
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
+    """``{"launch": {"--strategy": {...}, ...}, "recommend": ..., "": the options before a command}``."""
+    context = click.Context(cli)
+    found = {"": parameters_of(cli)}
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
         assert command is not None, name
-        found[" ".join((*path, name))] = parameters_of(command)
-        if isinstance(command, click.Group):
-            found |= commands_of(command, (*path, name))
+        found[name] = parameters_of(command)
     return found
 
 
