@@ -320,13 +320,9 @@ SELFTEST_COMPUTE_ON_SECONDS = 120.0
 """How long a rank that skips collectives computes alone: far beyond the bound for the others' end."""
 RECOMMEND_START_SECONDS = 60.0
 """Time for importing Paddle, joining and a first step in addition to the steps of a trial, on a busy machine."""
-RECOMMEND_MEASURE_SECONDS, RECOMMEND_CALIBRATE_SECONDS = 4.0, 10.0
-"""For measuring the links; about how long the calibration takes."""
+RECOMMEND_MEASURE_SECONDS = 4.0
+"""For measuring the links."""
 RECOMMEND_COMPUTE_SECONDS, RECOMMEND_TRIAL_SECONDS = 4.0, 4.0
 """For the script's steps alone, and for those of a trial."""
-RECOMMEND_METHOD_SECONDS, RECOMMEND_ALONE_SECONDS = 0.8, 0.5
-"""About how long each method is repeated concurrently with computing; at most for the steps alone before it."""
-RECOMMEND_EXCHANGE_SECONDS = 0.25
-"""The limit of one exchange on the link: of more gradients than that, the first ones represent all."""
 PORT_PROGRESS_SECONDS = 5.0
 """Between two lines of `port` about how many scripts it has read."""

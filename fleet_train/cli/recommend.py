@@ -74,8 +74,8 @@ def command(
     """Measure the links and a script's computing, predict every profile, try the best, and write the one to use.
 
     By default only profiles that cannot change the result are picked; --allow adds others. --set changes a knob of all
-    of them. Excluded profiles are listed
-    with the reason, and so is the bandwidth at which another profile is better. A trial that fails or hangs is stopped.
+    of them. Excluded profiles are listed with the reason, and trials that contradict their predictions are named. A
+    trial that fails or hangs is stopped.
     """
     from fleet_train.recommend.report import start
     from fleet_train.selftest.ranks import Where

@@ -68,8 +68,8 @@ TYPICAL = Costs(
     taken_seconds_per_byte={name: compression.costs.taken for name, compression in COMPRESSIONS.items()},
     averaging_seconds_per_byte=2e-9,
 )
-"""Paddle's Gloo with all processors computing: measured by `recommend` in the lab, two ranks on two cores of a 2020s
-server. `tools/bench.py prediction` compares what such costs predict."""
+"""Paddle's Gloo with all processors computing: measured with two ranks on two cores of a 2020s server.
+`tools/bench.py prediction` compares what they predict with trials."""
 ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
 """For collectives enqueued on a device's streams: how much they slow its computing is unknown."""
 

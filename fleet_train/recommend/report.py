@@ -17,18 +17,20 @@ from fleet_train.cluster.environment import asked_settings
 from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.files import publish_where_linked
 from fleet_train.plan.build import build_chosen
-from fleet_train.plan.price import Costs, Link
+from fleet_train.plan.price import Link
 from fleet_train.plan.shards import memory_of
 from fleet_train.profile import load_profile
 from fleet_train.profile.catalogue import check_assignments
 from fleet_train.profile.profile import BUCKET_KNOBS
-from fleet_train.recommend.candidates import Candidate, thresholds
+from fleet_train.recommend.candidates import Candidate
 from fleet_train.recommend.options import RISKS, Options
-from fleet_train.recommend.supervisor import Results, Supervisor
+from fleet_train.recommend.supervisor import Results, Supervisor, Tried
 from fleet_train.selftest.ranks import Command, Peers, Where, start_on_ranks
 
 MEGABYTE = 2**20
 _WIDTH = 118
+_FAR = 1.5
+"""A trial this many times longer or shorter than predicted contradicts its prediction."""
 _CLOSE = 1.04
 """Relative to the shortest measured step: what counts as equal. Single trials differ by as much."""
 
@@ -42,20 +44,20 @@ def pick(results: Results, options: Options) -> Candidate | None:
     steps = {candidate.name: trials[candidate.name].step_ms for candidate in measured}
     close = [candidate for candidate in measured if steps[candidate.name] <= _CLOSE * min(steps.values())]
 
-    def preference(candidate: Candidate) -> tuple[int, int, float]:
-        """The least risk, then shipped profiles before changed ones, then the shortest step."""
-        return RISKS.index(candidate.risk), len(candidate.changes), steps[candidate.name]
+    def preference(candidate: Candidate) -> tuple[int, float]:
+        """The least risk, then the shortest step."""
+        return RISKS.index(candidate.risk), steps[candidate.name]
 
     return min(close, key=preference, default=None)
 
 
 def describe(results: Results, options: Options, cluster: Cluster) -> str:
-    """The table, excluded profiles, and the bandwidths at which the choice would change."""
+    """The table, excluded profiles, and where predictions and trials contradict one another."""
     best = pick(results, options)
     lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", "ruled out:"]
     lines += [f"  {name}: {trial.failure}" for name, trial in results.tried.items() if trial.failure]
     lines += [f"  {profile.name}: {profile.reason}" for profile in results.ruled_out]
-    lines += ["", *_changes(results, options, cluster)]
+    lines += _contradictions(results, options)
     if best is None:
         lines += ["", "no profile is recommended: no trial completed; the reasons are listed above"]
         return "\n".join(lines)
@@ -77,10 +79,9 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
         "spread": results.spread,
         "network": asdict(results.measured.network),
         "error_of_the_fit": results.link_error,
-        "costs": asdict(results.measured.costs),
         "profiles": [_row(candidate, results, options) for candidate in results.candidates],
         "ruled_out": {profile.name: profile.reason for profile in results.ruled_out},
-        "changes_gigabits": thresholds(_allowed(results, options), results.measured, cluster),
+        "contradictions": [each.name for each, _ in contradicted(results)],
     }
 
 
@@ -106,13 +107,12 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     reasons += [f"Also tried: {', '.join(others)}."] if others else []
     reasons.append(f"Made by: {command}")
     header = [line for reason in reasons for line in textwrap.wrap(reason, _WIDTH - 2)]
-    shipped, chosen = load_profile(best.extends), best.profile
+    shipped, chosen = load_profile(best.name), best.profile
     numbers = {knob: getattr(chosen, knob) for knob in BUCKET_KNOBS if getattr(shipped, knob) != getattr(chosen, knob)}
     content = {
         "description": f"{best.name} with numbers measured for {_script(options)}.",
-        "extends": best.extends,
+        "extends": best.name,
         **check_assignments(options.settings),
-        **best.changes,
         **numbers,
     }
     return "".join(f"# {line}\n" for line in header) + "\n" + yaml.safe_dump(content, sort_keys=False, width=_WIDTH)
@@ -138,23 +138,7 @@ def _conditions(results: Results, cluster: Cluster) -> list[str]:
         f"computing: {1e3 * measured.compute_seconds:.1f} ms of the slowest rank's step, {results.spread:.2f} times "
         f"the fastest's; median error of the link's fit {results.link_error:.0%}; {results.seconds:.0f} s in total"
     )
-    return [*lines, *_costs(measured.costs)]
-
-
-def _costs(costs: Costs) -> list[str]:
-    """The processor time of exchanges, by the encoding of gradients."""
-    coded = [
-        f"{name} {_per_gigabyte(seconds)} and {_per_gigabyte(costs.of(name).taken)}"
-        for name, seconds in sorted(costs.codec_seconds_per_byte.items())
-    ]
-    return [
-        f"each collective: {1e3 * costs.collective_seconds:.2f} ms; ms per GB of gradients beside the link, and taken "
-        f"from the computing meanwhile: {', '.join(coded)}"
-    ]
-
-
-def _per_gigabyte(seconds_per_byte: float) -> str:
-    return f"{1e12 * seconds_per_byte:.0f}"
+    return lines
 
 
 def _table(results: Results, options: Options, best: Candidate | None) -> list[str]:
@@ -197,11 +181,25 @@ def _row(candidate: Candidate, results: Results, options: Options) -> dict[str, 
     }
 
 
-def _changes(results: Results, options: Options, cluster: Cluster) -> list[str]:
-    changes = thresholds(_allowed(results, options), results.measured, cluster)
-    (_, first), *rest = changes
-    words = "".join(f", from {rate:.2g} Gb/s on {name}" for rate, name in rest)
-    return [f"by the link's rate (predicted): {first}{words}"]
+def contradicted(results: Results) -> list[tuple[Candidate, Tried]]:
+    """The trials whose measured step is far from the predicted one."""
+    trials = [(each, results.tried[each.name]) for each in results.candidates if each.name in results.tried]
+    return [
+        (each, tried)
+        for each, tried in trials
+        if not tried.failure and not 1 / _FAR <= 1e-3 * tried.step_ms / each.step <= _FAR
+    ]
+
+
+def _contradictions(results: Results, options: Options) -> list[str]:
+    found = contradicted(results)
+    if not found:
+        return []
+    words = ", ".join(f"{each.name} {tried.step_ms:.1f} ms for {1e3 * each.step:.1f}" for each, tried in found)
+    allowed = _allowed(results, options)
+    untried = sum(each.name not in results.tried for each in allowed)
+    more = f"; one of the {untried} that were not tried may be better: --trials {len(allowed)}" if untried else ""
+    return ["", f"measured and predicted steps contradict one another: {words}{more}"]
 
 
 def _hint(results: Results, options: Options, best: Candidate) -> list[str]:

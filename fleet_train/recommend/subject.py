@@ -22,8 +22,6 @@ from fleet_train.convert.rehearsal import before_training_alone, not_converted
 from fleet_train.convert.session import current
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile
-from fleet_train.recommend.calibrate import calibrate
-from fleet_train.recommend.candidates import network_of
 from fleet_train.selftest.subject import write_report
 
 COMPUTING = "computing"
@@ -33,23 +31,19 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     task: dict[str, Any] = json.loads(task_text)
     reports = Path(reports_path)
 
-    def tried(steps: list[float], _: Again) -> None:
+    def tried(steps: list[float]) -> None:
         write_report(reports, steps=steps, exposed_ms=fleet.communication().exposed_ms, memory=memory_bytes())
 
-    def computed(steps: list[float], again: Again) -> None:
+    def computed(steps: list[float]) -> None:
         plan = fleet.plan()
         assert plan is not None
         links_by_place = probe(current().job, float(task["measure_seconds"]), lambda _: None)
         links = {where: asdict(measured) for where, measured in links_by_place.items()}
-        network = network_of(links)
-        gradients = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
-        costs, further_steps = calibrate(current().job, gradients, network, again)
         write_report(
             reports,
-            steps=steps + further_steps,
+            steps=steps,
             plan=plan.to_json(),
             links=links,
-            costs=asdict(costs),
             memory=memory_bytes(),
             is_gloo=isinstance(fleet.place(), paddle.CPUPlace),
         )
@@ -67,10 +61,6 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     run_script(Path(task["script"]), tuple(task["arguments"]), Profile(**task["profile"]), steps, refuse)
 
 
-Again = Callable[[], object]
-"""Runs the converted program once more, with its last feed and fetch list."""
-
-
 class Steps:
     """Counts the runs of the converted program; after the last one ``then`` reports, and the process ends.
 
@@ -79,14 +69,13 @@ class Steps:
     """
 
     def __init__(
-        self, number: int, longest_seconds: float, together: bool, then: Callable[[list[float], Again], None]
+        self, number: int, longest_seconds: float, together: bool, then: Callable[[list[float]], None]
     ) -> None:
         self._number = number
         self._longest_seconds = longest_seconds
         self._together = together
         self._then = then
         self._starts: list[float] = []
-        self._again: Again = lambda: None
 
     def watch(self) -> None:
         """Observe every executor of this process from now on."""
@@ -94,10 +83,8 @@ class Steps:
 
         def run(executor: Any, program: Any = None, *arguments: Any, **named: Any) -> Any:
             has_converted = session.is_open() and session.current().main_program is not None
-            is_step = has_converted and self._is_converted(program)
-            if is_step:
+            if has_converted and self._is_converted(program):
                 self._begins()
-                self._again = lambda: original(executor, program, *arguments, **named)
             return original(executor, program, *arguments, **named)
 
         original = process.replace(paddle.static.Executor, "run", run)
@@ -120,7 +107,7 @@ class Steps:
     def end(self) -> None:
         """Report the counts and exit at once: the script must not save, evaluate or continue."""
         steps = [after - before for before, after in zip(self._starts, self._starts[1:], strict=False)]
-        self._then(steps, self._again)
+        self._then(steps)
         fleet.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -12,7 +12,6 @@ from fleet_train import timeouts
 from fleet_train.errors import ConversionError, FleetTrainError, WorkerFailed
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import MOST_COMMUNICATORS
-from fleet_train.plan.price import Costs
 from fleet_train.plan.trial import short_periods, short_warm_ups
 from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import with_assignments
@@ -81,11 +80,7 @@ class Supervisor:
             "measure_seconds": timeouts.RECOMMEND_MEASURE_SECONDS
         }
         try:
-            work = (
-                timeouts.RECOMMEND_MEASURE_SECONDS
-                + timeouts.RECOMMEND_CALIBRATE_SECONDS
-                + timeouts.RECOMMEND_COMPUTE_SECONDS
-            )
+            work = timeouts.RECOMMEND_MEASURE_SECONDS + timeouts.RECOMMEND_COMPUTE_SECONDS
             reports = self._trial(_COMPUTING, task, timeouts.RECOMMEND_START_SECONDS + 2 * work)
         except TrialFailed as failed:
             raise FleetTrainError(f"{self._options.script} could not be measured: {failed}") from None
@@ -212,13 +207,11 @@ def read_computing(reports: Mapping[int, Mapping[str, Any]]) -> tuple[Measuremen
     medians = [statistics.median(steps) for steps in own]
     links = reports[0]["links"]
     error = max((float(link["error"]) for link in links.values()), default=0.0)
-    network, costs = network_of(links), Costs(**reports[0]["costs"])
+    network = network_of(links)
     state = int(averaging["state_values_per_parameter"])
     # A rank that exchanges gradients waits for the slowest rank of each step, not for the slowest one on average.
     slowest = max(statistics.median(max(steps) for steps in zip(*own, strict=False)), *medians)
-    measured = Measurements(
-        gradients, averaged, statistics_, state, slowest, network, costs, bool(reports[0]["is_gloo"])
-    )
+    measured = Measurements(gradients, averaged, statistics_, state, slowest, network, bool(reports[0]["is_gloo"]))
     return measured, max(medians) / max(min(medians), 1e-9), error
 
 

@@ -48,7 +48,6 @@ for _ in range(100000):
 BRIEF = """
 from fleet_train import timeouts
 timeouts.RECOMMEND_MEASURE_SECONDS = timeouts.RECOMMEND_COMPUTE_SECONDS = timeouts.RECOMMEND_TRIAL_SECONDS = 1.0
-timeouts.RECOMMEND_METHOD_SECONDS = timeouts.RECOMMEND_ALONE_SECONDS = 0.1
 """
 
 
@@ -79,11 +78,6 @@ def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: P
     assert "ended with exit code 7" in rows[first]["failure"], rows[first]
     assert made["recommended"] in rows.keys() - {first}
     assert rows[made["recommended"]]["measured_ms"] > 0
-    # Each is a difference of two measured times, which noise may take below 0; it counts as 0 then.
-    for kind in ("codec_seconds_per_byte", "taken_seconds_per_byte"):
-        assert {"none", "bf16", "int8", "int4", "powersgd"} <= set(made["costs"][kind])
-        assert min(made["costs"][kind].values()) >= 0
-
     profile = load_profile(str(tmp_path / "mine.yaml"))
     text = (tmp_path / "mine.yaml").read_text()
     assert text.startswith("# Recommended on ")
@@ -91,7 +85,6 @@ def test_a_trial_that_fails_is_listed_and_of_the_others_one_is_written(script: P
     assert (profile.compression, profile.use_local_sgd) == ("none", False)
     assert "ruled out:" in ended.output
     assert "amp_bf16: amp_level changes what a rank computes, not what it sends" in ended.output
-    assert "by the link's rate (predicted):" in ended.output
     assert "with --allow local_steps: " in ended.output or "with --allow lossy: " in ended.output
 
 

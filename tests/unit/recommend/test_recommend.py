@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import TensorSpec
-from fleet_train.plan.price import TYPICAL, Link, Network
+from fleet_train.plan.price import ENQUEUED, TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.recommend import calibrate, report
-from fleet_train.recommend.candidates import Measurements, consider, risk_of, thresholds
+from fleet_train.recommend import report
+from fleet_train.recommend.candidates import Measurements, consider, risk_of
 from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
-from tests.unit.collectives.played import one_of_two
 
 PAIR, LOCAL_GROUPS = Cluster.imagined(2, 1), Cluster.imagined(2, 2)
 GRADIENTS = tuple(TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8))
-MEASURED = Measurements(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)), TYPICAL)
+MEASURED = Measurements(GRADIENTS, GRADIENTS, (), 1, 0.02, Network(Link(2e-4, 1.2e8), Link(3e-5, 1e9)))
 
 
 def results(**tried: Tried) -> Results:
@@ -35,8 +34,10 @@ def name_of_pick(basis: Results, *allow: str) -> str | None:
 
 def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
     candidates, ruled_out = consider(MEASURED, PAIR)
-    shipped = [candidate.name for candidate in candidates if not candidate.changes]
-    assert sorted([*shipped, *(profile.name for profile in ruled_out)]) == profile_names()
+    assert (
+        sorted([*(candidate.name for candidate in candidates), *(profile.name for profile in ruled_out)])
+        == profile_names()
+    )
     steps = [candidate.step for candidate in candidates]
     assert steps == sorted(steps)
     assert min(steps) >= MEASURED.compute_seconds
@@ -46,20 +47,6 @@ def test_every_profile_is_priced_or_ruled_out_with_a_reason() -> None:
     assert "NCCL reads" in reasons["tcp_only"]
     assert "amp_level changes what a rank computes" in reasons["amp_bf16"]
     assert "hierarchical" in [candidate.name for candidate in consider(MEASURED, LOCAL_GROUPS)[0]]
-
-
-def test_knobs_of_local_steps_are_turned_where_that_pays() -> None:
-    candidates, _ = consider(MEASURED, PAIR)
-    steps = {candidate.name: candidate.step for candidate in candidates}
-    turned = [candidate for candidate in candidates if candidate.changes]
-    assert {candidate.extends for candidate in turned} >= {"local_sgd", "slowmo"}
-    for candidate in turned:
-        assert candidate.risk == LOCAL_STEPS
-        assert candidate.step < 0.95 * steps[candidate.extends]
-        for knob, value in candidate.changes.items():
-            assert getattr(candidate.profile, knob) == value != getattr(load_profile(candidate.extends), knob)
-    quick = replace(MEASURED, network=Network(Link(1e-5, 1e12), Link(1e-5, 1e12)), compute_seconds=10.0)
-    assert not [candidate for candidate in consider(quick, PAIR)[0] if candidate.changes]
 
 
 def test_where_memory_is_short_a_sharded_optimizer_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +70,7 @@ def test_where_memory_is_short_a_sharded_optimizer_is_offered(monkeypatch: pytes
         assert all(each in line for each, line in zip(words, found, strict=True))
 
 
-def test_a_setting_is_every_candidates_and_no_variant_changes_it(tmp_path: Path) -> None:
+def test_a_setting_is_every_candidates(tmp_path: Path) -> None:
     settings = ("nccl_comm_num=1", "local_sgd_steps=5")
     candidates, ruled_out = consider(MEASURED, PAIR, settings=settings[:1])
     assert {candidate.profile.nccl_comm_num for candidate in candidates} == {1}
@@ -114,14 +101,27 @@ def test_risks_and_what_is_allowed() -> None:
         assert [risk for risk in risks.values() if options.allows(risk)] == allowed
 
 
-def test_the_choice_changes_with_the_link() -> None:
-    candidates, _ = consider(MEASURED, PAIR)
-    changes = thresholds(candidates, MEASURED, PAIR)
-    assert len(changes) > 1
-    rates = [rate for rate, _ in changes]
-    assert rates == sorted(rates)
-    risky = {candidate.name for candidate in candidates if candidate.risk in (LOSSY, LOCAL_STEPS)}
-    assert changes[0][1] in risky  # 10 Mb/s
+def test_a_trial_far_from_its_prediction_is_named_with_how_to_try_the_others() -> None:
+    def told(share: float) -> str:
+        candidates, _ = consider(MEASURED, PAIR)
+        safe = [candidate for candidate in candidates if candidate.risk == NONE]
+        found = results(**{each.name: Tried(each.name, 1e3 * share * each.step) for each in safe[:2]})
+        lines = describe(found, Options("train.py"), PAIR).splitlines()
+        (line,) = [line for line in lines if line.startswith("measured and predicted")] or [""]
+        assert to_json(found, Options("train.py"), PAIR)["contradictions"] == [each.name for each in safe[:2] if line]
+        assert not line or line.endswith(
+            f"one of the {len(safe) - 2} that were not tried may be better: --trials {len(safe)}"
+        )
+        assert not line or all(f"{each.name} {1e3 * share * each.step:.1f} ms for" in line for each in safe[:2])
+        return line
+
+    assert told(0.7) == told(1.0) == told(1.4) == ""
+    assert told(0.5)
+    assert told(1.6)
+
+
+def test_costs_are_typical_and_where_collectives_are_enqueued_slow_no_computing() -> None:
+    assert (MEASURED.costs, replace(MEASURED, is_gloo=False).costs) == (TYPICAL, ENQUEUED)
 
 
 def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
@@ -146,9 +146,8 @@ def test_without_a_trial_that_ended_nothing_is_recommended() -> None:
     assert to_json(basis, Options("train.py"), PAIR)["exit_code"] == 1
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path, is_turned: bool) -> None:
-    best = next(candidate for candidate in consider(MEASURED, PAIR)[0] if bool(candidate.changes) == is_turned)
+def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
+    best = consider(MEASURED, PAIR)[0][0]
     basis = results(**{best.name: Tried(best.name, 10.0), "unfused": Tried("unfused", 130.0)})
     path = tmp_path / "recommended.yaml"
     options = Options("a/train.py", allow=(LOSSY, LOCAL_STEPS))
@@ -174,14 +173,6 @@ def test_a_trial_is_short_has_two_periods_and_counts_an_averaging_once_per_perio
     assert (cut.local_sgd_steps, cut.local_sgd_fragments, cut.local_sgd_overlap_steps) == (12, 3, 3)
 
 
-def test_a_calibration_takes_the_slowest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {0: 0.002, 1: 0.005, 2: 0.001, 3: 0.009}
-    with one_of_two(monkeypatch) as job:
-        monkeypatch.setattr(job, "all_gather", lambda _, value: times | {0: value})
-        assert calibrate._slowest(job, 0.002) == 0.009
-        assert calibrate._slowest(job, 0.011) == 0.011
-
-
 @pytest.mark.parametrize(
     ("ranks", "seconds", "spread"),
     [
@@ -199,7 +190,6 @@ def test_reports_of_local_steps_become_what_is_priced_by_the_slowest_rank_of_eac
     averaging = replace(plan.averaging, state_values_per_parameter=2, statistics=(mean,))
     link = {"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e8}, "error": 0.03}
     told = {"plan": replace(plan, averaging=averaging).to_json(), "links": {"between nodes": link}, "is_gloo": True}
-    told |= {"costs": asdict(TYPICAL)}
     # The first steps compile.
     reports = {rank: told | {"steps": [9.0, 9.0, 9.0, *timed]} for rank, timed in enumerate(ranks)}
     measured, apart, error = read_computing(reports)
