@@ -135,19 +135,9 @@ FOLDER_ELSEWHERE_SECONDS = 120.0
 """The same on another machine: a file server releases the lock of one that lost its power after a minute and a half."""
 FOLDER_POLL_SECONDS = 0.2
 COPIES_FINISH_SECONDS = 300.0
-"""For copies of checkpoints under way at the end of a training."""
+"""For other nodes to write their checkpoints at the end of a training."""
 COPIES_STOP_SECONDS = 20.0
 """The same at a graceful stop, below the launcher's grace period of 30 s."""
-COPY_CONNECT_SECONDS = 10.0
-"""To connect to a receiver of copies, and for it to prove that it knows the token."""
-COPY_HANDSHAKE_SECONDS = 5.0
-"""For a caller to prove to a receiver that it knows the token."""
-COPY_STALL_SECONDS = 30.0
-"""For one message, or one piece of a file, to be sent; or for the answer to a quick request."""
-COPY_PLACING_SECONDS = 120.0
-"""For the receiver to sync the data and to remove old checkpoints."""
-COPY_ACCEPT_AGAIN_SECONDS = 0.1
-"""After a receiver could not accept a connection (too many open files): there will be fewer."""
 STRAGGLER_SECONDS = 5.0
 """The least time for which a rank must be slower than the others: less may be a checkpoint, or load for a moment."""
 PROGRESS_LINE_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""Transfers named numpy arrays between rank 0 and the others: over the process group, with a timeout, no pickle.
+"""Transfers named numpy arrays between one rank and the others: over the process group, with a timeout, no pickle.
 
 Every call is made by all ranks in the same order, and all of them take part in every collective. Point-to-point
 messages are not used: Paddle's Gloo numbers the operations of a group on each rank, and a message between two of three
@@ -22,33 +22,33 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 _PIECE_BYTES = 16 << 20
-"""What rank 0 sends or receives at a time, over all ranks."""
+"""What the root sends or receives at a time, over all ranks."""
 
 
-def broadcast_arrays(job: Job, arrays: Mapping[str, Array]) -> Arrays:
-    """Rank 0's arrays on every rank; the others' arrays are ignored."""
-    return dict(broadcast_each(job, arrays))
+def broadcast_arrays(job: Job, arrays: Mapping[str, Array], root: int = 0) -> Arrays:
+    """The arrays of rank ``root`` on every rank; the others' arrays are ignored."""
+    return dict(broadcast_each(job, arrays, root))
 
 
-def broadcast_each(job: Job, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+def broadcast_each(job: Job, arrays: Mapping[str, Array], root: int = 0) -> Iterator[tuple[str, Array]]:
     """The same, array by array: what a rank does not keep of one is gone before the next one arrives. All ranks take
     all of them."""
     if job.world_size == 1:
         yield from arrays.items()
         return
-    is_first = job.cluster.rank == 0
-    described = job.broadcast(f"share {job.count('share')}", _describe(arrays) if is_first else None)
+    is_root = job.cluster.rank == root
+    described = job.broadcast(f"share {job.count('share')}", _describe(arrays) if is_root else None, root)
     group = job.communicators(1)[0]
 
     def broadcast(pieces: Sequence[Array]) -> Stages[None]:
         yield HAND_OVER
         wire = _tensor(job, pieces[0])
-        yield Stage((Collective("broadcast", group, wire, 0),))
-        if not is_first:
+        yield Stage((Collective("broadcast", group, wire, root),))
+        if not is_root:
             pieces[0][:] = wire.numpy()
 
     for each in described:
-        mine = _contiguous({each[0]: arrays[each[0]]}) if is_first else _empty([each])
+        mine = _contiguous({each[0]: arrays[each[0]]}) if is_root else _empty([each])
         _each_piece(job, "sharing", [mine], _PIECE_BYTES, broadcast)
         yield each[0], mine[each[0]]
 

@@ -78,15 +78,18 @@ def first_not_finite(main_program: Any = None) -> str | None:
     return ProgramState(program).first_not_finite(_changed_by(exchanges_of(program)))
 
 
-def capture_persistables(main_program: Any = None, memory: Captured | None = None) -> Captured:
+def capture_persistables(
+    main_program: Any = None, memory: Captured | None = None, ranks: Sequence[int] = (0,)
+) -> Captured:
     """The state that ``save_persistables`` would save, copied into rank 0's memory; its ``write(folder)`` may run on a
     thread.
 
     All ranks call it after the same step. ``memory``: an earlier capture that has been written; its memory is reused.
+    ``ranks``: those that get it, rank 0 among them: what each of them writes has the same bytes.
     """
     program = program_or_last(main_program)
     with current().job.inside("fleet.capture_persistables()"):
-        return capture(current().job, program, memory)
+        return capture(current().job, program, memory, ranks)
 
 
 def save_persistables(
@@ -197,17 +200,18 @@ def save_inference_model(
 
 @dataclass(frozen=True)
 class Captured:
-    """A program's state at one step, in rank 0's memory. Training may continue while it is written."""
+    """A program's state at one step, in the memory of rank 0, or of several ranks. Training may continue while it is
+    written."""
 
     state: State
-    """Copies; empty on every rank except 0."""
+    """Copies; empty on the other ranks."""
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     schedule: Saved | None = None
     """Where the program's learning-rate schedule stands."""
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``, synced to the disk; for rank 0, on any thread. Raises OSError, and NotFinite
+        """Write it into ``folder``, synced to the disk; on any thread. Raises OSError, and NotFinite
         instead of writing NaN or infinity.
         """
         schedule = {} if self.schedule is None else {"schedule": self.schedule}
@@ -227,21 +231,21 @@ class Captured:
         return persistables.write_tensors(folder, self.state)
 
 
-def capture(job: Job, program: Any, memory: Captured | None = None) -> Captured:
+def capture(job: Job, program: Any, memory: Captured | None = None, ranks: Sequence[int] = (0,)) -> Captured:
     """Copy the current state; all ranks call it.
 
-    State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0.
+    State that drifts under LocalSGD is averaged first; each rank's own state is sent to rank 0, and on to ``ranks``.
     Raises ScheduleMismatch on every rank when the replicas have diverged (divergence_check_steps): nothing is saved.
     ``memory``: an earlier capture that is no longer needed; its arrays are overwritten, which saves allocating them.
     """
     state, found = ProgramState(program), exchanges_of(program)
-    is_first, continued = job.cluster.rank == 0, _continued(state, found)
+    gets_it, continued = job.cluster.rank in ranks, _continued(state, found)
     make_equal(job, found, continued)
     sums = state.sums_under_way if found else []
     arrays: Arrays = {}
     shared = [(owned, owned.names(state)) for owned in map(partial(owned_state, job), found) if owned is not None]
     own_names = {whole: name for _, names in shared for whole, name in names.items()}
-    if is_first:
+    if gets_it:
         left = {*sums, *own_names.values()}
         names = [name for name in state.variables if name not in left and not name.endswith(ROWS)]
         arrays = state.read(names, into=memory.state.arrays if memory else None)
@@ -252,17 +256,30 @@ def capture(job: Job, program: Any, memory: Captured | None = None) -> Captured:
         alike, differing = method_state.read_state(each.exchange.memories)
         arrays |= position_of(each.exchange, _distinct(each, continued)) | _with_prefix(alike)
         own = _with_prefix(differing) | own
-    ranks = gather_arrays(job, own) if own else []
+    of_ranks = gather_arrays(job, own) if own else []
+    if own and len(ranks) > 1:
+        of_ranks = [_sent_on(job, part, gets_it) for part in of_ranks or [{}] * job.world_size]
     kinds = state.kinds
     for owned, names_here in shared:
         gathered = owned.gather({name: borrowed(state.variables[name]) for name in names_here.values()})
+        gathered = _sent_on(job, gathered, gets_it) if len(ranks) > 1 else gathered
         arrays |= gathered
         kinds = {name: kind for name, kind in kinds.items() if name in arrays or name in sums}
         kinds |= {name: kind_of(name, False) for name in gathered}
-    if not is_first:
+    if not gets_it:
         return Captured(State({}))
     trained = current().schedules.copied_by(program) or current().main_program
-    return Captured(State(arrays, kinds, ranks), state.constant, state_to_save(program, trained))
+    return Captured(State(arrays, kinds, of_ranks), state.constant, state_to_save(program, trained))
+
+
+def piece_of(rank: int, piece: Any, name: str) -> Any:
+    """One rank's piece of a file (uint8, of equal size everywhere) on every rank; all ranks call it."""
+    return broadcast_arrays(current().job, {name: piece}, rank)[name]
+
+
+def _sent_on(job: Job, arrays: Arrays, keeps: bool) -> Arrays:
+    """Rank 0's arrays on the ranks that keep them; all ranks take part."""
+    return {name: array for name, array in broadcast_each(job, arrays) if keeps}
 
 
 def _continued(state: ProgramState, found: Sequence[Converted]) -> list[Converted]:

@@ -175,7 +175,7 @@ OF_CURVES: dict[str, Metric | None] = {
     "communication/local_sgd_period": Metric("local_sgd_period_steps", "Steps between two averagings of LocalSGD."),
     "ranks/median_step_ms": Metric("rank_step_median_seconds", "Median of the ranks' own step times.", _MS),
     "ranks/slowest_step_ms": Metric("rank_step_slowest_seconds", "Largest of the ranks' own step times.", _MS),
-    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have received."),
+    "checkpoint/copies": Metric("checkpoint_copies_total", "Checkpoints that other nodes have written or got."),
     "checkpoint/copies_failed": Metric("checkpoint_copy_failures_total", "Attempts to copy a checkpoint that failed."),
 }
 INFO = Metric("info", "Always 1; its labels describe the run.")

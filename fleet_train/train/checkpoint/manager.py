@@ -1,6 +1,6 @@
 """Saves and loads one training run over all ranks. Rank 0's disk is authoritative; `storage` handles the folders.
 
-With copies, rank 0's disk is authoritative once the newest checkpoint of all nodes has been sent to it (`copies`).
+With copies, rank 0's disk is authoritative once it has the newest checkpoint of all nodes (`copies`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fleet_train import fleet, timeouts
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.log import logger
-from fleet_train.train.agree import ask_first_worker
+from fleet_train.train.agree import ask_first_worker, share
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.claim import claim, release
 from fleet_train.train.checkpoint.copies import Copies
@@ -147,8 +147,8 @@ class Checkpoints:
         background: write during training; one at a time.
         timeout_seconds: the longest wait for a write: before the next one, at the end, and at a graceful shutdown.
         copies: number of nodes that keep each checkpoint, each in its own `output`: rank 0's and the next ones in node
-        order. 1 = only rank 0's. Training does not wait for the transfers. say: gets the message when one could not be
-        written, on rank 0. None = standard error.
+        order. 1 = only rank 0's. Training does not wait for the other nodes' disks. say: gets the message when one
+        could not be written, on rank 0. None = standard error.
     """
 
     def __init__(
@@ -172,11 +172,15 @@ class Checkpoints:
         self._copies = Copies(self.folder, copies, keep_best, self._report, timeout_seconds) if copies > 1 else None
         self._run: storage.Run | None = None
         self._attempt: _Attempt | None = None
+        """This rank's write: rank 0's, with copies also one rank's on each node that keeps them."""
+        self._is_skipped = False
+        """Whether another node has skipped the last checkpoint, because its disk was busy with the one before."""
         self._is_under_way = False
         self._memory: Any = None
         self._is_claimed = False
         self._replaced: Callable[[], None] | None = None
-        """Called before an earlier run is removed, which waits for this run's first checkpoint; None if none waits."""
+        """Called on rank 0 before an earlier run is removed, which waits for this run's first checkpoint; None if none
+        waits."""
 
     def claim(self, *, must_be_writable: bool = True) -> None:
         """Lock the folder for this process, until it ends or `close` is called; `save` and the trainers do it.
@@ -211,7 +215,7 @@ class Checkpoints:
     def newest(self) -> StoredCheckpoint | None:
         """The newest published checkpoint; CheckpointError on every rank if anything except the tensors was altered.
 
-        With copies: the newest whole one of all nodes, which is first sent to rank 0.
+        With copies: the newest whole one of all nodes, which is first sent to the nodes that lack it.
         """
         return self._find(lambda: next(reversed(storage.of_latest_run(self.folder)), None))
 
@@ -232,23 +236,42 @@ class Checkpoints:
         if self._is_under_way:
             self._written()
         self.claim(must_be_writable=False)
+        writers, entries = [0], asdict(state)
+        score = None if score is None or math.isnan(score) else float(score)
         if self._copies is not None:
-            self._copies.begin_saving()
-        captured = fleet.capture_persistables(memory=self._memory)
-        self._memory = captured if self._background else None  # new memory would take longer than the copy
-
-        def write() -> Path:
-            draft = storage.begin(self.folder, state.step)
-            self._run = self._run or storage.Run.new(latest_run([report_of(self.folder)]))
-            tensors = captured.write_tensors(draft, f"after step {state.step}")
-            return storage.publish(self.folder, state.step, asdict(state), score, self._run, tensors)
-
-        if fleet.is_first_worker():
-            self._attempt = _Attempt(self.folder, state.step, write, self._tidy, self._timeout_seconds, self._report)
+            writers, self._run = self._copies.writers(), self._copies.begin_saving()
+            self._tell_copies(timeouts.RANKS_SYNC_SECONDS)  # a disk that is slower misses this one
+            entries, score = share([entries, score])  # equal bytes on all nodes
+        rank, attempt = fleet.worker_index(), self._attempt
+        self._is_skipped = rank != 0 and attempt is not None and not attempt.ends_within(0.0)
+        memory = None if self._is_skipped else self._memory  # what is being written is not overwritten
+        captured = fleet.capture_persistables(memory=memory, ranks=writers)
+        if rank in writers and not self._is_skipped:
+            self._begin(captured, state.step, entries, score)
+            self._memory = captured if self._background else None  # new memory would take longer than the copy
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
         return self._written()
+
+    def _begin(self, captured: Any, step: int, state: dict[str, Any], score: float | None) -> None:
+        """Write a checkpoint on this rank, in a thread."""
+        is_first, replaced = fleet.is_first_worker(), self._replaced
+
+        def write() -> Path:
+            draft = storage.begin(self.folder, step)
+            self._run = self._run or storage.Run.new(latest_run([report_of(self.folder)]))
+            tensors = captured.write_tensors(draft, f"after step {step}")
+            return storage.publish(self.folder, step, state, score, self._run, tensors)
+
+        def tidy() -> None:
+            if replaced is not None:
+                if is_first:
+                    replaced()
+                storage.remove_others(self.folder, self._run or storage.Run())
+            storage.prune(self.folder, self._keep, self._keep_best)
+
+        self._attempt = _Attempt(self.folder, step, write, tidy, self._timeout_seconds, self._report)
 
     def finish(self, copy_seconds: float = timeouts.COPIES_FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
@@ -267,9 +290,43 @@ class Checkpoints:
         on every rank; empty if none does.
         """
         written = self._written()
-        lacking = "" if self._copies is None else self._copies.finish(copy_seconds)
+        lacking = "" if self._copies is None else self._await_copies(self._copies, copy_seconds)
         ask_first_worker(self._refuse_unsaved)
         return written, lacking
+
+    def _tell_copies(self, seconds: float = 0.0) -> list[int]:
+        """Tell all ranks how the other nodes' last writes went; returns the ranks whose writes have not ended after
+        waiting this long."""
+        assert self._copies is not None
+        outcome, is_busy = None, False
+        if not fleet.is_first_worker() and self._attempt is not None:
+            is_busy = not self._attempt.ends_within(seconds)
+            if self._is_skipped:
+                outcome, self._is_skipped = "its disk is still taking the checkpoint before", False
+                self._attempt.is_outdated = True
+            elif not is_busy:
+                outcome, self._attempt = None if self._attempt.is_outdated else self._attempt.problem, None
+        told = fleet.gather([outcome, is_busy])
+        self._copies.wrote([outcome for outcome, _ in told])
+        return [rank for rank, (_, is_busy) in enumerate(told) if is_busy]
+
+    def _await_copies(self, copies: Copies, seconds: float) -> str:
+        """Wait for the other nodes' writes; which of them lack the last checkpoint and why, the same on every rank."""
+        deadline = time.monotonic() + seconds
+        while busy := self._tell_copies(min(timeouts.RANKS_SYNC_SECONDS, seconds)):
+            if share(time.monotonic() >= deadline):
+                copies.is_late(busy)
+                break
+
+        def last() -> str:
+            try:
+                published = storage.complete(self.folder)
+            except (OSError, CheckpointError):  # rank 0's own disk, of which the save has a message
+                return ""
+            return storage.name_of(published[-1]) if published else ""
+
+        name = str(ask_first_worker(last))
+        return copies.lacking(name) if name else ""
 
     def _refuse_unsaved(self) -> None:
         """On rank 0. Raises NotSaved if the last write failed."""
@@ -290,24 +347,10 @@ class Checkpoints:
         return {} if self._copies is None else self._copies.scalars()
 
     def close(self) -> None:
-        """Receive no more copies from other nodes, and let other processes have the folder; does not communicate.
-        Otherwise both end with the process.
-        """
-        if self._copies is not None:
-            self._copies.close()
+        """Let other processes have the folder, as the end of the process does; does not communicate."""
         if self._is_claimed:
             self._is_claimed = False
             release(self.folder)
-
-    def _tidy(self) -> None:
-        if self._replaced is not None:
-            self._replaced()
-            storage.remove_others(self.folder, self._run or storage.Run())
-        try:
-            storage.prune(self.folder, self._keep, self._keep_best)
-        finally:
-            if self._copies is not None and self._replaced is None:
-                self._copies.offer()
 
     def _written(self) -> Path | None:
         answer = None
@@ -367,6 +410,8 @@ class _Attempt:
         self._error: BaseException | None = None
         self.problem = ""
         """What could not be written, and why; empty if it was written."""
+        self.is_outdated = False
+        """Whether there is a later checkpoint, which this node has skipped."""
         self._due = math.inf
         # A daemon: a hanging disk must not block the exit. A process that ends without `finish` still finishes it.
         self._thread = threading.Thread(target=self._run, name="fleet_train checkpoint", daemon=True)
@@ -401,6 +446,13 @@ class _Attempt:
                 "a slow disk longer (--checkpoint_timeout)"
             )
         return None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether another node's write has ended, after waiting this long; it is never late."""
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            atexit.unregister(self._finish_at_exit)
+        return not self._thread.is_alive()
 
     def _ends_within(self, seconds: float) -> bool:
         """Wait this long, but no longer than the timeout since the first wait."""

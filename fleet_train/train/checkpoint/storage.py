@@ -14,7 +14,6 @@ removed, and if such an entry is itself a link, the link and not its target.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -30,7 +29,7 @@ from fleet_train.cluster.environment import launched_job
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import WAY_OUT
 from fleet_train.errors import CheckpointError
-from fleet_train.files import read_regular, sync_folder
+from fleet_train.files import sync_folder
 
 MARKER = persistables.DESCRIPTION
 _MOST_MARKER_BYTES = 256 << 20
@@ -123,6 +122,13 @@ def publish(
     known = None if score is None or math.isnan(score) else float(score)
     persistables.publish(draft, {**tensors, "state": dict(state), "score": known, "run": run.as_json()})
     return put_in_place(draft, folder_of(checkpoints, step))
+
+
+def sync_files(folder: Path) -> None:
+    """Write what the files hold to the disk."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def put_in_place(draft: Path, final: Path) -> Path:
@@ -270,14 +276,6 @@ def run_from(entry: Any) -> Run:
         return Run(generation, float(entry["began"]), str(entry["id"]))
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         return Run()
-
-
-def marker_digest(folder: Path) -> str:
-    """SHA-256 of the marker, which has the hash of each tensor, or of the files that have it: it covers everything."""
-    try:
-        return hashlib.sha256(read_regular(folder / MARKER, _MOST_MARKER_BYTES)).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{folder / MARKER} cannot be read: {error}; {WAY_OUT}") from error
 
 
 def best(checkpoints: Path) -> Path | None:

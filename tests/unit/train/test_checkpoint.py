@@ -162,7 +162,7 @@ def test_copies_that_are_missing_at_the_end_are_an_error_and_at_a_stop_a_note(
 ) -> None:
     checkpoints = Checkpoints(tmp_path, copies=2, say=lambda _: None)
     told = ["there is no copy on rank 1"]
-    monkeypatch.setattr(Copies, "finish", lambda *_: told[0])
+    monkeypatch.setattr(Copies, "lacking", lambda *_: told[0])
     path = checkpoints.save(None, state(10))
     with pytest.raises(NotSaved, match="there is no copy on rank 1"):
         checkpoints.finish()

@@ -8,22 +8,40 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from fleet_train import timeouts
-from fleet_train.errors import CheckpointError
+from fleet_train.convert.program_state import State
+from fleet_train.convert.saving import Captured
+from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train import agree
-from fleet_train.train.checkpoint import claim, copies, storage
+from fleet_train.train.checkpoint import claim, copies, manager, storage
 from fleet_train.train.checkpoint.copies import Copies
+from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
 from fleet_train.train.checkpoint.storage import Run
 from tests.support.agreeing import ThreadRanks
 from tests.support.checkpoints import held_by_another_process
 from tests.support.checkpoints import publish as published
-from tests.support.processes import until
-from tests.unit.train.test_copying import files, names, publish
 
 OLD, NEW = Run(1, 100.0, "aa"), Run(2, 50.0, "bb")  # the clocks are not equal
+
+
+def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: Run = OLD) -> Path:
+    return published(checkpoints, step, {"step": step}, run=run, content=content, own=b"of each rank")
+
+
+def files(checkpoints: Path) -> dict[str, bytes]:
+    """Those of all checkpoints, drafts included."""
+    return {str(path.relative_to(checkpoints)): path.read_bytes() for path in checkpoints.rglob("*step-*/*")}
+
+
+def names(checkpoints: Path) -> list[str]:
+    hidden = (".lock",)
+    return (
+        sorted(path.name for path in checkpoints.iterdir() if path.name not in hidden) if checkpoints.exists() else []
+    )
 
 
 class Job(ThreadRanks):
@@ -44,7 +62,16 @@ class Job(ThreadRanks):
 
         def work(rank: int) -> Any:
             node = 0 if shared else rank // (self.size // self.node_num())
-            made = Copies(self.checkpoints(node), number, keep_best, self.said.append)
+            return do(Copies(self.checkpoints(node), number, keep_best, self.said.append))
+
+        return self.run(work)
+
+    def saving(self, do: Callable[[Checkpoints], Any], number: int = 2, background: bool = True) -> Any:
+        """What ``do`` returns or raises on each rank, with the checkpoints of a training."""
+
+        def work(rank: int) -> Any:
+            folder = self.checkpoints(rank // (self.size // self.node_num())).parent
+            made = Checkpoints(folder, copies=number, background=background, say=self.said.append)
             try:
                 return do(made)
             finally:
@@ -52,12 +79,20 @@ class Job(ThreadRanks):
 
         return self.run(work)
 
-    def saved(self, made: Copies, wait: float = 10.0) -> tuple[str, dict[str, float]]:
-        """What is told at the end, and the curves."""
-        made.begin_saving()
-        if self.is_first_worker():
-            made.offer()
-        return made.finish(wait), made.scalars()
+    def capture_persistables(self, memory: Any = None, ranks: Sequence[int] = (0,)) -> Captured:
+        """In place of the facade's: the same state on all ``ranks``."""
+        del memory
+        held = {"w": np.arange(5.0)} if self.worker_index() in ranks else {}
+        return Captured(State(held, {}, []))
+
+    def piece_from(self, holder: int, piece: Any, _: str) -> Any:
+        """In place of the job's own connections."""
+        if self.worker_index() == holder:
+            self._piece = piece
+        self.gather(None)
+        sent = self._piece.copy()
+        self.gather(None)
+        return sent
 
     def held(self) -> list[list[str]]:
         """By node."""
@@ -68,8 +103,9 @@ class Job(ThreadRanks):
 def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     def make(nodes: int, ranks_per_node: int = 1) -> Job:
         job = Job(tmp_path, nodes, ranks_per_node)
-        monkeypatch.setattr(copies, "fleet", job)
-        monkeypatch.setattr(agree, "fleet", job)
+        for module in (agree, claim, copies, manager):
+            monkeypatch.setattr(module, "fleet", job)
+        monkeypatch.setattr(copies, "piece_of", job.piece_from)
         monkeypatch.setattr(timeouts, "RANKS_SYNC_SECONDS", 0.1)
         return job
 
@@ -89,17 +125,6 @@ def begun(made: Copies) -> Any:
     return made.run
 
 
-def ended(made: Copies) -> str:
-    made.holders()
-    return made.finish(10.0)
-
-
-def full_disk(_to: Any, _source: str, folder: Path, *_: Any, **__: Any) -> bool:
-    if folder.name == "step-00000010":
-        raise CheckpointError("the disk is full")
-    return True
-
-
 def damage(folder: Path) -> None:
     (folder / "persistables.safetensors").write_text("{}")
 
@@ -111,15 +136,17 @@ def test_the_newest_checkpoint_comes_once_from_the_node_that_has_it(
     publish(job.checkpoints(0), 10)
     publish(job.checkpoints(1), 20)
     publish(job.checkpoints(2), 20, b"another one of that step")
-    assert job.copied(newest) == [OLD] * 3
+    assert job.copied(newest, number=3) == [OLD] * 3
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
     assert (job.checkpoints(0) / "step-00000020" / "persistables.safetensors").read_bytes().endswith(b"tensors")
+    assert b"another" in files(job.checkpoints(2))["step-00000020/persistables.safetensors"], "it had one of that step"
     assert job.said == [
-        "--checkpoint_copies 2: checkpoints are kept on rank 0 (127.0.0.2:6170), rank 1 (127.0.0.3:6170)",
+        "--checkpoint_copies 3: checkpoints are kept on "
+        + ", ".join(f"rank {rank} (127.0.0.{rank + 2}:6170)" for rank in range(3)),
         "the newest checkpoint, step-00000020, comes from rank 1 (127.0.0.3:6170)",
     ]
-    monkeypatch.setattr(copies, "send", None)
-    assert job.copied(newest) == [OLD] * 3, "what rank 0 has is not sent"
+    monkeypatch.setattr(copies, "piece_of", None)
+    assert job.copied(newest, number=3) == [OLD] * 3, "what a node has is not sent"
 
 
 def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node_or_to_an_older_one(make_job: MakeJob) -> None:
@@ -128,11 +155,10 @@ def test_a_damaged_checkpoint_gives_way_to_a_whole_one_of_another_node_or_to_an_
     damage(publish(job.checkpoints(0), 20))
     publish(job.checkpoints(1), 30).joinpath("complete.json").write_text("no JSON")
     assert job.copied(newest) == [OLD] * 2
-    assert job.held() == [["damaged", "run.json", "step-00000010"], ["damaged", "run.json"]]
+    assert job.held() == [["damaged", "run.json", "step-00000010"]] * 2
     assert names(job.checkpoints(0) / "damaged") == ["step-00000020"]
     assert any("rank 0 (127.0.0.2:6170): a damaged checkpoint was moved to" in line for line in job.said)
     damage(job.checkpoints(0) / "step-00000010")
-    publish(job.checkpoints(1), 10)
     assert job.copied(newest) == [OLD] * 2
     assert storage.read(job.checkpoints(0) / "step-00000010").state == {"step": 10}
 
@@ -150,11 +176,32 @@ def test_nothing_is_moved_and_every_rank_is_told_where_none_is_whole(make_job: M
 def test_a_newest_one_that_does_not_arrive_is_no_reason_to_go_back(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(2)
+    real = copies._append
+    monkeypatch.setattr(
+        copies, "_append", lambda piece, path: "the disk is full" if full in path.parts else real(piece, path)
+    )
+    job, full = make_job(2), "node0"
     publish(job.checkpoints(0), 5)
     publish(job.checkpoints(1), 10)
-    monkeypatch.setattr(copies, "send", full_disk)
-    assert [str(error) for error in job.copied(newest)] == ["rank 1 (127.0.0.3:6170): the disk is full"] * 2
+    told = "rank 0 (127.0.0.2:6170): step-00000010 did not come from rank 1 (127.0.0.3:6170): the disk is full"
+    assert [str(error) for error in job.copied(newest)] == [told] * 2
+    full = "node1"
+    (job.checkpoints(1) / "step-00000010").rename(job.checkpoints(0) / "step-00000010")
+    lacking = job.copied(lambda made: (made.bring_newest(), made.lacking("step-00000010"))[1])
+    assert lacking[0] == lacking[1]
+    assert "there is no copy on rank 1 (127.0.0.3:6170): the disk is full. Mend that" in lacking[0]
+    assert job.said[-1].startswith("no copy on rank 1 (127.0.0.3:6170): the disk is full; training goes on")
+
+
+def test_what_is_altered_on_its_way_does_not_count(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(2)
+    publish(job.checkpoints(1), 10)
+    real = copies._append
+    monkeypatch.setattr(copies, "_append", lambda piece, path: real(piece ^ ("ranks" in path.name), path))
+    (first, _) = job.copied(newest)
+    assert "step-00000010 did not come from rank 1" in str(first)
+    assert "ranks.safetensors" in str(first)
+    assert names(job.checkpoints(0)) == [".copying-step-00000010", "run.json"]
 
 
 def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: MakeJob) -> None:
@@ -169,7 +216,7 @@ def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: Ma
     assert ours > future
     assert job.held() == [[], ["step-00000500"], ["step-00000400"]], "until the new run has a checkpoint"
     ours = job.copied(lambda made: (begun(made), made.remove_earlier())[0])[0]
-    assert job.held() == [["run.json"]] * 3
+    assert job.held() == [["run.json"], ["run.json", "step-00000500"], ["run.json"]], "who writes removes its own"
     assert [read_record(job.checkpoints(node)) for node in range(3)] == [ours] * 3
 
 
@@ -180,7 +227,6 @@ def test_a_folder_that_another_run_uses_on_another_node_is_refused_on_all(
         return claim.claim(job.checkpoints(job.worker_index()), made.is_member(), 10.0, must_be_writable=True)
 
     job = make_job(2)
-    monkeypatch.setattr(claim, "fleet", job)
     monkeypatch.setattr(timeouts, "FOLDER_HERE_SECONDS", 0.2)
     job.checkpoints(1).mkdir(parents=True)
     with held_by_another_process(job.checkpoints(1)) as other:
@@ -199,10 +245,10 @@ def test_a_shared_folder_is_seen_and_nothing_is_sent(make_job: MakeJob, linked: 
     if linked:
         job.checkpoints(1).parent.mkdir()
         job.checkpoints(1).symlink_to(job.checkpoints(0))
-    saved = job.copied(lambda made: (made.bring_newest(), job.saved(made)[1])[1], shared=not linked)
-    assert saved == [{}, {}]
+    found = job.copied(lambda made: (made.bring_newest(), made.writers(), made.scalars())[1:], shared=not linked)
+    assert found == [([0], {})] * 2
     assert job.said == [
-        "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder; nothing is sent"
+        "--checkpoint_copies 2: all nodes see rank 0's checkpoints in one shared folder, which has each of them once"
     ]
     assert sorted(path.name for path in job.checkpoints(0).iterdir()) == ["run.json", "step-00000010"]
 
@@ -219,7 +265,7 @@ def test_the_run_begun_last_counts_and_others_are_moved_aside(make_job: MakeJob,
     assert job.copied(newest) == [NEW] * 2
     saved = [f"step-{step:08d}" for step in steps]
     assert names(ours) == ["run.json", *saved]
-    assert names(theirs) == ["of-run-aa", "run.json", *(saved if later else [])]
+    assert names(theirs) == ["of-run-aa", "run.json", *saved]
     assert names(theirs / "of-run-aa") == ["step-00000500"]
     assert read_record(theirs) == NEW
 
@@ -240,7 +286,7 @@ def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_re
     both = make_job(2)
     publish(both.checkpoints(1), 500, run=ahead)
     assert both.copied(newest) == [later] * 2
-    assert both.held() == [["run.json", "step-00000020"], ["of-run-aa", "run.json"]]
+    assert both.held() == [["run.json", "step-00000020"], ["of-run-aa", "run.json", "step-00000020"]]
 
 
 def test_of_two_runs_that_began_apart_only_the_launched_jobs_own_is_continued(
@@ -266,85 +312,120 @@ def test_the_best_comes_with_the_newest_where_it_is_kept(make_job: MakeJob) -> N
     assert names(job.checkpoints(0)) == ["run.json", "step-00000010", "step-00000020"]
 
 
-def test_what_is_saved_is_kept_on_the_first_rank_of_the_next_node_with_a_folder(make_job: MakeJob) -> None:
+def state(step: int) -> TrainState:
+    return TrainState(1, step, 10, 1, {}, {}, {}, {})
+
+
+def save(*steps: int) -> Callable[[Checkpoints], Any]:
+    """Save, and end: the last checkpoint, what is lacking, and the curves."""
+
+    def do(made: Checkpoints) -> Any:
+        for step in steps:
+            made.save(None, state(step), 0.5)
+        written, lacking = made.wait(10.0)
+        return written and written.name, lacking, made.scalars()
+
+    return do
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_first_ranks_of_the_next_nodes_write_the_same_bytes(make_job: MakeJob, background: bool) -> None:
     job = make_job(3, ranks_per_node=2)
-    publish(job.checkpoints(0), 10)
-    assert job.copied(job.saved)[0] == ("", {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 0.0})
-    assert files(job.checkpoints(1)) == files(job.checkpoints(0))
+    found = job.saving(save(10, 20, 30), background=background)
+    curves = {"checkpoint/copies": 3.0, "checkpoint/copies_failed": 0.0}
+    assert found == [("step-00000030", "", curves)] * 6
+    assert names(job.checkpoints(0)) == ["step-00000020", "step-00000030"]
+    assert files(job.checkpoints(1)) == files(job.checkpoints(0)) != {}
     assert names(job.checkpoints(2)) == []
-    assert job.copied(job.saved, number=9)[0][1]["checkpoint/copies"] == 1.0  # the second node has it
-    assert files(job.checkpoints(2)) == files(job.checkpoints(0))
+    assert job.saving(save(40), number=9, background=background)[0][1:] == ("", {**curves, "checkpoint/copies": 2.0})
     assert job.said[-1].endswith("rank 4 (127.0.0.4:6170), as many as there are")
+    assert names(job.checkpoints(2)) == ["step-00000040"]
 
 
-def test_a_copy_that_hangs_is_not_waited_for_longer_than_was_said(
+def test_a_run_that_begins_anew_removes_the_earlier_one_on_every_node_after_its_first_checkpoint(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3)
+    for node in range(3):
+        publish(job.checkpoints(node), 500)
+    replaced: list[int] = []
+
+    def do(made: Checkpoints) -> Any:
+        made.start_new_run(lambda: replaced.append(len(names(job.checkpoints(0)))))
+        held = job.held()
+        return held, save(10)(made)[:2]
+
+    assert job.saving(do) == [([["step-00000500"]] * 3, ("step-00000010", ""))] * 3
+    assert job.held() == [["run.json", "step-00000010"]] * 2 + [["run.json"]]
+    assert replaced == [2], "once, on rank 0, while both are there"
+
+
+def test_a_disk_that_is_full_is_said_at_once_and_its_checkpoint_missed_at_the_end(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, job = threading.Event(), make_job(2)
-    publish(job.checkpoints(0), 10)
-    monkeypatch.setattr(copies, "send", lambda *_: go.wait(60.0))
-    told, same = job.copied(lambda made: job.saved(made, 0.3)[0])
-    go.set()
-    assert told == same
-    assert told.startswith("step-00000010 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more")
-    assert "no copy on rank 1 (127.0.0.3:6170): the wait for its transfer was over before it ended. Mend" in told
+    real, full = storage.begin, {20, 30}
+
+    def begin(checkpoints: Path, step: int) -> Path:
+        if "node1" in checkpoints.parts and step in full:
+            raise OSError(28, "No space left on device")
+        return real(checkpoints, step)
+
+    monkeypatch.setattr(storage, "begin", begin)
+    job = make_job(2)
+    first, second = job.saving(save(10, 20, 30))
+    assert first == second
+    assert first[0] == "step-00000030"
+    assert first[1].startswith(
+        "step-00000030 is whole on rank 0 (127.0.0.2:6170), but --checkpoint_copies 2 asks for more"
+    )
+    assert "no copy on rank 1 (127.0.0.3:6170): the checkpoint of step 30 could not be written: [Errno 28]" in first[1]
+    assert first[2] == {"checkpoint/copies": 1.0, "checkpoint/copies_failed": 2.0}
+    assert [line.partition(":")[0] for line in job.said[1:]] == ["no copy on rank 1 (127.0.0.3"] * 2
+    full.clear()
+    assert job.saving(save(40))[0][1] == "", "only the last checkpoint must be everywhere"
+    for error in job.saving(lambda made: (full.add(50), made.save(None, state(50)), made.finish(10.0))):
+        assert isinstance(error, NotSaved)
 
 
-def test_what_stays_behind_at_the_end_is_tried_once_more_and_told(
+def test_nobody_waits_for_another_nodes_slow_disk_until_the_end(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries: list[str] = []
+    real, go = storage.begin, threading.Event()
 
-    def fails(_to: Any, _source: str, folder: Path, *_: Any) -> bool:
-        tries.append(folder.name)
-        if len(tries) in fails_at:
-            raise CheckpointError("the disk is full")
-        return True
+    def begin(checkpoints: Path, step: int) -> Path:
+        if "node1" in checkpoints.parts and step == 10:
+            go.wait(60.0)
+        return real(checkpoints, step)
 
-    def end(made: Copies) -> str:
-        made.begin_saving()
-        if job.is_first_worker():
-            made.offer()
-            until(lambda: bool(tries), 20)
-        return made.finish(10.0)
-
-    monkeypatch.setattr(copies, "send", fails)
+    monkeypatch.setattr(storage, "begin", begin)
     job = make_job(2)
-    for step in (10, 20):
-        publish(job.checkpoints(0), step)
-    fails_at = {1, 2}
-    told, same = job.copied(end)
-    assert told == same
-    assert "step-00000020 is whole on rank 0" in told
-    assert "no copy on rank 1 (127.0.0.3:6170): the disk is full. Mend that" in told
-    assert tries == ["step-00000020"] * 2
-    tries.clear()
-    fails_at = {1}
-    assert job.copied(end) == ["", ""]
-    assert tries == ["step-00000020", "step-00000020", "step-00000010"]
 
+    def do(made: Checkpoints) -> Any:
+        for step in (10, 20):
+            made.save(None, state(step))
+        hung = made.wait(0.3)[1]
+        go.set()
+        return hung, made.wait(20.0)[1], save(30)(made)[1]
 
-def test_only_the_last_checkpoint_must_be_everywhere(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "send", full_disk)
-    job = make_job(2)
-    assert job.copied(lambda made: made.finish(10.0)) == ["", ""]  # nothing was looked for, or saved
-    for step in (10, 20):
-        publish(job.checkpoints(0), step)
-    assert job.copied(ended) == ["", ""]
+    (hung, skipped, late), same = job.saving(do)
+    assert (hung, skipped, late) == same
+    assert "the wait for it was over" in hung
+    assert "is still taking the checkpoint before" in skipped or "the wait for it was over" in skipped
+    assert late == ""
+    assert names(job.checkpoints(1)) == ["step-00000010", "step-00000030"]
 
 
 def test_a_node_that_can_keep_nothing_is_told_unless_others_do(make_job: MakeJob) -> None:
     job = make_job(3)
-    publish(job.checkpoints(0), 10)
     job.checkpoints(1).parent.mkdir()
     job.checkpoints(1).touch()
-    assert job.copied(ended, number=2) == [""] * 3
-    told, *others = job.copied(ended, number=3)
+    assert [found[1] for found in job.saving(save(10), number=2)] == [""] * 3
+    told, *others = (found[1] for found in job.saving(save(20), number=3))
     assert others == [told] * 2
     assert "no copy on rank 1 (127.0.0.3:6170): " in told
     assert "is not a folder" in told
     two = make_job(2)
-    assert two.copied(lambda made: made.begin_saving()) == [None, None]
+    assert two.copied(lambda made: made.writers()) == [[0]] * 2
     assert two.said[0].startswith("no copies of checkpoints on rank 1 (127.0.0.3:6170): ")
     assert two.said[1].endswith("no second node to keep them; checkpoints are kept on rank 0 (127.0.0.2:6170) alone")
 
