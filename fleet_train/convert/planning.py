@@ -28,7 +28,7 @@ from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
-from fleet_train.plan.choose import JUDGED, MOST_COMMUNICATORS, Choice, Conditions, choose, decline, needs_link
+from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose, needs_link
 from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
@@ -379,9 +379,8 @@ def agreed_plan(
 ) -> tuple[CommPlan, Profile]:
     """The plan that all ranks carry out, and the profile with the settings chosen for it; all ranks call it.
 
-    Open settings get numbers, and, if the profile asks for that, a compression that does not pay is left out; rank 0
-    reports both. The link is measured only if that decides something. ``values``: what LocalSGD averages;
-    ``exchanges``: what passes over the program send.
+    Open settings get numbers, which rank 0 reports. The link is measured only if that decides something. ``values``:
+    what LocalSGD averages; ``exchanges``: what passes over the program send.
     """
     is_whole = profile.sharding and reads_whole_parameters(optimizer)
     gradients = [replace(item.gradient, is_whole=is_whole) for item in ready]
@@ -393,14 +392,10 @@ def agreed_plan(
     plan = planned(profile)
     # Compare the request first: ranks with other scripts or profiles would not measure together.
     agree_on_plan(job, plan, profile)
-    judged = JUDGED if profile.compression_declines else frozenset[str]()
-    if job.network is None and needs_link(profile, gradients, job.cluster, judged):
+    if job.network is None and needs_link(profile, gradients, job.cluster):
         job.network = _measured(job)
-    conditions = _conditions(job)
-    is_known = job.network is not None or (profile.link_gigabits > 0 and profile.link_latency_ms > 0)
-    judgement = decline(profile, gradients, job.cluster, conditions, JUDGED) if is_known else Choice(profile)
-    choice = choose(judgement.profile, gradients, job.cluster, conditions)
-    log_once([*judgement.sentences, *choice.sentences], job.cluster.rank)
+    choice = choose(profile, gradients, job.cluster, _conditions(job))
+    log_once(choice.sentences, job.cluster.rank)
     if choice.profile != profile:
         plan = planned(choice.profile)
         agree_on_plan(job, plan, choice.profile)

@@ -3,8 +3,7 @@
 The computing time of a step is unknown before the first one, so a choice must do well for a short, a medium and a long
 one: it minimizes the sum of the step times, each relative to the shortest that any choice gives there.
 
-The link itself is fitted to timed allreduces (`fit`). `decline` says where a compression does not pay off: coding costs
-processor time, which a fast link does not save.
+The link itself is fitted to timed allreduces (`fit`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, fsum
 from typing import Any
@@ -25,16 +24,13 @@ from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import PAPER, TYPICAL, Compute, Costs, Link, Network, Paths, predict, with_given_link
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
-from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import CollectiveSpec, TensorSpec
 from fleet_train.profile.profile import (
     CHOSEN,
     COMMUNICATORS,
-    DECLINED,
     EDGE,
     SIZE,
     Buckets,
-    buckets_of,
     chosen_in_words,
     open_knobs,
 )
@@ -72,14 +68,10 @@ class Choice:
     sentences: tuple[str, ...] = ()
 
 
-def needs_link(
-    profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, judged: Collection[str] = ()
-) -> bool:
-    """Whether a choice depends on the link's speed and the profile does not give it. ``judged``: compressions that may
-    be declined by it."""
+def needs_link(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
+    """Whether a choice depends on the link's speed and the profile does not give it."""
     is_given = profile.link_gigabits > 0 and profile.link_latency_ms > 0
-    depends = bool(open_knobs(profile)) or profile.compression in judged
-    return depends and not is_given and is_worth_cutting(gradients, cluster)
+    return bool(open_knobs(profile)) and not is_given and is_worth_cutting(gradients, cluster)
 
 
 def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
@@ -94,24 +86,12 @@ def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, 
         return Choice(_with_buckets(profile, Buckets(1, *_sizes(profile, MEGABYTE)[-1]), f"{CHOSEN}: too small to cut"))
     network = with_given_link(conditions.network, cluster, profile)
     paths = Paths(cluster, network, conditions.costs)
-    buckets, plan = best_buckets(profile, gradients, cluster, conditions, paths)
-    link = link_in_words(network, cluster, profile, conditions)
+    plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
+    computing = (conditions.compute,) if conditions.compute else _assumed_computing(plans[0][1], paths)
+    buckets, plan = _best(plans, cluster, paths, computing)
+    link = _link_in_words(network, cluster, profile, conditions)
     chosen = _with_buckets(profile, buckets, f"{CHOSEN} for {link}")
     return Choice(chosen, (_sentence(chosen, plan, link),))
-
-
-def best_buckets(
-    profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions, paths: Paths
-) -> tuple[Buckets, CommPlan]:
-    """The buckets that ``profile`` gives or leaves open, and as much of the plan with them as a price needs."""
-    gradients = as_sent(gradients, cluster, profile)
-    if not open_knobs(profile):
-        asked, shape = buckets_of(profile), without_buckets(cluster, profile)
-        cut = cut_into_buckets(gradients, profile, asked, shape)
-        return asked, replace(shape, buckets=cut, communicators=asked.communicators)
-    plans = _candidates(profile, gradients, cluster, conditions.most_communicators)
-    computing = (conditions.compute,) if conditions.compute else assumed_computing(plans[0][1], paths)
-    return _best(plans, cluster, paths, computing)
 
 
 def build_plan(
@@ -185,7 +165,7 @@ def _numbers(given: Any, otherwise: Sequence[float]) -> list[float]:
     return list(otherwise) if given == AUTO else [given]
 
 
-def assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
+def _assumed_computing(plan: CommPlan, paths: Paths) -> tuple[Compute, ...]:
     """Computing times from short to long, relative to the time of the gradients of ``plan`` on the link."""
     link = fsum(phase.seconds for bucket in plan.buckets for sent in bucket.sent for phase in paths.of(plan, sent))
     return tuple(Compute.of(share * link) for share in _COMPUTING)
@@ -208,7 +188,7 @@ def _best(
     return next(candidate for candidate, total in zip(plans, totals, strict=True) if total <= _CLOSE * min(totals))
 
 
-def link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
+def _link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
     """The link of a job, and where its numbers come from."""
     link = network.between if cluster.node_num > 1 else network.inside
     figures = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"
@@ -331,52 +311,3 @@ def describe(where: str, measured: MeasuredLink) -> str:
         f"{measured.link.bytes_per_second * 8 / 1e6:.1f} Mb/s; median error of the fit {measured.error:.0%}"
     )
     return "\n".join(lines)
-
-
-JUDGED = frozenset(name for name, method in COMPRESSIONS.items() if method.may_decline)
-"""Compressions whose coding is expensive enough to be judged; others are always carried out."""
-_INSTEAD = ("bf16", "none")
-_IN_WORDS = {"none": "float32", "bf16": "bfloat16"}
-_CLEARLY = 0.97
-"""Relative to the price of the requested compression: anything above this does not count as faster."""
-
-
-def decline(
-    profile: Profile,
-    gradients: Sequence[TensorSpec],
-    cluster: Cluster,
-    conditions: Conditions,
-    judged: Collection[str] = JUDGED,
-) -> Choice:
-    """``profile``, with bfloat16 or float32 instead of a compression of ``judged`` if that makes a shorter step and
-    the profile asks for it (``compression_declines``); else only the advice, as a sentence.
-
-    Each is priced with the buckets chosen for it; computing times as in `fleet_train.plan.choose`.
-    """
-    if profile.compression not in judged or not is_worth_cutting(gradients, cluster):
-        return Choice(profile)
-    network = with_given_link(conditions.network, cluster, profile)
-    paths = Paths(cluster, network, conditions.costs)
-    others = {name: profile.with_choices("", compression=name) for name in (profile.compression, *_INSTEAD)}
-    plans = {name: best_buckets(other, gradients, cluster, conditions, paths)[1] for name, other in others.items()}
-    computing = (conditions.compute,) if conditions.compute else assumed_computing(plans["none"], paths)
-    prices = {name: _price(plan, cluster, paths, computing) for name, plan in plans.items()}
-    best = min(_INSTEAD, key=lambda name: prices[name])
-    if prices[best] > _CLEARLY * prices[profile.compression]:
-        return Choice(profile)
-    link, asked = link_in_words(network, cluster, profile, conditions), profile.compression
-    reason = f"over {link} encoding costs more than the saved bytes gain; {_IN_WORDS[best]}"
-    steps = f"{prices[best] / prices[asked]:.0%} of the predicted steps"
-    if profile.compression_declines:
-        chosen = profile.with_choices(f"{DECLINED} for {link}", compression=best)
-        return Choice(chosen, (f"compression: {asked} is declined: {reason} is sent instead, for {steps}",))
-    advice = (
-        f"compression: {asked} probably does not pay: {reason} takes {steps}. It is sent as asked; python -m "
-        "fleet_train recommend tries which profile is best"
-    )
-    return Choice(profile, (advice,))
-
-
-def _price(plan: CommPlan, cluster: Cluster, paths: Paths, computing: Sequence[Compute]) -> float:
-    """The step time, computing plus exposed communication, summed over ``computing``."""
-    return fsum(predict(plan, cluster, paths.network, compute, warm_up=True, paths=paths).step for compute in computing)

@@ -11,7 +11,7 @@ from fleet_train.plan.shards import elements_of, memory_of, rows_cut
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, TensorSpec
 from fleet_train.profile.methods.rows import ROWS, most_rows, wire_dtype
-from fleet_train.profile.profile import CHOSEN, DECLINED, buckets_of
+from fleet_train.profile.profile import CHOSEN, buckets_of
 
 
 def explain(plan: CommPlan) -> str:
@@ -176,12 +176,7 @@ def _strategies(gradients: Sequence[TensorSpec], cluster: Cluster, profile: Prof
         notes.append(Note("sparse_embeddings", effect))
     if profile.sync_nccl_allreduce:
         notes.append(Note("sync_nccl_allreduce", "each bucket is waited for immediately: nothing overlaps"))
-    if (origin := profile.origin("compression")).startswith(DECLINED):
-        instead = "float32" if profile.compression == "none" else profile.compression
-        notes.append(Note("compression", f"{origin}: the requested compression does not pay there; {instead} is sent"))
-    elif profile.compression != "none":
-        if profile.compression_declines:
-            notes.append(Note("compression_declines", f"on: {profile.compression} is sent where it pays on this link"))
+    if profile.compression != "none":
         notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
     if profile.accumulate_steps > 1:
         notes.append(Note("accumulate_steps", f"all of this once per {profile.accumulate_steps} micro-batches"))

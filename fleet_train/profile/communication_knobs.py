@@ -400,15 +400,6 @@ class CompressionChoice(LocalSgdKnobs):
         meaning=f"What is sent of a gradient: {_sent_parts()}.",
         reason=_compression_reason(),
     )
-    compression_declines: bool = knob(
-        False,
-        only_with=OnlyWith("compression", tuple(name for name, method in COMPRESSIONS.items() if method.may_decline)),
-        meaning="Send bfloat16 or float32 instead of int8 or int4 where the plan predicts shorter steps on this "
-        "link. false = send the requested compression; rank 0 says where it probably does not pay.",
-        reason="Encoding takes processor time, which a fast link does not save. The link is that of link_gigabits "
-        "and link_latency_ms, measured if they are not given: with true, a run's numbers depend on that measurement. "
-        "`recommend` tries what pays.",
-    )
 
 
 if TYPE_CHECKING:

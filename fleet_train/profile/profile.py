@@ -210,8 +210,6 @@ def check_flags(profile: Profile, known_flags: Collection[str]) -> None:
 
 CHOSEN = "chosen"
 """The beginning of the origin of a number that was chosen, not given."""
-DECLINED = "declined"
-"""The beginning of the origin of a compression that replaces one that does not pay off."""
 COMMUNICATORS, SIZE, EDGE = BUCKET_KNOBS = ("nccl_comm_num", "fuse_grad_size_in_MB", "last_comm_group_size_MB")
 
 

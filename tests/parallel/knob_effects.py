@@ -158,7 +158,6 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     **{look.__name__: look for look in (sent, launches_wait)},
     # Where two groups talk at a time, on two threads.
     "sorted_sent": lambda ran: [sorted(step) for step in sent(ran)],
-    "sent_as": lambda ran: sorted({bucket["compression"] for bucket in ran.facts["plan"]["buckets"]}),
     "sending_steps": lambda ran: sorted({event.step for event in ran.collectives()}),
     "threads": lambda ran: _by_bucket(ran, "thread"),
     "groups": lambda ran: _by_bucket(ran, "group"),

@@ -163,7 +163,7 @@ SMALL = {"fuse_parameter_groups_size": 2, "nccl_comm_num": 2}
 GROUPED = {"use_hierarchical_allreduce": True}
 POWERSGD = {"compression": "powersgd", "powersgd_rank": 2}
 INT4 = {"compression": "int4", "quantised_rounding": "stochastic", "quantised_error_feedback": False}
-MERGED_INT8 = {"compression": "int8", "compression_declines": False, "accumulate_steps": 2} | SMALL
+MERGED_INT8 = {"compression": "int8", "accumulate_steps": 2} | SMALL
 ALL_PASSES = {"accumulate_steps": 2, "recompute_segments": 4, "sync_batch_norm": True, "num_threads": 4}
 
 SHARDED = {"sharding": True}

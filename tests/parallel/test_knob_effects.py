@@ -82,7 +82,6 @@ _CHOSEN = (
     "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
     "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile override this"
 )
-_FAST = {"compression": "int8", "link_gigabits": 1000.0, "link_latency_ms": 0.01}
 _LARGE = {f"v{number}": [512, 256] for number in range(4)}
 """Four parameters of 512 KiB: enough to cut into buckets in more than one way."""
 _GROUPED = {"use_hierarchical_allreduce": True}
@@ -122,7 +121,6 @@ _ALL = [
         sorted_sent=[["all_reduce 1048576"] * 2] * 2,
         said=_CHOSEN.format(2, 2, 1, "2 Gb/s, 1 ms", "2 buckets"),
     ),
-    case("compression_declines", True, _FAST, shapes=_LARGE, sent_as=["none"]),
     # Communicators and their threads.
     case("nccl_comm_num", "auto", _ALONE, threads="aaaa", groups="aaaa", beside_computing=True),
     case("nccl_comm_num", 4, _ALONE, threads="abcd", groups="abcd", beside_computing=True),

@@ -191,7 +191,7 @@ MERGE = {"accumulate_steps": 3}
 NORM = {"sync_batch_norm": True}
 THREADS = {"num_threads": 4}
 # Cut alike for both engines, whatever each measures of the link: blocks follow the cut.
-FEW_BITS = {"compression": "int4", "compression_declines": False, "fuse_grad_size_in_MB": 1.0}
+FEW_BITS = {"compression": "int4", "fuse_grad_size_in_MB": 1.0}
 BUCKETS = {"fuse_parameter_groups_size": 2, "last_comm_group_size_MB": 0.0001}
 CHECKED = {"divergence_check_steps": 1}
 UNFUSED = {"fuse_all_reduce_ops": False}

@@ -47,7 +47,7 @@ _BEYOND: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("hierarchical, statistics", "hierarchical", {"sync_batch_norm": True}),
     ("hierarchical, PowerSGD", "hierarchical", _POWERSGD),
     ("hierarchical, merge", "hierarchical", {"accumulate_steps": 2}),
-    ("hierarchical, int8", "hierarchical", {"compression": "int8", "compression_declines": False}),
+    ("hierarchical, int8", "hierarchical", {"compression": "int8"}),
     ("hierarchical, statistics, bf16", "hierarchical", {"sync_batch_norm": True, "compression": "bf16"}),
     ("local_sgd, travelling", "local_sgd", {"local_sgd_overlap_steps": 1}),
     (

@@ -279,8 +279,6 @@ class Compression:
     """Whether what is not sent is kept and added later."""
     keeps_nan: bool = False
     """Whether a NaN of a gradient would stay in the kept state and be sent later."""
-    may_decline: bool = False
-    """Whether coding is so expensive that a fast link may not be worth it (``compression_declines``)."""
     short_warm_up: dict[str, int] = field(default_factory=dict)
     """The knobs of steps with whole gradients, and the number that shows them in a simulation."""
     on_purpose: str = ""

@@ -149,7 +149,6 @@ def _quantised(name: str, words: str, costs: CodingCosts) -> Compression:
         family=_FAMILY,
         knobs=QuantisedKnobs,
         has_error_feedback=True,
-        may_decline=True,
         costs=costs,
         ranks_in="fleet_train.collectives.methods.registry:quantised",
         numpy_in="fleet_train.plan.simulate_methods:QuantisedSimulation",

@@ -245,10 +245,7 @@ def test_backends_send_what_was_counted(kind: str, size: int, nbytes: int, count
     ("knobs", "notes"),
     [
         ({"accumulate_steps": 3}, {"accumulate_steps": "once per 3 micro-batches"}),
-        (
-            {"compression": "int8", "compression_declines": True},
-            {"compression": "go as int8", "compression_declines": "on: int8 is sent where it pays"},
-        ),
+        ({"compression": "int8"}, {"compression": "go as int8"}),
         ({"amp_level": "O1", "amp_dtype": "float16"}, {"amp_level": "O1 in float16, with a loss scale;"}),
         ({"barrier_every_steps": 5}, {"barrier_every_steps": "a barrier every 5 synchronous steps"}),
         ({"recompute_checkpoints": ["a", "b"]}, {"recompute": "cut at a, b"}),
@@ -274,7 +271,7 @@ def test_what_is_asked_for_has_a_note_and_nothing_else_has(knobs: dict[str, obje
         assert words in found[knob]
 
 
-def test_bounds_of_buckets_local_groups_and_a_declined_compression_are_explained() -> None:
+def test_bounds_of_buckets_and_local_groups_are_explained() -> None:
     fused = {"fuse_grad_size_in_MB", "fuse_parameter_groups_size", "last_comm_group_size_MB"}
     assert fused <= notes_of(Profile(), gradients=3).keys()
     apart = notes_of(Profile(fuse_all_reduce_ops=False, nccl_comm_num=1))
@@ -282,7 +279,3 @@ def test_bounds_of_buckets_local_groups_and_a_declined_compression_are_explained
     assert apart["fuse_all_reduce_ops"] == "off: one collective for each of 1 gradients"
     for ranks, words in ((4, "local groups of 4 ranks; 2 leaders"), (1, "every local group would have one rank")):
         assert words in notes_of(Profile(use_hierarchical_allreduce=True), ranks)["use_hierarchical_allreduce"]
-    asked = Profile(compression="int8")
-    declined = {kind: notes_of(asked.with_choices("declined for it", compression=kind)) for kind in ("none", "bf16")}
-    assert declined["none"]["compression"].startswith("declined for it: the requested compression does not pay there")
-    assert "; bf16 is sent" in declined["bf16"]["compression"]

@@ -111,13 +111,6 @@ def test_few_bytes_are_not_cut_and_need_no_link() -> None:
     assert needs_link(Profile(link_latency_ms=0.1), more, PAIR)
 
 
-def test_a_judged_compression_needs_the_link_although_no_number_is_open() -> None:
-    given = {"nccl_comm_num": 1, "fuse_grad_size_in_MB": 4, "last_comm_group_size_MB": 1}
-    profile = Profile(**given, compression="bf16")
-    assert needs_link(profile, layers(), PAIR, judged={"bf16"})
-    assert not needs_link(profile, layers(), PAIR, judged={"fp16"})
-
-
 def test_a_given_link_is_that_of_the_job() -> None:
     asked = Profile(link_gigabits=8.0, link_latency_ms=2.0)
     network = Network(Link(1.0, 1.0), Link(2.0, 2.0))

@@ -1,10 +1,8 @@
-"""A compression is complete or absent, is declined where it does not pay, and few bits keep what they round."""
+"""A compression is complete or absent, and few bits keep what they round."""
 
 from __future__ import annotations
 
 import pkgutil
-import re
-from dataclasses import replace
 from importlib import import_module
 from itertools import combinations
 from typing import Any
@@ -22,8 +20,6 @@ from fleet_train.convert.planning import refuse_on_this_device
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan import Bucket, TensorSpec, build_plan
 from fleet_train.plan.build import fragments_of
-from fleet_train.plan.choose import Choice, Conditions, decline
-from fleet_train.plan.price import Compute, Costs, Link, Network
 from fleet_train.profile import KNOBS, Profile, methods
 from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Compression, QuantisedSettings
@@ -55,63 +51,6 @@ def test_float16_is_refused_where_gloo_would_sum_it_with_the_way_out() -> None:
         refuse_on_this_device(Profile(compression="fp16"), paddle.CPUPlace())
     for other in set(CHOICES) - {"fp16"}:
         refuse_on_this_device(Profile(compression=other), paddle.CPUPlace())
-
-
-PAIR = Cluster.imagined(2, 1)
-MATRICES = [TensorSpec(f"w{i}", (640, 640), "float32") for i in range(8)]
-# Coding at 1 GB/s: worth it where the link carries far less.
-SLOW_CODEC = Costs(codec_seconds_per_byte={"bf16": 1e-9})
-
-
-def over(gigabits: float, costs: Costs = SLOW_CODEC) -> Conditions:
-    return Conditions(Network(Link(1e-4, gigabits * 1e9 / 8), Link(3e-5, 1e10)), costs, source="measured")
-
-
-def asked(compression: str, **more: Any) -> Profile:
-    """One that may be declined; the knob is for int8 and int4, here others are judged, too."""
-    return Profile(compression=compression, **more).with_choices("", compression_declines=True)
-
-
-def judged(gigabits: float, compression: str = "bf16", costs: Costs = SLOW_CODEC) -> Choice:
-    return decline(asked(compression), MATRICES, PAIR, over(gigabits, costs), judged={"bf16"})
-
-
-def test_a_compression_that_does_not_pay_is_declined_with_a_message() -> None:
-    choice = judged(100.0)
-    assert choice.profile.compression == "none"
-    assert choice.profile.origin("compression").startswith("declined for 100 Gb/s")
-    (sentence,) = choice.sentences
-    assert sentence.startswith("compression: bf16 is declined: over 100 Gb/s, 0.1 ms (measured) encoding costs more")
-    assert "float32 is sent instead" in sentence
-    (share,) = re.findall(r"for (\d+)% of the predicted steps", sentence)
-    # 100 Gb/s carry 13 MB in a millisecond, coding takes 13 ms, computing is assumed to take some times the link's: the
-    # share of the whole step is far from both ends.
-    assert 10 <= int(share) <= 90
-
-
-def test_warm_up_steps_of_local_sgd_are_judged_and_a_better_codec_is_declined_on_faster_links_only() -> None:
-    profile = asked("bf16", use_local_sgd=True, local_sgd_is_warm_steps=100)
-    assert decline(profile, MATRICES, PAIR, over(100.0), judged={"bf16"}).profile.compression == "none"
-    quick = Costs(codec_seconds_per_byte={"bf16": 1e-11})
-    assert [bool(judged(30.0, costs=costs).sentences) for costs in (SLOW_CODEC, quick)] == [True, False]
-
-
-def test_bfloat16_stands_in_where_it_is_the_faster_of_the_two() -> None:
-    costs = Costs(codec_seconds_per_byte={"fp16": 1e-8, "bf16": 1e-10})
-    choice = decline(asked("fp16"), MATRICES, PAIR, over(1.0, costs), judged={"fp16"})
-    assert choice.profile.compression == "bf16"
-    assert "bfloat16 is sent instead" in choice.sentences[0]
-
-
-def test_a_profile_that_does_not_ask_for_it_gets_advice_only() -> None:
-    profile = Profile(compression="bf16")
-    choice = decline(profile, MATRICES, PAIR, over(100.0), judged={"bf16"})
-    assert choice.profile is profile
-    (sentence,) = choice.sentences
-    assert sentence.startswith("compression: bf16 probably does not pay: over 100 Gb/s, 0.1 ms (measured) encoding")
-    assert "It is sent as asked; python -m fleet_train recommend tries which profile is best" in sentence
-    assert decline(profile, MATRICES, PAIR, over(0.1), judged={"bf16"}) == Choice(profile)
-    assert not Profile(compression="int8").compression_declines
 
 
 ELEMENTS = 1_000_003
@@ -233,22 +172,6 @@ def test_neighbours_are_cut_where_sizes_come_out_most_even(sizes: tuple[int, ...
     assert all(parts)
     largest = max(sum(values[i].elements for i in part) for part in parts)
     assert largest <= sum(value.elements for value in values) / number + max(sizes) + 1
-
-
-@pytest.mark.parametrize(
-    ("conditions", "judged", "ranks"),
-    [
-        (over(0.1), {"bf16"}, 2),
-        (over(1.0), {"bf16"}, 2),
-        (over(1000.0), None, 2),
-        (over(1000.0), {"bf16"}, 1),
-        (replace(over(1.0), compute=Compute.of(10.0)), {"bf16"}, 2),
-    ],
-    ids=["a slow link", "a faster one", "not judged", "one rank", "long computing hides all"],
-)
-def test_what_pays_or_is_not_judged_is_carried_out(conditions: Conditions, judged: Any, ranks: int) -> None:
-    given = {} if judged is None else {"judged": judged}
-    assert decline(asked("bf16"), MATRICES, Cluster.imagined(ranks, 1), conditions, **given) == Choice(asked("bf16"))
 
 
 def test_local_groups_send_few_bits_between_their_leaders_only() -> None:

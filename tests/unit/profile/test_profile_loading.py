@@ -62,6 +62,7 @@ DECIMAL = "write a plain decimal number"
             "collective_stream: graph",
             f"collective_stream: given 'graph'; {STREAMS}; {GONE['graph']}",
         ),
+        ("compression_declines: true", f"compression_declines: unknown key; {GONE['compression_declines']}"),
         ("compression: dgc", f"compression: given 'dgc'; {METHODS}; {GONE['dgc']}"),
         ("NCCL_DEBUG: INFO", "NCCL_DEBUG: unknown key; an environment variable goes below 'environment:'"),
         ("nccl_comm_num: 0", f"nccl_comm_num: given 0; {COUNT}"),
