@@ -127,6 +127,16 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return add
 
 
+def gone_option(flag: str, instead: str, is_flag: bool = False) -> Callable[[Command], Command]:
+    """An option that was here before, which is refused with what to use instead."""
+
+    def refuse(context: click.Context, _: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"No such option '{flag}': {instead}.", context)
+
+    return click.option(flag, is_flag=is_flag, hidden=True, expose_value=False, callback=refuse)
+
+
 # ``--verbose`` of commands that import Paddle into this process: without it, Paddle's start-up lines are hidden.
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,11 @@ from fleet_train.cli.options import (
     WholeNumberRange,
     ask_here,
     files,
+    gone_option,
     profiles,
     set_option,
     verbose_option,
 )
-from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.errors import ConversionError, ScheduleMismatch
 from fleet_train.train.settings import MODELS, VISION_MODELS
 
@@ -43,16 +42,12 @@ Examples
   # your own script; the arguments after --script SCRIPT are the script's
   python -m fleet_train plan --nodes 2 --strategy multi_node --script train.py --lr 0.1
 \b
-  # the cost on a network of 1 Gb/s, with 30 ms of computing per step, and on larger clusters
+  # the cost on a network of 1 Gb/s, with 30 ms of computing per step
   python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
-      --compute_ms 30 --batch_size 64 --nodes_on_paper 8,64,512
+      --compute_ms 30 --batch_size 64
 \b
   # simulate the exchange of random gradients, all ranks in this process: is it exact, what is sent?
   python -m fleet_train plan --model mlp --nodes 2 --strategy powersgd --simulate
-\b
-  # measure the links first: the same command on every node; it prints the plan command to run
-  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
-      --node_ip=192.168.1.2 -m fleet_train plan --measure --model mlp
 \b
 --compute_ms is the time of a step of the same script in one process.
 All times and bytes are predictions; docs/planning.md describes the model and its limits.
@@ -64,6 +59,10 @@ _DEFAULTS = {
     "inside_bandwidth_mbps": 10000.0,
     "compute_ms": 0.0,
 }
+_LINKS = (
+    "python -m fleet_train recommend measures the links for what it proposes, doctor --ips A,B those between machines; "
+    "give them here as --latency_us and --bandwidth_mbps"
+)
 
 
 def _positive(flag: str, help_text: str) -> Callable[[Command], Command]:
@@ -71,16 +70,6 @@ def _positive(flag: str, help_text: str) -> Callable[[Command], Command]:
     name = flag.removeprefix("--")
     smallest = NumberRange(min=0, min_open="bandwidth" in name)
     return click.option(flag, type=smallest, help=f"{help_text}  [default: {_DEFAULTS[name]:g}]")
-
-
-def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
-    del ctx, option
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of node numbers such as 8,64,512")
-    return tuple(int(part) for part in parts)
 
 
 @click.command(
@@ -110,9 +99,6 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
 @click.option("--backward_share", type=NumberRange(0, 1), help="Its share in the backward pass.  [default: two thirds]")
 @click.option("--batch_size", type=WholeNumberRange(0), default=0, help="Samples per rank and step, for samples/s.")
 @click.option(
-    "--nodes_on_paper", metavar="8,64,512", callback=_numbers, help="Predict for these numbers of nodes as well."
-)
-@click.option(
     "--ids_per_step",
     type=WholeNumberRange(1),
     help="Different rows that a rank's step looks up in each embedding's table.  [default: one for each index of 1,024 "
@@ -124,14 +110,9 @@ def _numbers(ctx: click.Context, option: click.Parameter, text: str | None) -> t
     type=WholeNumberRange(1, 100_000),
     help="Updates to simulate.  [default: enough to see two synchronisations, warm-ups cut short]",
 )
-@click.option("--measure", is_flag=True, help="Measure the links of the launcher's cluster instead of planning.")
-@click.option(
-    "--measure_seconds",
-    type=NumberRange(min=0, min_open=True, max=600),
-    default=20.0,
-    show_default=True,
-    help="About how long --measure takes.",
-)
+@gone_option("--nodes_on_paper", "plan for each number of nodes: --nodes 64 --ranks_per_node 8")
+@gone_option("--measure", _LINKS, is_flag=True)
+@gone_option("--measure_seconds", _LINKS)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbose_option
 @click.option(
@@ -148,12 +129,9 @@ def command(
     strategy: str | None,
     settings: tuple[str, ...],
     model: str | None,
-    measure: bool,
-    measure_seconds: float,
     as_json: bool,
     script: str | None,
     arguments: tuple[str, ...],
-    nodes_on_paper: tuple[int, ...],
     ids_per_step: int | None,
     simulate: bool,
     simulate_steps: int | None,
@@ -166,16 +144,9 @@ def command(
     saved. --simulate also executes the
     plan in numpy: do all ranks get the same bits, and how far are averages from the exact ones?
     """
-    _refuse_bad_target(script, arguments, model, measure)
+    _refuse_bad_target(script, arguments, model)
     if simulate_steps is not None and not simulate:
         raise click.UsageError("--simulate_steps needs --simulate: give both")
-    if measure:
-        if flags := [f"--{name}" for name in _DEFAULTS if name != "compute_ms" and given[name] is not None]:
-            raise click.UsageError(f"--measure measures what {', '.join(flags)} would specify: leave one of them out")
-        ask_here(strategy, settings)
-        rest = _repeated(model, script, arguments, nodes_on_paper, given)
-        _measure(measure_seconds, as_json, rest)
-        return
     ask_here(strategy, settings)
     from fleet_train.cluster import Cluster
     from fleet_train.plan.build import with_rows
@@ -188,7 +159,7 @@ def command(
     for planned in _plans(script, arguments, model, cluster, conditions.network):
         plan = with_rows(planned.plan, planned.profile, ids_per_step) if ids_per_step else planned.plan
         trial = try_out(plan, planned.profile, simulate_steps or 0) if simulate else None
-        shown.append(_Shown(planned.place, plan, price(plan, cluster, conditions, nodes_on_paper), trial))
+        shown.append(_Shown(planned.place, plan, price(plan, cluster, conditions), trial))
     _show(shown, as_json)
     if any(each.trial and not each.trial.holds for each in shown):
         raise ScheduleMismatch("simulate: the replicas were not equal where the plan makes them equal; see above")
@@ -232,8 +203,8 @@ def _show(shown: Sequence[_Shown], as_json: bool) -> None:
         click.echo("\n\n\n".join(f"{title}\n\n{each.text()}" for title, each in zip(titles, shown, strict=True)))
 
 
-def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None, measure: bool) -> None:
-    if (script is None) == (model is None) and not (measure and script is None):
+def _refuse_bad_target(script: str | None, arguments: tuple[str, ...], model: str | None) -> None:
+    if (script is None) == (model is None):
         raise click.UsageError("give either --script SCRIPT or --model mlp|cnn")
     if arguments and script is None:
         raise click.UsageError(f"unexpected {' '.join(arguments)!r}: arguments go with --script")
@@ -255,44 +226,6 @@ def _conditions(batch_size: int, backward_share: float | None, **given: float | 
         batch_size,
         tuple(f"--{name} {default:g}" for name, default in _DEFAULTS.items() if given[name] is None),
     )
-
-
-def _repeated(
-    model: str | None,
-    script: str | None,
-    arguments: tuple[str, ...],
-    nodes_on_paper: tuple[int, ...],
-    given: dict[str, Any],
-) -> list[str]:
-    """The flags of the printed command besides the measured ones; --script is last, it takes the rest of the line."""
-    strategy, settings = asked_strategy(os.environ), asked_settings(os.environ)  # also the launcher's
-    words = [f"--strategy={strategy}"] if strategy else []
-    words += [f"--set={text}" for text in settings]
-    kept = ("compute_ms", "backward_share", "batch_size")
-    words += [f"--{name}={given[name]:g}" for name in kept if given[name]]
-    words += [f"--nodes_on_paper={','.join(map(str, nodes_on_paper))}"] if nodes_on_paper else []
-    return [*words, f"--script={script}", *arguments] if script else [*words, f"--model={model or 'mlp'}"]
-
-
-def _measure(seconds: float, as_json: bool, rest: list[str]) -> None:
-    from fleet_train.convert.session import measure_cluster
-    from fleet_train.plan.choose import describe as describe_link
-    from fleet_train.plan.choose import plan_command
-
-    measurement = measure_cluster(seconds)
-    if measurement.cluster.rank != 0:
-        return
-    nodes = measurement.cluster.node_num
-    ranks_per_node = max(len(measurement.cluster.ranks_on_node(node)) for node in range(nodes))
-    line = plan_command(nodes, ranks_per_node, measurement.between, measurement.inside, rest)
-    links = {"between nodes": measurement.between, "inside a node": measurement.inside}
-    if as_json:
-        measured = {where: asdict(link) if link else None for where, link in links.items()}
-        click.echo(json.dumps({"measured": measured, "command": line}, indent=1))
-        return
-    for where, link in links.items():
-        click.echo(describe_link(where, link) if link else f"{where}: no two ranks to measure")
-    click.echo(f"\nto predict with these numbers:\n{line}")
 
 
 def _plans(

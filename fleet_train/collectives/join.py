@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,19 +241,16 @@ class _Sweep:
         return max(self.groups, key=len)
 
 
-def probe(job: Job, seconds: float, on_progress: Callable[[str], None]) -> dict[str, MeasuredLink]:
+def probe(job: Job, seconds: float) -> dict[str, MeasuredLink]:
     """Latency and bandwidth ``between nodes`` and ``inside a node``, where the cluster has both; takes about
     ``seconds``.
 
-    All ranks call it; all get the slowest rank's numbers. ``on_progress`` gets the messages.
+    All ranks call it; all get the slowest rank's numbers.
     """
     nodes = [job.cluster.ranks_on_node(node) for node in range(job.cluster.node_num)]
     sweeps = [_sweep(job, "between nodes", [[ranks[0] for ranks in nodes]]), _sweep(job, "inside a node", nodes)]
     sweeps = [sweep for sweep in sweeps if len(sweep.largest) > 1]
-    return {
-        sweep.where: fit(_measure(job, sweep, seconds / len(sweeps), on_progress), len(sweep.largest))
-        for sweep in sweeps
-    }
+    return {sweep.where: fit(_measure(job, sweep, seconds / len(sweeps)), len(sweep.largest)) for sweep in sweeps}
 
 
 def glance(job: Job) -> Link:
@@ -276,18 +273,15 @@ def _sweep(job: Job, where: str, groups: Sequence[Sequence[int]]) -> _Sweep:
     return _Sweep(where, groups, next((group for ranks, group in made if job.cluster.rank in ranks), None))
 
 
-def _measure(job: Job, sweep: _Sweep, seconds: float, on_progress: Callable[[str], None]) -> list[Sample]:
+def _measure(job: Job, sweep: _Sweep, seconds: float) -> list[Sample]:
     budget = seconds / len(MEASURED_BYTES)
     samples: list[Sample] = []
     for nbytes in MEASURED_BYTES:
         first = _slowest(job, sweep, _timed(job, sweep, nbytes, 2))
         if first > 2 * budget and len(samples) > 1:
-            on_progress(f"{sweep.where}: {nbytes // 1024} KiB and more would exceed the given time; skipped")
             break
         repeats = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(budget / first)))
-        median = _slowest(job, sweep, _timed(job, sweep, nbytes, repeats))
-        samples.append(Sample(nbytes, median))
-        on_progress(f"{sweep.where}: {nbytes // 1024} KiB in {median * 1e3:.3f} ms (median of {repeats})")
+        samples.append(Sample(nbytes, _slowest(job, sweep, _timed(job, sweep, nbytes, repeats))))
     return samples
 
 

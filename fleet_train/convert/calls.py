@@ -142,7 +142,7 @@ _ABSENT = {
     "get_current_id current_id": "is fleet.worker_index()",
     "current_endpoint": "is fleet.worker_endpoints()[fleet.worker_index()]",
     "collective_perf allreduce_perf reduce_perf broadcast_perf allgather_perf reduce_scatter_perf": (
-        "is not supported; python -m fleet_train plan --measure times allreduces over this network"
+        "is not supported; python -m fleet_train recommend measures this network"
     ),
     "check_memory_usage get_log_level_code get_log_level_name set_log_level log_util": (
         "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"

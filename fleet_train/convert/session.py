@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import asked_checks, asked_trace, is_strict, join_timeout_seconds, log_folder
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.collectives.job import Job
-from fleet_train.collectives.join import clock_of, join, probe
-from fleet_train.collectives.paddle_compat import ensured_dynamic_mode, require_paddle
+from fleet_train.collectives.join import clock_of, join
+from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.convert import process, verify
 from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.optimizer import DistributedOptimizer
@@ -38,10 +36,9 @@ from fleet_train.convert.passes.skipping import of_feeds
 from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.convert.schedules import Schedules
-from fleet_train.errors import ClusterError, ConversionError, FleetTrainError, NotFinite
+from fleet_train.errors import ConversionError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
-from fleet_train.plan.choose import MeasuredLink
 from fleet_train.profile import Profile
 
 
@@ -348,38 +345,3 @@ def before_first_runs(first_run: Callable[[Any], None]) -> None:
         return feed, fetch_list
 
     process.before_each_run(check)
-
-
-@dataclass(frozen=True)
-class MeasuredCluster:
-    """The results, the same on every rank; None for a kind of link that the cluster does not have."""
-
-    cluster: Cluster
-    between: MeasuredLink | None
-    inside: MeasuredLink | None
-
-
-def measure_cluster(seconds: float) -> MeasuredCluster:
-    """Time allreduces for about ``seconds`` on all ranks of the launcher's job; rank 0 prints the progress to stderr.
-
-    Raises ClusterError when there is no second rank to measure with.
-    """
-    require_paddle()
-    cluster = cluster_of(None)
-    if cluster.world_size == 1:
-        raise ClusterError(
-            "--measure found one rank; it needs at least two. Start it on every node through "
-            "`python -m fleet_train launch --cluster_node_ips=A,B ... -m fleet_train plan --measure`"
-        )
-    job = join(cluster, join_timeout_seconds(os.environ))
-    cluster = job.cluster
-    process.watch(job)
-
-    def show(text: str) -> None:
-        if cluster.rank == 0:
-            print(text, file=sys.stderr, flush=True)
-
-    show(f"measuring {cluster.world_size} ranks on {cluster.node_num} nodes for about {seconds:g} s")
-    links = probe(job, seconds, show)
-    process.leave(job)
-    return MeasuredCluster(cluster, links.get("between nodes"), links.get("inside a node"))

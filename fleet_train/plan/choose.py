@@ -9,7 +9,6 @@ The link itself is fitted to timed allreduces (`fit`).
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -242,7 +241,7 @@ def fit(samples: Sequence[Sample], group_size: int) -> MeasuredLink:
     if len({sample.nbytes for sample in ordered}) < 2:
         raise ClusterError(
             f"{len(samples)} buffer size{'' if len(samples) == 1 else 's'} measured: latency and bandwidth need two at "
-            "least; raise --measure_seconds"
+            "least"
         )
     steps = rounds("allreduce", group_size)
     rows = [(_sent_bytes(sample.nbytes, group_size), sample.seconds) for sample in ordered]
@@ -271,43 +270,3 @@ def coarse(link: Link) -> Link:
 
 def _sent_bytes(nbytes: int, group_size: int) -> float:
     return max(flow.nbytes for flow in flows("allreduce", range(group_size), nbytes).values())
-
-
-def link_flags(link: Link, prefix: str = "") -> list[str]:
-    """The flags of ``plan`` for this link; ``prefix``: "" between nodes, "inside_" inside them."""
-    return [
-        f"--{prefix}latency_us={link.latency_seconds * 1e6:.1f}",
-        f"--{prefix}bandwidth_mbps={link.bytes_per_second * 8 / 1e6:.1f}",
-    ]
-
-
-def plan_command(
-    nodes: int,
-    ranks_per_node: int,
-    between: MeasuredLink | None,
-    inside: MeasuredLink | None,
-    rest: Sequence[str],
-) -> str:
-    """The command that predicts with the measured values; ``rest``: strategy and what to plan for."""
-    words = ["python", "-m", "fleet_train", "plan", f"--nodes={nodes}", f"--ranks_per_node={ranks_per_node}"]
-    words += link_flags(between.link) if between else []
-    words += link_flags(inside.link, "inside_") if inside else []
-    return shlex.join([*words, *rest])
-
-
-def describe(where: str, measured: MeasuredLink) -> str:
-    """A readable table of one sweep."""
-    lines = [
-        f"{where}: allreduce over {measured.group_size} ranks",
-        f"{'KiB':>8} {'measured ms':>12} {'fitted ms':>10}",
-    ]
-    steps = rounds("allreduce", measured.group_size)
-    for sample in measured.samples:
-        sent = _sent_bytes(sample.nbytes, measured.group_size)
-        fitted = steps * measured.link.latency_seconds + sent / measured.link.bytes_per_second
-        lines.append(f"{sample.nbytes / 1024:>8.0f} {sample.seconds * 1e3:>12.3f} {fitted * 1e3:>10.3f}")
-    lines.append(
-        f"latency {measured.link.latency_seconds * 1e6:.1f} us per message, bandwidth "
-        f"{measured.link.bytes_per_second * 8 / 1e6:.1f} Mb/s; median error of the fit {measured.error:.0%}"
-    )
-    return "\n".join(lines)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from math import fsum
 
 from fleet_train.cluster import Cluster
-from fleet_train.errors import ConversionError
 from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
 from fleet_train.plan.plan import Averaging, CommPlan
 from fleet_train.profile import Profile
@@ -77,8 +76,6 @@ ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte=
 BACKWARD_SHARE = 2 / 3
 """Share of the computing time, unless measured: the backward pass costs about two forward passes."""
 _TURNS = 4
-LOCAL_SGD_STEPS = 8
-"""Period of the LocalSGD with which a plan without LocalSGD is compared."""
 
 
 @dataclass(frozen=True)
@@ -301,36 +298,6 @@ def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Net
         profile.link_gigabits * 1e9 / 8 or known.bytes_per_second,
     )
     return Network(link, network.inside) if several else Network(network.between, link)
-
-
-def on_paper(plan: CommPlan, nodes: int, ranks_per_node: int) -> tuple[CommPlan, Cluster]:
-    """The same buckets and strategy on another number of nodes."""
-    cluster = Cluster.imagined(nodes, ranks_per_node)
-    if cluster.world_size < 2:
-        raise ConversionError("one rank communicates nothing: plan for more nodes or ranks per node")
-    if plan.owners:
-        raise ConversionError(
-            f"owners of a sharded optimizer are chosen for {plan.world_size} ranks: leave --nodes_on_paper out, and "
-            f"plan with --nodes {nodes}"
-        )
-    if plan.group_size and cluster.world_size % plan.group_size:
-        raise ConversionError(
-            f"{nodes} nodes of {ranks_per_node} ranks are {cluster.world_size}, which local groups of "
-            f"{plan.group_size} do not divide: choose another --nodes_on_paper or hierarchical_allreduce_inter_nranks"
-        )
-    return replace(plan, world_size=cluster.world_size, node_num=nodes), cluster
-
-
-def alternatives(plan: CommPlan, ranks_per_node: int) -> dict[str, CommPlan]:
-    """The plan and alternatives with the same buckets: flat, hierarchical by node, LocalSGD."""
-    flat = replace(plan, group_size=0, averaging=None)
-    plans = {"as planned": plan, "flat": flat}
-    if 1 < ranks_per_node < plan.world_size:
-        plans["hierarchical"] = replace(flat, group_size=ranks_per_node)
-    values = tuple(gradient for bucket in plan.buckets for gradient in bucket.gradients)
-    averaging = plan.averaging or Averaging(values, (), 0, 0, LOCAL_SGD_STEPS, "constant", "float32", "none")
-    plans[f"local_sgd ({averaging.period} steps)"] = replace(flat, averaging=averaging)
-    return plans
 
 
 _NOTHING = 1e-15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from fleet_train.plan.phases import (
     sent_by_rank,
 )
 from fleet_train.plan.plan import MEGABYTE, CommPlan
-from fleet_train.plan.price import Compute, Network, Prediction, alternatives, on_paper, predict
+from fleet_train.plan.price import Compute, Network, Prediction, predict
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,6 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class PaperRow:
-    """One strategy on one size of cluster."""
-
-    nodes: int
-    ranks: int
-    strategy: str
-    leaving_bytes: float
-    """Payload that the busiest node sends to others per step."""
-    prediction: Prediction
-    wins: bool
-    """The shortest step of this size of cluster."""
-
-
-@dataclass(frozen=True)
 class Pricing:
     """All predictions for one plan; the ``warm_up`` fields are None without LocalSGD's warm-up."""
 
@@ -51,7 +36,6 @@ class Pricing:
     prediction: Prediction
     warm_up_traffic: Traffic | None
     warm_up: Prediction | None
-    paper: tuple[PaperRow, ...]
 
     @property
     def steps_between_synchronisations(self) -> int:
@@ -66,15 +50,13 @@ class Pricing:
             "prediction": asdict(self.prediction),
             "warm_up_traffic_per_step": self.warm_up_traffic.to_json() if self.warm_up_traffic else None,
             "warm_up_prediction": asdict(self.warm_up) if self.warm_up else None,
-            "on_paper": [asdict(row) for row in self.paper],
         }
 
 
-def price(plan: CommPlan, cluster: Cluster, conditions: Conditions, nodes_on_paper: Sequence[int] = ()) -> Pricing:
-    """Price ``plan`` on ``cluster``, and for other numbers of nodes with the same number of ranks each."""
+def price(plan: CommPlan, cluster: Cluster, conditions: Conditions) -> Pricing:
+    """Price ``plan`` on ``cluster``."""
     network, compute, batch = conditions.network, conditions.compute, conditions.batch_size
     warms_up = plan.averaging is not None and plan.averaging.warm_steps > 0
-    ranks_per_node = len(cluster.ranks_on_node(0))
     return Pricing(
         plan,
         conditions,
@@ -82,30 +64,11 @@ def price(plan: CommPlan, cluster: Cluster, conditions: Conditions, nodes_on_pap
         predict(plan, cluster, network, compute, batch),
         traffic(plan, cluster, warm_up=True) if warms_up else None,
         predict(plan, cluster, network, compute, batch, warm_up=True) if warms_up else None,
-        tuple(row for nodes in nodes_on_paper for row in _paper(plan, nodes, ranks_per_node, conditions)),
     )
 
 
-def _paper(plan: CommPlan, nodes: int, ranks_per_node: int, conditions: Conditions) -> list[PaperRow]:
-    larger, cluster = on_paper(plan, nodes, ranks_per_node)
-    named = alternatives(larger, ranks_per_node)
-    # "as planned" is one of the others too: thousands of ranks are not priced twice.
-    priced = {
-        other: (
-            predict(other, cluster, conditions.network, conditions.compute, conditions.batch_size),
-            traffic(other, cluster).most_leaving,
-        )
-        for other in set(named.values())
-    }
-    shortest = min(prediction.step for prediction, _ in priced.values())
-    return [
-        PaperRow(nodes, cluster.world_size, name, leaving, prediction, prediction.step == shortest)
-        for name, (prediction, leaving) in ((name, priced[other]) for name, other in named.items())
-    ]
-
-
 def describe(pricing: Pricing) -> str:
-    """Traffic, prediction and the table of hypothetical clusters, as text."""
+    """Traffic and prediction, as text."""
     averaging = pricing.plan.averaging
     period = pricing.steps_between_synchronisations
     mean = f", mean of a period of {period}" if averaging else ""
@@ -123,8 +86,6 @@ def describe(pricing: Pricing) -> str:
     lines.append(_prediction_line(f"predicted step{mean}", pricing.prediction))
     if pricing.warm_up:
         lines.append(_prediction_line("predicted warm-up step", pricing.warm_up))
-    if pricing.paper:
-        lines += ["", *_paper_lines(pricing.paper)]
     return "\n".join(lines)
 
 
@@ -156,24 +117,6 @@ def _prediction_line(title: str, prediction: Prediction) -> str:
         f"{title}: {prediction.step * 1e3:.3f} ms = {prediction.compute * 1e3:.3f} computing + "
         f"{prediction.exposed * 1e3:.3f} exposed of {prediction.communication * 1e3:.3f} communication{rate}"
     )
-
-
-def _paper_lines(rows: Sequence[PaperRow]) -> list[str]:
-    lines = [
-        "predicted on paper (* = shortest step; LocalSGD trains differently, so compare its accuracy too):",
-        f"{'nodes':>6} {'ranks':>6}  {'strategy':<21} {'MB leave a node':>15} {'exposed ms':>11} {'step ms':>10} "
-        f"{'efficiency':>10}",
-    ]
-    for row in rows:
-        efficiency = (
-            f"{row.prediction.compute / row.prediction.step:>10.1%}" if row.prediction.compute else f"{'-':>10}"
-        )
-        lines.append(
-            f"{row.nodes:>6} {row.ranks:>6}  {row.strategy:<21} {row.leaving_bytes / MEGABYTE:>15.3f} "
-            f"{row.prediction.exposed * 1e3:>11.3f} {row.prediction.step * 1e3:>10.3f} {efficiency}"
-            f"{' *' if row.wins else ''}"
-        )
-    return lines
 
 
 @dataclass(frozen=True)

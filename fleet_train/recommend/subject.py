@@ -37,7 +37,7 @@ def main(job: str, reports_path: str, task_text: str) -> None:
     def computed(steps: list[float]) -> None:
         plan = fleet.plan()
         assert plan is not None
-        links_by_place = probe(current().job, float(task["measure_seconds"]), lambda _: None)
+        links_by_place = probe(current().job, float(task["measure_seconds"]))
         links = {where: asdict(measured) for where, measured in links_by_place.items()}
         write_report(
             reports,

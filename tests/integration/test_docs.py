@@ -49,7 +49,7 @@ RUN = [
             "bucket"
         ),
         "python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 --compute_ms 30 "
-        "--batch_size 64 --nodes_on_paper 8,64,512": "512",
+        "--batch_size 64": "samples/s",
         "python -m fleet_train plan --model mlp --nodes 2 --strategy local_sgd --simulate": "equal",
         "python -m fleet_train plan --model mlp --nodes 2 --ranks_per_node 2 --strategy local_sgd --simulate": (
             "bit-equal after updates 1, 2, 6, 10"

@@ -1,9 +1,8 @@
-"""``recommend`` and ``plan --measure`` as users run them: output, files, and nothing left behind."""
+"""``recommend`` as users run it: output, files, and nothing left behind."""
 
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 
 from fleet_train.profile import load_profile
 from tests.support.ports import free_ports
-from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
-from tests.support.ranks import run_launchers
+from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, python, run_alone
 
 # Each trial starts Paddle anew, which a busy machine takes long for.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
@@ -117,28 +115,3 @@ def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:
         (ended,) = job.wait(timeout_seconds=60)
         assert ended.exit_code == 130, ended.output
         assert job.orphans() == []
-
-
-def test_two_nodes_measure_their_link_and_print_a_command_that_works(tmp_path: Path) -> None:
-    launch = (
-        f"python -m fleet_train launch --cluster_node_ips={','.join(HOSTS)} --started_port={free_ports(2, HOSTS)} "
-        "--strategy=multi_node --set=nccl_comm_num=2 --node_ip={host} "
-        "-m fleet_train plan --measure --measure_seconds=1 --compute_ms=30"
-    )
-    result = run_launchers([launch.format(host=host).split() for host in HOSTS], folder=tmp_path)
-    output = result.nodes[0].output
-    assert "measuring 2 ranks on 2 nodes for about 1 s" in output, result.report()
-    assert "between nodes: 4 KiB in " in output
-    assert "between nodes: allreduce over 2 ranks" in output
-    assert "inside a node: no two ranks to measure" in output
-    assert "to predict with these numbers" not in result.nodes[1].output, "one rank prints"
-
-    (line,) = [line for line in output.splitlines() if line.startswith("python -m fleet_train plan ")]
-    words = shlex.split(line)
-    assert words[4:6] == ["--nodes=2", "--ranks_per_node=1"]
-    assert words[8:] == ["--strategy=multi_node", "--set=nccl_comm_num=2", "--compute_ms=30", "--model=mlp"]
-    predicted = json.loads(output_of(python(*words[1:4], "--json", *words[4:]), cwd=tmp_path))
-    assert predicted["profile_name"] == "multi_node"
-    assert 0 < predicted["prediction"]["exposed"] < 1
-    assert predicted["prediction"]["compute"] == 0.03
-    assert predicted["conditions"]["network"]["between"]["bytes_per_second"] > 1e6

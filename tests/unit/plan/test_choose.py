@@ -1,4 +1,4 @@
-"""The choice of bucket sizes for a profile that leaves them open, the link measured for it, and the command."""
+"""The choice of bucket sizes for a profile that leaves them open, and the link measured for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from fleet_train.plan.choose import (
     MOST_BUCKETS,
     WORTH_CUTTING_BYTES,
     Conditions,
-    MeasuredLink,
     Sample,
     choose,
     coarse,
-    describe,
     fit,
     needs_link,
-    plan_command,
 )
 from fleet_train.plan.price import Compute, Link, Network, predict, with_given_link
 from fleet_train.profile import Profile
@@ -151,18 +148,6 @@ def test_neither_number_is_ever_negative() -> None:
     assert all(link.latency_seconds >= 0 and link.bytes_per_second > 0 for link in (shrinking, steep))
 
 
-def test_what_was_measured_is_described_and_leads_to_a_command() -> None:
-    lines = describe("between nodes", fit(samples(1e-4, 125e6, 2), 2)).splitlines()
-    assert lines[0] == "between nodes: allreduce over 2 ranks"
-    assert lines[-2].split() == ["4096", "33.754", "33.754"]
-    assert lines[-1] == "latency 100.0 us per message, bandwidth 1000.0 Mb/s; median error of the fit 0%"
-    between, inside = MeasuredLink(2, (), Link(85e-6, 117.5e6), 0.02), MeasuredLink(2, (), Link(20e-6, 1e9), 0.02)
-    assert plan_command(2, 2, between, inside, ["--strategy=multi_node", "--model=mlp"]) == (
-        "python -m fleet_train plan --nodes=2 --ranks_per_node=2 --latency_us=85.0 --bandwidth_mbps=940.0 "
-        "--inside_latency_us=20.0 --inside_bandwidth_mbps=8000.0 --strategy=multi_node --model=mlp"
-    )
-
-
 def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_quarter_apart() -> None:
     found = coarse(Link(1e-4, 1e8))
     # 1 / 8192 s is the power of two nearest to 0.1 ms; 1.25 ** 82.5 is 1e8, and 83 the whole number next to it.
@@ -177,9 +162,10 @@ def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_
     [
         ([], "give either --script SCRIPT or --model mlp|cnn"),
         (["--model", "mlp", "more"], "unexpected 'more': arguments go with --script"),
-        (["--model", "mlp", "--nodes_on_paper", "8,x"], "'8,x' is not a list of node numbers such as 8,64,512"),
+        (["--model", "mlp", "--nodes_on_paper", "8"], "No such option '--nodes_on_paper': plan for each number of"),
         (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps needs --simulate: give both"),
-        (["--measure", "--latency_us", "5"], "--measure measures what --latency_us would specify"),
+        (["--measure"], "No such option '--measure': python -m fleet_train recommend measures the links for what it"),
+        (["--measure_seconds", "5"], "give them here as --latency_us and --bandwidth_mbps"),
     ],
 )
 def test_usage_errors_say_what_was_given(arguments: list[str], message: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.errors import ConversionError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan
 from fleet_train.plan.price import (
     Compute,
@@ -18,9 +17,7 @@ from fleet_train.plan.price import (
     Network,
     Phase,
     Task,
-    alternatives,
     finish_times,
-    on_paper,
     predict,
 )
 from fleet_train.plan.pricing import Conditions, Pricing, describe, price
@@ -157,11 +154,11 @@ def test_statistics_of_batch_norm_hide_behind_nothing() -> None:
     assert more.exposed - plain.exposed == pytest.approx(seconds)
 
 
-def pricing_of(nodes_on_paper: tuple[int, ...] = (), **knobs: Any) -> Pricing:
+def pricing_of(**knobs: Any) -> Pricing:
     cluster, network = Cluster.imagined(2, 2), Network(Link(1e-4, 125e6), Link(3e-5, 1.25e9))
     plan = build_plan([TensorSpec("w", (2**20,), "float32")], cluster, Profile(**knobs))
     conditions = Conditions(network, Compute.of(0.03), 32, ("--latency_us 100",))
-    return price(plan, cluster, conditions, nodes_on_paper)
+    return price(plan, cluster, conditions)
 
 
 def test_text_says_traffic_conditions_and_prediction() -> None:
@@ -188,20 +185,12 @@ def test_local_sgd_has_a_line_for_its_warm_up() -> None:
     assert "per warm-up step" not in describe(found)
 
 
-def test_every_size_on_paper_has_one_winner() -> None:
-    priced = pricing_of((8, 64, 512))
-    assert [(row.nodes, row.ranks) for row in priced.paper[::4]] == [(8, 16), (64, 128), (512, 1024)]
-    assert [row.strategy for row in priced.paper if row.wins] == ["local_sgd (8 steps)"] * 3
-    marked = [line for line in describe(priced).splitlines() if line.endswith(" *")]
-    assert [line.split()[:2] for line in marked] == [["8", "16"], ["64", "128"], ["512", "1024"]]
-
-
 def test_json_has_everything_and_is_plain() -> None:
-    content = json.loads(json.dumps(pricing_of((8,), use_local_sgd=True).to_json()))
+    content = json.loads(json.dumps(pricing_of(use_local_sgd=True).to_json()))
     names = "steps_between_synchronisations conditions traffic_per_step prediction warm_up_traffic_per_step "
-    assert set(content) == set(f"{names} warm_up_prediction on_paper".split())
+    assert set(content) == set(f"{names} warm_up_prediction".split())
     assert content["traffic_per_step"]["leaving"] == [content["traffic_per_step"]["sent"][0]] * 2
-    prediction = content["on_paper"][0]["prediction"]
+    prediction = content["prediction"]
     assert set(prediction) == {"compute", "communication", "exposed", "step", "samples_per_second"}
 
 
@@ -244,19 +233,3 @@ def test_local_sgd_pays_one_averaging_per_period_and_hides_it_behind_the_steps_o
     assert predict(one_step, PAIR, NETWORK, slow).exposed == pytest.approx(0.006 / 8)
     assert predict(one_step, PAIR, NETWORK, slow).communication == pytest.approx(0.012 / 8)
     assert predict(many, PAIR, NETWORK, slow).exposed == 0.0
-
-
-@pytest.mark.parametrize("nodes", [8, 64, 512])
-def test_clusters_on_paper_keep_the_buckets_and_refuse_what_does_not_fit(nodes: int) -> None:
-    plan = plan_of(Cluster.imagined(2, 4), gradients=3)
-    larger, cluster = on_paper(plan, nodes, 4)
-    assert (larger.world_size, larger.node_num, larger.buckets) == (4 * nodes, nodes, plan.buckets)
-    assert cluster.world_size == 4 * nodes
-    hierarchical = plan_of(Cluster.imagined(2, 2), use_hierarchical_allreduce=True)
-    with pytest.raises(ConversionError, match="3 nodes of 1 ranks are 3, which local groups of 2 do not divide"):
-        on_paper(hierarchical, 3, 1)
-    with pytest.raises(ConversionError, match="one rank communicates nothing"):
-        on_paper(plan, 1, 1)
-    for nodes, ranks_per_node, is_possible in ((4, 1, False), (2, 2, True), (1, 4, False)):
-        found = alternatives(plan_of(Cluster.imagined(nodes, ranks_per_node)), ranks_per_node)
-        assert ("hierarchical" in found) == is_possible, "its groups are neither single ranks nor the whole job"

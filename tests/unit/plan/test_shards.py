@@ -10,10 +10,9 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.convert.sharding import in_order_of_sums
-from fleet_train.errors import ConversionError, ProfileError
+from fleet_train.errors import ProfileError
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
 from fleet_train.plan.choose import OWNERS_BUCKETS
-from fleet_train.plan.price import on_paper
 from fleet_train.plan.shards import MOST_UNEVEN, elements_of, memory_of, rows_cut
 from fleet_train.plan.trial import try_out
 from fleet_train.profile import Profile
@@ -134,9 +133,3 @@ def test_of_the_last_sums_the_first_to_arrive_is_updated_first(communicators: in
 def test_what_cannot_be_shared_is_refused(specs: list[TensorSpec], knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(ProfileError, match=words):
         plan_of(specs, 4, **knobs)
-
-
-def test_other_numbers_of_nodes_have_other_owners() -> None:
-    plan, _ = plan_of(gradients(), 4)
-    with pytest.raises(ConversionError, match="plan with --nodes 8"):
-        on_paper(plan, 8, 1)
