@@ -285,6 +285,12 @@ DOCTOR_LEFT_BEHIND_SECONDS = 3600.0
 """A doctor ends within minutes: older files are from a killed one."""
 DOCTOR_SPEED_SECONDS, DOCTOR_SPEED_PROCESS_SECONDS = 0.8, 8.0
 """For measuring a processor, and for the process that does it: numpy's import takes longer on a busy machine."""
+DATA_DISK_SECONDS, DATA_LOADER_SECONDS = 3.0, 15.0
+"""For reading files of a data folder past the page cache; for a loader, which may not become steady."""
+DATA_WINDOW_SECONDS = 2.0
+"""Speeds of a loader are compared over so long: batches come unevenly, and its workers start within a few seconds."""
+DOCTOR_DATA_SECONDS = 40.0
+"""For both, listing the folder, and the start of the workers."""
 DOCTOR_IP_SECONDS, DOCTOR_NVIDIA_SMI_SECONDS = 2.0, 10.0
 """For an answer of ``ip`` and of ``nvidia-smi``, which hangs with its driver."""
 SELFTEST_SECONDS, SELFTEST_SECONDS_PER_RANK = 900.0, 10.0

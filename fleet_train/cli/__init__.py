@@ -18,8 +18,7 @@ COMMANDS = {
     "launch": "Start this node's ranks of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
     "completion": "Print the shell completion script for these commands.",
-    "check": "Measure whether this machine reads its training data fast enough.",
-    "doctor": "Diagnose one machine, or several and the network between them.",
+    "doctor": "Diagnose one machine, its data, or several machines and the network between them.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob causes it.",
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
@@ -32,13 +31,12 @@ COMMANDS = {
     "version": "Show versions, machine, limits and engine for a bug report.",
 }
 
-# Commands that are no more, and what to use.
-_GONE = {
+GONE = {
+    "check": "python -m fleet_train doctor --data DIR --needs SAMPLES_PER_SECOND measures how fast a folder is read",
     "manifest": "copy a file of tools/examples/cluster/ in the project's repository (train.sbatch, job.yaml, "
     "paddlejob.yaml, trainjob.yaml) and edit the lines that it marks",
 }
-
-
+"""Commands that were here before: what to use instead."""
 _COMPLETE = "_FLEET_TRAIN_COMPLETE"
 
 
@@ -47,12 +45,17 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _GONE:
-            raise click.UsageError(f"No such command '{cmd_name}': {_GONE[cmd_name]}.", ctx)
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"fleet_train.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in GONE:
+            ctx.fail(f"No such command '{args[0]}': {GONE[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

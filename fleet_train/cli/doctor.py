@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fleet_train import timeouts
-from fleet_train.cli.options import HELP, NumberRange, where
+from fleet_train.cli.options import HELP, NumberRange, WholeNumberRange, folders, where
 from fleet_train.doctor.facts import GROUPS, Options, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
@@ -23,6 +23,7 @@ Examples:
   python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
   python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2 --strategy multi_node --script train.py
   python -m fleet_train doctor --skip group --json
+  python -m fleet_train doctor --only data --data ./ImageNet --needs 1200
 
 \b
 Under a launcher or an engine (Slurm, MPI, Kubernetes), on its nodes:
@@ -50,18 +51,30 @@ Exit codes:
 @click.option("--script", metavar="FILE", help="Training script of the job: is it the same everywhere?")
 @click.option("--log_dir", type=Path, default=Path("log"), show_default=True, metavar="DIR", help="The job's logs.")
 @click.option("--output", type=Path, default=Path("runs"), show_default=True, metavar="DIR", help="The job's output.")
+@click.option("--data", metavar="DIR", help="Image folder of the training: is it read fast?", shell_complete=folders)
+@click.option(
+    "--needs",
+    type=NumberRange(min=0, min_open=True),
+    metavar="N",
+    help="Samples per second that training uses up on this machine, all its ranks together.",
+)
+@click.option("--image_size", type=WholeNumberRange(1), default=224, show_default=True, help="As in training.")
+@click.option(
+    "--workers", type=WholeNumberRange(1), help="Worker processes on this machine. Default: its cores, at most 8."
+)
 @click.option(
     "--join_timeout",
     type=NumberRange(1, timeouts.DOCTOR_MOST_JOIN_SECONDS),
     default=timeouts.DOCTOR_JOIN_SECONDS,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for the other machines; the examination then takes at most 40 s.",
+    help="How long to wait for the other machines; the examination then takes at most 40 s, 80 s with --data.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], strategy: str | None, script: str | None, log_dir: Path, output: Path,
-    join_timeout: float, as_json: bool, **machines: Any,
+    data: str | None, needs: float | None, image_size: int, workers: int | None, join_timeout: float, as_json: bool,
+    **machines: Any,
 ) -> None:  # fmt: skip
     """Diagnose this machine, or several and the network between them, in less than a minute.
 
@@ -71,5 +84,8 @@ def command(
     from fleet_train.doctor.examine import start
     from fleet_train.selftest.ranks import Where
 
-    options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output)
+    if data is None and (needs is not None or "data" in only):
+        raise click.UsageError("--needs and --only data are about a folder of data: give --data")
+    of_data = () if data is None else (data, f"{needs or 0:g}", f"{image_size}", f"{workers or 0}")
+    options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output, of_data)
     sys.exit(start(options, Where(**machines), as_json))

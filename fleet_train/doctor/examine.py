@@ -147,6 +147,8 @@ class Examiner:
             facts = replace(facts, network=here)
         if "gpus" in groups:
             facts = replace(facts, gpus=measure_machine.gpus())
+        if "data" in groups and options.data:
+            facts = replace(facts, data=measure_apart.of_data(options.data))
         return facts
 
     def _report(self, peer_group: PeerGroup, facts: NodeFacts, present: tuple[int, ...]) -> NodeReport:

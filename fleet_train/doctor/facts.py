@@ -11,6 +11,7 @@ from fleet_train.errors import JoinTimeout
 from fleet_train.selftest.options import chosen_groups
 
 UNLIMITED = -1
+PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,25 @@ class Gpus:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """A check of one host or of a pair, the measured value, the threshold, and the command that fixes it."""
+
+    group: str
+    id: str
+    level: str
+    hosts: tuple[str, ...]
+    measured: str
+    threshold: str = ""
+    fix: str = ""
+
+    @property
+    def line(self) -> str:
+        threshold = f" ({self.threshold})" if self.threshold else ""
+        fix = f"; fix: {self.fix}" if self.fix and self.level != PASS else ""
+        return f"{self.level}  {self.id}  {' -> '.join(self.hosts)}: {self.measured}{threshold}{fix}"
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """One machine; None: not requested."""
 
@@ -139,6 +159,8 @@ class NodeFacts:
     folders: tuple[Folder, ...] = ()
     network: Network | None = None
     gpus: Gpus | None = None
+    data: tuple[Finding, ...] = ()
+    """Judged where it was measured; their hosts are left out."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +249,6 @@ class Examination:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"
 
 
-PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 ABSENT = "absent"
 """The id of the finding that names a node that did not connect."""
 
@@ -240,25 +261,6 @@ def level_below(value: float, fail: float, warn: float) -> str:
 def level_above(value: float, fail: float, warn: float) -> str:
     """The level of a value that must not be more than the thresholds."""
     return FAIL if value > fail else WARN if value > warn else PASS
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A check of one host or of a pair, the measured value, the threshold, and the command that fixes it."""
-
-    group: str
-    id: str
-    level: str
-    hosts: tuple[str, ...]
-    measured: str
-    threshold: str = ""
-    fix: str = ""
-
-    @property
-    def line(self) -> str:
-        threshold = f" ({self.threshold})" if self.threshold else ""
-        fix = f"; fix: {self.fix}" if self.fix and self.level != PASS else ""
-        return f"{self.level}  {self.id}  {' -> '.join(self.hosts)}: {self.measured}{threshold}{fix}"
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -300,6 +302,7 @@ GROUPS = {
     "software": "versions, package, profile and script, compared between hosts",
     "network": "names, routes, ports, MTU, proxies, clocks, latency, bandwidth, retransmits",
     "gpus": "driver, ECC, NVLink, NCCL (where there are GPUs)",
+    "data": "the folder of --data: contents, unreadable images, reading speed beside --needs",
     "group": "one process per host forms a process group and adds exact integers",
 }
 """The values of ``--only`` and ``--skip``, in the order in which findings are printed."""
@@ -315,10 +318,13 @@ class Options:
     script: str | None = None
     log_dir: Path = Path("log")
     output_dir: Path = Path("runs")
+    data: tuple[str, ...] = ()
+    """The arguments of `fleet_train.data.measure`; empty: no folder of data was given."""
 
     @property
     def whole_seconds(self) -> float:
-        return timeouts.DOCTOR_WHOLE_SECONDS + max(0.0, self.join_timeout_seconds - timeouts.DOCTOR_JOIN_SECONDS)
+        longer = max(0.0, self.join_timeout_seconds - timeouts.DOCTOR_JOIN_SECONDS)
+        return timeouts.DOCTOR_WHOLE_SECONDS + longer + (timeouts.DOCTOR_DATA_SECONDS if self.data else 0.0)
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:

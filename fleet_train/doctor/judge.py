@@ -6,6 +6,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fleet_train.doctor.facts import (
@@ -327,6 +328,11 @@ def _of_gpus(host: str, gpus: Gpus) -> Iterator[Finding]:
     yield finding("gpu", PASS, (host,), _models(gpus), "nvidia-smi answers")
 
 
+def data_findings(examined: Examination) -> Iterator[Finding]:
+    for index, report in examined.reports.items():
+        yield from (replace(found, hosts=(examined.host(index),)) for found in report.facts.data)
+
+
 def group_findings(examined: Examination) -> Iterator[Finding]:
     fix = "the logs of the group are beside the job's (doctor.N.log); python -m fleet_train selftest says more"
     for index, result in examined.groups.items():
@@ -343,5 +349,6 @@ _READERS = {
     "software": software_findings,
     "network": network_findings,
     "gpus": gpu_findings,
+    "data": data_findings,
     "group": group_findings,
 }

@@ -1,7 +1,7 @@
 """What a process of its own measures, so that a hanging disk or numpy's threads cannot harm the doctor.
 
 Of the folders that a job writes to: space, speed, and whether other nodes see the same one. Of the processors: the
-speed of one of them.
+speed of one of them. Of a folder of training data: what `fleet_train.data.measure` prints.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.doctor.facts import UNLIMITED, Folder
+from fleet_train.doctor.facts import FAIL, UNLIMITED, Finding, Folder
 from fleet_train.files import open_new
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -51,10 +52,21 @@ def examine(purpose: str, folder: Path, mark: str) -> Folder:
         return Folder(purpose, str(folder), error="could not be examined")
 
 
-def run_apart(seconds: float, *arguments: str) -> Any:
-    """What this module prints with these arguments, as JSON, with one thread of numpy. Raises TimeoutExpired, and
+def of_data(arguments: tuple[str, ...]) -> tuple[Finding, ...]:
+    """What is found of a folder of training data; hosts are left out."""
+    seconds = timeouts.DOCTOR_DATA_SECONDS
+    try:
+        found = run_apart(seconds, *arguments, module="fleet_train.data.measure")
+        return tuple(Finding("data", hosts=(), **each) for each in found)
+    except (subprocess.TimeoutExpired, ValueError):
+        why = f"{arguments[0]}: nothing could be measured within {seconds:g} s"
+        return (Finding("data", "data", FAIL, (), why, "can be read", f"ls {shlex.quote(arguments[0])}"),)
+
+
+def run_apart(seconds: float, *arguments: str, module: str = "fleet_train.doctor.measure_apart") -> Any:
+    """What a module prints with these arguments, as JSON, with one thread of numpy. Raises TimeoutExpired, and
     ValueError if it prints none."""
-    command = [sys.executable, "-m", "fleet_train.doctor.measure_apart", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     environ = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:

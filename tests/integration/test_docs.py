@@ -78,11 +78,10 @@ RUN = [
         "python -m fleet_train train --model cnn --data synthetic:3x32x32x10x640 --epochs 1 --output_dir runs/noise": (
             "cnn on synthetic:3x32x32x10x640: 1 rank(s)"
         ),
-        "python -m fleet_train check --data ./images --image_size 32 --seconds 2": "48 samples in 2 classes",
-        "python -m fleet_train check --data ./images --image_size 32 --seconds 2 --samples_per_second 20 --workers 1": (
-            "feeds    20 samples/s: yes"
+        "python -m fleet_train doctor --only data --data ./images --image_size 32": "48 images in 2 classes",
+        "python -m fleet_train doctor --only data --data ./images --image_size 32 --needs 20 --workers 1": (
+            "(training needs 20/s)"
         ),
-        "python -m fleet_train check --data ./images --image_size 32 --all": "images/train: 48 samples in 2 classes",
     },
 ]
 # Run by test_launch_forms.py and test_examples.py.

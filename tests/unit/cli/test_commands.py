@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fleet_train.cli import COMMANDS, cli, launch, main, stacks, train
+from fleet_train.cli import COMMANDS, GONE, cli, launch, main, stacks, train
 from fleet_train.cli.completion import SHELLS, completions
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.errors import FleetTrainError
@@ -78,6 +78,19 @@ def test_what_click_refuses_is_an_error_of_usage(
         main()
     assert ended.value.code == 2
     assert "No such command 'profile'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "instead"), GONE.items())
+def test_a_command_that_was_here_before_is_refused_with_what_to_use_instead(name: str, instead: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--data", "x"])
+    assert (result.exit_code, f"No such command '{name}': {instead}." in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("flags", [["--needs", "20"], ["--only", "data"]])
+def test_flags_about_data_need_a_folder(flags: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["doctor", *flags])
+    assert result.exit_code == 2
+    assert "--needs and --only data are about a folder of data: give --data" in result.output
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -114,6 +114,14 @@ def test_healthy_nodes_give_no_alarm_and_a_group_that_was_not_formed_one() -> No
     assert {finding.id for finding in judge(HEALTHY, tuple(GROUPS))} >= {"memory", "python", "port", "clock", "group"}
 
 
+def test_what_was_found_of_data_has_the_host_where_it_was_found() -> None:
+    slow = Finding("data", "data_speed", FAIL, (), "400 images/s", "training needs 1000/s", "--workers 5")
+    examined = with_facts(1, data=(slow, replace(slow, id="data", level=PASS)))
+    assert alarms(examined) == [(FAIL, "data_speed", (host(1),))]
+    told = from_json(NodeReport, asdict(examined.reports[1]))
+    assert told == examined.reports[1]
+
+
 OWN = {
     "little memory": ({"memory": Memory(GIB, GIB - 9, shm_total=GIB, shm_free=GIB)}, FAIL, "memory"),
     "some memory": ({"memory": Memory(2 * GIB, 2 * GIB - 9, shm_total=GIB, shm_free=GIB)}, WARN, "memory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from fleet_train.cluster.store.access import Access, Refused
 from fleet_train.cluster.store.wire import encode
 from fleet_train.doctor import channel, measure_apart, measure_machine
 from fleet_train.doctor.channel import dialled
-from fleet_train.doctor.facts import UNLIMITED, Folder, Gpu, Gpus
+from fleet_train.doctor.facts import FAIL, UNLIMITED, Folder, Gpu, Gpus
 from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
 from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
@@ -139,6 +140,22 @@ def test_what_a_killed_doctor_has_left_is_removed_by_a_later_one(tmp_path: Path)
         os.utime(path, (now - age, now - age))
     measure_apart.write_into(tmp_path, f"{measure_apart.MARK}mine")
     assert sorted(path.name.removeprefix(measure_apart.MARK) for path in tmp_path.iterdir()) == ["at_work", "mine"]
+
+
+def test_a_folder_of_data_is_read_by_a_process_of_its_own_that_may_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (str(tmp_path), "20", "16", "1")
+    (found,) = measure_apart.of_data(arguments)
+    assert (found.id, found.level, found.hosts) == ("data", FAIL, ())
+    assert f"image folder {tmp_path}" in found.measured
+
+    def hangs(seconds: float, *_: str, **__: str) -> None:
+        raise subprocess.TimeoutExpired("python", seconds)
+
+    monkeypatch.setattr(measure_apart, "run_apart", hangs)
+    (found,) = measure_apart.of_data(arguments)
+    assert found.measured == f"{tmp_path}: nothing could be measured within 40 s"
 
 
 # As the manual of nvidia-smi shows them; no GPU was asked.
