@@ -17,7 +17,6 @@ from fleet_train.errors import FleetTrainError
 COMMANDS = {
     "launch": "Start this node's ranks of a job over a list of node IPs.",
     "train": "Train a built-in model with the reference trainer.",
-    "completion": "Print the shell completion script for these commands.",
     "doctor": "Diagnose one machine, its data, or several machines and the network between them.",
     "monitor": "Show the curves of runs in a browser, or as text.",
     "plan": "Show what a script or model would communicate, and which knob causes it.",
@@ -32,6 +31,8 @@ COMMANDS = {
 }
 
 GONE = {
+    "completion": 'eval "$(_FLEET_TRAIN_COMPLETE=bash_source fleet_train)" in ~/.bashrc completes fleet_train on TAB; '
+    "zsh_source, fish_source alike",
     "check": "python -m fleet_train doctor --data DIR --needs SAMPLES_PER_SECOND measures how fast a folder is read",
     "manifest": "copy a file of tools/examples/cluster/ in the project's repository (train.sbatch, job.yaml, "
     "paddlejob.yaml, trainjob.yaml) and edit the lines that it marks",
@@ -85,12 +86,10 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code, Ctrl-C code 130."""
-    if _COMPLETE in os.environ:
-        from fleet_train.cli.completion import register
-
-        register()
+    # A shell completes a program by its name.
+    name = "fleet_train" if _COMPLETE in os.environ else "python -m fleet_train"
     try:
-        status = cli(prog_name="python -m fleet_train", complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
+        status = cli(prog_name=name, complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
         sys.exit(status)
     except click.Abort as aborted:
         if isinstance(aborted.__cause__, EOFError):  # a truncated file, read by a script or by us: click says nothing
