@@ -153,10 +153,6 @@ VISUALDL_ANSWER_SECONDS = 5.0
 VISUALDL_POLL_SECONDS = 0.1
 VISUALDL_STOP_SECONDS = 5.0
 """For its processes to end after SIGTERM."""
-METRICS_SILENT_SECONDS = 5.0
-"""For a client of the Prometheus server to send its request."""
-METRICS_POLL_SECONDS = 0.1
-"""Of that server, to see that it is to close."""
 METRICS_ASK_AGAIN_SECONDS = 1.0
 """Between two questions to the job's store which ranks are gone: scrapes may come more often."""
 

@@ -8,20 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from socketserver import TCPServer
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
 from fleet_train import __version__, fleet, timeouts
-from fleet_train.cluster.network import is_loopback, port_owner
+from fleet_train.cluster.network import port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
 from fleet_train.train.agree import ask_first_worker
-from fleet_train.train.dashboard_server import Application, FewConnections, OnlyForNames
 from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
 
 DEFAULT_HOST = "127.0.0.1"
@@ -34,8 +29,7 @@ Gone = Callable[[], Mapping[int, str]]
 class PrometheusSink(NullSink):
     """Serves the last written record, of which Prometheus stores neither texts nor images.
 
-    For your own loop: `open_prometheus`, or on rank 0 this and `write`. The Prometheus client's own server limits
-    neither connections nor their time, and answers at any path and for any host name.
+    For your own loop: `open_prometheus`, or on rank 0 this and `write`.
     """
 
     def __init__(self, port: int, host: str = DEFAULT_HOST, gone: Gone | None = None) -> None:
@@ -49,14 +43,11 @@ class PrometheusSink(NullSink):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server = make_server(host, port, _application(registry, host), _Server, _Handler)
+            self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise ClusterError(_why_not(host, port, error)) from None
-        self.port = int(self._server.server_address[1])
+        self.port = int(self._server.server_port)
         self.address = f"http://{host}:{self.port}{PATH}"
-        serve = partial(self._server.serve_forever, timeouts.METRICS_POLL_SECONDS)
-        self._thread = threading.Thread(target=serve, name="fleet_train metrics", daemon=True)
-        self._thread.start()
 
     def write(self, step: int, scalars: Scalars) -> None:
         with self._lock:
@@ -264,22 +255,6 @@ def _family(metric: Metric, samples: Iterable[tuple[Labels, float]]) -> Iterator
     yield family
 
 
-def _application(registry: CollectorRegistry, host: str) -> Application:
-    """A server for this machine only does not answer a web page whose name resolves to this machine's address (DNS
-    rebinding) and which so reads through a local browser."""
-    at_all_paths: Application = make_wsgi_app(registry)
-
-    def only_metrics(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") == PATH:
-            return at_all_paths(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"the metrics are at {PATH}\n".encode()]
-
-    if not is_loopback(host):
-        return only_metrics
-    return OnlyForNames(only_metrics, {"", host, "localhost", "127.0.0.1"}, "name it: --prometheus_host NAME")
-
-
 def _why_not(host: str, port: int, error: Exception) -> str:
     where = f"--prometheus_port {port} on {host}"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -288,22 +263,3 @@ def _why_not(host: str, port: int, error: Exception) -> str:
         f"{where}: cannot listen there ({getattr(error, 'strerror', None) or error}); --prometheus_host takes an "
         "address of rank 0's machine, or 0.0.0.0 for all"
     )
-
-
-class _Server(FewConnections, WSGIServer):
-    """Four connections at a time: any client that reaches the port may connect."""
-
-    most_connections = 4
-
-    def server_bind(self) -> None:
-        """Without the standard library's name look-up, which takes long if DNS does not answer."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = timeouts.METRICS_SILENT_SECONDS
-
-    def log_message(self, *_: Any) -> None:
-        """Prints nothing on the terminal of a training."""
