@@ -23,7 +23,7 @@ COMMANDS = {
     "port": "Rewrite scripts for Paddle 1.6 to 2.x for Paddle 3 and fleet_train.",
     "profiles": "List the strategy profiles, or show one with each knob's fate.",
     "recommend": "Measure a cluster and a script, and write the profile that is best for them.",
-    "selftest": "Check a new cluster: devices, collectives, profiles, overlap, faults.",
+    "selftest": "Check a new cluster: devices, collectives, profiles, faults.",
     "stacks": "Show in which line each rank of a running job stands.",
     "timeline": "Show where the time of traced steps went, for all ranks on one clock.",
     "top": "Show what the ranks of this machine do right now: steps, times, memory, state.",

@@ -24,7 +24,6 @@ from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.profile import COMMUNICATORS, EDGE, SIZE, open_knobs
-from fleet_train.selftest.late import ending_late
 from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
 from fleet_train.selftest.training import (
     BATCH_NORM,
@@ -115,15 +114,9 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
 
 def check_stream(job: Job, options: Options, stream: str, folder: Path) -> Iterator[Result]:
     """``collective_stream``: calc is compared with one process, and rank 0 keeps its parameters in ``folder``; the
-    others are compared with those. On CPUs, also on an engine of streams whose collectives end late."""
-    yield _check_stream(job, options.steps, stream, backend_name(), folder / "parameters")
-    if job.engine.side_by_side:
-        with ending_late(job):
-            yield _check_stream(job, options.steps, stream, "late doubles", folder / "parameters_late")
-
-
-def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Result:
-    began, label = time.perf_counter(), f"{stream} with {way}"
+    others are compared with those."""
+    began, label = time.perf_counter(), f"{stream} with {backend_name()}"
+    steps, kept = options.steps, folder / "parameters"
     profile = Profile(
         collective_stream=stream,
         nccl_comm_num=1,
@@ -145,7 +138,7 @@ def _check_stream(job: Job, steps: int, stream: str, way: str, kept: Path) -> Re
     everybody = job.all_gather(f"selftest {label}", outcome, timeouts.SELFTEST_SIMULATION_SECONDS)
     carried_out = job.engine.stream if isinstance(job.engine, StreamEngine) else stream
     bound = 0.0 if stream == OWN and not computes_on_gpu() else tolerance_of(profile, on_gpu=computes_on_gpu())
-    return judge_stream(job, label, stream, carried_out, steps, everybody, bound, time.perf_counter() - began)
+    yield judge_stream(job, label, stream, carried_out, steps, everybody, bound, time.perf_counter() - began)
 
 
 def judge_stream(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fleet_train import timeouts
 from fleet_train.selftest.child import End
-from fleet_train.selftest.options import COST_OF, FAIL, SKIP, Result, failed
+from fleet_train.selftest.options import FAIL, MEMORY_OF, SKIP, Result, failed
 from fleet_train.selftest.supervisor import Supervisor, first_to_fail, judge_ends
 
 
@@ -31,7 +31,7 @@ _LOST = (
     "a rank that is lost here may hold up the others: a lower collective_timeout_seconds bounds that; if it does not, "
     "end such a job yourself"
 )
-_COST = "nothing is computed wrongly; collective_stream: calc exposes the communication, and needs no second stream"
+_MEMORY = "nothing is computed wrongly; collective_stream: calc needs no second stream"
 STEPS = (
     Step("devices", "give each rank a GPU of its own: --selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
     Step("dtypes", _LINK),
@@ -40,7 +40,7 @@ STEPS = (
     Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe"),
     Step("is killed in a step", _LOST),
     Step("is killed in a save", _LOST),
-    Step(f"{COST_OF}own", _COST),
+    Step(f"{MEMORY_OF}own", _MEMORY),
 )
 
 

@@ -13,13 +13,12 @@ GROUPS = {
     "devices": "one device per rank, backend, versions",
     "collectives": "every collective and dtype against exact integers",
     "profiles": "every profile trained and compared with the simulator",
-    "overlap": "how much of the communication overlaps with computing",
     "faults": "a rank that skips a collective, is stopped, is killed",
 }
 """The values of ``--only`` and ``--skip``, in the order of execution."""
 TOGETHER = "together"
 """The job of all checks that one process per rank can run in sequence."""
-COST_OF = "overlap and memory of "
+MEMORY_OF = "memory of "
 """Before a stream: a job of the ladder."""
 TOGETHER_GROUPS = tuple(group for group in GROUPS if group != "faults")
 DEFAULT_FOLDER = Path("runs/selftest")
@@ -33,7 +32,6 @@ class Options:
     ladder: bool = False
     """Instead of the groups: the steps of `fleet_train.selftest.ladder`."""
     steps: int = 50
-    rounds: int = 9
     fault_timeout_seconds: int = 4
     """How long a rank may keep the others waiting, in the checks of faults (collective_timeout_seconds)."""
     join_timeout_seconds: float = 120.0
@@ -50,7 +48,7 @@ class Options:
         return cls(**data | {"groups": tuple(data["groups"])})
 
 
-_QUICK = {"steps": 20, "rounds": 3}
+_QUICK = {"steps": 20}
 
 
 def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False, ladder: bool = False) -> Options:
@@ -66,7 +64,7 @@ def chosen_groups(groups: Iterable[str], only: Sequence[str], skip: Sequence[str
     return left
 
 
-OK, WARN, SKIP, FAIL = "ok", "warn", "skip", "FAIL"
+OK, SKIP, FAIL = "ok", "skip", "FAIL"
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def failed(results: Iterable[Result]) -> list[str]:
 def verdict(results: Iterable[Result], seconds: float) -> str:
     """The last line of the report."""
     results = list(results)
-    numbers = {status: sum(result.status == status for result in results) for status in (OK, WARN, SKIP)}
+    numbers = {status: sum(result.status == status for result in results) for status in (OK, SKIP)}
     counted = ", ".join(f"{number} {status}" for status, number in numbers.items() if number)
     wrong = failed(results)
     if wrong:
@@ -112,4 +110,4 @@ def verdict(results: Iterable[Result], seconds: float) -> str:
 def exit_code(results: Iterable[Result]) -> int:
     """0: none failed, and not all were left out."""
     results = list(results)
-    return 0 if any(result.status in (OK, WARN) for result in results) and not failed(results) else 1
+    return 0 if any(result.status == OK for result in results) and not failed(results) else 1

@@ -20,8 +20,8 @@ from fleet_train import fleet, role_maker
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
-from fleet_train.selftest import check_collectives, check_overlap, check_profiles, training
-from fleet_train.selftest.options import COST_OF, TOGETHER, Options, Result
+from fleet_train.selftest import check_collectives, check_memory, check_profiles, training
+from fleet_train.selftest.options import MEMORY_OF, TOGETHER, Options, Result
 
 Check = Callable[[Job, Options], Iterator[Result]]
 
@@ -30,7 +30,6 @@ CHECKS: dict[str, Check] = {
     "devices": check_collectives.check_devices,
     "collectives": check_collectives.check_collectives,
     "profiles": check_profiles.check,
-    "overlap": check_overlap.check,
 }
 
 
@@ -42,8 +41,7 @@ def ladder(folder: Path) -> dict[str, list[Check]]:
     }
     for stream in (CALC, OWN):
         checks[stream] = [partial(check_profiles.check_stream, stream=stream, folder=folder)]
-    both = (check_overlap.check, check_overlap.check_memory)
-    checks[f"{COST_OF}{OWN}"] = [partial(check, stream=OWN) for check in both]
+    checks[f"{MEMORY_OF}{OWN}"] = [partial(check_memory.check, stream=OWN)]
     return checks
 
 

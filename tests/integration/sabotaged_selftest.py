@@ -1,8 +1,8 @@
 """Named ``sitecustomize`` in a folder on PYTHONPATH by a test: corrupts what checks of a selftest communicate.
 
 FLEET_TRAIN_TEST_SABOTAGE: ``one value`` (rank 1 gets one wrong integer from all_reduce, and averages whose last bit is
-wrong in one place), ``every average`` (all ranks get the same, 1 % too large), ``early reads`` (collectives on own
-streams send what the buffer held before).
+wrong in one place), ``every average`` (all ranks get the same, 1 % too large), ``early reads`` (collectives end late,
+and on own streams send what the buffer held before).
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ def spoil_averages() -> None:
 
 
 def read_early() -> None:
-    from fleet_train.selftest import late
+    from tests.support.late import install_late_engine
 
-    real = late.LateCalls
-    late.LateCalls = lambda *given, **options: real(*given, **{**options, "reads_early": True})  # type: ignore
+    install_late_engine(int(RANK or 0), stream="", reads_early=True)
 
 
 if IS_SUBJECT and KIND == "early reads":

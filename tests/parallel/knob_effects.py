@@ -35,8 +35,8 @@ from fleet_train.convert.passes import pipeline, precision
 from fleet_train.convert.session import current
 from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
 from fleet_train.profile import Profile
-from fleet_train.selftest.late import ending_late
 from fleet_train.train import Trainer, TrainerSettings
+from tests.support.late import ending_late
 from tests.support.worker import report
 
 Array = np.ndarray[Any, Any]

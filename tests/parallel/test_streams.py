@@ -2,7 +2,7 @@
 their own, which prove themselves in the first three steps, and on the calculation stream.
 
 The stream engine is the real one; its groups are Gloo's, whose buffers hold NaN until they are waited for
-(`fleet_train.selftest.late`). Whatever reads a value in a step raises.
+(`tests.support.late`). Whatever reads a value in a step raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.convert.fleet import _current
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.profile import Profile
-from fleet_train.selftest.late import ending_late
 from fleet_train.selftest.training import (
     CLASSES,
     FEATURES,
@@ -55,7 +54,7 @@ from tests.parallel.strategies import (
     momentum,
     sgd,
 )
-from tests.support.late import install_tripwire
+from tests.support.late import ending_late, install_tripwire
 from tests.support.ranks import run_ranks
 from tests.support.worker import report
 from tests.unit.passes.training import loss_scaling

@@ -22,8 +22,8 @@ from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.errors import WorkerFailed
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.profile import Profile
-from fleet_train.selftest.late import LateCalls, LateDevice
 from tests.support.agreeing import AgreeingJob
+from tests.support.late import LateCalls, LateDevice
 
 PLACE = CallContext("step 1", "step 1, bucket 0")
 
@@ -244,7 +244,7 @@ def _put(tensor: Any, values: np.ndarray) -> None:
 class OneOfTwo(AgreeingJob):
     """Rank 0 of a job without a store, whose peer always sends the same: what an exchange does to real buffers.
 
-    Collectives are those of the late group (`fleet_train.selftest.late`), carried out by arithmetic instead of Gloo.
+    Collectives are those of the late group (`tests.support.late`), carried out by arithmetic instead of Gloo.
     """
 
     def __init__(self) -> None:

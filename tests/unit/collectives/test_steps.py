@@ -19,7 +19,7 @@ from fleet_train.collectives.job import Passed
 from fleet_train.collectives.step_notes import StepClock, StepNotes
 from fleet_train.collectives.training import Boundaries
 from fleet_train.errors import ConversionError
-from fleet_train.selftest.late import LateDevice
+from tests.support.late import LateDevice
 from tests.unit.collectives.played import OneOfTwo, exchange_of
 
 

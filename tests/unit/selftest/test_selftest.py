@@ -19,10 +19,10 @@ from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
-from fleet_train.selftest import check_collectives, check_overlap, check_profiles, record, supervisor
+from fleet_train.selftest import check_collectives, check_memory, check_profiles, record, supervisor
 from fleet_train.selftest.child import Child, End
 from fleet_train.selftest.ladder import STEPS, Ladder, lines_of_nccl
-from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, WARN, Options, Result, chosen, exit_code, verdict
+from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, Options, Result, chosen, exit_code, verdict
 from fleet_train.selftest.ranks import Where, is_rank, request_of
 from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
 
@@ -36,7 +36,7 @@ def result(name: str, status: str) -> Result:
 @pytest.mark.parametrize(
     ("results", "words", "code"),
     [
-        ([result("a", OK), result("b", WARN), result("c", SKIP)], "PASSED: 1 ok, 1 warn, 1 skip, in 12 s", 0),
+        ([result("a", OK), result("b", OK), result("c", SKIP)], "PASSED: 2 ok, 1 skip, in 12 s", 0),
         (
             [result("a", OK), result("b", FAIL), result("b", FAIL), result("c", FAIL)],
             "FAILED: b, c; 1 ok, in 12 s",
@@ -67,6 +67,14 @@ def test_checks_are_chosen_in_their_order() -> None:
     quick = chosen([], [], quick=True)
     assert (quick.is_quick, Options().is_quick) == (True, False)
     assert Options.from_json(quick.to_json()) == quick
+
+
+@pytest.mark.parametrize("flag", ["--only", "--skip"])
+def test_a_check_that_is_no_more_is_refused_with_what_to_use(flag: str) -> None:
+    ended = CliRunner().invoke(command, [flag, "overlap"])
+    assert ended.exit_code == 2
+    assert "launch --trace STEPS and timeline show what a step waits for" in ended.output
+    assert "'devices', 'collectives', 'profiles', 'faults'" in CliRunner().invoke(command, [flag, "all"]).output
 
 
 class TestFaults:
@@ -160,9 +168,9 @@ class TestLadder:
         assert max(peers.jobs.values()) <= 320
         assert not any("what to do" in line for line in peers.shown)
 
-    def test_what_is_skipped_or_warned_of_ends_nothing(self) -> None:
+    def test_what_is_skipped_ends_nothing(self) -> None:
         skipped = {"devices": [Result("devices", "devices", SKIP, "the ranks compute on CPUs")]}
-        results, _ = self.climbed(results=skipped | {self.NAMES[-1]: [Result("overlap", "overlap", WARN, "busy")]})
+        results, _ = self.climbed(results=skipped)
         assert len(results) == len(STEPS)
         assert exit_code(results) == 0
 
@@ -179,7 +187,7 @@ class TestLadder:
             ("dtypes", "NCCL_P2P_DISABLE: 1 or NCCL_IB_DISABLE: 1"),
             ("calc", "amp_level: O0"),
             ("own", "set collective_stream: calc"),
-            ("overlap and memory of own", "collective_stream: calc exposes the communication"),
+            ("memory of own", "collective_stream: calc needs no second stream"),
         ],
     )
     def test_the_first_failure_ends_it_and_says_which_setting_goes_around_it(self, step: str, setting: str) -> None:
@@ -284,14 +292,14 @@ class TestEnds:
         (result,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
         assert (result.group, result.status) == ("profiles", FAIL)
         assert result.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
-        (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "overlap", ())})
+        (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "profiles", ())})
         assert result.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
 
     def test_what_comes_behind_is_not_done(self) -> None:
         groups = tuple(GROUPS)
-        assert [result.name for result in not_done(groups, "collectives")] == ["profiles", "overlap"]
+        assert [result.name for result in not_done(groups, "collectives")] == ["profiles"]
         names = [result.name for result in not_done(groups, "start")]
-        assert names == ["devices", "collectives", "profiles", "overlap"]
+        assert names == ["devices", "collectives", "profiles"]
         assert not_done(("faults", "devices"), "collectives") == []
 
 
@@ -354,38 +362,8 @@ class TestDevices:
         )
 
 
-class TestOverlap:
-    def times(self, ours: float, control: float = 30.0) -> dict[str, list[float]]:
-        turns = {"compute": 20.0, "communication": 10.0, "serial": 30.0, "ours": ours, "control": control}
-        turns |= {"control, serial": 30.0}
-        return {turn: [value, 2 * value, 3 * value] for turn, value in turns.items()}
-
-    @pytest.mark.parametrize(("ours", "share"), [(20.0, 1.0), (25.0, 0.5), (30.0, 0.0), (33.0, -0.3)])
-    def test_share_of_what_could_be_hidden(self, ours: float, share: float) -> None:
-        assert check_overlap.overlap_of(self.times(ours), "ours", "serial") == pytest.approx(share)
-
-    @pytest.mark.parametrize(
-        ("ours", "control", "on_gpu", "status"),
-        [
-            (22.0, 30.5, True, OK),
-            (22.0, 33.0, False, WARN),  # a control that is not 0 spoils the figure
-            (29.0, 30.0, True, WARN),  # little is warned of on GPUs only
-            (29.0, 30.0, False, OK),
-        ],
-    )
-    def test_verdict(self, ours: float, control: float, on_gpu: bool, status: str) -> None:
-        assert check_overlap.judge(self.times(ours, control), overlaps=on_gpu, seconds=1.0).status == status
-
-    def test_a_time_that_is_missing_fails_and_the_controls_share_is_told_beside_ours(self) -> None:
-        for wrong in (0.0, float("nan"), float("inf")):
-            times = self.times(22.0) | {"control": [30.0, wrong, 30.0]}
-            assert check_overlap.judge(times, overlaps=False, seconds=1.0).status == FAIL
-        figures = check_overlap.judge(self.times(22.0, 30.5), overlaps=True, seconds=1.0).figures
-        assert (figures["overlap"], figures["control"]) == (pytest.approx(0.8), pytest.approx(-0.05))
-
-
 def test_memory_is_that_of_the_rank_with_the_most_beside_paddles_own_program() -> None:
-    result = check_overlap.judge_memory("own", {0: [100 * 2**20, 110 * 2**20], 1: [90 * 2**20, 130 * 2**20]}, 1.0)
+    result = check_memory.judge("own", {0: [100 * 2**20, 110 * 2**20], 1: [90 * 2**20, 130 * 2**20]}, 1.0)
     assert (result.name, result.status, result.figures["extra_bytes"]) == ("memory of own", OK, 40 * 2**20)
     assert result.words.startswith("40 MiB beside the 90 MiB of Paddle's own program on one rank")
 
@@ -400,18 +378,18 @@ def test_memory_is_the_most_of_each_program_beside_what_was_there(monkeypatch: p
         max_memory_allocated=lambda: next(most),
     )
 
-    def program(_: Any, settings: Any, *__: Any) -> Any:
-        steps.append(settings)
+    def program(profile: Any) -> Any:
+        steps.append(profile and profile.collective_stream)
         return SimpleNamespace(step=lambda *_: steps.append("step"))
 
-    monkeypatch.setattr(check_overlap.paddle.device, "cuda", device)
-    monkeypatch.setattr(check_overlap.paddle.device, "synchronize", lambda: steps.append("done"))
-    monkeypatch.setattr(check_overlap, "computes_on_gpu", lambda: True)
-    monkeypatch.setattr(check_overlap, "_program", program)
+    monkeypatch.setattr(check_memory.paddle.device, "cuda", device)
+    monkeypatch.setattr(check_memory.paddle.device, "synchronize", lambda: steps.append("done"))
+    monkeypatch.setattr(check_memory, "computes_on_gpu", lambda: True)
+    monkeypatch.setattr(check_memory, "_program", program)
     job: Any = SimpleNamespace(cluster=CLUSTER, all_gather=lambda _, value: {0: value})
-    (result,) = check_overlap.check_memory(job, Options(), "own")
+    (result,) = check_memory.check(job, Options(), "own")
     assert result.figures == {"plain_bytes": 50, "our_bytes": 80, "extra_bytes": 30}
-    assert steps == ["reset", None, *["step"] * 5, "done", "reset", {}, *["step"] * 5, "done"]
+    assert steps == ["reset", None, *["step"] * 5, "done", "reset", "own", *["step"] * 5, "done"]
 
 
 class TestFitting:
@@ -493,7 +471,7 @@ def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected:
 
 
 def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
-    options = chosen([], ["overlap", "profiles"], quick=True)
+    options = chosen([], ["collectives", "profiles"], quick=True)
     command = command_of(options, tmp_path / "out")
     request = request_of(command, Where(ips="10.0.0.1,10.0.0.2", nproc=3), tmp_path / "outcome")
     assert request.is_module
