@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +40,8 @@ TENSORS = "persistables.safetensors"
 RANKS = "ranks.safetensors"
 DESCRIPTION = "complete.json"
 FORMAT = 3
-_TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2 = "persistables.json", "state.json"
-FILES = (TENSORS, RANKS, _TENSORS_OF_FORMAT_2, _STATE_OF_FORMAT_2, DESCRIPTION)
-"""All files that a saved state may have, in any format."""
+FILES = (TENSORS, RANKS, DESCRIPTION)
+"""All files that a saved state may have."""
 _MOST_BYTES = 256 << 20
 _OF_A_RANK = re.compile(r"rank (0|[1-9][0-9]{0,8})/(.+)", re.DOTALL)
 _SEAL = b'{"sha256": "%s",'
@@ -87,7 +86,6 @@ def publish(folder: Path, entries: Mapping[str, Any]) -> None:
     sync_folder(folder)
     for name in entries["files"]:
         os.replace(_draft_of(folder, name), folder / name)
-    (folder / _TENSORS_OF_FORMAT_2).unlink(missing_ok=True)  # it described the tensors that were here before
 
 
 def _finish(folder: Path) -> None:
@@ -96,7 +94,7 @@ def _finish(folder: Path) -> None:
     try:
         files = _tensors_of(read_entries(folder))[0] if left else {}
     except (CheckpointError, ValueError):
-        return  # the folder holds no state of this format
+        return  # the folder holds no state
     for name in left:
         if _read_draft(folder, name, files[name]) is not None:
             os.replace(_draft_of(folder, name), folder / name)
@@ -142,7 +140,7 @@ def read_folder(folder: Path) -> State:
     try:
         files, kinds, number = _tensors_of(entries)
     except ValueError as error:
-        raise CheckpointError(f"{folder / _describing(entries)} is damaged: {error}; {WAY_OUT}") from None
+        raise CheckpointError(f"{folder / DESCRIPTION} is damaged: {error}; {WAY_OUT}") from None
     try:
         arrays, mixed = (_read_file(folder, name, files[name]) if files[name] else {} for name in (TENSORS, RANKS))
     except FileNotFoundError as error:
@@ -159,52 +157,16 @@ def read_entries(folder: Path) -> dict[str, Any]:
     missing, damaged or altered.
     """
     path = folder / DESCRIPTION
-    if os.path.lexists(path) or not os.path.lexists(folder / _TENSORS_OF_FORMAT_2):
-        content = _content(path)
-        entries = _parsed(path, content)
-        if entries.get("format") == 2:
-            entries = _read_format_2(folder, entries)
-        elif entries.get("format") != FORMAT:
-            _refuse_format(path, entries)
-        elif not content.startswith(_seal_of(content[_SEAL_BYTES:])):
-            raise _altered(path)
-    else:
-        entries = _read_format_2(folder, None)
-    files = entries.get("files")
-    if not isinstance(files, dict) or files.keys() - {TENSORS, RANKS}:
-        damaged = folder / _describing(entries)
-        raise CheckpointError(f"{damaged} is damaged: its files are not {TENSORS} and {RANKS}; {WAY_OUT}")
-    return entries
-
-
-def _describing(entries: Mapping[str, Any]) -> str:
-    """The file that describes the tensors."""
-    return DESCRIPTION if entries["format"] == FORMAT else _TENSORS_OF_FORMAT_2
-
-
-def _read_format_2(folder: Path, marker: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What earlier versions wrote, as ``read_entries`` returns it: the tensors' description and, in a checkpoint,
-    the state in files of their own, whose SHA-256 are in the ``marker``, which was ``complete.json``.
-    """
-    path = folder / _TENSORS_OF_FORMAT_2
     content = _content(path)
     entries = _parsed(path, content)
-    if entries.get("format") != 2:
-        _refuse_format(path, entries)
-    if marker is None:
-        return entries
-    state = _content(folder / _STATE_OF_FORMAT_2)
-    digests = marker.get("files")
-    for name, written in ((_TENSORS_OF_FORMAT_2, content), (_STATE_OF_FORMAT_2, state)):
-        if not isinstance(digests, dict) or hashlib.sha256(written).hexdigest() != digests.get(name):
-            raise _altered(folder / name)
-    state_entries = _parsed(folder / _STATE_OF_FORMAT_2, state)
-    return {**entries, "state": state_entries, "score": marker.get("score"), "run": marker.get("run")}
-
-
-def _refuse_format(path: Path, entries: Mapping[str, Any]) -> NoReturn:
-    written = f"{entries.get('format')!r:.40}"
-    raise CheckpointError(f"{path}: format {written}; this version reads formats 2 and {FORMAT}")
+    if entries.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {entries.get('format')!r:.40}; this version reads format {FORMAT}")
+    if not content.startswith(_seal_of(content[_SEAL_BYTES:])):
+        raise CheckpointError(f"{path} was altered after it was written (SHA-256 differs); {WAY_OUT}")
+    files = entries.get("files")
+    if not isinstance(files, dict) or files.keys() - {TENSORS, RANKS}:
+        raise CheckpointError(f"{path} is damaged: its files are not {TENSORS} and {RANKS}; {WAY_OUT}")
+    return entries
 
 
 def _content(path: Path) -> bytes:
@@ -226,10 +188,6 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is damaged: it is not a mapping of names to values; {WAY_OUT}")
     return value
-
-
-def _altered(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} was altered after it was written (SHA-256 differs); {WAY_OUT}")
 
 
 def _tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, dict[str, Content]], dict[str, str], int]:

@@ -168,8 +168,8 @@ def test_a_copy_of_the_program_saves_and_loads_its_schedule(tmp_path: Path) -> N
         assert training.train(SAVED_AFTER, STEPS) == first
 
 
-def of_another_version(folder: Path) -> None:
-    """A saved state as versions that saved no schedule wrote it."""
+def without_its_schedule(folder: Path) -> None:
+    """A saved state without a schedule's."""
     with anew():
         training = Training(MADE["exponential"](RATE))
         training.train(0, SAVED_AFTER)
@@ -179,7 +179,7 @@ def of_another_version(folder: Path) -> None:
 def test_a_schedule_that_begins_anew_beside_a_loaded_rate_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_another_version(tmp_path)
+    without_its_schedule(tmp_path)
     said = "was saved with the learning rate 0.0245, and ExponentialDecay begins anew with 0.05, because"
     with anew():
         training = Training(MADE["exponential"](RATE))

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ class TrainState:
     epoch_losses: list[list[float]] = field(default_factory=list)
     """By rank: sum and number of the losses fetched in the current epoch."""
     batches: int | None = None
-    """Batches (micro-batches) of each rank since the beginning of the run. None: ``step`` counts them, as in earlier
-    versions, even with gradient merge."""
+    """Batches (micro-batches) of each rank since the beginning of the run. None: those of its steps."""
     pending_batches: int = 0
     """The batches whose gradients are summed and wait for their update."""
     accumulate_steps: int = 1
@@ -59,7 +58,7 @@ class TrainState:
     """Class names, and the lists of samples (see `position.RunData`). None = unknown."""
     compared: bool | None = None
     """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
-    one rank alone. False: not compared. None: not known, as in earlier versions, which compared in some steps only."""
+    one rank alone. False: not compared. None: not known."""
 
     @property
     def recorded_step(self) -> int:
@@ -69,7 +68,7 @@ class TrainState:
 
 def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint; CheckpointError names the first invalid entry."""
-    missing = [each.name for each in fields(TrainState) if each.name not in state and _has_no_default(each)]
+    missing = [each.name for each in fields(TrainState) if each.name not in state]
     wrong = [name for name, is_valid in _ENTRIES.items() if name in state and not is_valid(state[name])]
     if damage := [*missing, *wrong, *sorted(state.keys() - _ENTRIES.keys())]:
         raise CheckpointError(
@@ -77,11 +76,6 @@ def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
             "checkpoint before it"
         )
     return state
-
-
-def _has_no_default(entry: Field[Any]) -> bool:
-    """The others are entries that checkpoints of earlier versions may lack."""
-    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def _is_count(value: Any) -> bool:

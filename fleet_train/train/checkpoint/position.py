@@ -89,20 +89,13 @@ def steps_of(batches: int, pending: int, accumulate_steps: int) -> int:
 def _batches(state: TrainState) -> tuple[int, int]:
     """The finished batches of each rank, and those of them that wait for an update."""
     size = fleet.profile().accumulate_steps
-    if state.batches is None:
-        if size > 1 and state.profile.get("digest") != fleet.profile().digest():
-            raise CheckpointError(
-                f"this checkpoint is of a version that counted micro-batches as steps, and of profile "
-                f"'{state.profile.get('name', '')}' with other values than now: how many of its step {state.step} make "
-                f"an update is not known; resume it with the profile that it was saved with, or start again"
-            )
-        return state.step, state.step % size
     if state.pending_batches and state.accumulate_steps != size:
         raise CheckpointError(
             f"this checkpoint has {state.pending_batches} of the {state.accumulate_steps} micro-batches of an update, "
             f"and accumulate_steps is now {size}; resume with accumulate_steps: {state.accumulate_steps}"
         )
-    return state.batches, state.pending_batches
+    batches = state.step * state.accumulate_steps + state.pending_batches if state.batches is None else state.batches
+    return batches, state.pending_batches
 
 
 class RunData:
@@ -154,9 +147,7 @@ class RunData:
         if self._lists is None:
             notes = ["note: the loader has no data_identity(): whether its data has changed is not known"]
         elif saved is None:
-            notes = [
-                "note: the checkpoint is of a version that did not record its data: whether it has changed is not known"
-            ]
+            notes = ["note: the checkpoint does not say what it was trained on: whether that has changed is not known"]
         else:
             notes = self._compare(checkpoint, saved, at, accepts_changes)
         if at.consumed_samples:

@@ -270,7 +270,7 @@ def name_of(folder: Path) -> str:
 def run_from(entry: Any) -> Run:
     """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
-        generation = entry.get("generation", 0)
+        generation = entry["generation"]
         if type(generation) is not int or not 0 <= generation < _MOST_GENERATIONS:
             return Run()
         return Run(generation, float(entry["began"]), str(entry["id"]))

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,7 @@ def test_many_tensors_in_the_same_bytes_are_refused(folder: Path) -> None:
     assert "was altered before its first tensor 'b'" in refusal(lambda: persistables.read_folder(folder))
 
 
-STATE: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "step", "steps_per_epoch", "world_size"), 1),
-    **{name: {} for name in ("scheduler", "config", "profile", "versions")},
-}
+STATE = asdict(TrainState(1, 1, 1, 1, {}, {}, {}, {}))
 
 
 def publish(output: Path, state: dict[str, Any]) -> Path:
@@ -217,11 +215,12 @@ def test_an_entry_that_a_state_does_not_have_is_named(tmp_path: Path) -> None:
     found = Checkpoints(tmp_path).newest()
     assert found is not None
     assert found.state == TrainState(1, 1, 1, 1, {}, {}, {}, {})
-    publish(tmp_path, {key: value for key, value in STATE.items() if key != "scheduler"})
-    assert "is damaged in 'scheduler'" in refusal(Checkpoints(tmp_path).newest)
+    for name in ("scheduler", "batches"):
+        publish(tmp_path, {key: value for key, value in STATE.items() if key != name})
+        assert f"is damaged in '{name}'" in refusal(Checkpoints(tmp_path).newest)
 
 
-@pytest.mark.parametrize("marker", [None, {}, {"format": 2}, {"format": 2, "files": {"state.json": None}}])
+@pytest.mark.parametrize("marker", [None, {}, {"format": 2}, {"format": 3, "files": {}}])
 def test_a_marker_that_is_none_is_refused(tmp_path: Path, marker: Any) -> None:
     folder = publish(tmp_path, STATE)
     (folder / storage.MARKER).write_text(json.dumps(marker))

@@ -212,7 +212,7 @@ def test_state_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path: Path) ->
                 with pytest.raises(NotFinite, match=rf"save to .*: '{name}' is .*; this is not saved"):
                     fleet.save_persistables(None, output / "own", trained.main)
                 assert not (output / "own").exists()
-    # A file that an earlier version has written.
+    # A file that somebody else has written.
     set_values(trained, **{moment: 0.0, weight: 1.0})
     with paddle.static.scope_guard(trained.scope), pytest.MonkeyPatch.context() as earlier:
         earlier.setattr(saving, "what_is_not_finite", lambda *_: None)
