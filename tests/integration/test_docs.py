@@ -13,10 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from click import Context, Group
 from click.testing import CliRunner
 
-from fleet_train.cli import COMMANDS, cli
+from fleet_train.cli import cli
 from tests.support import commands
 from tests.support.commands import fenced_blocks, shell_commands
 from tests.support.ports import free_ports
@@ -93,8 +92,6 @@ BY_NAME = (
     commands.ONE_PROCESS,
     commands.INSTALL,
 )
-# Commands that have commands of their own.
-GROUPS = {name for name in COMMANDS if isinstance(cli.get_command(Context(cli), name), Group)}
 
 
 def test_no_page_trains_into_a_folder_that_another_command_has_used() -> None:
@@ -150,8 +147,6 @@ def unknown_flags(command: str) -> list[str]:
             help_text = help_of_tool(before, *([] if word.startswith("-") else [word]))
         elif before == "fleet_train" and not word.startswith("-"):
             help_text = CliRunner().invoke(cli, [word, "--help"]).output
-        elif before in GROUPS and help_text and not word.startswith("-"):
-            help_text = CliRunner().invoke(cli, [before, word, "--help"]).output
         elif word.endswith(".py") or word == "python":
             help_text = None  # a user's script
         if help_text and word.startswith("--") and word != "--":
