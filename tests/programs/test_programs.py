@@ -161,8 +161,7 @@ def exact_cases(program: Program, reference: Record) -> list[str]:
     if program.only:
         return list(program.only)
     chosen = (*ALWAYS, *dealt_out(program.name))
-    fitting = [name for name in chosen if _fits(name, EXACT[name], program, reference)]
-    return [*fitting, *(name for name in program.refused if name not in fitting)]
+    return [name for name in chosen if _fits(name, EXACT[name], program, reference)]
 
 
 def dealt_out(program: str) -> list[str]:

@@ -126,8 +126,6 @@ class Program:
     """The strategies that it is run with; empty = all exact ones."""
     reason: str = ""
     """Why ``only`` or ``tolerance`` is given."""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Strategy -> part of the error with which it refuses this program."""
     several_optimizers: bool = False
     """One program has two optimizers, which strategies that keep state per program refuse."""
     simulated: bool = False
@@ -148,7 +146,7 @@ class Program:
         """Part of the error with which this exact strategy refuses it; empty where it is to be trained."""
         if self.several_optimizers and EXACT[name].for_one_optimizer:
             return "this is the second optimizer in one program"
-        return self.refused.get(name, "")
+        return ""
 
 
 _REGISTERED: dict[str, Program] = {}
