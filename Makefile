@@ -68,7 +68,7 @@ wheel: $(RUN_STAMP) ## Build the wheel into dist/, install it where nothing else
 	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 clean: ## Remove .venv, .venv-docs, caches, the site and build folders; runs/ stays
-	rm -rf $(VENV) $(DOCS_VENV) site build dist htmlcov .coverage .coverage.* *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) site build dist htmlcov mutants .coverage .coverage.* *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN_STAMP): requirements.txt
