@@ -45,7 +45,7 @@ def test_a_changed_number_in_a_page_is_named_with_what_the_record_says() -> None
     said, recorded = line.split("; 2026-11-28-sharding.json gives ")
     assert "took 261 MB" in said
     assert "took 361 MB" in recorded
-    (line,) = found("docs/design.md", "| 32 | to the root | 1.3 | 2.7 |", "| 32 | to the root | 1.2 | 2.7 |")
+    (line,) = found("docs/control-plane.md", "| 32 | to the root | 1.3 | 2.7 |", "| 32 | to the root | 1.2 | 2.7 |")
     assert "has '| 32 | to the root | 1.2 |" in line
     (line,) = found("docs/proven.md", "| 60 kills", "| 160 kills")
     assert "160 kills" in line.partition("; ")[0]

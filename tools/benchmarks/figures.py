@@ -75,26 +75,28 @@ FIGURES = (
            "{:+.0f} %)"),
     Figure("docs/data.md", "data-pipeline", readings.nothing,
            "[The record of {date}](benchmarks/{name}.md)"),
-    *(Figure("docs/design.md", "control-plane", readings.barrier(case), f"| {where} | {{:.1f}} | {{:.1f}} | {{:.1f}} |")
+    *(Figure("docs/control-plane.md", "control-plane", readings.barrier(case),
+             f"| {where} | {{:.1f}} | {{:.1f}} | {{:.1f}} |")
       for case, where in {
           "4 x 8 at the root": "32 | to the root", "64 x 8 at the root": "512, 64 nodes | to the root",
           "64 x 8 over relays": "512, 64 nodes | through relays",
           "125 x 8 over relays": "1000, 125 nodes | through relays",
           "1250 x 8 over relays": "10,000, 1250 nodes | through relays",
       }.items()),
-    Figure("docs/design.md", "control-plane", readings.relays,
+    Figure("docs/control-plane.md", "control-plane", readings.relays,
            "At 512 ranks relays lower the root's time from {:.1f} to {:.1f} ms"),
-    Figure("docs/design.md", "control-plane", readings.latencies,
+    Figure("docs/control-plane.md", "control-plane", readings.latencies,
            "A barrier of two ranks takes {:.2f} ms (median) and at most {:.0f} ms, "
            "1000 ranks join in {:.1f} s and 10,000 in {:.1f} s. Beside ten thousand silent connections, values of 60 "
            "MB and malformed headers the longest barrier took {:.1f} ms."),
-    *(Figure("docs/design.md", "step", readings.float32_step(key), f"| {words} | {{:.0f}} | {{:.0f}} | {theirs} |")
+    *(Figure("docs/how-it-works.md", "step", readings.float32_step(key),
+             f"| {words} | {{:.0f}} | {{:.0f}} | {theirs} |")
       for key, words in step.FIGURES.items() for theirs in ["{:.0f}" if key in ("busy", "idle", "step") else "-"]),
-    Figure("docs/design.md", "step", readings.over_torch,
+    Figure("docs/how-it-works.md", "step", readings.over_torch,
            "The step takes {:.2f} ({:.2f} to {:.2f}) of PyTorch's best DDP; {:.2f} ({:.2f} to {:.2f}) before"),
-    Figure("docs/design.md", "step", readings.steps_alone,
+    Figure("docs/how-it-works.md", "step", readings.steps_alone,
            "Alone, PyTorch computes a step in {:.0f} ms, Paddle in {:.0f}"),
-    Figure("docs/design.md", "step", readings.idle_link,
+    Figure("docs/how-it-works.md", "step", readings.idle_link,
            "Of the {:.0f} ms in which the link is idle, {:.0f} are the forward pass, {:.0f} the backward pass until "
            "the first large bucket is launched, and {:.0f} the rest"),
     Figure("docs/doctor.md", "doctor-clean-runs", readings.alarms,
