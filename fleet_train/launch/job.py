@@ -1,0 +1,661 @@
+"""What a launcher does about its job, as one pure function: `step` maps a state and an event to a state and actions.
+
+Every launcher runs it: who leads, which nodes take part in the next attempt, whether there is one, how the job ends.
+Nothing here waits, connects or prints: `drive` carries the actions out (`driver.py`) and brings what came of the last
+one back as the next event, so that the tests replay it in virtual time, with machines and networks that fail.
+
+The last action of a step is the one that is waited for: `Ask`, `Follow`, `Lead`, `Look`, `Run`, `Wait` or `Finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from fleet_train import timeouts
+from fleet_train.errors import WorkerFailed
+from fleet_train.launch.attempts import Attempt, Kind, RunResult, pause_seconds, what_failed, why_not_again
+from fleet_train.launch.election import (
+    Heard,
+    State,
+    Status,
+    Unheard,
+    elected,
+    is_at_work,
+    leader_among,
+    may_go_on,
+    silent,
+)
+from fleet_train.launch.report import counted
+from fleet_train.launch.request import FaultPolicy
+
+_ASKED_AT_A_TIME = 8
+"""With a long list, a new launcher asks the first node and this many others at a time for the leader."""
+
+Decision = Mapping[str, Any]
+"""The leader's: ``round``, ``nodes`` and ``restarts`` (how many there have been), or ``end`` and ``message``."""
+
+
+# Events: what came of the last action, with the time on this machine's monotonic clock.
+
+
+@dataclass(frozen=True)
+class Woken:
+    """At the beginning, and after a `Wait`."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The other launchers' states, after an `Ask`; ``refusals``: why a store that listens there refused us."""
+
+    now: float
+    heard: Heard
+    refusals: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Connected:
+    """To the leader's store, which may be our own; ``connected`` is False if it does not answer."""
+
+    now: float
+    connected: bool = True
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the leader's store says, after a `Look`. ``here``: the nodes that are connected and ready, on the leader."""
+
+    now: float
+    decision: Decision | None = None
+    here: frozenset[int] = frozenset()
+    stopped: str | None = None
+    """The message of a launcher that was stopped on purpose while no rank was running."""
+    difference: str = ""
+    """In what the leader was started differently; empty: in nothing, or it was not asked."""
+    lost: bool = False
+    """The store does not answer."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An attempt's end, with the number that its nodes agreed on."""
+
+    now: float
+    attempt: Attempt
+    result: RunResult
+
+
+Event = Woken | Answered | Connected | Seen | Ended
+
+
+# Actions.
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Show the others this state, with the leader and the term that are known now."""
+
+    status: Status
+
+
+@dataclass(frozen=True)
+class Write:
+    """The leader's decision into its store; ``with_facts``: also how it was started."""
+
+    decision: Decision
+    with_facts: bool = False
+
+
+@dataclass(frozen=True)
+class Ask:
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Leave the store that is used now, and connect to that of ``leader``, until ``deadline`` at most."""
+
+    leader: int
+    term: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Lead:
+    term: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """``ready``: the round for which this node is ready, which the store learns first."""
+
+    ready: int | None = None
+    with_facts: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Wait:
+    seconds: float
+
+
+class Why(Enum):
+    """How `Finish` ends the launcher."""
+
+    RESULT = "as the last attempt did"
+    ENDED = "the leader ended the job while this launcher waited to join"
+    NO_ANSWER = "JoinTimeout"
+    REFUSED = "ClusterError"
+    UNLIKE = "ScheduleMismatch"
+
+
+@dataclass(frozen=True)
+class Finish:
+    why: Why
+    message: str = ""
+    exit_code: int = 0
+    result: RunResult | None = None
+
+
+Action = Say | Publish | Write | Ask | Follow | Lead | Look | Run | Wait | Finish
+
+
+class Phase(Enum):
+    STARTING = "node 0 asks whether the job is already running"
+    SEEKING = "this launcher looks for the leader, without a part in its election"
+    MEETING = "it looks whether the job has started without it"
+    JOINING = "it waits for an attempt that it is part of"
+    RUNNING = "an attempt runs"
+    CHECKING = "the leader asks whether the others follow a later one"
+    PAUSING = "the leader waits before a restart"
+    GATHERING = "the leader waits for the nodes of the next attempt"
+    DIVIDED = "the leader asks whether those that did not come back may be alive"
+    FOLLOWING = "a node waits for the leader's decision"
+    LOOKING = "the leader was lost: the launchers look for another one"
+    OVER = "this launcher is done"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launcher's state. ``describe`` names a node in messages."""
+
+    me: int
+    nodes: int
+    policy: FaultPolicy
+    join_timeout_seconds: float
+    describe: Callable[[int], str]
+    endpoint: str = ""
+    """Of node 0's store, for messages."""
+    phase: Phase = Phase.STARTING
+    leader: int = -1
+    term: int = -1
+    decision: Decision | None = None
+    """The last one that is known: a new leader continues from it."""
+    attempt: Attempt | None = None
+    result: RunResult | None = None
+    earlier: tuple[RunResult, ...] = ()
+    restarts: int = 0
+    last_word: str = ""
+    began: float = 0.0
+    """When the phase began; ``word_at`` and ``look_at``: when it says something, or looks for a later leader."""
+    word_at: float = 0.0
+    look_at: float = 0.0
+    bound_seconds: float = 0.0
+    """How long it may last."""
+    turn: int = 1
+    candidate: tuple[int, int] | None = None
+    """The (leader, term) that a `Follow` tries."""
+    round: int = 0
+    """While a node waits for a decision: the last round that it took part in, or knows of."""
+    number: int = 0
+    here: tuple[int, ...] = ()
+    """While it is asked whether these nodes may go on alone."""
+    bounded: bool = True
+    """Whether that wait has a bound: a node that the job goes on without waits while the leader keeps its store."""
+
+    @property
+    def every(self) -> range:
+        return range(self.nodes)
+
+    @property
+    def leads(self) -> bool:
+        return self.leader == self.me
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(node for node in self.every if node != self.me)
+
+    def named(self, nodes: Sequence[int] | set[int]) -> str:
+        return ", ".join(map(self.describe, sorted(nodes)))
+
+    def status(self, state: State) -> Status:
+        return Status(state, self.leader, self.term)
+
+
+Step = tuple[Job, list[Action]]
+
+
+def step(job: Job, event: Event) -> Step:
+    """The next state and what is to be done. Raises KeyError for an event that the phase does not wait for."""
+    return _STEPS[job.phase, type(event)](job, event)
+
+
+def first(job: Job, now: float) -> Step:
+    """The state and the actions of a launcher that begins."""
+    can_be_at_work = job.policy.max_restarts > 0 and job.nodes > 1
+    if job.me != 0:
+        return _seek(job, now, job.join_timeout_seconds)
+    if not can_be_at_work:
+        return replace(job, phase=Phase.STARTING), [Publish(job.status(State.FRESH)), Lead(0)]
+    job = _begin(job, Phase.STARTING, now, job.join_timeout_seconds)
+    return job, [Publish(job.status(State.FRESH)), Ask(job.others)]
+
+
+def _begin(job: Job, phase: Phase, now: float, bound_seconds: float) -> Job:
+    word_at, look_at = now + timeouts.FIRST_WAITING_SECONDS, now + timeouts.CHECK_OTHER_LEADER_SECONDS
+    return replace(job, phase=phase, began=now, word_at=word_at, look_at=look_at, bound_seconds=bound_seconds)
+
+
+def _left(job: Job, now: float) -> float:
+    return job.began + job.bound_seconds - now
+
+
+def _say_again(job: Job, now: float, text: str) -> Step:
+    """A line about a long wait, if one is due."""
+    if now <= job.word_at:
+        return job, []
+    return replace(job, word_at=now + timeouts.REPORT_WAITING_SECONDS), [Say(text)]
+
+
+# The start.
+
+
+def _asked_at_start(job: Job, event: Answered) -> Step:
+    deaf = [node for node, how in event.heard.items() if how is Unheard.DEAF]
+    if not deaf:
+        if is_at_work(event.heard):
+            return _seek(job, event.now, job.join_timeout_seconds)
+        return job, [Lead(0)]
+    if _left(job, event.now) < 0:
+        message = (
+            f"{job.named(deaf)} refuses connections from this node: its name still has another address there after "
+            f"{job.join_timeout_seconds:g} s (--join_timeout)"
+        )
+        return _over(job, Finish(Why.NO_ANSWER, message))
+    job, said = _say_again(job, event.now, f"waiting until {job.named(deaf)} knows this node's new address")
+    return job, [*said, Wait(timeouts.FIND_LEADER_SECONDS)]
+
+
+def _seek(job: Job, now: float, bound_seconds: float) -> Step:
+    job = _begin(replace(job, leader=-1), Phase.SEEKING, now, bound_seconds)
+    return job, [Publish(job.status(State.FRESH)), Ask(_some(job))]
+
+
+def _some(job: Job) -> tuple[int, ...]:
+    """Node 0 and some others in turn."""
+    some = {0, *(1 + (job.turn + each) % max(1, job.nodes - 1) for each in range(_ASKED_AT_A_TIME))}
+    return tuple(node for node in sorted(some) if node < job.nodes and node != job.me)
+
+
+def _sought(job: Job, event: Answered) -> Step:
+    leader = leader_among(event.heard, job.term)
+    if leader is not None:
+        return _try(job, leader, event.heard, job.began + job.bound_seconds)
+    if 0 in event.refusals:
+        return _over(job, Finish(Why.REFUSED, event.refusals[0]))
+    return _seek_on(job, event.now)
+
+
+def _seek_on(job: Job, now: float) -> Step:
+    if _left(job, now) < 0:
+        message = (
+            f"the launcher of {job.describe(0)}, which hosts the job store at {job.endpoint}, did not connect within "
+            f"{job.bound_seconds:g} s; start it with the same --cluster_node_ips, --nproc_per_node and --started_port, "
+            "or check that this port is not blocked by a firewall"
+        )
+        return _over(job, Finish(Why.NO_ANSWER, message))
+    return replace(job, turn=job.turn + _ASKED_AT_A_TIME), [Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
+
+
+def _try(job: Job, leader: int, heard: Heard, deadline: float) -> Step:
+    """Follow a launcher that says it leads."""
+    status = heard[leader]
+    assert isinstance(status, Status)
+    return replace(job, candidate=(leader, status.term)), [Follow(leader, status.term, deadline)]
+
+
+def _followed(job: Job) -> tuple[Job, Publish]:
+    assert job.candidate is not None
+    leader, term = job.candidate
+    job = replace(job, leader=leader, term=term, candidate=None)
+    return job, Publish(job.status(State.FOLLOWING))
+
+
+def _leads(job: Job, term: int) -> tuple[Job, Publish]:
+    job = replace(job, leader=job.me, term=term)
+    return job, Publish(job.status(State.LEADING))
+
+
+def _connected_at_start(job: Job, _: Connected) -> Step:
+    job, shown = _leads(job, 0)
+    return replace(job, phase=Phase.MEETING), [shown, Look()]
+
+
+def _found(job: Job, event: Connected) -> Step:
+    if not event.connected:
+        return _seek_on(job, event.now)
+    job, shown = _followed(job)
+    if job.attempt is None and job.decision is None and job.round == 0:
+        return replace(job, phase=Phase.MEETING), [shown, Look(with_facts=True)]
+    return _join(job, event.now, shown)
+
+
+def _met(job: Job, event: Seen) -> Step:
+    """Whether the job has started without this launcher."""
+    if event.lost:
+        return _seek(job, event.now, job.join_timeout_seconds)
+    if event.decision is None:
+        return _run(job, Attempt(0, 0, tuple(job.every)))
+    if job.policy.max_restarts == 0:
+        message = (
+            f"the job of {job.endpoint} started without this launcher of {job.describe(job.me)}; end it first, or "
+            "choose another --started_port (a launcher can join a running job if all are started with --max_restarts)"
+        )
+        return _over(job, Finish(Why.REFUSED, message))
+    if event.difference:
+        return _over(job, Finish(Why.UNLIKE, event.difference))
+    job = replace(job, decision=event.decision, round=int(event.decision.get("round", 0)))
+    said = Say(f"the job is running; {job.describe(job.me)} joins at the next restart")
+    return _join(job, event.now, said)
+
+
+def _join(job: Job, now: float, *before: Action) -> Step:
+    job = replace(_begin(job, Phase.JOINING, now, 0.0), bounded=False)
+    return job, [*before, Look(ready=job.round + 1)]
+
+
+# An attempt, and what follows.
+
+
+def _run(job: Job, attempt: Attempt, *before: Action) -> Step:
+    earlier = job.earlier if job.result is None else (*job.earlier, job.result)
+    return replace(job, phase=Phase.RUNNING, attempt=attempt, earlier=earlier), [*before, Run(attempt)]
+
+
+def begun(job: Job, attempt: Attempt) -> tuple[Job, list[Action]]:
+    """Called when all nodes of an attempt are connected: with the first one, the job has begun for latecomers."""
+    if not job.leads or attempt.round != 0:
+        return job, []
+    decision = _decision_of(job, attempt)
+    return replace(job, decision=decision), [Write(decision, with_facts=True)]
+
+
+def _decision_of(job: Job, attempt: Attempt) -> Decision:
+    return {"round": attempt.round, "nodes": list(attempt.nodes), "restarts": job.restarts}
+
+
+def _ended(job: Job, event: Ended) -> Step:
+    result, attempt = event.result, event.attempt
+    job = replace(job, attempt=attempt, result=result, round=attempt.round, number=attempt.number)
+    if job.policy.max_restarts == 0 or result.kind in (Kind.DONE, Kind.PREEMPTED) or result.final:
+        return _end(job)
+    if job.leads:
+        if len(attempt.nodes) > 1:
+            return _begin(job, Phase.CHECKING, event.now, 0.0), [Ask(job.others)]
+        return _lead_on(job, event.now)
+    said = Say(f"{what_failed(attempt, result)}; waiting for the decision of {job.describe(job.leader)}")
+    if result.store_lost:
+        return _lost(job, event.now, said)
+    return _await_decision(job, event.now, said)
+
+
+def _end(job: Job, word: str = "") -> Step:
+    """This launcher's last attempt is over; the leader tells those that wait."""
+    assert job.result is not None
+    said: list[Action] = [Say(word)] if word else []
+    if job.leads:
+        message = word or job.result.kind.value
+        said.append(Write({"end": job.result.exit_code, "message": message}))
+    return _over(job, *said, Finish(Why.RESULT, result=job.result))
+
+
+def _no_more(job: Job, why: str) -> Step:
+    return _end(job, f"not restarted: {why}")
+
+
+def _over(job: Job, *actions: Action) -> Step:
+    return replace(job, phase=Phase.OVER), list(actions)
+
+
+def _checked_for_later_leader(job: Job, event: Answered) -> Step:
+    """Before the leader decides: whether the others follow a later one, since this one was frozen or cut off."""
+    later = leader_among(event.heard, job.term + 1)
+    if later is not None:
+        return _try(job, later, event.heard, event.now + timeouts.FIND_LEADER_SECONDS)
+    return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look()])
+
+
+def _gave_way(job: Job, event: Connected) -> Step:
+    if not event.connected:
+        return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look()])
+    job, shown = _followed(job)
+    said = Say(f"this launcher was unreachable for too long; {job.describe(job.leader)} is the leader now")
+    return _await_decision(job, event.now, shown, said)
+
+
+def _lead_on(job: Job, now: float, *before: Action) -> Step:
+    """As the leader, after an attempt: end the job, or pause, and gather the nodes of the next attempt."""
+    assert job.result is not None
+    assert job.attempt is not None
+    if job.result.kind is not Kind.FAILED:
+        return _gather(job, now, *before)
+    why = why_not_again(job.result, job.earlier, job.restarts, job.policy)
+    if why is not None:
+        ended, actions = _no_more(job, why) if why else _end(job)
+        return ended, [*before, *actions]
+    job = replace(job, restarts=job.restarts + 1)
+    pause = pause_seconds(job.restarts)
+    said = f"{what_failed(job.attempt, job.result)}; restart {job.restarts} of {job.policy.max_restarts} in {pause:g} s"
+    return replace(job, phase=Phase.PAUSING, candidate=None), [*before, Say(said), Wait(pause)]
+
+
+def _gather(job: Job, now: float, *before: Action) -> Step:
+    return _begin(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(ready=job.round + 1)]
+
+
+def _gathered(job: Job, event: Seen) -> Step:
+    assert job.attempt is not None
+    needed = job.policy.min_nodes or job.nodes
+    here = set(event.here) | {job.me}
+    missing = set(job.attempt.nodes) - here
+    if not missing and len(here) >= needed:
+        return _next(job, here)
+    if event.stopped is not None:
+        return _no_more(job, event.stopped)
+    away = job.named(missing or set(job.every) - here)
+    if _left(job, event.now) < 0:
+        return _without(job, away, missing, here, needed)
+    waited = f"waiting for {away} to come back ({_left(job, event.now):.0f} s more, --rejoin_timeout)"
+    job, said = _say_again(job, event.now, waited)
+    if missing and event.now > job.look_at:
+        return replace(job, look_at=event.now + timeouts.CHECK_OTHER_LEADER_SECONDS), [*said, Ask(job.others)]
+    return job, [*said, Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
+
+
+def _next(job: Job, nodes: set[int], *before: Action) -> Step:
+    assert job.attempt is not None
+    following = Attempt(job.attempt.round + 1, job.attempt.number + 1, tuple(sorted(nodes)))
+    decision = _decision_of(job, following)
+    return _run(replace(job, decision=decision), following, *before, Write(decision))
+
+
+def _without(job: Job, away: str, missing: set[int], here: set[int], needed: int) -> Step:
+    timeout = job.policy.rejoin_timeout_seconds
+    if len(here) < needed:
+        return _no_more(
+            job,
+            f"{away} did not come back within {timeout:g} s (--rejoin_timeout), and {counted(needed, 'node')} are "
+            "needed (--min_nodes)",
+        )
+    if not missing:
+        return _next(job, here)
+    return replace(job, phase=Phase.DIVIDED, here=tuple(sorted(here))), [Ask(tuple(sorted(missing)))]
+
+
+def _divided(job: Job, event: Answered) -> Step:
+    """Whether the nodes that are here may go on without those that are missing."""
+    assert job.attempt is not None
+    timeout, missing = job.policy.rejoin_timeout_seconds, tuple(event.heard)
+    here = set(job.here)
+    away = job.named(missing)
+    if not may_go_on(here, silent(event.heard, missing)):
+        return _no_more(
+            job,
+            f"{away} cannot be reached and may be alive, and this side of the network, with "
+            f"{counted(len(here), 'node')}, is not the larger one: if both continued, they would train two models",
+        )
+    said = Say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); continuing with fewer nodes")
+    return _next(job, here, said)
+
+
+# A node that does not lead.
+
+
+def _await_decision(job: Job, now: float, *before: Action) -> Step:
+    patience = job.policy.rejoin_timeout_seconds + timeouts.LEADER_BUSY_SECONDS
+    job = replace(_begin(job, Phase.FOLLOWING, now, patience), bounded=True)
+    return job, [*before, Look(ready=job.round + 1)]
+
+
+def _decided(job: Job, event: Seen) -> Step:
+    """What the leader has decided, if anything."""
+    if event.lost:
+        return _lost_while_waiting(job, event.now)
+    decision = event.decision or {}
+    job = replace(job, decision=event.decision or job.decision, restarts=int(decision.get("restarts", job.restarts)))
+    if "end" in decision:
+        return _told_to_end(job, int(decision["end"]), str(decision["message"]))
+    said: list[Action] = []
+    if int(decision.get("round", job.round)) > job.round:
+        job = replace(job, round=int(decision["round"]))
+        if job.me in decision["nodes"]:
+            # This number is a proposal: the highest that any node knows is used.
+            return _run(job, Attempt(job.round, job.number + 1, tuple(decision["nodes"])))
+        job = replace(job, bounded=False)  # as long as the leader keeps the store
+        said = [Say("the job continues without this node, which joins at the next restart")]
+    if job.bounded and _left(job, event.now) < 0:
+        return _told_to_end(job, WorkerFailed.exit_code, f"{job.describe(job.leader)} did not report its decision")
+    return job, [*said, Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
+
+
+def _told_to_end(job: Job, exit_code: int, message: str) -> Step:
+    if job.result is None:  # it has never been part of the job
+        return _over(job, Finish(Why.ENDED, message, exit_code))
+    said = [Say(f"{job.describe(job.leader)} ended the job: {message}")] if message and exit_code else []
+    return _over(job, *said, Finish(Why.RESULT, result=job.result))
+
+
+def _look_again(job: Job, event: Woken) -> Step:
+    del event
+    return job, [Look(ready=job.round + 1)]
+
+
+def _lost_while_waiting(job: Job, now: float) -> Step:
+    if job.result is not None:
+        return _lost(job, now)
+    said = Say(f"{_lost_leader(job)}; waiting for another leader")
+    job, actions = _seek(job, now, job.policy.rejoin_timeout_seconds)
+    return job, [said, *actions]
+
+
+def _lost_leader(job: Job) -> str:
+    return f"the launcher of {job.describe(job.leader)}, the leader of the job, cannot be reached"
+
+
+# The leader was lost.
+
+
+def _lost(job: Job, now: float, *before: Action) -> Step:
+    said = Say(f"{_lost_leader(job)}; looking for another leader")
+    job = _begin(job, Phase.LOOKING, now, job.policy.rejoin_timeout_seconds)
+    return job, [*before, said, Publish(job.status(State.LOOKING)), Ask(job.others)]
+
+
+def _looked(job: Job, event: Answered) -> Step:
+    assert job.attempt is not None
+    leader = leader_among(event.heard, job.term)
+    if leader is not None:
+        return _try(job, leader, event.heard, job.began + job.bound_seconds)
+    term = elected(job.me, job.term, event.heard, job.attempt.nodes)
+    if term is not None:
+        return replace(job, candidate=(job.me, term)), [Lead(term)]
+    return _look_on(job, event.now, silent(event.heard, job.attempt.nodes) - {job.me})
+
+
+def _look_on(job: Job, now: float, away: set[int]) -> Step:
+    if _left(job, now) <= 0:
+        what = f"no launcher of this job became leader within {job.bound_seconds:g} s (--rejoin_timeout)"
+        if away:
+            what += (
+                f": {job.named(away)} cannot be reached and may be alive, so this side of the network must not "
+                "continue alone unless it is the larger one, or one of two halves with the first node"
+            )
+        return _no_more(job, what)
+    waited = f"waiting for {job.named(away) or 'a launcher'} to lead ({_left(job, now):.0f} s more, --rejoin_timeout)"
+    job, said = _say_again(job, now, waited)
+    return job, [*said, Wait(timeouts.FIND_LEADER_SECONDS)]
+
+
+def _has_another_leader(job: Job, event: Connected) -> Step:
+    assert job.candidate is not None
+    leader, term = job.candidate
+    if not event.connected:
+        return _look_on(replace(job, candidate=None), event.now, set())
+    if leader != job.me:
+        job, shown = _followed(job)
+        return _await_decision(job, event.now, shown, Say(f"{job.describe(leader)} is the leader"))
+    job, shown = _leads(replace(job, candidate=None), term)
+    said = Say(f"{job.describe(leader)} is the leader from now on")
+    decision = job.decision or {"round": job.round, "nodes": []}
+    return _lead_on(job, event.now, shown, said, Write(decision, with_facts=True))
+
+
+_STEPS: dict[tuple[Phase, type], Callable[[Job, Any], Step]] = {
+    (Phase.STARTING, Answered): _asked_at_start,
+    (Phase.STARTING, Woken): lambda job, _: (job, [Ask(job.others)]),
+    (Phase.STARTING, Connected): _connected_at_start,
+    (Phase.SEEKING, Answered): _sought,
+    (Phase.SEEKING, Woken): lambda job, _: (job, [Ask(_some(job))]),
+    (Phase.SEEKING, Connected): _found,
+    (Phase.MEETING, Seen): _met,
+    (Phase.JOINING, Seen): _decided,
+    (Phase.JOINING, Woken): _look_again,
+    (Phase.RUNNING, Ended): _ended,
+    (Phase.CHECKING, Answered): _checked_for_later_leader,
+    (Phase.CHECKING, Connected): _gave_way,
+    (Phase.PAUSING, Woken): lambda job, event: _gather(job, event.now),
+    (Phase.GATHERING, Seen): _gathered,
+    (Phase.GATHERING, Answered): _checked_for_later_leader,
+    (Phase.GATHERING, Connected): _gave_way,
+    (Phase.GATHERING, Woken): _look_again,
+    (Phase.DIVIDED, Answered): _divided,
+    (Phase.FOLLOWING, Seen): _decided,
+    (Phase.FOLLOWING, Woken): _look_again,
+    (Phase.LOOKING, Answered): _looked,
+    (Phase.LOOKING, Woken): lambda job, _: (job, [Ask(job.others)]),
+    (Phase.LOOKING, Connected): _has_another_leader,
+}
+"""What happens in a phase when such an event comes."""
