@@ -1,4 +1,4 @@
-"""Leader election of the job's launchers: the state that each reports, and which may lead after a loss. Mostly pure.
+"""Leader election of the job's launchers: the state that each reports, and which may lead after a loss. Pure.
 
 A term belongs to one leader; the highest term wins. A leader that was unreachable (frozen, cut off) finds a higher one
 and follows. Two sides of a network partition must not both continue: a side that cannot reach nodes which may be alive
@@ -8,20 +8,9 @@ continues only if it is the larger one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
-
-from fleet_train import timeouts
-from fleet_train.cluster.store.access import Access, Refused
-from fleet_train.cluster.store.client import StoreClient
-from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
-from fleet_train.launch.node import Node
-
-STATUS_ROUND = "status"
-STATUS_KEY = "status"
-_ASKED_AT_ONCE = 64
 
 
 class State(str, Enum):
@@ -100,52 +89,3 @@ def may_go_on(here: set[int], silent: set[int]) -> bool:
     """Whether these nodes may continue without those that are silent: the larger side, or of two halves the one with
     the first node. Nodes that are known to be dead do not count."""
     return len(here) > len(silent) or (len(here) == len(silent) and min(here) < min(silent))
-
-
-class Neighbours:
-    """The other launchers, whose state is requested one by one."""
-
-    def __init__(self, node: Node, access: Access) -> None:
-        self._node = node
-        self._access = access
-        self.refusals: dict[int, ClusterError] = {}
-        """Why a store that listens there refused us: it belongs to another job, or does not know our secret."""
-
-    def ask(self, nodes: Iterable[int]) -> dict[int, Status | Unheard]:
-        """The state of these nodes, or why it is unknown; takes about a second if some are silent."""
-        others = [index for index in nodes if index != self._node.index]
-        if not others:
-            return {}
-        with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(others))) as pool:
-            return dict(zip(others, pool.map(self._ask, others), strict=True))
-
-    def _ask(self, index: int) -> Status | Unheard:
-        self.refusals.pop(index, None)
-        endpoint = f"{self._node.store_of(index)}/{STATUS_ROUND}"
-        try:
-            client = StoreClient.connect(
-                endpoint,
-                self._node.index,
-                group="node",
-                timeout_seconds=0.0,
-                watched=False,
-                answer_seconds=timeouts.ASK_LAUNCHER_SECONDS,
-                dial_seconds=timeouts.ASK_LAUNCHER_SECONDS,
-                access=self._access,
-            )
-        except JoinTimeout as error:
-            if isinstance(error.__cause__, Refused) and error.__cause__.kind == "address":
-                return Unheard.DEAF
-            is_dead = isinstance(error.__cause__, (ConnectionRefusedError, ConnectionResetError))
-            return Unheard.DEAD if is_dead else Unheard.SILENT
-        except ClusterError as refusal:
-            self.refusals[index] = refusal
-            return Unheard.DEAD
-        except FleetTrainError:
-            return Unheard.SILENT
-        try:
-            return Status.from_json(client.get(STATUS_KEY))
-        except (FleetTrainError, ValueError, TypeError, KeyError):
-            return Unheard.SILENT
-        finally:
-            client.close()

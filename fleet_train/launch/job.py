@@ -1,16 +1,15 @@
 """What a launcher does about its job, as one pure function: `step` maps a state and an event to a state and actions.
 
 Every launcher runs it: who leads, which nodes take part in the next attempt, whether there is one, how the job ends.
-Nothing here waits, connects or prints: `drive` carries the actions out (`driver.py`) and brings what came of the last
+Nothing here waits, connects or prints: `launcher` carries the actions out and brings what came of the last
 one back as the next event, so that the tests replay it in virtual time, with machines and networks that fail.
 
-The last action of a step is the one that is waited for: `Ask`, `Follow`, `Lead`, `Look`, `Run`, `Wait` or `Finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -28,149 +27,32 @@ from fleet_train.launch.election import (
     may_go_on,
     silent,
 )
+from fleet_train.launch.events import (
+    Action,
+    Answered,
+    Ask,
+    Connected,
+    Decision,
+    Ended,
+    Event,
+    Finish,
+    Follow,
+    Lead,
+    Look,
+    Publish,
+    Run,
+    Say,
+    Seen,
+    Wait,
+    Why,
+    Woken,
+    Write,
+)
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import FaultPolicy
 
 _ASKED_AT_A_TIME = 8
 """With a long list, a new launcher asks the first node and this many others at a time for the leader."""
-
-Decision = Mapping[str, Any]
-"""The leader's: ``round``, ``nodes`` and ``restarts`` (how many there have been), or ``end`` and ``message``."""
-
-
-# Events: what came of the last action, with the time on this machine's monotonic clock.
-
-
-@dataclass(frozen=True)
-class Woken:
-    """At the beginning, and after a `Wait`."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The other launchers' states, after an `Ask`; ``refusals``: why a store that listens there refused us."""
-
-    now: float
-    heard: Heard
-    refusals: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Connected:
-    """To the leader's store, which may be our own; ``connected`` is False if it does not answer."""
-
-    now: float
-    connected: bool = True
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the leader's store says, after a `Look`. ``here``: the nodes that are connected and ready, on the leader."""
-
-    now: float
-    decision: Decision | None = None
-    here: frozenset[int] = frozenset()
-    stopped: str | None = None
-    """The message of a launcher that was stopped on purpose while no rank was running."""
-    difference: str = ""
-    """In what the leader was started differently; empty: in nothing, or it was not asked."""
-    lost: bool = False
-    """The store does not answer."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An attempt's end, with the number that its nodes agreed on."""
-
-    now: float
-    attempt: Attempt
-    result: RunResult
-
-
-Event = Woken | Answered | Connected | Seen | Ended
-
-
-# Actions.
-
-
-@dataclass(frozen=True)
-class Say:
-    text: str
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Show the others this state, with the leader and the term that are known now."""
-
-    status: Status
-
-
-@dataclass(frozen=True)
-class Write:
-    """The leader's decision into its store; ``with_facts``: also how it was started."""
-
-    decision: Decision
-    with_facts: bool = False
-
-
-@dataclass(frozen=True)
-class Ask:
-    nodes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Leave the store that is used now, and connect to that of ``leader``, until ``deadline`` at most."""
-
-    leader: int
-    term: int
-    deadline: float
-
-
-@dataclass(frozen=True)
-class Lead:
-    term: int
-
-
-@dataclass(frozen=True)
-class Look:
-    """``ready``: the round for which this node is ready, which the store learns first."""
-
-    ready: int | None = None
-    with_facts: bool = False
-
-
-@dataclass(frozen=True)
-class Run:
-    attempt: Attempt
-
-
-@dataclass(frozen=True)
-class Wait:
-    seconds: float
-
-
-class Why(Enum):
-    """How `Finish` ends the launcher."""
-
-    RESULT = "as the last attempt did"
-    ENDED = "the leader ended the job while this launcher waited to join"
-    NO_ANSWER = "JoinTimeout"
-    REFUSED = "ClusterError"
-    UNLIKE = "ScheduleMismatch"
-
-
-@dataclass(frozen=True)
-class Finish:
-    why: Why
-    message: str = ""
-    exit_code: int = 0
-    result: RunResult | None = None
-
-
-Action = Say | Publish | Write | Ask | Follow | Lead | Look | Run | Wait | Finish
 
 
 class Phase(Enum):
@@ -198,7 +80,9 @@ class Job:
     join_timeout_seconds: float
     describe: Callable[[int], str]
     endpoint: str = ""
-    """Of node 0's store, for messages."""
+    address: str = ""
+    host: str = ""
+    """Of node 0's store; this node's, and its name in the list: for messages."""
     phase: Phase = Phase.STARTING
     leader: int = -1
     term: int = -1
@@ -291,11 +175,12 @@ def _asked_at_start(job: Job, event: Answered) -> Step:
         return job, [Lead(0)]
     if _left(job, event.now) < 0:
         message = (
-            f"{job.named(deaf)} refuses connections from this node: its name still has another address there after "
-            f"{job.join_timeout_seconds:g} s (--join_timeout)"
+            f"{job.named(deaf)} refuses connections from {job.address}: the name {job.host} still has another address "
+            f"there after {job.join_timeout_seconds:g} s (--join_timeout)"
         )
         return _over(job, Finish(Why.NO_ANSWER, message))
-    job, said = _say_again(job, event.now, f"waiting until {job.named(deaf)} knows this node's new address")
+    waited = f"waiting until {job.named(deaf)} knows this node's new address, {job.address}"
+    job, said = _say_again(job, event.now, waited)
     return job, [*said, Wait(timeouts.FIND_LEADER_SECONDS)]
 
 
@@ -314,8 +199,8 @@ def _sought(job: Job, event: Answered) -> Step:
     leader = leader_among(event.heard, job.term)
     if leader is not None:
         return _try(job, leader, event.heard, job.began + job.bound_seconds)
-    if 0 in event.refusals:
-        return _over(job, Finish(Why.REFUSED, event.refusals[0]))
+    if event.refusal:
+        return _over(job, Finish(Why.REFUSED, event.refusal))
     return _seek_on(job, event.now)
 
 
@@ -355,6 +240,8 @@ def _connected_at_start(job: Job, _: Connected) -> Step:
 
 
 def _found(job: Job, event: Connected) -> Step:
+    if event.refusal:
+        return _over(job, Finish(Why.REFUSED, event.refusal))
     if not event.connected:
         return _seek_on(job, event.now)
     job, shown = _followed(job)
@@ -374,7 +261,7 @@ def _met(job: Job, event: Seen) -> Step:
             f"the job of {job.endpoint} started without this launcher of {job.describe(job.me)}; end it first, or "
             "choose another --started_port (a launcher can join a running job if all are started with --max_restarts)"
         )
-        return _over(job, Finish(Why.REFUSED, message))
+        return _over(job, Finish(Why.LATE, message))
     if event.difference:
         return _over(job, Finish(Why.UNLIKE, event.difference))
     job = replace(job, decision=event.decision, round=int(event.decision.get("round", 0)))
@@ -445,12 +332,12 @@ def _checked_for_later_leader(job: Job, event: Answered) -> Step:
     later = leader_among(event.heard, job.term + 1)
     if later is not None:
         return _try(job, later, event.heard, event.now + timeouts.FIND_LEADER_SECONDS)
-    return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look()])
+    return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
 
 
 def _gave_way(job: Job, event: Connected) -> Step:
     if not event.connected:
-        return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look()])
+        return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
     job, shown = _followed(job)
     said = Say(f"this launcher was unreachable for too long; {job.describe(job.leader)} is the leader now")
     return _await_decision(job, event.now, shown, said)
@@ -466,14 +353,14 @@ def _lead_on(job: Job, now: float, *before: Action) -> Step:
     if why is not None:
         ended, actions = _no_more(job, why) if why else _end(job)
         return ended, [*before, *actions]
-    job = replace(job, restarts=job.restarts + 1)
+    what, job = what_failed(job.attempt, job.result), replace(job, restarts=job.restarts + 1)
     pause = pause_seconds(job.restarts)
-    said = f"{what_failed(job.attempt, job.result)}; restart {job.restarts} of {job.policy.max_restarts} in {pause:g} s"
+    said = f"{what}; restart {job.restarts} of {job.policy.max_restarts} in {pause:g} s"
     return replace(job, phase=Phase.PAUSING, candidate=None), [*before, Say(said), Wait(pause)]
 
 
 def _gather(job: Job, now: float, *before: Action) -> Step:
-    return _begin(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(ready=job.round + 1)]
+    return _begin(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(here=job.round + 1)]
 
 
 def _gathered(job: Job, event: Seen) -> Step:
@@ -548,17 +435,17 @@ def _decided(job: Job, event: Seen) -> Step:
     job = replace(job, decision=event.decision or job.decision, restarts=int(decision.get("restarts", job.restarts)))
     if "end" in decision:
         return _told_to_end(job, int(decision["end"]), str(decision["message"]))
-    said: list[Action] = []
     if int(decision.get("round", job.round)) > job.round:
         job = replace(job, round=int(decision["round"]))
         if job.me in decision["nodes"]:
             # This number is a proposal: the highest that any node knows is used.
             return _run(job, Attempt(job.round, job.number + 1, tuple(decision["nodes"])))
         job = replace(job, bounded=False)  # as long as the leader keeps the store
-        said = [Say("the job continues without this node, which joins at the next restart")]
+        said = Say("the job continues without this node, which joins at the next restart")
+        return job, [said, Look(ready=job.round + 1)]
     if job.bounded and _left(job, event.now) < 0:
         return _told_to_end(job, WorkerFailed.exit_code, f"{job.describe(job.leader)} did not report its decision")
-    return job, [*said, Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
+    return job, [Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
 
 
 def _told_to_end(job: Job, exit_code: int, message: str) -> Step:
@@ -568,9 +455,8 @@ def _told_to_end(job: Job, exit_code: int, message: str) -> Step:
     return _over(job, *said, Finish(Why.RESULT, result=job.result))
 
 
-def _look_again(job: Job, event: Woken) -> Step:
-    del event
-    return job, [Look(ready=job.round + 1)]
+def _look_again(job: Job, _: Woken) -> Step:
+    return job, [Look(here=job.round + 1) if job.phase is Phase.GATHERING else Look()]
 
 
 def _lost_while_waiting(job: Job, now: float) -> Step:
@@ -622,6 +508,8 @@ def _look_on(job: Job, now: float, away: set[int]) -> Step:
 def _has_another_leader(job: Job, event: Connected) -> Step:
     assert job.candidate is not None
     leader, term = job.candidate
+    if event.refusal:
+        return _no_more(job, event.refusal)
     if not event.connected:
         return _look_on(replace(job, candidate=None), event.now, set())
     if leader != job.me:

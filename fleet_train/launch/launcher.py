@@ -1,60 +1,50 @@
-"""One launcher from start to end: join the membership, run attempt after attempt, report how the job ended.
+"""One launcher from start to end: it carries out what `job.step` decides, and brings back what came of it.
 
 One attempt: meet the other launchers, start this node's ranks, monitor them, stop them, report how they ended.
 """
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight.stands import merged
 from fleet_train.cluster.flight.witness import write_job
-from fleet_train.cluster.network import connections_at
-from fleet_train.errors import ClusterError, ConversionError, JoinTimeout, Preempted, WorkerFailed
-from fleet_train.launch.coordinator import Attempt, Coordinator, JobEnded, Kind, RunResult
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
+from fleet_train.launch.attempts import Attempt, Kind, RunResult
+from fleet_train.launch.events import (
+    Action,
+    Answered,
+    Ask,
+    Connected,
+    Ended,
+    Event,
+    Finish,
+    Follow,
+    Lead,
+    Look,
+    Publish,
+    Run,
+    Say,
+    Seen,
+    Wait,
+    Why,
+    Woken,
+    Write,
+)
+from fleet_train.launch.job import Job, Phase, begun, first, step
 from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
-from fleet_train.launch.node import Node
 from fleet_train.launch.prepare import Launch
-from fleet_train.launch.processes import (
-    Stopping,
-    StopRequested,
-    asked_by,
-    request_name,
-    stopping_signals,
-    why_not_started,
-)
+from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
 from fleet_train.launch.rendezvous import Rendezvous
-from fleet_train.launch.report import (
-    WorkerResult,
-    choose_root_cause,
-    counted,
-    failure_report,
-    headline,
-    with_reports,
-)
+from fleet_train.launch.report import failure_report, headline
 from fleet_train.launch.signpost import Signpost, program_of
-from fleet_train.launch.terminal import Follower, StartupLines, messages_in_order, show_lines
-from fleet_train.launch.workers import (
-    Cause,
-    GracefulStop,
-    Monitor,
-    RankProcess,
-    Ranks,
-    Verdict,
-    WaitingNodes,
-    witness_of,
-)
+from fleet_train.launch.terminal import messages_in_order, show_lines
+from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
 
 
@@ -63,113 +53,201 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
 
     ``diagnose`` is called after a failure and returns a line about its likely cause on this node; empty: unknown.
     """
-    node, request = launch.node, launch.request
-    membership: Membership | None = None
-    signpost = Signpost(node, launch.access, program_of(request), launch.facts)
     with messages_in_order(), stopping_signals() as stopping:
+        launcher = Launcher(launch, environ, stopping)
         try:
-            membership = Membership(
-                node, request.faults, request.join_timeout_seconds, launch.access, request.direct_ranks, signpost.refuse
-            )
-            coordinator = Coordinator(membership, request.faults, launch.facts, request.run)
-            return _run_attempts(launch, coordinator, environ, stopping, diagnose, signpost)
+            finish = launcher.run()
+            return _report_end(finish.result, diagnose) if finish.result is not None else finish.exit_code
         except (JoinTimeout, WorkerFailed):
             _report_cause(diagnose)
             raise
-        except ClusterError:
-            if membership is None:
-                signpost.look_longer()
-            raise
         except StopRequested as stop:
-            logger.info(f"{_stop_message(launch, stop)}; no rank was running")
+            logger.info(f"{launcher.stop_message(stop)}; no rank was running")
             return stop.exit_code
         finally:
-            signpost.close()
-            if membership is not None:
-                membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
-                membership.close()
+            launcher.close()
 
 
-def _run_attempts(
-    launch: Launch,
-    coordinator: Coordinator,
-    environ: Mapping[str, str],
-    stopping: Stopping,
-    diagnose: Callable[[], str],
-    signpost: Signpost,
-) -> int:
-    try:
-        attempt = coordinator.first()
-        while True:
-            attempt, result = _run_one(launch, coordinator, attempt, environ, stopping, signpost)
-            following = coordinator.next(attempt, result)
-            if following is None:
-                coordinator.end(result)
-                return _report_end(result, diagnose)
-            attempt = following
-    except JobEnded as end:
-        logger.info(f"the job ended before this node could join: {end}")
-        return end.exit_code
-    except StopRequested as stop:
-        coordinator.stop(stop.exit_code, _stop_message(launch, stop))
-        raise
+class Launcher:
+    """This node's launcher: its part in the job, and the attempts that it runs."""
 
-
-def _stop_message(launch: Launch, stop: StopRequested) -> str:
-    return f"{launch.node.describe()} was stopped by {request_name(stop.number)}"
-
-
-def _run_one(
-    launch: Launch,
-    coordinator: Coordinator,
-    attempt: Attempt,
-    environ: Mapping[str, str],
-    stopping: Stopping,
-    signpost: Signpost,
-) -> tuple[Attempt, RunResult]:
-    """One attempt, with the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
-    membership, round_name = coordinator.membership, str(attempt.round)
-    launch = replace(launch, node=membership.place_of(attempt.nodes))
-    timeout = launch.request.join_timeout_seconds
-    rendezvous: Rendezvous | None = None
-    must_meet = attempt.number == 0
-    try:
-        rendezvous = Rendezvous(
-            launch.node, attempt.round, timeout, launch.request.faults.lost_node_timeout_seconds, launch.access
-        )
-        number = rendezvous.join(launch.facts, attempt.number, timeout, coordinator.launched, signpost.refuse)
-        signpost.close()
-        coordinator.launched = rendezvous.launched
-        membership.learn(attempt.nodes, rendezvous.addresses)
-        launch = replace(launch, node=membership.place_of(attempt.nodes))
-        must_meet = False
-        attempt = replace(attempt, number=number)
-        coordinator.begun(attempt)
-        store = membership.open_tree(launch.node, round_name, timeout)
-        environ = launch.environ_of(store, number, coordinator.launched, environ)
-        waiting_nodes = partial(coordinator.waiting_nodes, attempt)
-        with _unwritable_logs_refused(launch, rendezvous, number):
-            launch = _with_own_log_dir(launch, rendezvous)
-            script = None if launch.request.is_module else Path(launch.request.command[0])
-            logs = LogFolder(launch.node, launch.log_dir, number, launch.request.verbose, script)
-            logs.prepare()
-            write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
-        logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
-        return attempt, WorkerGroup(launch, rendezvous, logs, environ, stopping, waiting_nodes).run()
-    except (ClusterError, WorkerFailed) as error:
-        if must_meet:
+    def __init__(self, launch: Launch, environ: Mapping[str, str], stopping: Stopping) -> None:
+        node, request = launch.node, launch.request
+        self._launch, self._environ, self._stopping = launch, environ, stopping
+        self._launched = request.run
+        """A unique identifier of this launch of the job: the leader's at the first attempt."""
+        self._signpost = Signpost(node, launch.access, program_of(request), launch.facts)
+        try:
+            self._membership = Membership(node, request.faults, launch.access, launch.facts, request.direct_ranks)
+        except BaseException:
+            self._signpost.close()
             raise
-        if rendezvous is not None:  # a relay that has not found its parent, for instance
-            rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
-        return attempt, _failure(str(error), error.exit_code)
-    except StopRequested as stop:
-        if rendezvous is not None:
-            rendezvous.fail(_stop_message(launch, stop), stop.exit_code, no_root_cause=True, final=True)
-        raise
-    finally:
-        if rendezvous is not None:
-            rendezvous.close()
-        membership.close_tree(round_name)
+        self._job = Job(
+            node.index,
+            len(node.addresses),
+            request.faults,
+            request.join_timeout_seconds,
+            lambda index: self._membership.node.describe(index),
+            node.store_endpoint,
+            node.address,
+            node.host(node.index),
+        )
+
+    def run(self) -> Finish:
+        """Until this launcher is done. Raises FleetTrainError if it cannot take part."""
+        try:
+            self._job, actions = first(self._job, time.monotonic())
+            while not isinstance(actions[-1], Finish):
+                self._job, actions = step(self._job, self._do(actions))
+            self._do(actions[:-1])
+        except StopRequested as stop:
+            self._stop(stop)
+            raise
+        return self._finished(actions[-1])
+
+    def close(self) -> None:
+        """Leave the job; the leader keeps its store while others are connected."""
+        self._signpost.close()
+        self._membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
+        self._membership.close()
+
+    def _finished(self, finish: Finish) -> Finish:
+        match finish.why:
+            case Why.REFUSED:
+                self._signpost.look_longer()
+                raise ClusterError(finish.message)
+            case Why.LATE:
+                raise ClusterError(finish.message)
+            case Why.NO_ANSWER:
+                raise JoinTimeout(finish.message)
+            case Why.UNLIKE:
+                raise ScheduleMismatch(finish.message)
+            case Why.ENDED:
+                logger.info(f"the job ended before this node could join: {finish.message}")
+            case Why.RESULT:
+                pass
+        return finish
+
+    def _stop(self, stop: StopRequested) -> None:
+        """Stopped on purpose while no rank is running: if this launcher is part of the job, the job ends."""
+        message = self.stop_message(stop)
+        if self._job.leads:
+            self._membership.write({"end": stop.exit_code, "message": message})
+        elif self._job.attempt is not None:
+            self._membership.stop(message)
+
+    def stop_message(self, stop: StopRequested) -> str:
+        return f"{self._launch.node.describe()} was stopped by {request_name(stop.number)}"
+
+    # what `job.step` decides
+
+    def _do(self, actions: list[Action]) -> Event:
+        """Carry them out; what came of the last one."""
+        event: Event = Woken(time.monotonic())
+        for action in actions:
+            match action:
+                case Say(text):
+                    logger.info(text)
+                case Publish(status):
+                    self._membership.publish(status)
+                case Write(decision, with_facts):
+                    self._membership.write(decision, with_facts)
+                case Finish():
+                    break
+                case _:
+                    event = self._await(action)
+        return event
+
+    def _await(self, action: Action) -> Event:
+        match action:
+            case Wait(seconds):
+                time.sleep(seconds)
+                return Woken(time.monotonic())
+            case Ask(nodes):
+                heard, refusal = self._membership.ask(nodes)
+                if self._job.phase is Phase.SEEKING:
+                    self._signpost.refuse()
+                return Answered(time.monotonic(), heard, refusal)
+            case Follow(leader, term, deadline):
+                return self._follow(leader, term, deadline)
+            case Lead(term):
+                self._membership.lead(term)
+                return Connected(time.monotonic())
+            case Look():
+                return self._look(action)
+            case Run(attempt):
+                attempt, result = self._run_one(attempt)
+                return Ended(time.monotonic(), attempt, result)
+        raise AssertionError(action)
+
+    def _follow(self, leader: int, term: int, deadline: float) -> Connected:
+        try:
+            return Connected(time.monotonic(), self._membership.follow(leader, term, deadline))
+        except ClusterError as error:
+            return Connected(time.monotonic(), connected=False, refusal=str(error))
+
+    def _look(self, look: Look) -> Seen:
+        try:
+            return Seen(time.monotonic(), **self._membership.look(look))
+        except FleetTrainError:
+            return Seen(time.monotonic(), lost=True)
+
+    # one attempt
+
+    def _run_one(self, attempt: Attempt) -> tuple[Attempt, RunResult]:
+        """With the number that the nodes agreed on. Raises FleetTrainError if the first one cannot start."""
+        membership, round_name, request = self._membership, str(attempt.round), self._launch.request
+        launch = replace(self._launch, node=membership.place_of(attempt.nodes))
+        timeout = request.join_timeout_seconds
+        rendezvous: Rendezvous | None = None
+        must_meet = attempt.number == 0
+        try:
+            rendezvous = Rendezvous(
+                launch.node, attempt.round, timeout, request.faults.lost_node_timeout_seconds, launch.access
+            )
+            number = rendezvous.join(launch.facts, attempt.number, timeout, self._launched, self._signpost.refuse)
+            self._signpost.close()
+            self._launched = rendezvous.launched
+            membership.learn(attempt.nodes, rendezvous.addresses)
+            launch = replace(launch, node=membership.place_of(attempt.nodes))
+            must_meet = False
+            attempt = replace(attempt, number=number)
+            self._job, actions = begun(self._job, attempt)
+            self._do(actions)
+            store = membership.open_tree(launch.node, round_name, timeout)
+            environ = launch.environ_of(store, number, self._launched, self._environ)
+            with _unwritable_logs_refused(launch, rendezvous, number):
+                launch = _with_own_log_dir(launch, rendezvous)
+                script = None if request.is_module else Path(request.command[0])
+                logs = LogFolder(launch.node, launch.log_dir, number, request.verbose, script)
+                logs.prepare()
+                write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
+            logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
+            return attempt, WorkerGroup(
+                launch, rendezvous, logs, environ, self._stopping, lambda: self._waiting_nodes(attempt)
+            ).run()
+        except (ClusterError, WorkerFailed) as error:
+            if must_meet:
+                raise
+            if rendezvous is not None:  # a relay that has not found its parent, for instance
+                rendezvous.fail(str(error), error.exit_code, no_root_cause=True)
+            return attempt, failed(str(error), error.exit_code)
+        except StopRequested as stop:
+            if rendezvous is not None:
+                rendezvous.fail(self.stop_message(stop), stop.exit_code, no_root_cause=True, final=True)
+            raise
+        finally:
+            if rendezvous is not None:
+                rendezvous.close()
+            membership.close_tree(round_name)
+
+    def _waiting_nodes(self, attempt: Attempt) -> str | None:
+        """Asked by the leader while ranks run on fewer nodes than the job has: which nodes have come back."""
+        node = self._launch.node
+        if not self._job.leads or len(attempt.nodes) == len(node.addresses):
+            return None
+        new = sorted(self._membership.here(attempt.round + 1) - set(attempt.nodes))
+        return f"{', '.join(map(node.describe, new))} can join again" if new else None
 
 
 def _report_end(result: RunResult, diagnose: Callable[[], str]) -> int:
@@ -218,254 +296,3 @@ def _with_own_log_dir(launch: Launch, rendezvous: Rendezvous) -> Launch:
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     shared = len(launch.node.addresses) > 1 and rendezvous.shares_folder(launch.log_dir)
     return replace(launch, log_dir=take_log_dir(launch.log_dir / launch.node.address if shared else launch.log_dir))
-
-
-class WorkerGroup:
-    """This node's ranks in one attempt: started, monitored, stopped; how they ended is reported."""
-
-    def __init__(
-        self,
-        launch: Launch,
-        rendezvous: Rendezvous,
-        logs: LogFolder,
-        environ: Mapping[str, str],
-        stopping: Stopping,
-        waiting_nodes: WaitingNodes,
-    ) -> None:
-        """``environ``: what the ranks' environments have in common."""
-        node, request = launch.node, launch.request
-        self.launch = launch
-        self.rendezvous = rendezvous
-        self.logs = logs
-        self.environ = environ
-        self.stopping = stopping
-        self.ranks = Ranks(node, self._start_rank, owns_descendants=True)
-        passing = None if request.verbose else StartupLines()
-        self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
-        self.connections = Connections(node)
-        self._stacks_asked = threading.Event()
-        self._said_slow_exit = False
-        self.witness = witness_of(self.ranks, rendezvous.client, logs.write_stands)
-        self.stop = GracefulStop(self.ranks, rendezvous, stopping, request.faults.grace_seconds, waiting_nodes)
-
-    def run(self) -> RunResult:
-        """Start the ranks and monitor them until the attempt is over, here and (within bounds) elsewhere."""
-        monitor = Monitor(
-            self.ranks,
-            self.rendezvous,
-            self.stop,
-            wait=self._wait,
-            look_at_connections=self.connections.look,
-            witness=self.witness,
-        )
-        try:
-            self._start()
-            with self.stopping.gracefully(), asked_by(signal.SIGQUIT) as self._stacks_asked:
-                verdict = monitor.watch()
-            return self._conclude(verdict)
-        except ClusterError as error:
-            message = f"{self.launch.node.describe()}: {error}"
-            self.rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
-            return _failure(message, error.exit_code, final=True)
-        except StopRequested as request:
-            return self._stopped(request.number, request.exit_code)
-        finally:
-            self.ranks.close()
-            self.witness.close()
-
-    def _start(self) -> None:
-        try:
-            self.ranks.start()
-        except OSError as error:
-            raise why_not_started(error, self.launch.command(), self._environ_of(0)) from error
-
-    def _start_rank(self, local: int) -> RankProcess:
-        return self.logs.start_rank(local, self.launch.command(), self._environ_of(local))
-
-    def _environ_of(self, local: int) -> dict[str, str]:
-        return {**self.environ, **self.launch.variables_of(local)}
-
-    def _wait(self, seconds: float) -> None:
-        if self.follower is not None:
-            self.follower.pump()
-        if self._stacks_asked.is_set():
-            self._stacks_asked.clear()
-            stands = self.witness.look()
-            show_lines("\n".join([merged(stands), *(line for stand in stands for line in stand.lines())]))
-        self._report_slow_exit()
-        time.sleep(seconds)
-
-    def _report_slow_exit(self) -> None:
-        """Say once which ranks still run, and where, long after another one of this node has ended well."""
-        ended = [rank.ended_at for rank in self.ranks.started if rank.status == 0 and rank.ended_at is not None]
-        if not ended or self._said_slow_exit or len(ended) == len(self.ranks.started):
-            return
-        seconds = time.monotonic() - max(ended)
-        if seconds >= timeouts.SLOW_EXIT_SECONDS:
-            self._said_slow_exit = True
-            logger.info(f"{counted(len(ended), 'rank')} ended {seconds:.0f} s ago; {merged(self.witness.look())}")
-
-    def _conclude(self, verdict: Verdict) -> RunResult:
-        match verdict.cause:
-            case Cause.ALL_ENDED_WELL:
-                return self._succeed()
-            case Cause.PREEMPTED:
-                return self._preempted()
-            case Cause.STOPPED:
-                return self._was_stopped()
-            case Cause.RANK_FAILED:
-                assert verdict.root_cause is not None
-                self.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
-                return self._over_all_nodes(self._end())
-            case Cause.REPORTED:
-                return self._reported(self._end(), verdict.report or {})
-            case Cause.STORE_LOST:
-                ends = self._end()
-                message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {self.launch.node.describe()}"
-                return _failure(message, WorkerFailed.exit_code, ends, store_lost=True)
-
-    def _end(self) -> list[WorkerResult]:
-        """Stop everything; returns how every rank of this node ended, with its last lines and where it stood."""
-        self.witness.look(resume=True)
-        self.ranks.stop()
-        return self._report_ends()
-
-    def _report_ends(self) -> list[WorkerResult]:
-        """Show the rest of the output; report to the other nodes how the ranks of this one ended."""
-        if self.follower is not None:
-            self.follower.close()
-        ended = self.ranks.ends(self.rendezvous.start)
-        ends = [
-            replace(end, last_lines=self.logs.tail(local, end.asked_to_stop), stand=self.witness.stands.get(end.rank))
-            for local, end in ended.items()
-        ]
-        self.rendezvous.report_results(ends)
-        return ends
-
-    def _succeed(self) -> RunResult:
-        apart = self._ranks_apart()
-        result = self._end_well(RunResult(Kind.DONE, 0))
-        if not apart or result.kind is not Kind.DONE:
-            return result
-        if self.launch.strict:
-            return _failure(apart, ConversionError.exit_code, result.ends, final=True)
-        if self.launch.node.index == 0:
-            logger.warning(apart)
-        return result
-
-    def _ranks_apart(self) -> str:
-        """The message if no rank has joined the job and none was seen to connect to another; empty otherwise.
-
-        The package's own commands that train nothing (``selftest``, ``doctor``) join it in their own way, or not.
-        """
-        launch = self.launch
-        is_ours = launch.request.is_module and launch.request.command[0].partition(".")[0] == "fleet_train"
-        self.connections.look()
-        if launch.node.world_size == 1 or is_ours or self.connections.seen or self.rendezvous.ranks_have_joined():
-            return ""
-        return (
-            f"the {launch.node.world_size} ranks ran side by side: none called fleet.init, and none was seen to "
-            "connect to another. If they were to train one model, call fleet.init(is_collective=True) of fleet_train "
-            "and wrap the optimizer with fleet.distributed_optimizer (docs/start.md)"
-        )
-
-    def _preempted(self) -> RunResult:
-        notice = self._stop_notice()
-        if notice.get("again"):
-            logger.warning(f"{notice['why']}: the ranks have saved their state")
-            return self._end_well(RunResult(Kind.RESUMES, Preempted.exit_code, f"{notice['why']}"))
-        message = f"{notice['why']}; the job has saved its state and stopped: start it again to continue"
-        return self._end_well(RunResult(Kind.PREEMPTED, Preempted.exit_code, message))
-
-    def _stop_notice(self) -> dict[str, Any]:
-        return self.rendezvous.stop_announced() or {"why": "a rank was asked to stop"}
-
-    def _end_well(self, result: RunResult) -> RunResult:
-        ends = self._report_ends()
-        patience = max(timeouts.OTHERS_STOP_SECONDS, self.launch.request.faults.grace_seconds)
-        if result.kind is Kind.DONE:
-            # Another rank may still need a rank of this node at its next step, at any time: then the end of that rank
-            # is a failure. A lost launcher ends the wait.
-            patience = math.inf
-        failure = self.rendezvous.exit_barrier(patience)
-        if failure is None:
-            return replace(result, ends=tuple(ends))
-        # If the job has failed elsewhere in the meantime, it has failed although this node's ranks succeeded.
-        self._own_up(ends)
-        return self._reported(ends, failure)
-
-    def _own_up(self, ends: list[WorkerResult]) -> None:
-        """If a rank of this node has left too early, this launcher reports it: the others wait for its report."""
-        node = self.launch.node
-        root_cause = choose_root_cause(with_reports(ends, self.rendezvous.reports(), node))
-        if root_cause is not None and root_cause.rank in node.ranks:
-            time.sleep(timeouts.OTHERS_LAST_LINE_SECONDS)
-            self.rendezvous.fail(headline(root_cause), root_cause.shell_code)
-
-    def _reported(self, ends: list[WorkerResult], report: Mapping[str, Any]) -> RunResult:
-        """The result of a failure that another process reported."""
-        message = str(report.get("message", "another rank reported a failure"))
-        final = bool(report.get("final"))
-        if not report.get("no_root_cause"):
-            return replace(self._over_all_nodes(ends, message), final=final)
-        code = int(report.get("exit_code", WorkerFailed.exit_code))
-        self.rendezvous.fail(message, code, no_root_cause=True, final=final)
-        message = f"{message}; {counted(len(ends), 'rank')} of {self.launch.node.describe()} ended with it"
-        return _failure(message, code, ends, final=final)
-
-    def _over_all_nodes(self, ends: list[WorkerResult], fallback: str = "another node failed") -> RunResult:
-        others, silent = self.rendezvous.results_of_others(timeouts.OTHER_RESULTS_SECONDS)
-        every = tuple(with_reports((*ends, *others), self.rendezvous.reports(), self.launch.node))
-        root_cause = choose_root_cause(every)
-        code = root_cause.shell_code if root_cause is not None else WorkerFailed.exit_code
-        return RunResult(Kind.FAILED, code, fallback, every, tuple(silent), root_cause)
-
-    def _was_stopped(self) -> RunResult:
-        if self.stop.by_signal:
-            return self._stopped(self.stop.signal_number, 128 + self.stop.signal_number)
-        notice = self._stop_notice()
-        if notice.get("again"):  # without a saved state, the next attempt is an ordinary restart
-            return self._reported(self._end(), {"message": notice["why"], "no_root_cause": True})
-        return self._end_by_force(str(notice["why"]), 128 + signal.SIGTERM)
-
-    def _stopped(self, number: int, exit_code: int) -> RunResult:
-        """Ctrl-C, a second signal, or ranks of this node that did not stop gracefully after the first one."""
-        message = f"{self.launch.node.describe()} was stopped by {request_name(number)}"
-        return self._end_by_force(message, exit_code)
-
-    def _end_by_force(self, message: str, exit_code: int) -> RunResult:
-        still_there = self.ranks.running()
-        if still_there and self.stop.is_over:
-            message += (
-                f" ({counted(still_there, 'rank')} did not end within {self.launch.request.faults.grace_seconds:g} s: "
-                f"{merged(self.witness.look())})"
-            )
-        self.rendezvous.fail(message, exit_code, no_root_cause=True, final=True)
-        ends = self._end()
-        message = (
-            f"{message}; {counted(len(ends), 'rank')} ended with it" if ends else f"{message}; no rank had started"
-        )
-        return _failure(message, exit_code, ends, final=True)
-
-
-def _failure(
-    message: str, exit_code: int, ends: Sequence[WorkerResult] = (), *, final: bool = False, store_lost: bool = False
-) -> RunResult:
-    """One without a root cause in a rank: the message is complete."""
-    return RunResult(
-        Kind.FAILED, exit_code, message, tuple(ends), final=final, without_root_cause=True, store_lost=store_lost
-    )
-
-
-class Connections:
-    """Whether ranks that have not called ``fleet.init`` connect at the job's endpoints: Paddle's own store, with which
-    ``init_parallel_env`` forms a process group, is at rank 0's."""
-
-    def __init__(self, node: Node) -> None:
-        ports = range(node.started_port, node.started_port + node.processes)
-        self._endpoints = [(address, port) for address in node.addresses for port in ports]
-        self._before = connections_at(self._endpoints)
-        self.seen = False
-
-    def look(self) -> None:
-        self.seen = self.seen or bool(connections_at(self._endpoints) - self._before)

@@ -39,7 +39,7 @@ from fleet_train.data import (
 from fleet_train.data.dali import DaliLoader
 from fleet_train.data.workers import batches_ahead
 from fleet_train.errors import DataError, DataWorkersLost
-from fleet_train.launch.coordinator import FAILS_AGAIN
+from fleet_train.launch.attempts import FAILS_AGAIN
 from tests.support.images import write_image_folder
 from tests.support.processes import clean_environ
 

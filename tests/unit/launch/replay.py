@@ -10,8 +10,10 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from fleet_train.launch import events
 from fleet_train.launch import job as jobs
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
 from fleet_train.launch.election import Heard, State, Status, Unheard
@@ -51,7 +53,7 @@ class Launcher:
     """The store that it uses."""
     frozen_until: float = 0.0
     said: list[str] = field(default_factory=list)
-    finish: jobs.Finish | None = None
+    finish: events.Finish | None = None
 
 
 @dataclass
@@ -82,7 +84,7 @@ class World:
         self.done: list[Attempt] = []
         self.trace: list[str] = []
         for node in range(nodes):
-            self.after(self.random.uniform(0.0, 3.0), lambda node=node: self.start(node))
+            self.after(self.random.uniform(0.0, 3.0), partial(self.start, node))
         for _ in range(faults):
             self.after(self.random.uniform(1.0, seconds), self._fault)
 
@@ -125,7 +127,7 @@ class World:
             if running.there.get(launcher.job.me) is launcher:
                 del running.there[launcher.job.me]
                 if running.began is not None:
-                    self.after(self.random.uniform(0.1, 3.0), lambda running=running: self._fail(running))
+                    self.after(self.random.uniform(0.1, 3.0), partial(self._fail, running))
 
     def reaches(self, one: int, other: int) -> bool:
         return self.side[one] == self.side[other]
@@ -144,7 +146,7 @@ class World:
             self.side = [self.random.randrange(2) for _ in range(self.nodes)]
             for running in list(self.running):
                 if running.began is not None and len({self.side[each] for each in running.there}) > 1:
-                    self.after(self.policy.lost_node_timeout_seconds, lambda running=running: self._cut(running))
+                    self.after(self.policy.lost_node_timeout_seconds, partial(self._cut, running))
             self.after(self.random.uniform(1.0, 60.0), self._heal)
         else:
             for running in self.running:
@@ -156,19 +158,19 @@ class World:
 
     # The actions of a launcher.
 
-    def _take(self, launcher: Launcher, state: jobs.Job, actions: list[jobs.Action]) -> None:
+    def _take(self, launcher: Launcher, state: jobs.Job, actions: list[events.Action]) -> None:
         launcher.job = state
         for action in actions:
             match action:
-                case jobs.Say(text):
+                case events.Say(text):
                     launcher.said.append(f"{self.now:.1f} {text}")
                     self.trace.append(f"{self.now:.1f} node {state.me}: {text}")
-                case jobs.Publish(status):
+                case events.Publish(status):
                     launcher.status = status
-                case jobs.Write(decision):
+                case events.Write(decision):
                     if launcher.own is not None:
                         launcher.own.decision = decision
-                case jobs.Finish():
+                case events.Finish():
                     launcher.finish = action
                     self.trace.append(f"{self.now:.1f} node {state.me} ends: {action.why.name} {action.message}")
                     self._leave(launcher)
@@ -185,7 +187,7 @@ class World:
 
         self.after(12.0, gone)
 
-    def _event(self, launcher: Launcher, seconds: float, make: Callable[[], jobs.Event | None]) -> None:
+    def _event(self, launcher: Launcher, seconds: float, make: Callable[[], events.Event | None]) -> None:
         """The event that comes of an action, unless the process has ended by then; a frozen one gets it later."""
 
         def happen() -> None:
@@ -200,21 +202,21 @@ class World:
 
         self.after(seconds, happen)
 
-    def _wait(self, launcher: Launcher, action: jobs.Action) -> None:
+    def _wait(self, launcher: Launcher, action: events.Action) -> None:
         me, draw = launcher.job.me, self.random
         match action:
-            case jobs.Wait(seconds):
-                self._event(launcher, seconds, lambda: jobs.Woken(self.now))
-            case jobs.Ask(nodes):
-                self._event(launcher, draw.uniform(0.01, 1.1), lambda: jobs.Answered(self.now, self._hear(me, nodes)))
-            case jobs.Lead(term):
+            case events.Wait(seconds):
+                self._event(launcher, seconds, lambda: events.Woken(self.now))
+            case events.Ask(nodes):
+                self._event(launcher, draw.uniform(0.01, 1.1), lambda: events.Answered(self.now, self._hear(me, nodes)))
+            case events.Lead(term):
                 self._lead(launcher, term)
-                self._event(launcher, 0.01, lambda: jobs.Connected(self.now))
-            case jobs.Follow(leader, term, deadline):
+                self._event(launcher, 0.01, lambda: events.Connected(self.now))
+            case events.Follow(leader, term, deadline):
                 self._follow(launcher, leader, term, deadline)
-            case jobs.Look():
+            case events.Look():
                 self._event(launcher, draw.uniform(0.01, 0.2), lambda: self._see(launcher, action))
-            case jobs.Run(attempt):
+            case events.Run(attempt):
                 self._run(launcher, attempt)
 
     def _hear(self, me: int, nodes: tuple[int, ...]) -> Heard:
@@ -242,37 +244,38 @@ class World:
     def _follow(self, launcher: Launcher, leader: int, term: int, deadline: float) -> None:
         me = launcher.job.me
 
-        def attempt() -> jobs.Event | None:
+        def attempt() -> events.Event | None:
             store = self._store_of(me, leader, term)
             if store is not None:
                 launcher.own, launcher.at = None, store
                 store.heard_at[me] = self.now
-                return jobs.Connected(self.now)
+                return events.Connected(self.now)
             if self.now >= deadline:
-                return jobs.Connected(self.now, connected=False)
+                return events.Connected(self.now, connected=False)
             self._event(launcher, min(0.5, max(0.01, deadline - self.now)), attempt)
             return None
 
         self._event(launcher, 0.05, attempt)
 
-    def _see(self, launcher: Launcher, look: jobs.Look) -> jobs.Event | None:
+    def _see(self, launcher: Launcher, look: events.Look) -> events.Event | None:
         me, at = launcher.job.me, launcher.at
         if at is None:
-            return jobs.Seen(self.now, lost=True)
+            return events.Seen(self.now, lost=True)
         if at is launcher.own:
-            here = frozenset(node for node in at.ready if self._is_connected(at, node) and at.ready[node] >= (look.ready or launcher.job.round + 1))
-            return jobs.Seen(self.now, at.decision, here)
+            here = [node for node in at.ready if self._is_connected(at, node)]
+            ready = frozenset(node for node in here if look.here is not None and at.ready[node] >= look.here)
+            return events.Seen(self.now, at.decision, ready)
         if self._store_of(me, at.owner, at.term) is not at:
             leader = self.launchers.get(at.owner)
             is_silent = leader is not None and leader.own is at
             if is_silent and self.now < at.heard_at.get(me, 0.0) + self.policy.lost_node_timeout_seconds:
                 self._event(launcher, 0.5, lambda: self._see(launcher, look))
                 return None
-            return jobs.Seen(self.now, lost=True)
+            return events.Seen(self.now, lost=True)
         at.heard_at[me] = self.now
         if look.ready is not None:
             at.ready[me] = look.ready
-        return jobs.Seen(self.now, at.decision)
+        return events.Seen(self.now, at.decision)
 
     def _is_connected(self, store: Store, node: int) -> bool:
         other = self.launchers.get(node)
@@ -339,7 +342,11 @@ class World:
         for node, launcher in running.there.items():
             is_lost = self._store_of(node, running.store.owner, running.store.term) is not running.store
             killed = WorkerResult(0, "", 0, None, 9, self.random.uniform(1.0, 9.0), False, "log")
-            result = _failed("the leader was lost", store_lost=True) if is_lost else RunResult(Kind.FAILED, 137, root_cause=killed)
+            result = (
+                _failed("the leader was lost", store_lost=True)
+                if is_lost
+                else RunResult(Kind.FAILED, 137, root_cause=killed)
+            )
             self._deliver(launcher, running, result)
 
     def _cut(self, running: Running) -> None:
@@ -347,7 +354,7 @@ class World:
             self._fail(running)
 
     def _deliver(self, launcher: Launcher, running: Running, result: RunResult) -> None:
-        self._event(launcher, self.random.uniform(0.1, 2.0), lambda: jobs.Ended(self.now, running.attempt, result))
+        self._event(launcher, self.random.uniform(0.1, 2.0), lambda: events.Ended(self.now, running.attempt, result))
 
 
 def _failed(message: str, *, store_lost: bool = False) -> RunResult:

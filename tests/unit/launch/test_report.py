@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.cluster.flight.stands import Stand
 from fleet_train.cluster.store.reports import FailureReport
-from fleet_train.launch.coordinator import Kind, RunResult, pause_seconds, why_not_again
+from fleet_train.launch.attempts import Kind, RunResult, pause_seconds, why_not_again
 from fleet_train.launch.logs import of_paddles_fleet
 from fleet_train.launch.node import Node
 from fleet_train.launch.report import WorkerResult, choose_root_cause, failure_report, last_lines, spans, with_reports

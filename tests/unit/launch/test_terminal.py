@@ -10,7 +10,7 @@ from typing import TextIO
 
 import pytest
 
-from fleet_train.launch import launcher
+from fleet_train.launch import worker_group
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of
 from fleet_train.launch.terminal import Follower, Outlet, StartupLines, without_startup_lines
@@ -230,8 +230,8 @@ def test_connections_of_an_earlier_job_do_not_count(monkeypatch: pytest.MonkeyPa
         asked[:] = endpoints
         return frozenset(listed)
 
-    monkeypatch.setattr(launcher, "connections_at", connections_at)
-    connections = launcher.Connections(NODE)
+    monkeypatch.setattr(worker_group, "connections_at", connections_at)
+    connections = worker_group.Connections(NODE)
     assert asked == [(f"10.0.0.{node}", port) for node in (1, 2) for port in (6170, 6171)]
     connections.look()
     assert not connections.seen

@@ -1,0 +1,79 @@
+"""What launchers decide, replayed in virtual time: machines and networks that fail, several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet_train.launch import election, job
+from fleet_train.launch.events import Answered, Seen, Wait
+from tests.unit.launch.replay import Broken, replay
+
+
+def broken_of(seeds: range) -> list[str]:
+    found: list[str] = []
+    for seed in seeds:
+        try:
+            replay(seed)
+        except Broken as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("number", [2000, pytest.param(20_000, marks=pytest.mark.long)])
+def test_no_schedule_has_two_jobs_two_leaders_of_a_term_or_a_wait_without_end(number: int) -> None:
+    assert broken_of(range(number)) == []
+
+
+def test_schedules_are_full_of_faults_and_jobs_survive_them() -> None:
+    words = "\n".join("\n".join(replay(seed).trace) for seed in range(300))
+    for event in (
+        "restart 3 of",
+        "is the leader from now on",
+        "joins at the next restart",
+        "continuing with fewer nodes",
+        "was unreachable for too long",
+        "is not the larger one",
+    ):
+        assert event in words, event
+    assert sum(bool(replay(seed).done) for seed in range(300)) > 100
+
+
+Planted = Callable[[pytest.MonkeyPatch], Any]
+
+
+def any_side_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "may_go_on", lambda *_: True)
+
+
+def a_term_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = election.elected
+    monkeypatch.setattr(job, "elected", lambda me, term, *rest: None if real(me, term, *rest) is None else term)
+
+
+def a_lost_leader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = job.Phase.FOLLOWING, Seen
+    real = job._STEPS[key]
+    waits = lambda state, event: real(replace(state, bounded=False), replace(event, lost=False))  # noqa: E731
+    monkeypatch.setitem(job._STEPS, key, waits)
+
+
+def nobody_is_elected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(job._STEPS, (job.Phase.LOOKING, Answered), lambda state, _: (state, [Wait(1.0)]))
+
+
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [
+        (any_side_goes_on, "run at the same time"),
+        (a_term_is_used_again, "at the same time"),
+        (a_lost_leader_is_waited_for, "waits without end"),
+        (nobody_is_elected, "waits without end"),
+    ],
+)
+def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, plant: Planted, told: str) -> None:
+    plant(monkeypatch)
+    assert any(told in each for each in broken_of(range(600)))
