@@ -20,7 +20,6 @@ KNOBS = {
     "accumulate_steps",
     "amp_level",
     "barrier_every_steps",
-    "collective_stream",
     "compression",
     "divergence_check_steps",
     "fuse_all_reduce_ops",

@@ -333,7 +333,8 @@ class Other(PaperRank):
         self.did: list[tuple[str, int, int, Any]] = []
         self.told: list[tuple[str, Any]] = []
 
-    def broadcast(self, name: str, value: Any) -> Any:
+    def broadcast(self, name: str, value: Any, source: int = 0) -> Any:
+        assert source == 0
         self.told.append((name, value))
         return self.described
 
