@@ -65,11 +65,13 @@ def is_at_work(heard: Heard) -> bool:
     return any(isinstance(status, Status) and status.term >= 0 for status in heard.values())
 
 
-def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int | None:
+def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int], nodes: int) -> int | None:
     """The term with which ``me`` may lead now; None while it may not.
 
     ``last_nodes``: the nodes of the attempt in which the leader was lost. The first living node of the list leads, once
-    all reachable nodes have lost their leader, and no larger side may be alive elsewhere.
+    all reachable nodes have lost their leader, and no larger side may be alive elsewhere. Of ``nodes`` each has terms of
+    its own (its number, and so many more each time): two that lead one after the other, of which one is frozen before
+    anybody has heard of it, never have the same.
     """
     others = [index for index in last_nodes if index != me]
     alive = {i: status for i in others if isinstance(status := heard.get(i, Unheard.SILENT), Status)}
@@ -78,7 +80,8 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int]) -> int 
         return None
     if not may_go_on({me, *members}, silent(heard, others)):
         return None
-    return 1 + max([term, *(status.term for status in members.values())])
+    least = 1 + max([term, *(status.term for status in members.values())])
+    return least + (me - least) % nodes
 
 
 def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:

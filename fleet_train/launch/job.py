@@ -403,12 +403,16 @@ def _without(job: Job, away: str, missing: set[int], here: set[int], needed: int
 
 
 def _divided(job: Job, event: Answered) -> Step:
-    """Whether the nodes that are here may go on without those that are missing."""
-    assert job.attempt is not None
+    """Whether the nodes that are here may go on without those that are missing: not if they follow a later leader, or
+    are more and may be alive, on another side of the network or looking for a leader."""
+    later = leader_among(event.heard, job.term + 1)
+    if later is not None:
+        return _try(job, later, event.heard, event.now + timeouts.FIND_LEADER_SECONDS)
     timeout, missing = job.policy.rejoin_timeout_seconds, tuple(event.heard)
     here = set(job.here)
     away = job.named(missing)
-    if not may_go_on(here, silent(event.heard, missing)):
+    members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
+    if not may_go_on(here, silent(event.heard, missing) | members):
         return _no_more(
             job,
             f"{away} cannot be reached and may be alive, and this side of the network, with "
@@ -485,7 +489,7 @@ def _looked(job: Job, event: Answered) -> Step:
     leader = leader_among(event.heard, job.term)
     if leader is not None:
         return _try(job, leader, event.heard, job.began + job.bound_seconds)
-    term = elected(job.me, job.term, event.heard, job.attempt.nodes)
+    term = elected(job.me, job.term, event.heard, job.attempt.nodes, job.nodes)
     if term is not None:
         return replace(job, candidate=(job.me, term)), [Lead(term)]
     return _look_on(job, event.now, silent(event.heard, job.attempt.nodes) - {job.me})
@@ -540,6 +544,7 @@ _STEPS: dict[tuple[Phase, type], Callable[[Job, Any], Step]] = {
     (Phase.GATHERING, Connected): _gave_way,
     (Phase.GATHERING, Woken): _look_again,
     (Phase.DIVIDED, Answered): _divided,
+    (Phase.DIVIDED, Connected): _gave_way,
     (Phase.FOLLOWING, Seen): _decided,
     (Phase.FOLLOWING, Woken): _look_again,
     (Phase.LOOKING, Answered): _looked,

@@ -80,7 +80,7 @@ class World:
         self.side = [0] * nodes
         """Machines of one side reach one another."""
         self.running: list[Running] = []
-        self.elected: dict[int, int] = {}
+        self.elections = 0
         self.done: list[Attempt] = []
         self.trace: list[str] = []
         for node in range(nodes):
@@ -231,8 +231,10 @@ class World:
 
     def _lead(self, launcher: Launcher, term: int) -> None:
         me = launcher.job.me
-        if term > 0 and self.elected.setdefault(term, me) != me:
-            raise Broken(f"nodes {self.elected[term]} and {me} both lead term {term}")
+        rivals = [node for node, each in self.alive().items() if node != me and each.own and each.own.term == term > 0]
+        if rivals:
+            raise Broken(f"nodes {rivals[0]} and {me} both lead term {term}")
+        self.elections += term > 0
         launcher.own = launcher.at = Store(me, term, launcher.serial)
 
     def _store_of(self, me: int, leader: int, term: int) -> Store | None:

@@ -30,14 +30,14 @@ NODES = (0, 1, 2)
         (1, {0: Unheard.SILENT, 2: Unheard.SILENT}, None),  # one of three
         (1, {0: Unheard.DEAD, 2: Unheard.SILENT}, 4),  # two halves: it has the first living node
         (2, {0: Unheard.DEAD, 1: Unheard.SILENT}, None),
-        (2, {0: Unheard.DEAD, 1: Unheard.DEAD}, 4),
+        (2, {0: Unheard.DEAD, 1: Unheard.DEAD}, 5),
         (1, {0: FRESH, 2: LOOKING}, 4),  # started again, knows nothing: it has nothing to decide with
         (1, {0: Unheard.DEAD, 2: FOLLOWING}, None),  # node 2 still hears the leader, or has not noticed yet
-        (1, {0: Unheard.DEAD, 2: Status(State.LOOKING, 1, 7)}, 8),
+        (1, {0: Unheard.DEAD, 2: Status(State.LOOKING, 1, 7)}, 10),
     ],
 )
 def test_the_first_living_node_of_the_larger_side_is_elected(me: int, heard: Heard, term: int | None) -> None:
-    assert elected(me, 3, heard, NODES) == term
+    assert elected(me, 3, heard, NODES, 3) == term
 
 
 def test_the_latest_term_leads_and_a_job_is_running_if_a_node_has_known_a_leader() -> None:
@@ -47,7 +47,7 @@ def test_the_latest_term_leads_and_a_job_is_running_if_a_node_has_known_a_leader
     assert not is_at_work({0: FRESH, 1: Unheard.DEAD})
     assert is_at_work({0: FRESH, 1: LOOKING})
     # nodes that took no part do not count
-    assert elected(1, 0, {0: Unheard.DEAD, 2: Unheard.SILENT, 3: Unheard.SILENT}, (0, 1)) == 1
+    assert elected(1, 0, {0: Unheard.DEAD, 2: Unheard.SILENT, 3: Unheard.SILENT}, (0, 1), 4) == 1
 
 
 def test_both_sides_of_a_broken_network_never_continue() -> None:
