@@ -69,9 +69,9 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int], nodes: 
     """The term with which ``me`` may lead now; None while it may not.
 
     ``last_nodes``: the nodes of the attempt in which the leader was lost. The first living node of the list leads, once
-    all reachable nodes have lost their leader, and no larger side may be alive elsewhere. Each of ``nodes`` has terms of
-    its own (its number, and so many more each time): two that are elected one after the other never have the same, also
-    if the first one was frozen before anybody had heard of it.
+    all reachable nodes have lost their leader, and no larger side may be alive elsewhere. Each of ``nodes`` has terms
+    of its own (its number, and so many more each time): two that are elected one after the other never have the same,
+    also if the first one was frozen before anybody had heard of it.
     """
     others = [index for index in last_nodes if index != me]
     alive = {i: status for i in others if isinstance(status := heard.get(i, Unheard.SILENT), Status)}
