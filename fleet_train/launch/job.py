@@ -409,14 +409,17 @@ def _divided(job: Job, event: Answered) -> Step:
     if later is not None:
         return _try(job, later, event.heard, event.now + timeouts.FIND_LEADER_SECONDS)
     timeout, missing = job.policy.rejoin_timeout_seconds, tuple(event.heard)
+    assert job.attempt is not None
     here = set(job.here)
     away = job.named(missing)
+    # Nodes that were not part of the last attempt count for no side: the other one does not know them either.
+    ours = here & set(job.attempt.nodes)
     members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
-    if not may_go_on(here, silent(event.heard, missing) | members):
+    if not may_go_on(ours, silent(event.heard, missing) | members):
         return _no_more(
             job,
             f"{away} cannot be reached and may be alive, and this side of the network, with "
-            f"{counted(len(here), 'node')}, is not the larger one: if both continued, they would train two models",
+            f"{counted(len(ours), 'node')}, is not the larger one: if both continued, they would train two models",
         )
     said = Say(f"{away} did not come back within {timeout:g} s (--rejoin_timeout); continuing with fewer nodes")
     return _next(job, here, said)
@@ -464,7 +467,8 @@ def _look_again(job: Job, _: Woken) -> Step:
 
 
 def _lost_while_waiting(job: Job, now: float) -> Step:
-    if job.result is not None:
+    is_left_out = job.decision is not None and job.me not in job.decision.get("nodes", [job.me])
+    if job.result is not None and not is_left_out:
         return _lost(job, now)
     said = Say(f"{_lost_leader(job)}; waiting for another leader")
     job, actions = _seek(job, now, job.policy.rejoin_timeout_seconds)
