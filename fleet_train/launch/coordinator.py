@@ -180,6 +180,8 @@ class Coordinator:
                 self._no_more(str(stopped["message"]))
                 return None
             if waited > timeout:
+                if self._gives_way(attempt):  # this launcher may have been frozen since the last look
+                    raise _OtherLeads
                 return self._go_on_without(away, missing, here, needed)
             if time.monotonic() > word_at:
                 logger.info(f"waiting for {away} to come back ({timeout - waited:.0f} s more, --rejoin_timeout)")

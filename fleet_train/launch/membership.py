@@ -217,9 +217,12 @@ class Membership:
         )
 
     def may_go_on_without(self, missing: Iterable[int], here: Iterable[int]) -> bool:
-        """Whether the connected nodes are the larger side, of all that may be alive."""
+        """Whether the connected nodes are the larger side, of all that may be alive. A member that answers and is not
+        connected counts as one of the other side: it follows another leader, or looks for one."""
         missing = set(missing)
-        return may_go_on(set(here), silent(self._neighbours.ask(missing), missing)) if missing else True
+        heard = self._neighbours.ask(missing)
+        members = {index for index, how in heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
+        return may_go_on(set(here), silent(heard, missing) | members) if missing else True
 
     def _connect(self, leader: int, term: int, deadline: float) -> None:
         # The leader may not have noticed yet that the launcher which this one replaces is gone.

@@ -202,6 +202,37 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) 
     assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.messages
 
 
+def test_a_leader_that_was_away_while_it_waited_does_not_go_on_beside_the_later_one(
+    seats: Participants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seats.policy = replace(POLICY, min_nodes=1, rejoin_timeout_seconds=4.0)
+    lead, one, two = begin(seats)
+    resume = threading.Event()
+    lead.membership._server._loop.call_soon_threadsafe(resume.wait)
+    second = Attempt(1, 1, (1, 2))
+    assert follow(FIRST, STORE_LOST, one, two) == second
+    resume.set()
+    # It was frozen behind its last look for another leader, and its patience was over when it came back.
+    looks = iter([False])
+    real = lead.membership.gives_way
+    monkeypatch.setattr(lead.membership, "gives_way", lambda: next(looks, None) is None and real())
+    monkeypatch.setattr(lead, "policy", replace(seats.policy, rejoin_timeout_seconds=-1.0))
+    waiting = aside(lambda: lead.next(FIRST, FAILED))
+    assert let_join(second, one, two) == Attempt(2, 2, (0, 1, 2))
+    assert waiting().nodes == (0, 1, 2)
+    assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.messages
+
+
+def test_members_that_answer_and_are_not_connected_are_another_side(seats: Participants) -> None:
+    lead, one, two = begin(seats)
+    for other in (one, two):
+        other.membership._publish(State.LOOKING)
+    assert not lead.membership.may_go_on_without({1, 2}, {0})
+    assert lead.membership.may_go_on_without({2}, {0, 1})
+    two.membership._publish(State.FRESH)
+    assert lead.membership.may_go_on_without({1, 2}, {0})  # of two halves that with the first node; the third is new
+
+
 def test_a_launcher_that_waits_to_join_follows_the_next_leader(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
