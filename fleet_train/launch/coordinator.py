@@ -179,17 +179,16 @@ class Coordinator:
             if (stopped := self.membership.stopped()) is not None:
                 self._no_more(str(stopped["message"]))
                 return None
-            if waited > timeout:
-                if self._gives_way(attempt):  # this launcher may have been frozen since the last look
+            is_over = waited > timeout
+            if is_over or (missing and time.monotonic() > look_at):  # it may have been frozen since the last look
+                look_at = time.monotonic() + timeouts.CHECK_OTHER_LEADER_SECONDS
+                if self._gives_way(attempt):
                     raise _OtherLeads
+            if is_over:
                 return self._go_on_without(away, missing, here, needed)
             if time.monotonic() > word_at:
                 logger.info(f"waiting for {away} to come back ({timeout - waited:.0f} s more, --rejoin_timeout)")
                 word_at = time.monotonic() + timeouts.REPORT_WAITING_SECONDS
-            if missing and time.monotonic() > look_at:
-                look_at = time.monotonic() + timeouts.CHECK_OTHER_LEADER_SECONDS
-                if self._gives_way(attempt):
-                    raise _OtherLeads
             time.sleep(timeouts.LAUNCHERS_POLL_SECONDS)
 
     def _go_on_without(self, away: str, missing: set[int], here: set[int], needed: int) -> tuple[int, ...] | None:

@@ -222,7 +222,7 @@ class Membership:
         missing = set(missing)
         heard = self._neighbours.ask(missing)
         members = {index for index, how in heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
-        return may_go_on(set(here), silent(heard, missing) | members) if missing else True
+        return may_go_on(set(here), silent(heard, missing) | members)
 
     def _connect(self, leader: int, term: int, deadline: float) -> None:
         # The leader may not have noticed yet that the launcher which this one replaces is gone.

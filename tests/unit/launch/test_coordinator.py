@@ -101,6 +101,16 @@ def let_join(attempt: Attempt, *coordinators: Coordinator) -> Attempt | None:
     return follow(attempt, RunResult(Kind.RESUMES, 12, why), *coordinators)
 
 
+def led_by_another_while_frozen(lead: Coordinator, one: Coordinator, two: Coordinator) -> Attempt:
+    """The attempt that the others have begun meanwhile. The leader's server neither answered nor closed anything."""
+    resume = threading.Event()
+    lead.membership._server._loop.call_soon_threadsafe(resume.wait)
+    second = Attempt(1, 1, (1, 2))
+    assert follow(FIRST, STORE_LOST, one, two) == second
+    resume.set()
+    return second
+
+
 def test_an_absent_node_is_left_out_and_joins_at_the_next_restart(seats: Participants) -> None:
     lead, one, two = begin(seats)
     die(two)
@@ -189,12 +199,7 @@ def test_the_first_living_node_leads_when_the_leader_is_lost_and_continues_the_c
 def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Participants) -> None:
     seats.policy = replace(POLICY, rejoin_timeout_seconds=4.0)
     lead, one, two = begin(seats)
-    # Its launcher is frozen: its server neither answers nor closes anything.
-    resume = threading.Event()
-    lead.membership._server._loop.call_soon_threadsafe(resume.wait)
-    second = Attempt(1, 1, (1, 2))
-    assert follow(FIRST, STORE_LOST, one, two) == second
-    resume.set()
+    second = led_by_another_while_frozen(lead, one, two)
     lost = RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True)
     waiting = aside(lambda: lead.next(FIRST, lost))
     assert let_join(second, one, two) == Attempt(2, 2, (0, 1, 2))
@@ -207,11 +212,7 @@ def test_a_leader_that_was_away_while_it_waited_does_not_go_on_beside_the_later_
 ) -> None:
     seats.policy = replace(POLICY, min_nodes=1, rejoin_timeout_seconds=4.0)
     lead, one, two = begin(seats)
-    resume = threading.Event()
-    lead.membership._server._loop.call_soon_threadsafe(resume.wait)
-    second = Attempt(1, 1, (1, 2))
-    assert follow(FIRST, STORE_LOST, one, two) == second
-    resume.set()
+    second = led_by_another_while_frozen(lead, one, two)
     # It was frozen behind its last look for another leader, and its patience was over when it came back.
     looks = iter([False])
     real = lead.membership.gives_way
