@@ -82,12 +82,12 @@ class FiniteCheck:
     def is_spoilt_somewhere(self) -> Any:
         """Whether any rank's gradients of this step hold NaN or infinity: float32 [1], 0 or more, the same on every
         rank. All ranks call it in the same order, after the last bucket was launched."""
+        name = f"finite gradients in {self._moment()}"
         if self._reads:
             mine = bool(self.found)
-            differ = self._job.compare(f"finite gradients in {self._moment()}", mine)
+            differ = self._job.compare(name, mine, self._job.step_timeout_seconds)
             return paddle.full([1], float(mine or bool(differ)), "float32")
         flags = _C_ops.concat(self._flags, 0).cast("float32").sum().reshape([1])
-        name = f"finite gradients in {self._moment()}"
         context = CallContext(name, name, self._job.step_timeout_seconds, "finite gradients")
         return self._job.engine.start(_largest(self._job.communicators(1)[0], flags), context).result()
 

@@ -213,7 +213,7 @@ class Job:
         assert self._barrier_store is not None
         event = recorder.begin("barrier")
         with self._remembering():
-            values = self._barrier_store.all_gather(name, value, self.world_size, self.timeout_seconds, self._call)
+            values = self._barrier_store.all_gather(name, value, self.world_size, self.step_timeout_seconds, self._call)
         recorder.end(event)
         return values
 
