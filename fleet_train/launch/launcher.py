@@ -35,7 +35,8 @@ from fleet_train.launch.events import (
     Woken,
     Write,
 )
-from fleet_train.launch.job import Job, Phase, begun, first, step
+from fleet_train.launch.job import begun, first, step
+from fleet_train.launch.job_state import JobState, Phase
 from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.prepare import Launch
@@ -82,7 +83,7 @@ class Launcher:
         except BaseException:
             self._signpost.close()
             raise
-        self._job = Job(
+        self._job = JobState(
             node.index,
             len(node.addresses),
             request.faults,
@@ -188,7 +189,8 @@ class Launcher:
 
     def _look(self, look: Look) -> Seen:
         try:
-            return Seen(time.monotonic(), **self._membership.look(look))
+            seen = self._membership.look(look)
+            return Seen(time.monotonic(), **seen)
         except FleetTrainError:
             return Seen(time.monotonic(), lost=True)
 
