@@ -34,6 +34,7 @@ from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.fleet_objects import asked_of_stock
 from fleet_train.profile.knobs import AUTO, hidden, refuse_unknown, shown
+from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import comparable, first_differing_knob
 
@@ -174,11 +175,8 @@ def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
         )
     if "barrier_every_steps" not in profile.explicit:
         mapped["barrier_every_steps"] = BARRIER_EVERY_STEPS_ON_NCCL
-    if profile.compression == "powersgd" and profile.powersgd_rank > 1:
-        notices.append(
-            f"powersgd_rank: {profile.powersgd_rank} ({profile.origin('powersgd_rank')}): Paddle's qr lets the host "
-            "wait for the GPU, once for each matrix; powersgd_rank: 1 needs none"
-        )
+    if said := compression_of(profile.compression).on_streams(profile):
+        notices.append(said)
     return profile.with_choices("mapped on NCCL", **mapped), notices
 
 

@@ -24,10 +24,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lazy": set(),
     "timeouts": set(),
     "log": {"errors"},
-    "profile": {"files", "log", "timeouts"},
+    "profile": {"files", "lazy", "log", "timeouts"},
     "cluster": {"profile", "lazy"},
     "plan": {"cluster", "profile"},
     "collectives": {"plan"},
+    "compression": {"collectives"},
     "convert": {"collectives"},
     "data": {"cluster"},
     "train": {"fleet", "convert", "data"},
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Narrower than the table: the trainer is a user of the facade like any other.
 NOT_EVEN_INDIRECTLY = {"train": {"collectives"}}
-LAYERS_WITH_PADDLE = {"collectives", "compat", "convert", "data", "recommend", "selftest", "train"}
+LAYERS_WITH_PADDLE = {"collectives", "compat", "compression", "convert", "data", "recommend", "selftest", "train"}
 
 
 def allowed(layer: str) -> set[str]:

@@ -261,9 +261,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Compression:
-    """One value of the knob ``compression``. To add one, write a subclass or an instance of one in a file beside this
-    and list it in ``fleet_train/profile/methods/__init__.py``: the schema, the knob's text, the table of
-    combinations, plans, prices, ranks, the simulator and the tests walk that list.
+    """One value of the knob ``compression``. To add one, write a subclass or an instance of one in a folder of
+    ``fleet_train/compression/`` and list the folder in ``fleet_train/profile/methods/__init__.py``: the schema, the
+    knob's text, the table of combinations, plans, prices, ranks, the simulator and the tests walk that list.
     """
 
     name: str
@@ -295,6 +295,11 @@ class Compression:
         """The exchanges of a bucket in a step (the first is 0), by default at full strength. ``hierarchical``: a
         hierarchical allreduce carries them."""
         raise NotImplementedError
+
+    def on_streams(self, profile: Any) -> str:
+        """What rank 0 says of these settings where collectives are enqueued on a device; empty: nothing."""
+        del profile
+        return ""
 
     def on_ranks(self, parts: Any) -> Any:
         """What averages a bucket on this rank: a `fleet_train.collectives.methods.dense.BucketMethod`. ``parts``: a
