@@ -73,7 +73,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class StepArrival:
     """The start of a step, ``moment``, from which on collectives may run once ``barrier``, if it has one, is passed."""
 
     moment: str
@@ -117,7 +117,7 @@ class Job:
         """How many steps this rank has made, and where in the script; empty for none."""
         self.trains = True
         """Whether the program that runs makes an update; False only in a run that is known not to."""
-        self.arrival: Arrival | None = None
+        self.arrival: StepArrival | None = None
         """That of the current step; None outside of steps, and in those that have their barrier later."""
         self._turn = (-1, 0)
         self._left = False

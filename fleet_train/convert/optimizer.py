@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster.flight import trace
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange, Kept
 from fleet_train.collectives.finite import IGNORE, SKIP
@@ -420,7 +420,7 @@ class DistributedOptimizer(PaddleCalls):
             operators = self._update(merged, pairs)
         return operators or [], pairs, chain
 
-    def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
+    def _finish_step(self, exchange: GradientExchange, values: HeldValues, chain: Any) -> None:
         if exchange.averager is None and not self._profile.divergence_check_steps:
             return
         if self._profile.local_sgd_momentum != "keep":

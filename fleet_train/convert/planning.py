@@ -17,7 +17,7 @@ import paddle
 from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engine import Engine
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
@@ -28,7 +28,7 @@ from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
-from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose, needs_link
+from fleet_train.plan.choose import MOST_COMMUNICATORS, ChoiceConditions, choose, needs_link
 from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
@@ -371,7 +371,7 @@ def agreed_plan(
     job: Job,
     profile: Profile,
     ready: Sequence[ReadyGradient],
-    values: Held,
+    values: HeldValues,
     exchanges: Sequence[CollectiveSpec],
     optimizer: Any,
 ) -> tuple[CommPlan, Profile]:
@@ -407,10 +407,10 @@ def _measured(job: Job) -> Network:
     return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
 
 
-def _conditions(job: Job) -> Conditions:
+def _conditions(job: Job) -> ChoiceConditions:
     source = job.network_source if job.network else "assumed"
     most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
-    return Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
+    return ChoiceConditions(job.network or PAPER, costs, most_communicators=most, source=source)
 
 
 def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import _C_ops
 
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import (
     emit_arrive,
@@ -77,7 +77,7 @@ def insert_launches(
     sums: HostOperators,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
-    values: Held,
+    values: HeldValues,
     boundary: Any = None,
 ) -> Any:
     """Insert the operators that start the plan's buckets into the current program; returns the token of the last

@@ -16,7 +16,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.launch.attempts import Attempt, Kind, pause_seconds, what_failed, why_not_again
 from fleet_train.launch.election import (
     Heard,
-    State,
+    Standing,
     Status,
     Unheard,
     elected,
@@ -40,7 +40,7 @@ from fleet_train.launch.events import (
     Publish,
     Run,
     Say,
-    Seen,
+    StoreSeen,
     Wait,
     Why,
     Woken,
@@ -64,9 +64,9 @@ def first(job: JobState, now: float) -> Step:
     if job.me != 0:
         return _seek(job, now, job.join_timeout_seconds)
     if not can_be_at_work:
-        return replace(job, phase=Phase.STARTING), [Publish(job.status(State.FRESH)), Lead(0)]
+        return replace(job, phase=Phase.STARTING), [Publish(job.status(Standing.FRESH)), Lead(0)]
     job = enter(job, Phase.STARTING, now, job.join_timeout_seconds)
-    return job, [Publish(job.status(State.FRESH)), Ask(job.others)]
+    return job, [Publish(job.status(Standing.FRESH)), Ask(job.others)]
 
 
 # The start.
@@ -91,7 +91,7 @@ def _asked_at_start(job: JobState, event: Answered) -> Step:
 
 def _seek(job: JobState, now: float, bound_seconds: float) -> Step:
     job = enter(replace(job, leader=-1), Phase.SEEKING, now, bound_seconds)
-    return job, [Publish(job.status(State.FRESH)), Ask(_some(job))]
+    return job, [Publish(job.status(Standing.FRESH)), Ask(_some(job))]
 
 
 def _some(job: JobState) -> tuple[int, ...]:
@@ -131,12 +131,12 @@ def _followed(job: JobState) -> tuple[JobState, Publish]:
     assert job.candidate is not None
     leader, term = job.candidate
     job = replace(job, leader=leader, term=term, candidate=None)
-    return job, Publish(job.status(State.FOLLOWING))
+    return job, Publish(job.status(Standing.FOLLOWING))
 
 
 def _leads(job: JobState, term: int) -> tuple[JobState, Publish]:
     job = replace(job, leader=job.me, term=term)
-    return job, Publish(job.status(State.LEADING))
+    return job, Publish(job.status(Standing.LEADING))
 
 
 def _connected_at_start(job: JobState, _: Connected) -> Step:
@@ -155,7 +155,7 @@ def _found(job: JobState, event: Connected) -> Step:
     return _join(job, event.now, shown)
 
 
-def _met(job: JobState, event: Seen) -> Step:
+def _met(job: JobState, event: StoreSeen) -> Step:
     """Whether the job has started without this launcher."""
     if event.lost:
         return _seek(job, event.now, job.join_timeout_seconds)
@@ -268,7 +268,7 @@ def _gather(job: JobState, now: float, *before: Action) -> Step:
     return enter(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(here=job.round + 1)]
 
 
-def _gathered(job: JobState, event: Seen) -> Step:
+def _gathered(job: JobState, event: StoreSeen) -> Step:
     assert job.attempt is not None
     needed = job.policy.min_nodes or job.nodes
     here = set(event.here) | {job.me}
@@ -319,7 +319,7 @@ def _divided(job: JobState, event: Answered) -> Step:
     away = job.named(missing)
     # Nodes that were not part of the last attempt count for no side: the other one does not know them either.
     ours = here & set(job.attempt.nodes)
-    members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
+    members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not Standing.FRESH}
     if not may_go_on(ours, silent(event.heard, missing) | members):
         return _no_more(
             job,
@@ -339,7 +339,7 @@ def _await_decision(job: JobState, now: float, *before: Action) -> Step:
     return job, [*before, Look(ready=job.round + 1)]
 
 
-def _decided(job: JobState, event: Seen) -> Step:
+def _decided(job: JobState, event: StoreSeen) -> Step:
     """What the leader has decided, if anything."""
     if event.lost:
         return _lost_while_waiting(job, event.now)
@@ -390,7 +390,7 @@ def _lost_leader(job: JobState) -> str:
 def _lost(job: JobState, now: float, *before: Action) -> Step:
     said = Say(f"{_lost_leader(job)}; looking for another leader")
     job = enter(job, Phase.LOOKING, now, job.policy.rejoin_timeout_seconds)
-    return job, [*before, said, Publish(job.status(State.LOOKING)), Ask(job.others)]
+    return job, [*before, said, Publish(job.status(Standing.LOOKING)), Ask(job.others)]
 
 
 def _looked(job: JobState, event: Answered) -> Step:
@@ -443,20 +443,20 @@ _STEPS: dict[tuple[Phase, type], Callable[[JobState, Any], Step]] = {
     (Phase.SEEKING, Answered): _sought,
     (Phase.SEEKING, Woken): lambda job, _: (job, [Ask(_some(job))]),
     (Phase.SEEKING, Connected): _found,
-    (Phase.MEETING, Seen): _met,
-    (Phase.JOINING, Seen): _decided,
+    (Phase.MEETING, StoreSeen): _met,
+    (Phase.JOINING, StoreSeen): _decided,
     (Phase.JOINING, Woken): _look_again,
     (Phase.RUNNING, Ended): _ended,
     (Phase.CHECKING, Answered): _checked_for_later_leader,
     (Phase.CHECKING, Connected): _gave_way,
     (Phase.PAUSING, Woken): lambda job, event: _gather(job, event.now),
-    (Phase.GATHERING, Seen): _gathered,
+    (Phase.GATHERING, StoreSeen): _gathered,
     (Phase.GATHERING, Answered): _checked_for_later_leader,
     (Phase.GATHERING, Connected): _gave_way,
     (Phase.GATHERING, Woken): _look_again,
     (Phase.DIVIDED, Answered): _divided,
     (Phase.DIVIDED, Connected): _gave_way,
-    (Phase.FOLLOWING, Seen): _decided,
+    (Phase.FOLLOWING, StoreSeen): _decided,
     (Phase.FOLLOWING, Woken): _look_again,
     (Phase.LOOKING, Answered): _looked,
     (Phase.LOOKING, Woken): lambda job, _: (job, [Ask(job.others)]),

@@ -8,7 +8,7 @@ from enum import Enum
 
 from fleet_train import timeouts
 from fleet_train.launch.attempts import Attempt, RunResult
-from fleet_train.launch.election import State, Status
+from fleet_train.launch.election import Standing, Status
 from fleet_train.launch.events import Action, Decision, Say
 from fleet_train.launch.request import FaultPolicy
 
@@ -83,7 +83,7 @@ class JobState:
     def named(self, nodes: Sequence[int] | set[int]) -> str:
         return ", ".join(map(self.describe, sorted(nodes)))
 
-    def status(self, state: State) -> Status:
+    def status(self, state: Standing) -> Status:
         return Status(state, self.leader, self.term)
 
 

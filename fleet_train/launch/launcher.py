@@ -29,7 +29,7 @@ from fleet_train.launch.events import (
     Publish,
     Run,
     Say,
-    Seen,
+    StoreSeen,
     Wait,
     Why,
     Woken,
@@ -187,12 +187,12 @@ class Launcher:
         except ClusterError as error:
             return Connected(time.monotonic(), connected=False, refusal=str(error))
 
-    def _look(self, look: Look) -> Seen:
+    def _look(self, look: Look) -> StoreSeen:
         try:
             seen = self._membership.look(look)
-            return Seen(time.monotonic(), **seen)
+            return StoreSeen(time.monotonic(), **seen)
         except FleetTrainError:
-            return Seen(time.monotonic(), lost=True)
+            return StoreSeen(time.monotonic(), lost=True)
 
     # one attempt
 

@@ -21,7 +21,7 @@ from fleet_train.profile.methods.quantised import SMALLEST, QuantisedLayout, qua
 from fleet_train.profile.methods.rows import exchanges_of, most_rows, wire_dtype
 
 
-class Dense:
+class DenseSimulation:
     """Everything in one buffer, unchanged or in 16 bits."""
 
     def __init__(self, parts: SimulatedParts) -> None:
@@ -35,7 +35,7 @@ class Dense:
         return self._parts.split(scaled(total, len(gradients)))
 
 
-class Rows:
+class RowsSimulation:
     """The touched rows of tables, added in float32 in the order of ranks; a table of which a rank has touched more rows
     than pay goes whole."""
 

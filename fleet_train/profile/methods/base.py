@@ -42,7 +42,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Combination:
     """Whether two strategies may be combined in a profile. ``words``: how they work together, or why they cannot and
     what to do instead.
     """
@@ -51,14 +51,14 @@ class Verdict:
     words: str
 
 
-def goes(words: str) -> Verdict:
+def goes(words: str) -> Combination:
     """They may be combined; ``words``: how they work together."""
-    return Verdict(True, words)
+    return Combination(True, words)
 
 
-def refused(reason: str, instead: str) -> Verdict:
+def refused(reason: str, instead: str) -> Combination:
     """They cannot be combined, for this reason; ``instead``: what to do."""
-    return Verdict(False, f"{reason}; {instead}")
+    return Combination(False, f"{reason}; {instead}")
 
 
 NOT_WITH_LOCAL_SGD = refused(
@@ -231,7 +231,7 @@ class CodingCosts:
     """How much longer the concurrent computing takes."""
 
 
-class Reference(Protocol):
+class NumpyReference(Protocol):
     """All ranks of one bucket in numpy, over all steps."""
 
     def step(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
@@ -246,13 +246,13 @@ class Family:
 
     name: str
     title: str
-    with_buckets: Verdict
+    with_buckets: Combination
     """Fused buckets, several communicators, waiting for each bucket."""
-    with_local_groups: Verdict
+    with_local_groups: Combination
     """A hierarchical allreduce."""
-    with_local_sgd: Verdict
+    with_local_sgd: Combination
     """LocalSGD, with or without outer momentum."""
-    with_sharding: Verdict = NOT_SHARDED
+    with_sharding: Combination = NOT_SHARDED
     """A sharded optimizer."""
     reason: str = ""
     """How it is carried out: a sentence of the knob."""
@@ -306,9 +306,9 @@ class Compression:
         `fleet_train.collectives.methods.registry.Parts`."""
         return _named(self.ranks_in)(parts)
 
-    def in_numpy(self, parts: Any) -> Reference:
+    def in_numpy(self, parts: Any) -> NumpyReference:
         """The reference of all ranks. ``parts``: a `fleet_train.plan.simulate_methods.SimulatedParts`."""
-        made: Reference = _named(self.numpy_in)(parts)
+        made: NumpyReference = _named(self.numpy_in)(parts)
         return made
 
 
@@ -357,7 +357,7 @@ def dense(name: str, words: str, wire_dtype: str = "", costs: CodingCosts | None
         wire_dtype=wire_dtype,
         costs=costs or CodingCosts(),
         ranks_in="fleet_train.collectives.methods.registry:dense",
-        numpy_in="fleet_train.plan.simulate_methods:Dense",
+        numpy_in="fleet_train.plan.simulate_methods:DenseSimulation",
     )
 
 

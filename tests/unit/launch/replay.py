@@ -16,7 +16,7 @@ from typing import Any
 from fleet_train.launch import events
 from fleet_train.launch import job as jobs
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
-from fleet_train.launch.election import Heard, State, Status, Unheard
+from fleet_train.launch.election import Heard, Standing, Status, Unheard
 from fleet_train.launch.job_state import JobState, Phase
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
@@ -47,7 +47,7 @@ class Launcher:
 
     job: JobState
     serial: int
-    status: Status = field(default_factory=lambda: Status(State.FRESH))
+    status: Status = field(default_factory=lambda: Status(Standing.FRESH))
     own: Store | None = None
     """Where it is the leader."""
     at: Store | None = None
@@ -264,22 +264,22 @@ class World:
     def _see(self, launcher: Launcher, look: events.Look) -> events.Event | None:
         me, at = launcher.job.me, launcher.at
         if at is None:
-            return events.Seen(self.now, lost=True)
+            return events.StoreSeen(self.now, lost=True)
         if at is launcher.own:
             here = [node for node in at.ready if self._is_connected(at, node)]
             ready = frozenset(node for node in here if look.here is not None and at.ready[node] >= look.here)
-            return events.Seen(self.now, at.decision, ready)
+            return events.StoreSeen(self.now, at.decision, ready)
         if self._store_of(me, at.owner, at.term) is not at:
             leader = self.launchers.get(at.owner)
             is_silent = leader is not None and leader.own is at
             if is_silent and self.now < at.heard_at.get(me, 0.0) + self.policy.lost_node_timeout_seconds:
                 self._event(launcher, 0.5, lambda: self._see(launcher, look))
                 return None
-            return events.Seen(self.now, lost=True)
+            return events.StoreSeen(self.now, lost=True)
         at.heard_at[me] = self.now
         if look.ready is not None:
             at.ready[me] = look.ready
-        return events.Seen(self.now, at.decision)
+        return events.StoreSeen(self.now, at.decision)
 
     def _is_connected(self, store: Store, node: int) -> bool:
         other = self.launchers.get(node)

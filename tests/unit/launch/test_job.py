@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_train.launch import job
-from fleet_train.launch.events import Answered, Seen, Wait
+from fleet_train.launch.events import Answered, StoreSeen, Wait
 from fleet_train.launch.job_state import Phase
 from tests.unit.launch.replay import Broken, replay
 
@@ -56,7 +56,7 @@ def a_later_leader_is_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_lost_leader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = Phase.FOLLOWING, Seen
+    key = Phase.FOLLOWING, StoreSeen
     real = job._STEPS[key]
     waits = lambda state, event: real(replace(state, bounded=False), replace(event, lost=False))  # noqa: E731
     monkeypatch.setitem(job._STEPS, key, waits)
