@@ -269,8 +269,10 @@ class Job:
             return witness.ask_about(self._watchdogs_store(), str(error), ranks, nodes) if ranks else []
         return []
 
-    def agreed(self, plan: CommPlan) -> None:
-        """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
+    def carries_out(self, plan: CommPlan) -> bool:
+        """Asked when all ranks have the same plan: whether the program is to get its operators."""
+        del plan
+        return True
 
     def add_default_group(self, group: Any) -> None:
         """Paddle's default group is the first communicator where calls are enqueued: a second one over the same ranks

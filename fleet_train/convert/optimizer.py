@@ -249,9 +249,10 @@ class DistributedOptimizer(PaddleCalls):
         else:
             with one_learning_rate(self._inner, main):
                 operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
-            if exchange.owners:
-                self.owns.append(owned_state_of(main, exchange))
-            make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
+            if exchange is not None:
+                if exchange.owners:
+                    self.owns.append(owned_state_of(main, exchange))
+                make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
         by_name |= {name: None for name, table in tables.items() if table.rows_only}
@@ -274,15 +275,18 @@ class DistributedOptimizer(PaddleCalls):
 
     def _average_and_update(
         self, main: Any, merged: MergedGradients, tables: Mapping[str, Table]
-    ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange]:
+    ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange | None]:
         """Several ranks: insert the launch operators into the backward pass, append the waits, each with its part of
-        the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
+        the update, and the end of the step. Returns the update's operators, and the averaged gradients; in a job that
+        only plans, the plan alone."""
         self._switch_off_onednn()
         ready = in_ready_order(merged.pairs, planned_rows(tables))
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
+        if not self._job.carries_out(plan):
+            return [], UpdatedGradients(main, merged.pairs), plan, None
         lookups = {name: table.described for name, table in tables.items()}
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, lookups, self._on_not_finite)
         log_once(exchange.notices, self._rank)

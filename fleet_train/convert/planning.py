@@ -397,7 +397,6 @@ def agreed_plan(
     if choice.profile != profile:
         plan = planned(choice.profile)
         agree_on_plan(job, plan, choice.profile)
-    job.agreed(plan)
     return plan, choice.profile
 
 
