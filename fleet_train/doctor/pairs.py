@@ -1,0 +1,160 @@
+"""What one node measures with the others: ports, packets, round trips, clocks, and bytes in each direction.
+
+Ports and packets at once; all else in rounds that follow from the list, each node in one pair at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fleet_train import timeouts
+from fleet_train.cluster.network import connect_from
+from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
+from fleet_train.doctor.sockets import Door, Sockets, outcome_of, received, sweep_packet_sizes, transfer
+from fleet_train.launch.node import Node
+
+_MOST_AT_ONCE = 64
+_PINGS = 40
+_PING, _NO_MORE = b"?", b"."
+_CLOCK = struct.Struct(">d")
+
+
+def dial(
+    node: Node, ports: Mapping[int, Iterable[int]], seconds: float = timeouts.DOCTOR_CONNECT_SECONDS
+) -> tuple[PortTry, ...]:
+    """From this node: all of these ports of other nodes, by node, at once."""
+
+    def dial_one(other: int, port: int) -> PortTry:
+        try:
+            connect_from(node.address, node.addresses[other], port, seconds).close()
+        except OSError as error:
+            return PortTry(other, port, outcome_of(error))
+        return PortTry(other, port, "open")
+
+    wanted = [(other, port) for other in ports if other != node.index for port in ports[other]]
+    with ThreadPoolExecutor(_MOST_AT_ONCE, "doctor dials") as pool:
+        return tuple(pool.map(dial_one, *zip(*wanted, strict=True)) if wanted else ())
+
+
+def sweep(node: Node, doors: Mapping[int, Door], mtus: Mapping[int, int]) -> tuple[Datagrams, ...]:
+    """Packets of many sizes to the other nodes, at once. ``mtus``: of this node's interface to each of them."""
+
+    def sweep_to(other: int) -> Datagrams:
+        address, door, mtu = node.addresses[other], doors[other], mtus.get(other) or 1500
+        return Datagrams(other, *sweep_packet_sizes(address, door.udp, node.address, door.secret, mtu), mtu)
+
+    with ThreadPoolExecutor(_MOST_AT_ONCE, "doctor sweeps") as pool:
+        return tuple(pool.map(sweep_to, (other for other in doors if other != node.index)))
+
+
+class Rounds:
+    """Latency, clocks and bandwidth of pairs, over one connection of each.
+
+    ``tries``: of all nodes; the lower node of a pair calls if it reaches the other one, and keeps what is measured.
+    ``all_begin`` waits for the others at the beginning of a round, and says whether all of them have come.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        own: Sockets,
+        doors: Mapping[int, Door],
+        tries: Mapping[int, Iterable[PortTry]],
+        all_begin: Callable[[int], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.echoes: list[Echo] = []
+        self.streams: list[Stream] = []
+        self._node = node
+        self._own = own
+        self._doors = doors
+        self._open = {
+            (node, each.target): each.port for node in tries for each in tries[node] if each.outcome == "open"
+        }
+        self._all_begin = all_begin
+        self._clock = clock
+
+    def measure(self, seconds: float) -> None:
+        """In these seconds, and at most one round longer."""
+        began, flow = time.monotonic(), stream_seconds(len(self._doors), seconds)
+        for number, pairs in enumerate(rounds([*self._doors])):
+            if time.monotonic() - began > seconds:
+                return
+            alone = self._all_begin(number)
+            pair = next((pair for pair in pairs if self._node.index in pair), None)
+            way = next((way for way in (pair, pair and pair[::-1]) if way in self._open), None)
+            if way is not None and way[0] == self._node.index:
+                self._call(way, flow, alone)
+            elif way is not None:
+                self._attend(flow)
+
+    def _call(self, way: tuple[int, int], seconds: float, alone: bool) -> None:
+        """What fails keeps the rest of this pair from being measured."""
+        own, other = way
+        here, there = self._node.address, self._node.addresses[other]
+        try:
+            with connect_from(here, there, self._open[way], timeouts.DOCTOR_CONNECT_SECONDS) as sock:
+                _prepare(sock)
+                sock.sendall(self._doors[other].secret)
+                self.echoes.append(self._echo(sock, other))
+                sock.sendall(_NO_MORE)
+                for way in ((own, other), (other, own)):
+                    measured = transfer(sock, way[0] == own, seconds)
+                    self.streams.append(Stream(way[0], way[1], *measured, alone=alone))
+        except OSError as error:
+            why = "stalled" if isinstance(error, TimeoutError) else str(error)[:120] or type(error).__name__
+            self.streams.append(Stream(way[0], way[1], 0.0, error=why))
+
+    def _attend(self, seconds: float) -> None:
+        with contextlib.suppress(OSError), self._own.accept(timeouts.DOCTOR_ROUND_SECONDS) as sock:
+            _prepare(sock)
+            while received(sock, 1) != _NO_MORE:
+                sock.sendall(_CLOCK.pack(self._clock()))
+            for sends in (False, True):
+                transfer(sock, sends, seconds)
+
+    def _echo(self, sock: socket.socket, target: int) -> Echo:
+        """Median round trip of a small message; how far this node's clock is ahead, from the fastest one (as NTP)."""
+        times: list[float] = []
+        best = (float("inf"), 0.0)
+        began = time.perf_counter()
+        while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < timeouts.DOCTOR_PINGS_SECONDS):
+            before, start = self._clock(), time.perf_counter()
+            sock.sendall(_PING)
+            (answer,) = _CLOCK.unpack(received(sock, _CLOCK.size))
+            times.append(time.perf_counter() - start)
+            best = min(best, (times[-1], before + times[-1] / 2 - answer))
+        return Echo(target, statistics.median(times), best[1], best[0] / 2)
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.settimeout(timeouts.DOCTOR_ANSWER_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Every pair once, in as few rounds as possible (the circle method of tournaments); the smaller number first."""
+    seats: list[int | None] = [*sorted(nodes)]
+    if len(seats) % 2:
+        seats.append(None)
+    result = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        result.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return result
+
+
+def stream_seconds(nodes: int, left_seconds: float) -> float:
+    """Transfer time per direction of a pair, so that all rounds end within the remaining time."""
+    if nodes < 2:
+        return 0.0
+    number = len(rounds(range(nodes)))
+    return max(0.15, min(1.0, left_seconds / number / 2 - 0.1))
