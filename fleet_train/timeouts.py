@@ -267,9 +267,8 @@ DOCTOR_AFTER_FAILURE_SECONDS = 1.5
 """For a connection to another node after a failed job: shorter, because the launcher waits for it."""
 DOCTOR_STALLED_SECONDS = 2.5
 """A connection that accepts no byte for this long has stalled."""
-DOCTOR_ROUND_SECONDS, DOCTOR_MOST_TRANSFER_SECONDS = 6.0, 5.0
-"""How long a round of pairs waits for a node that is still busy with the last one; the longest transfer that another
-node may ask for."""
+DOCTOR_ROUND_SECONDS = 6.0
+"""How long a round of pairs waits for a node that is still busy with the last one."""
 DOCTOR_STORE_SECONDS, DOCTOR_POLL_SECONDS = 8.0, 0.05
 """For an answer of node 0's store, whose machine may be busy; between two looks at what is in it."""
 DOCTOR_PINGS_SECONDS = 0.4

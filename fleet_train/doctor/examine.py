@@ -186,13 +186,12 @@ class Examiner:
         meeting.share("tries", [asdict(each) for each in tries], present, timeouts.DOCTOR_ROUND_SECONDS)
         awaited = set(present)
 
-        def all_begin(number: int) -> bool:
-            missing = meeting.share(f"round {number}", True, awaited, timeouts.DOCTOR_ROUND_SECONDS)
-            awaited.difference_update(missing)  # they are waited for once
-            return not missing
+        def late(number: int) -> set[int]:
+            awaited.difference_update(meeting.share(f"round {number}", True, awaited, timeouts.DOCTOR_ROUND_SECONDS))
+            return set(present) - awaited  # they are waited for once
 
         seconds = self._deadline - time.monotonic() - timeouts.DOCTOR_RESERVE_SECONDS
-        pairs = Rounds(self._node, sockets, doors, meeting.read("tries", tuple[PortTry, ...]), all_begin)
+        pairs = Rounds(self._node, sockets, doors, meeting.read("tries", tuple[PortTry, ...]), late)
         pairs.measure(min(timeouts.DOCTOR_PAIRS_SECONDS, seconds))
         return NodeReport(facts, tries, tuple(pairs.echoes), datagrams, tuple(pairs.streams))
 

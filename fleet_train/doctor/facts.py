@@ -197,7 +197,7 @@ class Datagrams:
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes from one node to another over one connection. ``alone``: no other transfer of ours ran on the two nodes."""
+    """Bytes from one node to another over one connection."""
 
     source: int
     target: int
@@ -207,7 +207,6 @@ class Stream:
     segments: int = 0
     retransmits: int = 0
     error: str = ""
-    alone: bool = True
 
 
 @dataclass(frozen=True)

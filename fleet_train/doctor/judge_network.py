@@ -315,7 +315,7 @@ def bandwidths(examined: Examination, streams: Sequence[Stream]) -> Iterator[Fin
             measured = "the transfer stalls" if is_stalled else f"no bytes could be sent: {stream.error}"
             yield _finding("bandwidth", FAIL, pair, measured, "flows", f"{fix}; a smaller MTU if mtu fails, too")
             continue
-        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if stream.alone else 0.0)
+        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH))
         measured = f"{rate(stream.bytes_per_second)}, at best {rate(stream.best)}"
         yield _finding("bandwidth", WARN if stream.best < least else PASS, pair, measured, rate(least), fix)
 

@@ -21,7 +21,7 @@ from fleet_train.doctor.facts import PortTry
 from fleet_train.doctor.pairs import dial
 from fleet_train.doctor.participants import Participants
 from fleet_train.doctor.sockets import Door, outcome_of
-from fleet_train.errors import ClusterError, JoinTimeout
+from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.log import logger
 
 _GROUP = "doctor"
@@ -148,7 +148,8 @@ class Meeting:
 
     def leave(self, seconds: float) -> None:
         """All is read. Node 0 waits for the others to say so, too, at most this long."""
-        self._client.leave()
+        with contextlib.suppress(FleetTrainError):
+            self._client.leave()
         deadline = time.monotonic() + seconds
         while self._server is not None and self._server.has_members() and time.monotonic() < deadline:
             time.sleep(timeouts.DOCTOR_POLL_SECONDS)

@@ -21,8 +21,8 @@ from fleet_train.launch.node import Node
 
 _MOST_AT_ONCE = 64
 _PINGS = 40
-_PING, _NO_MORE = b"?", b"."
-_CLOCK = struct.Struct(">d")
+_READY, _PING, _NO_MORE = b"!", b"?", b"."
+_CLOCK, _NUMBER = struct.Struct(">d"), struct.Struct(">I")
 
 
 def dial(
@@ -57,7 +57,7 @@ class Rounds:
     """Latency, clocks and bandwidth of pairs, over one connection of each.
 
     ``tries``: of all nodes; the lower node of a pair calls if it reaches the other one, and keeps what is measured.
-    ``all_begin`` waits for the others at the beginning of a round, and says whether all of them have come.
+    ``late``: waits for the others at the beginning of a round; those that have not come.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Rounds:
         own: Sockets,
         doors: Mapping[int, Door],
         tries: Mapping[int, Iterable[PortTry]],
-        all_begin: Callable[[int], bool],
+        late: Callable[[int], set[int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.echoes: list[Echo] = []
@@ -74,10 +74,8 @@ class Rounds:
         self._node = node
         self._own = own
         self._doors = doors
-        self._open = {
-            (node, each.target): each.port for node in tries for each in tries[node] if each.outcome == "open"
-        }
-        self._all_begin = all_begin
+        self._open = {(by, each.target): each.port for by in tries for each in tries[by] if each.outcome == "open"}
+        self._late = late
         self._clock = clock
 
     def measure(self, seconds: float) -> None:
@@ -86,34 +84,40 @@ class Rounds:
         for number, pairs in enumerate(rounds([*self._doors])):
             if time.monotonic() - began > seconds:
                 return
-            alone = self._all_begin(number)
-            pair = next((pair for pair in pairs if self._node.index in pair), None)
+            late = self._late(number)
+            pair = next((pair for pair in pairs if self._node.index in pair and not late.intersection(pair)), None)
             way = next((way for way in (pair, pair and pair[::-1]) if way in self._open), None)
-            if way is not None and way[0] == self._node.index:
-                self._call(way, flow, alone)
-            elif way is not None:
-                self._attend(flow)
+            if way is None:
+                continue
+            word = self._doors[way[1]].secret + _NUMBER.pack(number)
+            if way[0] == self._node.index:
+                self._call(way, word, flow)
+            else:
+                self._attend(word, flow)
 
-    def _call(self, way: tuple[int, int], seconds: float, alone: bool) -> None:
+    def _call(self, way: tuple[int, int], word: bytes, seconds: float) -> None:
         """What fails keeps the rest of this pair from being measured."""
         own, other = way
         here, there = self._node.address, self._node.addresses[other]
         try:
             with connect_from(here, there, self._open[way], timeouts.DOCTOR_CONNECT_SECONDS) as sock:
                 _prepare(sock)
-                sock.sendall(self._doors[other].secret)
+                sock.sendall(word)
+                if not _attends(sock):
+                    return  # it has given this node up meanwhile
                 self.echoes.append(self._echo(sock, other))
                 sock.sendall(_NO_MORE)
                 for way in ((own, other), (other, own)):
                     measured = transfer(sock, way[0] == own, seconds)
-                    self.streams.append(Stream(way[0], way[1], *measured, alone=alone))
+                    self.streams.append(Stream(way[0], way[1], *measured))
         except OSError as error:
             why = "stalled" if isinstance(error, TimeoutError) else str(error)[:120] or type(error).__name__
             self.streams.append(Stream(way[0], way[1], 0.0, error=why))
 
-    def _attend(self, seconds: float) -> None:
-        with contextlib.suppress(OSError), self._own.accept(timeouts.DOCTOR_ROUND_SECONDS) as sock:
+    def _attend(self, word: bytes, seconds: float) -> None:
+        with contextlib.suppress(OSError), self._own.accept(word, timeouts.DOCTOR_ROUND_SECONDS) as sock:
             _prepare(sock)
+            sock.sendall(_READY)
             while received(sock, 1) != _NO_MORE:
                 sock.sendall(_CLOCK.pack(self._clock()))
             for sends in (False, True):
@@ -131,6 +135,13 @@ class Rounds:
             times.append(time.perf_counter() - start)
             best = min(best, (times[-1], before + times[-1] / 2 - answer))
         return Echo(target, statistics.median(times), best[1], best[0] / 2)
+
+
+def _attends(sock: socket.socket) -> bool:
+    try:
+        return received(sock, 1) == _READY
+    except OSError:
+        return False
 
 
 def _prepare(sock: socket.socket) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import launch_environment, parent_command
-from fleet_train.cluster.cluster import Cluster, parse_hosts
+from fleet_train.cluster.cluster import parse_hosts
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
@@ -55,17 +54,14 @@ def _of_rank(join_timeout_seconds: float) -> Participants | None:
     cluster, host = complete(described, join_timeout_seconds)
     if host is not None:
         host.release()
-    return of_cluster(cluster, os.environ) if cluster.local_rank == 0 else None
-
-
-def of_cluster(cluster: Cluster, environ: Mapping[str, str]) -> Participants:
-    """The nodes of a job's ranks, with the ports of the ranks."""
+    if cluster.local_rank:
+        return None
     nodes = [[cluster.ranks[rank] for rank in cluster.ranks_on_node(node)] for node in range(cluster.node_num)]
     addresses = tuple(network.resolve(ranks[0].host) for ranks in nodes)
     ports = tuple(tuple(rank.port for rank in ranks) for ranks in nodes)
     index = cluster.this.node_index
     node = Node(addresses, index, ports[index][0], len(nodes[index]), None, None)
-    return Participants(node, ports, _access(environ, addresses, node))
+    return Participants(node, ports, _access(addresses, node))
 
 
 def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
@@ -85,7 +81,7 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
         request = replace(request, hosts=(*hosts[:named], own, *hosts[named + 1 :]), node_host=own)
     node = place(request, look_around(os.environ))
     ports = tuple(range(node.started_port, node.store_port + 1))
-    return Participants(node, (ports,) * len(hosts), _access(os.environ, hosts, node), named == node.index)
+    return Participants(node, (ports,) * len(hosts), _access(hosts, node), named == node.index)
 
 
 def without_loopback_name(
@@ -109,8 +105,8 @@ def without_loopback_name(
     return (*addresses[:own], source, *addresses[own + 1 :]), own
 
 
-def _access(environ: Mapping[str, str], hosts: tuple[str, ...], node: Node) -> Access:
+def _access(hosts: tuple[str, ...], node: Node) -> Access:
     digest = sha256("\0".join(hosts).encode(errors="replace")).hexdigest()[:10]
-    access = Access.of(environ, node.address)
+    access = Access.of(os.environ, node.address)
     # A job that runs under the same id is a different one: its store must not treat us as one of its members.
     return Access(f"doctor-{access.job or digest}", access.secret, access.source)

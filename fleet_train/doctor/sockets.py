@@ -73,15 +73,15 @@ class Sockets:
                 if answer := answer_of(packet, self.door.secret):
                     self._udp.sendto(answer, sender)
 
-    def accept(self, seconds: float) -> socket.socket:
-        """The connection of who has the key. Raises TimeoutError."""
+    def accept(self, word: bytes, seconds: float) -> socket.socket:
+        """The connection of who says this word. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             for listener in select.select(self._tcp, [], [], left)[0]:
                 with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
                     sock = opened.enter_context(listener.accept()[0])
                     sock.settimeout(timeouts.DOCTOR_CONNECT_SECONDS)
-                    if hmac.compare_digest(received(sock, KEY_BYTES), self.door.secret):
+                    if hmac.compare_digest(received(sock, len(word)), word):
                         opened.pop_all()
                         return sock
         raise TimeoutError("the other node did not connect")
