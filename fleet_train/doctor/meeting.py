@@ -20,11 +20,11 @@ from fleet_train.cluster.store.server import StoreServer
 from fleet_train.doctor.facts import PortTry
 from fleet_train.doctor.pairs import dial
 from fleet_train.doctor.participants import Participants
-from fleet_train.doctor.sockets import Door, outcome_of
+from fleet_train.doctor.sockets import Door
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.log import logger
 
-_GROUP = "doctor"
+_GROUP, _OPEN = "doctor", "open"
 T = TypeVar("T")
 
 
@@ -76,39 +76,43 @@ class Meeting:
         return {node: door for node, door in self.read("here", Door).items() if node in present}
 
     def _connected(self, deadline: float) -> StoreClient:
-        """To the store of node 0, at the first of its ports that has one."""
-        there, answers = self._there, dict[int, str]()
+        """To the store of node 0, at the first of its ports that has one: another program may have those before it."""
+        there, refusals, turn = self._there, dict[int, str](), 0
         while True:
-            for port in there.ports[0]:
+            outcomes = {each.port: each.outcome for each in dial(there.node, {0: there.ports[0]})}
+            if self._server is not None:
+                outcomes = {self._server.port: _OPEN}
+            if ports := [port for port, outcome in outcomes.items() if outcome == _OPEN]:
+                self.port, turn = ports[turn % len(ports)], turn + 1
                 try:
-                    client = StoreClient.connect(
-                        f"{there.node.addresses[0]}:{port}",
-                        there.node.index,
-                        group=_GROUP,
-                        timeout_seconds=0,
-                        describe=there.node.describe,
-                        machine=there.node.address,
-                        answer_seconds=timeouts.DOCTOR_STORE_SECONDS,
-                        dial_seconds=timeouts.DOCTOR_CONNECT_SECONDS,
-                        access=there.access,
-                    )
+                    return self._client_at(self.port)
                 except JoinTimeout as error:
-                    cause = error.__cause__
-                    answers[port] = outcome_of(cause) if isinstance(cause, OSError) else str(cause)
+                    refusals[self.port] = f"open, and no store answers ({error.__cause__})"
                 except ClusterError as refusal:
-                    answers[port] = str(refusal)
-                else:
-                    self.port = port
-                    return client
+                    refusals[self.port] = str(refusal)
             if time.monotonic() > deadline or self._waits_in_vain():
-                told = "; ".join(f"port {port}: {answer}" for port, answer in answers.items())
-                raise JoinTimeout(f"cannot be reached from here: {told}")
+                told = outcomes | {port: why for port, why in refusals.items() if port in ports}
+                raise JoinTimeout(f"cannot be reached from here: {'; '.join(f'port {p}: {told[p]}' for p in told)}")
             if self._say({0}, deadline):  # and not at the end: the others may have ended before
                 dialled = dial(there.node, dict(enumerate(there.ports)))
                 self.dialled = max(
-                    self.dialled, dialled, key=lambda tries: [each.outcome for each in tries].count("open")
+                    self.dialled, dialled, key=lambda tries: sum(each.outcome == _OPEN for each in tries)
                 )
             time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
+
+    def _client_at(self, port: int) -> StoreClient:
+        node = self._there.node
+        return StoreClient.connect(
+            f"{node.addresses[0]}:{port}",
+            node.index,
+            group=_GROUP,
+            timeout_seconds=0,
+            describe=node.describe,
+            machine=node.address,
+            answer_seconds=timeouts.DOCTOR_STORE_SECONDS,
+            dial_seconds=timeouts.DOCTOR_CONNECT_SECONDS,
+            access=self._there.access,
+        )
 
     def _say(self, missing: Iterable[int], deadline: float) -> bool:
         """From time to time; whether it has."""

@@ -80,17 +80,18 @@ class Rounds:
 
     def measure(self, seconds: float) -> None:
         """In these seconds, and at most one round longer."""
-        began, flow = time.monotonic(), stream_seconds(len(self._doors), seconds)
-        for number, pairs in enumerate(rounds([*self._doors])):
+        own, nodes, began = self._node.index, sorted(self._doors), time.monotonic()
+        flow = stream_seconds(len(nodes), seconds)
+        for number in range(len(nodes)):
             if time.monotonic() - began > seconds:
                 return
             late = self._late(number)
-            pair = next((pair for pair in pairs if self._node.index in pair and not late.intersection(pair)), None)
-            way = next((way for way in (pair, pair and pair[::-1]) if way in self._open), None)
-            if way is None:
+            pair = sorted((own, partner(nodes, own, number)))
+            way = next((way for way in ((pair[0], pair[1]), (pair[1], pair[0])) if way in self._open), None)
+            if way is None or late.intersection(pair):
                 continue
             word = self._doors[way[1]].secret + _NUMBER.pack(number)
-            if way[0] == self._node.index:
+            if way[0] == own:
                 self._call(way, word, flow)
             else:
                 self._attend(word, flow)
@@ -149,23 +150,11 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Every pair once, in as few rounds as possible (the circle method of tournaments); the smaller number first."""
-    seats: list[int | None] = [*sorted(nodes)]
-    if len(seats) % 2:
-        seats.append(None)
-    result = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        result.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return result
+def partner(nodes: Sequence[int], node: int, number: int) -> int:
+    """Of a node in a round: each pair meets in one of as many rounds as there are nodes; itself where it has none."""
+    return nodes[(number - nodes.index(node)) % len(nodes)]
 
 
 def stream_seconds(nodes: int, left_seconds: float) -> float:
     """Transfer time per direction of a pair, so that all rounds end within the remaining time."""
-    if nodes < 2:
-        return 0.0
-    number = len(rounds(range(nodes)))
-    return max(0.15, min(1.0, left_seconds / number / 2 - 0.1))
+    return max(0.15, min(1.0, left_seconds / nodes / 2 - 0.1))

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fleet_train import timeouts
 from fleet_train.cluster.network import port_is_free, port_owner
@@ -87,23 +86,17 @@ class Sockets:
         raise TimeoutError("the other node did not connect")
 
 
-class Transferred(NamedTuple):
-    """What the receiver has measured: bytes per second of everything after the first fifth, and of the best window;
-    what the sender's kernel has counted."""
-
-    bytes_per_second: float
-    best: float
-    segments: int
-    retransmits: int
-
-
 _MEASURED = struct.Struct(">2d")
 _MOST_NUMBER = 1e15
 
 
-def transfer(sock: socket.socket, sends: bool, seconds: float) -> Transferred:
+def transfer(sock: socket.socket, sends: bool, seconds: float) -> tuple[float, float, int, int]:
     """Bytes at full speed, in one direction; both ends call it, and get the same. Raises OSError, TimeoutError if the
-    path stalls."""
+    path stalls.
+
+    What the receiver has measured: bytes per second of everything after the first fifth, and of the best window; what
+    the sender's kernel has counted: segments, and those that it has sent again.
+    """
     own = send_stream(sock, seconds) if sends else receive_stream(sock, seconds)
     sock.settimeout(timeouts.DOCTOR_ANSWER_SECONDS)
     sock.sendall(_MEASURED.pack(*own))
@@ -111,7 +104,7 @@ def transfer(sock: socket.socket, sends: bool, seconds: float) -> Transferred:
     if not all(0 <= number < _MOST_NUMBER for number in other):
         raise OSError("the other side gives no numbers")
     (segments, retransmits), (mean, best) = (own, other) if sends else (other, own)
-    return Transferred(mean, best, int(segments), int(retransmits))
+    return mean, best, int(segments), int(retransmits)
 
 
 def received(sock: socket.socket, size: int) -> bytes:

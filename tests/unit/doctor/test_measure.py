@@ -23,7 +23,7 @@ from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
 from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
 from fleet_train.doctor.meeting import Meeting
-from fleet_train.doctor.pairs import Rounds, dial, rounds, stream_seconds
+from fleet_train.doctor.pairs import Rounds, dial, partner, stream_seconds
 from fleet_train.doctor.participants import Participants, without_loopback_name
 from fleet_train.doctor.sockets import KEY_BYTES, Door, Sockets, held_ports, sweep_packet_sizes
 from fleet_train.errors import JoinTimeout, WorkerFailed
@@ -283,7 +283,10 @@ def test_a_lost_node_is_not_waited_for_and_without_node_0_nobody_can_be_asked() 
             met[1].meeting.share("report", 1, (0,), 60.0)
 
 
-def test_without_the_store_each_of_its_ports_is_named_with_what_it_has_answered() -> None:
+def test_without_the_store_each_of_its_ports_is_named_with_what_it_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "DOCTOR_STORE_SECONDS", 1.0)
     port = free_ports(2, HOSTS)
     with doctors((1,), port) as (second,):
         with pytest.raises(JoinTimeout, match=f"port {port}: refused; port {port + 1}: refused"):
@@ -355,11 +358,12 @@ def test_a_transfer_that_fails_says_why_and_a_pair_without_a_way_is_left_out(mon
             assert first.streams == []
 
 
-def test_a_port_that_another_program_has_is_held_and_the_store_takes_the_next() -> None:
+def test_a_port_that_another_program_has_is_held_and_the_store_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "DOCTOR_STORE_SECONDS", 1.0)  # which that program takes
     port = free_ports(2, HOSTS)
     with socket.create_server((HOSTS[0], port)), doctors((0, 1), port) as met:
         assert held_ports(HOSTS[0], (port, port + 1))[port].startswith("process ")
-        assert together(met, lambda each: each.join(10.0)) == [[0, 1]] * 2
+        assert together(met, lambda each: each.join(4.0)) == [[0, 1]] * 2
         assert [each.meeting.port for each in met] == [port + 1] * 2
         assert [each.outcome for each in dial(met[1].node, {0: (port, port + 1)})] == ["open"] * 2
     assert [each.outcome for each in dial(met[1].node, {0: (port, port + 1)})] == ["refused"] * 2
@@ -400,14 +404,12 @@ def test_packets_of_every_size_are_answered_on_loopback() -> None:
     assert (largest, known >= 9000, silent) == (9000, True, 0)
 
 
-def test_each_pair_once_and_each_node_once_a_round() -> None:
-    for number in range(2, 17):
-        made = rounds(range(number))
-        pairs = [pair for each in made for pair in each]
-        assert sorted(pairs) == [(a, b) for a in range(number) for b in range(a + 1, number)]
-        assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in made)
-    assert len(rounds(range(16))) == 15
-    assert 15 * 2 * (stream_seconds(16, 14.0) + 0.1) < 15.0
+def test_each_pair_meets_once_and_each_node_has_one_partner_a_round() -> None:
+    for nodes in (range(1, 2 + number) for number in range(1, 17)):
+        pairs = [(a, partner(nodes, a, number)) for number in range(len(nodes)) for a in nodes]
+        assert sorted(pairs) == [(a, b) for a in nodes for b in nodes]
+        assert set(pairs) == {(b, a) for a, b in pairs}
+    assert 16 * 2 * (stream_seconds(16, 14.0) + 0.1) < 15.0
 
 
 def test_lists_without_a_loopback_name_stay_as_they_are() -> None:
