@@ -219,7 +219,7 @@ class Bucket:
 @dataclass(frozen=True)
 class CodingCosts:
     """Seconds per byte of the float32 values exchanged, in addition to the link's: measured with all processors
-    computing. By default those of float32."""
+    computing (``python tools/bench.py coding``). By default those of float32."""
 
     handing: float = 0.12e-9
     """On the computing thread, before a bucket is passed to its communicator: copies."""
