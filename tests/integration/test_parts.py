@@ -62,3 +62,11 @@ def test_the_package_does_its_work_without_a_part(part: str, tmp_path: Path, fre
     assert refused.returncode != 0
     assert f"fleet_train.{part.replace(chr(47), chr(46))}" in refused.stderr
     assert "Traceback" not in refused.stderr or PARTS[part][0] == "-c"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_few_lines_elsewhere_name_a_part(part: str) -> None:
+    name, package = f"fleet_train.{part.replace('/', '.')}", ROOT / "fleet_train"
+    others = [path for path in package.rglob("*.py") if package / part not in path.parents]
+    lines = [f"{path}: {line}" for path in others for line in path.read_text().splitlines() if name in line]
+    assert len(lines) <= 30, lines
