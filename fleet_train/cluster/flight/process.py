@@ -29,18 +29,18 @@ _MANY_FAULTS = 8, 50  # in all, and per second
 # A thread that has run so long, or so often, could have let go of Python's lock, or taken it.
 _ENOUGH_SECONDS, _ENOUGH_TURNS = 0.1, 20
 Turns = Mapping[int, "Turn"]
-"""By the thread's native id."""
+"""The turns of a process's threads, by a thread's native id."""
 
 
 class Turn(NamedTuple):
-    """Of a thread, in seconds since it began."""
+    """What a thread has had of processors, in seconds since it began."""
 
     ran: float
     ready: float
-    """It waited for a processor."""
+    """Seconds in which the thread waited for a processor."""
     turns: int
     is_ready: bool
-    """Now, or it runs: the kernel adds a wait to ``ready`` when that is over."""
+    """Whether the thread is ready or runs now: the kernel adds a wait to ``ready`` when that is over."""
 
 
 def turns_of(pid: int) -> Turns:
@@ -56,8 +56,8 @@ def turns_of(pid: int) -> Turns:
 
 
 def lacks_processor(before: Turns, later: Turns, helper: int, seconds: float) -> str:
-    """In words, whether a process lacked a processor for ``seconds`` in which ``helper``, its recorder's thread, did
-    not get Python's lock; else empty, and some native code keeps it.
+    """Say in words that a process lacked a processor for ``seconds`` in which ``helper``, its recorder's thread, did
+    not get Python's lock; empty if it did not, and some native code keeps the lock.
 
     The recorder's thread wakes up 200 times a second while it waits for the lock: where it got to run as often, another
     thread has the lock; and that one could have let go of it if it ran itself.
@@ -113,7 +113,7 @@ class ProcessState:
 
     @property
     def has_ended(self) -> bool:
-        """Or only waits for its parent to read its exit code."""
+        """Whether the process has ended, or only waits for its parent to read its exit code."""
         return self.letter in ("", "Z", "X")
 
     @property
@@ -150,7 +150,7 @@ class ProcessState:
         return ""
 
     def words_of_unknown(self) -> str:
-        """Of a process that records nothing."""
+        """The state in words of a process that records nothing."""
         return self.words(self, keeps_lock=False) or f"has not imported fleet_train yet (state {self.letter})"
 
 

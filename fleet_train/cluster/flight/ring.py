@@ -29,7 +29,7 @@ from fleet_train.cluster.cluster import is_number
 from fleet_train.errors import printable_line
 
 FILE_NAME = "fleet_train rank"
-"""Of the anonymous file, as ``/proc/<pid>/fd`` shows it."""
+"""The name of the anonymous file with the events, as ``/proc/<pid>/fd`` shows it."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """A real-time signal: scripts use SIGUSR1 and SIGUSR2."""
 EVENTS = 2048
@@ -77,11 +77,11 @@ class Event:
     began: float
     ended: float
     thread: int
-    """Its native id, as in ``/proc/<pid>/task``."""
+    """The thread's native id, as in ``/proc/<pid>/task``."""
 
     @property
     def words(self) -> str:
-        """``barrier``, ``wire bucket 2``."""
+        """The event in words, such as ``barrier`` or ``wire bucket 2``."""
         return f"{self.kind} {self.name}".rstrip()
 
 
@@ -320,7 +320,7 @@ class Recorder:
             _pack_time(ring, _ENDED_AT + number % EVENTS * _EVENT_BYTES, time.perf_counter())
 
     def event(self, kind: str, name: str = "", nbytes: int = 0, group: str = "") -> Ending:
-        """For ``with``: the event begins now, and ends with the body."""
+        """A context for ``with``: the event begins now, and ends with the body."""
         return Ending(self, self.begin(kind, name, nbytes, group))
 
     def copy(self) -> bytes:
@@ -359,7 +359,7 @@ class Recorder:
             time.sleep(timeouts.RECORDER_POLL_SECONDS)
 
     def _forget(self) -> None:
-        """In a forked child: it has no place in the job."""
+        """Close the recorder in a forked child, which has no place in the job."""
         if self._map is not None:
             self._map, self._thread = None, threading.local()
             with suppress(OSError):
@@ -369,7 +369,7 @@ class Recorder:
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 
 recorder = Recorder()
-"""Of this process."""
+"""The flight recorder of this process."""
 
 _RANK_VARIABLES = ("PADDLE_TRAINER_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 

@@ -14,9 +14,9 @@ from fleet_train.cluster.flight.ring import Event, Ring
 from fleet_train.cluster.flight.stands import from_json, harmless
 
 UPDATES = 10
-"""Of which the times are shown: the last ones."""
+"""How many updates, the last ones, the shown times are of."""
 _SLOWER = 1.1
-"""Than the other ranks' median: less is noise."""
+"""How many times the other ranks' median a slow rank takes at least: less is noise."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Row:
     exposed_ms: float | None
     loader_ms: float | None
     busy_ms: float | None
-    """Of an update, without waiting for buckets."""
+    """Milliseconds of an update without waiting for buckets."""
     memory_bytes: int
     state: str
     waits: bool
-    """For a second or longer, for other ranks."""
+    """Whether the rank has waited for other ranks for a second or longer."""
     is_slowest: bool = False
     is_waited_for: bool = False
 
@@ -45,12 +45,12 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Any) -> Row:
-        """Of another process. Raises ValueError for anything else."""
+        """Read a row that another process has sent. Raises ValueError for anything else."""
         return from_json(cls, harmless(data))
 
 
 def rows_of(looked: Iterable[tuple[Ring, ProcessState]]) -> list[Row]:
-    """Of the ranks of a machine. A rank's children, and what started it, may be recorded as well: left out."""
+    """The rows of a machine's ranks. A rank's children, and what started it, may be recorded as well: left out."""
     every = list(looked)
     joined = {process.pid: process.parent for ring, process in every if ring.has_joined}
     return marked(
@@ -61,7 +61,7 @@ def rows_of(looked: Iterable[tuple[Ring, ProcessState]]) -> list[Row]:
 
 
 def row_of(ring: Ring, process: ProcessState) -> Row:
-    """Without what only all ranks together show: see `marked`."""
+    """The row of one rank, without what only all ranks together show: see `marked`."""
     pace = None if process.has_ended else _pace(ring)
     step, exposed, loader, busy = (None if pace is None else round(ms, 3) for ms in pace or (0.0,) * 4)
     return Row(
@@ -81,7 +81,7 @@ def row_of(ring: Ring, process: ProcessState) -> Row:
 
 
 def marked(rows: Iterable[Row]) -> list[Row]:
-    """By job and rank, with the slowest rank and those that others wait for."""
+    """The rows by job and rank, with the slowest rank and those that others wait for marked."""
     every = sorted(rows, key=lambda row: (row.job, row.rank, row.pid))
     return [row for _, job in groupby(every, key=lambda row: row.job) for row in _marked(list(job))]
 
@@ -109,7 +109,7 @@ class _Pace(NamedTuple):
 
 
 def _pace(ring: Ring) -> _Pace | None:
-    """Of spans from the begin of a `run` to that of the first one after the next update. None while there are none."""
+    """Measure the last updates, each from the begin of a `run` to that of the first one after it; None without any."""
     runs = [event for event in ring.events if event.kind == "run"]
     starts: list[Event] = []
     # An event that was being written has a step out of order, and is the first or the last one.
@@ -122,7 +122,7 @@ def _pace(ring: Ring) -> _Pace | None:
         return None
 
     def spent(kind: str) -> list[float]:
-        """Of each span, per update."""
+        """Milliseconds of events of a kind in each span, per update."""
         took = [(each.began, 1e3 * (each.ended - each.began)) for each in ring.events if each.kind == kind]
         return [
             sum(max(ms, 0.0) for began, ms in took if since <= began < until) / updates

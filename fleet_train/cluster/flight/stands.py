@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Of this package, wherever the rank has imported it from."""
+        """Whether the frame is of this package, wherever the rank has imported it from."""
         _, found, name = self.file.rpartition(f"/{_PACKAGE.name}/")
         return bool(found) and _is_module(name)
 
@@ -82,15 +82,15 @@ class Thread:
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
+    """What keeps a rank, and where. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
 
     rank: int
     pid: int
     step: int
     doing: str
-    """What it is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
+    """What the rank is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
     waits: bool
-    """Whether that is, or was when it ended, a wait for other ranks, and nothing else keeps it."""
+    """Whether the rank only waits for other ranks, or did when it ended, and nothing else keeps it."""
     state: str
     threads: tuple[Thread, ...]
     native: str = ""
@@ -127,7 +127,7 @@ class Stand:
 
     @classmethod
     def from_json(cls, data: Any) -> Stand:
-        """Of another process. Raises ValueError for anything else."""
+        """Read a stand that another process has sent. Raises ValueError for anything else."""
         return from_json(cls, harmless(data))
 
 

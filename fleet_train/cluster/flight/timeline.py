@@ -48,14 +48,14 @@ class Span:
 
 @dataclass(frozen=True)
 class TimelineStep:
-    """Of one rank."""
+    """One step of one rank; times in seconds."""
 
     number: int
     began: float
     ended: float
     pieces: tuple[Span, ...]
     events: tuple[Span, ...]
-    """What began in it on communicators' threads."""
+    """Events that began in the step on communicators' threads."""
 
     @property
     def seconds(self) -> float:
@@ -77,7 +77,7 @@ class RankTimeline:
     clock_error: float
     events: tuple[Span, ...]
     steps: dict[int, TimelineStep]
-    """Those that have ended, and whose beginning is known."""
+    """The rank's steps that have ended and whose beginning is known, by number."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,8 @@ class RankTimeline:
 
 
 def timelines(rings: Iterable[Ring]) -> list[RankTimeline]:
-    """By rank. Ranks of one host have one clock: the measurement with the least error is that of all of them."""
+    """The timelines of all ranks, by rank. Ranks of one host have one clock: the measurement with the least error is
+    that of all of them."""
     chosen: dict[str, Ring] = {}
     rings = sorted(rings, key=lambda ring: ring.rank)
     for ring in sorted(rings, key=lambda ring: ring.clock_error):

@@ -15,7 +15,7 @@ from fleet_train.log import logger
 MOST_STEPS = 200
 """A copy of the ring for each stays in memory until the last one has ended."""
 MOST_TRACE_BYTES = (MOST_STEPS + 3) * RING_BYTES
-"""With the copy before the first step, and the one at the end."""
+"""The most bytes of a trace, with the copy before the first step, and the one at the end."""
 
 
 def trace_name(rank: int) -> str:
@@ -36,13 +36,13 @@ def read_steps(text: str, name: str = "--trace") -> tuple[int, int]:
 
 
 class Trace:
-    """Of this rank. ``clock``: measures this machine's clock, as `recorder.Recorder.set_clock` takes it."""
+    """The trace of this rank. ``clock``: measures this machine's clock, as `recorder.Recorder.set_clock` takes it."""
 
     def __init__(
         self, first: int, last: int, folder: Path, rank: int, clock: Callable[[], tuple[float, float]]
     ) -> None:
         self.data = b""
-        """What was written, once the last step has ended."""
+        """The bytes that were written, once the last step has ended."""
         self._first, self._last = first, last
         self._folder, self._rank = folder, rank
         self._clock = clock
@@ -50,7 +50,7 @@ class Trace:
         self._copied = -1
         """The step of the newest copy."""
         self._traced = 0
-        """Steps so far."""
+        """The number of steps traced so far."""
         self._is_over = False
 
     def after_run(self) -> None:

@@ -81,7 +81,7 @@ class Witness:
         self._running = running
         self._write = write
         self.stands: dict[int, Stand] = {}
-        """Where each rank stood when it was last asked."""
+        """The stand of each rank when it was last asked."""
         self._seen: list[Seen] = []
         self._answered: dict[str, Any] = {}
         self._all_joined = False
@@ -89,7 +89,7 @@ class Witness:
         self._failed_at: dict[int, float] = {}
         self._pause = timeouts.WITNESS_FIRST_SECONDS
         self._node: int | None = node
-        """Not yet announced in the store."""
+        """The node that is not yet announced in the store; None once it is."""
 
     def answer(self) -> None:
         """Called a few times a second. Raises FleetTrainError if the store does not answer."""
@@ -133,7 +133,7 @@ class Witness:
         return self._seen
 
     def look(self, ranks: Collection[int] | None = None, *, resume: bool = False) -> list[Stand]:
-        """Where the node's ranks stand, or these; see the function of this name.
+        """Find out where the node's ranks stand, or only ``ranks``; see the function of this name.
 
         ``resume`` means a failure. Where ranks stood a moment ago, when the first of them asked, is kept then: since
         then they have learned of the failure, or have gone on.
@@ -160,9 +160,9 @@ class Witness:
 
 
 def ask(client: Client, what: str) -> list[Any]:
-    """For a visitor: the `Stand` or the `Row` of each rank of a job, by rank; without those whose witness does not
-    answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our answer.
-    """
+    """Ask as a visitor for the `Stand` or the `Row` of each rank of a job, by rank; without those whose witness does
+    not answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our
+    answer."""
     told = [client.get(key) for key in client.keys(_WITNESS)]
     count = sum(each for each in told if type(each) is int)  # whoever may connect to the store may write anything
     read = Row.from_json if what == ROWS else Stand.from_json
@@ -170,7 +170,8 @@ def ask(client: Client, what: str) -> list[Any]:
 
 
 def ask_about(client: Client, failure: str, ranks: Collection[int], nodes: Collection[int]) -> list[Stand]:
-    """Where ranks of these nodes stand whom others miss, without those whose witness does not answer within seconds.
+    """Ask where ranks of these nodes stand whom others miss; without those whose witness does not answer within
+    seconds.
 
     ``failure``: the same text for all that ask for the same reason, who then share the answer.
     """
@@ -222,7 +223,7 @@ def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> 
 
 
 def write_if_possible(folder: Path | None, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-    """The same where there is a folder: one that cannot be written is no reason to end the job."""
+    """Write what `write_files` does if there is a folder: one that cannot be written is no reason to end the job."""
     if folder is not None:
         with contextlib.suppress(OSError):
             write_files(folder, stands, seen)
@@ -280,7 +281,7 @@ class Seen:
         return lacks_processor(turns, turns_of(self.pid), self.ring().helper, time.monotonic() - since)
 
     def take_back(self) -> None:
-        """Its recorder's thread is not to write at the same time as a handler."""
+        """Take the question for stacks back: the recorder's thread is not to write at the same time as a handler."""
         ask_for_stacks(self._file, not_any_more=True)
 
     def text(self) -> str:
@@ -349,7 +350,7 @@ def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
 
 
 def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) -> list[Stand]:
-    """Where these ranks stand; takes a second or two where one does not answer.
+    """Find out where these ranks stand; takes a second or two where one does not answer.
 
     ``resume``: a rank that is stopped goes on (SIGCONT) and can answer: it is going to be ended anyway. ``native``:
     with C++ frames, by py-spy, where that is installed.
@@ -389,7 +390,7 @@ def looked_at(seen: Sequence[Seen]) -> list[tuple[Ring, ProcessState]]:
 
 
 def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float) -> list[Seen]:
-    """Those that were not done in time."""
+    """Wait until all ranks are done; returns those that were not done in time."""
     until, waiting = time.monotonic() + seconds, list(seen)
     while waiting and time.monotonic() < until:
         time.sleep(timeouts.STACKS_POLL_SECONDS)
