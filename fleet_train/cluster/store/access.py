@@ -43,19 +43,19 @@ class Access:
         job: str = "",
         warns: bool = False,
     ) -> Access:
-        """From this process's environment. ``warns``: as of ``job_secret``; raises ClusterError as that does."""
+        """Read this process's environment. ``warns``: as of ``job_secret``; raises ClusterError as that does."""
         environ = os.environ if environ is None else environ
         return cls(environ.get(JOB_ID, "") or job, job_secret(environ, warns), source)
 
 
 def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
-    """For one rank of a job: its launcher, ours or the stock one, has given it the job's id."""
+    """The access of one rank of a job, whose launcher, ours or the stock one, has given it the job's id."""
     environ = os.environ if environ is None else environ
     return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
 
 
 def number_of_job(cluster: Cluster) -> int:
-    """The same on all ranks of a job, and never 0; tells jobs of one machine apart."""
+    """A number that is the same on all ranks of a job, and never 0; tells jobs of one machine apart."""
     named = f"{access_of(cluster).job} {cluster.store_endpoint} {' '.join(cluster.endpoints)}"
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "little") | 1
 

@@ -36,7 +36,7 @@ _READY = "listening"
 
 @dataclass(frozen=True)
 class BindAddress:
-    """Where a node's server listens and, unless it is the root, where its parent does."""
+    """The address at which a node's server listens and, unless it is the root, that of its parent."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class StoreHost:
     """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
 
     def __init__(self, place: BindAddress | None, job_id: str) -> None:
-        """Without ``place`` it hosts nothing, and is a witness only."""
+        """Start the process. Without ``place`` it hosts nothing, and is a witness only."""
         root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(place and vars(place))]
@@ -117,12 +117,12 @@ class StoreHost:
 
     @classmethod
     def of(cls, cluster: Cluster, timeout_seconds: float) -> StoreHost:
-        """For the node of this rank, in a cluster whose ranks are all known."""
+        """The host for the node of this rank, in a cluster whose ranks are all known."""
         place = BindAddress.of(cluster, timeout_seconds) if is_host(cluster) else None
         return cls(place, access_of(cluster).job)
 
     def watch(self, cluster: Cluster, log_dir: Path | None) -> None:
-        """From now on it is the witness of the ranks of this node, and writes what it sees into ``log_dir``."""
+        """Make it the witness of the ranks of this node from now on, which writes what it sees into ``log_dir``."""
         node = cluster.this.node_index
         ranks = Watched(
             store=endpoint_of(cluster),
@@ -254,7 +254,8 @@ def _serve(place: BindAddress | None) -> None:
 
 
 def _witness_while_parent_lives() -> NodeWitness | None:
-    """Until the parent ends, however it does. It may say, in a line, which ranks to be the witness of."""
+    """Serve as witness until the parent ends, however it does. It may say, in a line, which ranks to be the witness
+    of."""
     witness: NodeWitness | None = None
     said = b""
     while True:

@@ -68,14 +68,14 @@ class Barrier:
     payload: Payload
     arrived: int = 0
     withdrawn: int = 0
-    """Arrived, and left after their own timeout: not responsible if others arrived shortly after them."""
+    """Members that arrived and left after their own timeout: not responsible if others arrived shortly after them."""
     calls: dict[str, int] = field(default_factory=dict)
     """The calls in the members' scripts -> the members that gave them; others are in a step of training."""
     waiters: dict[StoreParticipant, Waiter] = field(default_factory=dict)
     is_reported: bool = False
-    """Of a relay: whether its parent knows of some members."""
+    """In a relay: whether its parent knows of some of the barrier's members."""
     report_at: float | None = None
-    """Of a relay: when its parent is sent who has arrived so far."""
+    """In a relay: when its parent is sent who has arrived so far; None: not planned."""
 
     @property
     def missing(self) -> int:
@@ -146,14 +146,14 @@ class StoreNamespace(ABC):
         self.ask({"do": "depart", "via": via, "how": how}, b"", lambda _, __: None)
 
     def forget(self, participant: StoreParticipant) -> None:
-        """Its connection has ended: its data stays while others wait."""
+        """Stop waiting for a participant whose connection has ended: its data stays while others wait."""
         for barrier in list(self.pending.values()):
             if barrier.waiters.pop(participant, None) is not None and not barrier.waiters:
                 del self.pending[barrier.key]
 
     def _withdraw(self, barrier: Barrier, late: list[StoreParticipant], frame: bytes) -> None:
-        """Their timeout has expired: they no longer count as arrived, so that a later use of this barrier starts clean;
-        the others continue to wait."""
+        """Answer participants whose timeout has expired: they no longer count as arrived, so that a later use of this
+        barrier starts clean; the others continue to wait."""
         for participant in late:
             mask = barrier.waiters.pop(participant).mask
             barrier.withdrawn |= mask
@@ -163,7 +163,7 @@ class StoreNamespace(ABC):
             self.pending.pop(barrier.key, None)
 
     def _finish(self, barrier: Barrier, frame: bytes) -> None:
-        """The same bytes for all."""
+        """End a barrier with the same bytes for all who wait at it."""
         self.pending.pop(barrier.key, None)
         waiters, barrier.waiters = barrier.waiters, {}
         for participant in waiters:

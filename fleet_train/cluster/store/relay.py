@@ -40,7 +40,7 @@ _BEATS_PER_SILENCE = 4
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a relay's parent listens, and which members the relay serves."""
+    """The server above a relay: its address, and which members the relay serves."""
 
     host: str
     port: int

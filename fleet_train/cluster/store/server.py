@@ -156,7 +156,7 @@ class StoreServer:
         self._do(lambda: self._close_namespace(name))
 
     def _do(self, work: Callable[[], object]) -> None:
-        """In the server's thread; waits for it, also for a coroutine."""
+        """Do some work in the server's thread, and wait for it, also for a coroutine."""
 
         async def done() -> None:
             answer = work()
@@ -281,7 +281,8 @@ class StoreServer:
         return self.root(name)
 
     def _open_inner(self, parent: Parent) -> None:
-        """In a thread of its own. Whoever asks meanwhile is refused for now, and asks again."""
+        """Open a relay's namespace, in a thread of its own. Whoever asks meanwhile is refused for now, and asks
+        again."""
         try:
             with suppress(ClusterError, OSError, RuntimeError, TimeoutError):
                 self.open_relay(parent, timeouts.STORE_INNER_NAMESPACE_SECONDS)
@@ -319,7 +320,7 @@ class StoreSession(Connection):
         self._began = server.clock()
         self._namespace: StoreNamespace | None = None
         self._group: str | None = None
-        """None before its hello."""
+        """The group of the connection's members; None before its hello."""
         self._member = -1
         self._is_relay = False
         self._is_watched = False
@@ -330,7 +331,8 @@ class StoreSession(Connection):
 
     @property
     def stands_for_members(self) -> bool:
-        """Of a relay's members only the root knows who is left: see ``Root.has_members``."""
+        """Whether the connection is of members that are still there. Of a relay's members only the root knows who is
+        left: see ``Root.has_members``."""
         return self._is_watched or (self._is_relay and isinstance(self._namespace, Relay))
 
     # the connection

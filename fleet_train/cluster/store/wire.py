@@ -29,7 +29,7 @@ Header = dict[str, Any]
 Body = bytes
 
 VERSION = 4
-"""Of the protocol; a server names it first, and all members of a job have the same."""
+"""The version of the protocol; a server names it first, and all members of a job have the same."""
 LENGTHS = struct.Struct(">II")
 # Before a connection is authenticated, then after.
 STRANGERS_BYTES = 4096
@@ -125,7 +125,7 @@ class Fields(dict[str, Any]):
         return value
 
     def number(self, name: str, most: float = 1e12) -> float:
-        """From 0 on."""
+        """Read a field that is a number from 0 to ``most``."""
         value: Any = self.get(name)
         if type(value) not in (int, float) or not 0 <= value <= most:
             raise ProtocolError(f"{name} is not a number from 0 to {most:g}")
@@ -216,7 +216,7 @@ class TooLarge(Exception):
 
 
 class Key(NamedTuple):
-    """Of a barrier."""
+    """The key of a barrier."""
 
     group: str
     kind: str
@@ -354,7 +354,7 @@ class Values:
     masks: dict[Body, int] = field(default_factory=dict)
     """A value -> the members that have it."""
     size: int = 0
-    """Of all members' values: every member gets a value of each."""
+    """The bytes of all members' values: every member gets a value of each."""
     _known: int = 0
 
     def add(self, arrival: Arrival) -> None:
