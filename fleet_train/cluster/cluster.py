@@ -42,7 +42,7 @@ class Cluster:
     store_endpoint: str = ""
     """The rendezvous store that a launcher hosts; empty = rank 0 hosts it on its own endpoint."""
     formed_by: str = "one process"
-    """Which launch form or variables described this cluster, for messages."""
+    """The launch form or variables that described this cluster, in words for messages."""
 
     @classmethod
     def single(cls) -> Cluster:

@@ -123,10 +123,10 @@ class MeetingPoint:
 def locate(
     started: Started, environ: Mapping[str, str], timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
 ) -> MeetingPoint:
-    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
+    """Find out where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
 
-    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among
-    all processes, and not all of them arrive within the time.
+    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among all
+    processes, and not all of them arrive within the time.
     """
     given = environ.get(MASTER, "").strip()
     if given:
@@ -215,7 +215,8 @@ def _own_address(environ: Mapping[str, str]) -> str:
 
 
 def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
-    """Without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by default."""
+    """The ``host:port`` of rank 0 without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by
+    default."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.search(r"tcp://([0-9.,]+):", uri)
     for address in match[1].split(",") if match else ():

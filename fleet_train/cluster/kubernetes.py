@@ -122,7 +122,7 @@ def _with_names(started: Started) -> Started:
 
 
 def _numbered(started: Started, prefix: str, suffix: str = "") -> Started:
-    """With the names of all pods, which differ in their numbers."""
+    """Complete a pod's description with the names of all pods, which differ in their numbers."""
     hosts = tuple(f"{prefix}{number}{suffix}" for number in range(started.count))
     return replace(started, hosts=hosts, master=hosts[0])
 
@@ -180,7 +180,7 @@ def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
 
 
 def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
-    """The same, in a rank that another launcher started, which has overwritten two of the variables."""
+    """Read PaddleCloud's variables in a rank that another launcher started, which has overwritten two of them."""
     theirs = ("PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
     return read_paddlecloud({name: value for name, value in environ.items() if name not in theirs})
 

@@ -273,7 +273,7 @@ _WINDOW = 16
 
 
 def _in_step(batches: Iterator[Feed]) -> Iterator[Feed]:
-    """As many batches as the rank with the fewest has."""
+    """Yield as many batches as the rank with the fewest has."""
     if not session.is_open():
         yield from batches
         return
@@ -334,5 +334,5 @@ def _parsed(line: bytes, dtypes: Sequence[str], where: str) -> Sample:
 
 
 def _note(message: str) -> None:
-    """Once, on rank 0."""
+    """Log a message once, on rank 0."""
     log_once([message], session.current().job.cluster.rank if session.is_open() else 0)

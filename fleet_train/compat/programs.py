@@ -144,7 +144,7 @@ _LOADERS = weakref.WeakSet[ProgramLoader]()
 
 
 def _feed_by_loaders(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: ask the loaders of the program for what is not fed by hand."""
+    """A hook before each run: ask the loaders of the program for what is not fed by hand."""
     main = program or paddle.static.default_main_program()
     block = main.global_block() if isinstance(main, paddle.static.Program) else None
     for loader in sorted(_LOADERS, key=lambda each: not each.is_started):
@@ -396,7 +396,7 @@ def _all_below(operators: list[Any]) -> Iterator[Any]:
 
 
 def _translate_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: fetch from a copy what the script knows as a value of the program.
+    """A hook before each run: fetch from a copy what the script knows as a value of the program.
 
     A value of another program that is fetched, or computed with, ends the process.
     """

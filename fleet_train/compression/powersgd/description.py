@@ -84,7 +84,7 @@ class PowerSgdSettings:
     warm_start: bool = True
     error_feedback: bool = True
     seed: int = 0
-    """Of the first random factors; must be equal on every rank."""
+    """The seed of the first random factors; must be equal on every rank."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class PowerSgd(Compression):
     """Two allreduces: left factors with all uncompressed gradients, then right factors."""
 
     def on_streams(self, profile: Any) -> str:
-        """With several columns the factors are made orthonormal by Paddle's qr."""
+        """Why the GPU's streams are waited for, in words: Paddle's qr makes several columns orthonormal; empty for one
+        column."""
         if profile.powersgd_rank == 1:
             return ""
         return (

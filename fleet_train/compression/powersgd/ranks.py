@@ -165,7 +165,8 @@ class PowerSgdMethod:
         return result.reshape(list(self._bucket.gradients[matrix.position].shape))
 
     def _give_up(self, whole: list[Any]) -> list[Any]:
-        """For an infinity or NaN on any rank: return NaN gradients, which a loss scaler skips, and do not keep them."""
+        """Treat an infinity or NaN on any rank: return NaN gradients, which a loss scaler skips, and do not keep
+        them."""
         self._errors, self._factors = {}, []
         results = dict(zip(self._whole, whole, strict=True))
         for matrix in (matrix for family in self._families for matrix in family):
