@@ -184,7 +184,7 @@ class HeldValues:
         return [*self.parameters, *self.statistics, *self.accumulators]
 
     def with_tensors(self, tensors: Sequence[Any]) -> HeldValues:
-        """The same three groups of ``tensors``, which are in the order of ``all``."""
+        """Group other ``tensors``, which are in the order of ``all``, as these values are."""
         first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
         return HeldValues(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
 

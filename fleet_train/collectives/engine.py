@@ -31,9 +31,9 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 @dataclass(frozen=True)
 class CallContext:
-    """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
-    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends.
-    ``label``: what it is in every step, for the flight recorder."""
+    """The point of a job at which something is communicated: ``moment`` (a step) is the same on every rank, ``what``
+    (the bucket that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other
+    collective ends. ``label``: what it is in every step, for the flight recorder."""
 
     moment: str
     what: str
@@ -140,7 +140,7 @@ class Collective:
         return [] if self.kind == "reduce" and this != self.root else [self.tensor]
 
     def copied(self) -> Collective:
-        """The same one with the present values in other memory, and room for its results."""
+        """A copy of the collective with the present values in other memory, and room for its results."""
         output = None
         if self.output is not None:
             output = [] if self.kind == "gather" else paddle.zeros_like(self.output)
@@ -148,7 +148,7 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's part."""
+        """The bytes of this rank's part."""
         return int(self.tensor.size) * int(self.tensor.element_size())
 
     def begin(self, sync_op: bool, use_calc_stream: bool = False) -> Any:
@@ -222,7 +222,7 @@ class StageProgress(Generic[T]):
         self.stage: Stage | None = None
         self.value: T | None = None
         self.ready_at = 0.0
-        """When the collectives of ``stage`` could begin, of ``time.perf_counter``."""
+        """The time (of ``time.perf_counter``) at which the collectives of ``stage`` could begin."""
         self.go_on("copy")
 
     @property
@@ -292,7 +292,7 @@ class HostCopy:
 
 
 class HostDevice:
-    """Where the program computes: the CPU."""
+    """The device on which a program on the CPU computes."""
 
     def moment(self) -> Moment:
         """The current end of the calculation stream."""
@@ -349,7 +349,8 @@ class GpuDevice(HostDevice):
         return PinnedCopy(tensor)
 
     def to_device(self, array: Any) -> Any:
-        """As of the host; ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle."""
+        """A tensor of a numpy array's values, by way of pinned memory: ``paddle.to_tensor`` copies from pageable
+        memory, which waits until the device is idle."""
         self._sent = [(pinned, copied) for pinned, copied in self._sent if not copied.has_passed()]
         pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
         tensor = pinned._copy_to(self._place, False)

@@ -90,7 +90,7 @@ class ThreadEngine(Engine):
         return self._carry_out(context, StageProgress(stages, context))
 
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
-        """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
+        """Run a task on the first communicator's thread: its collectives after a barrier must wait for that anyway."""
         return self._submit(0, task)
 
     def stop(self) -> None:
@@ -133,8 +133,9 @@ class ThreadEngine(Engine):
         self._move()
 
     def _carry_out_at_once(self, collectives: Sequence[Collective], context: CallContext, ready_at: float) -> None:
-        """Those of a stage over different groups, on threads that only the calling one uses: its stages follow one
-        another, and each thread takes them in their order, so that no two ranks wait for each other."""
+        """Carry out the collectives of a stage over different groups, on threads that only the calling one uses: its
+        stages follow one another, and each thread takes them in their order, so that no two ranks wait for each
+        other."""
         helpers = self._helpers.setdefault(threading.get_ident(), [])
         while len(helpers) < min(len(collectives), _AT_ONCE):
             name = f"{threading.current_thread().name}, {len(helpers)}"
@@ -233,14 +234,14 @@ class StreamEngine(Engine):
         self.calls = calls
         self.stream = CALC
         self.proof: StreamProof | None = None
-        """While it is there, what runs on own streams is compared with the calculation stream."""
+        """What compares collectives on own streams with the calculation stream, while it is there."""
         self._asked_for: str | None = None
         self._watchdog = watchdog
         self._in_flight: list[InFlight[Any]] = []
         self._background = WorkerThread("fleet_train barriers", None)
 
     def use(self, stream: str) -> None:
-        """From now on collectives run on this stream. Raises ProfileError if a program of the job has another one."""
+        """Run collectives on this stream from now on. Raises ProfileError if a program of the job has another one."""
         if self._asked_for not in (None, stream):
             raise ProfileError(
                 f"collective_stream: {stream}, but a program of this job has {self._asked_for} already, and all share "

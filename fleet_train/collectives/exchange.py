@@ -182,17 +182,17 @@ class GradientExchange:
 
     @property
     def barrier(self) -> StepBarrier:
-        """Of the step."""
+        """The barrier of a step."""
         return self._now.barrier
 
     @property
     def check(self) -> ReplicaCheck:
-        """Of the replicas."""
+        """The comparison of the replicas."""
         return self._now.check
 
     @property
     def averaging(self) -> RankAveraging | None:
-        """Of parameters, with LocalSGD."""
+        """LocalSGD's averaging of parameters; None without it."""
         return self._now.averaging
 
     def is_spoilt(self) -> Any:
@@ -316,7 +316,7 @@ class GradientExchange:
 
     @property
     def owners_group(self) -> Any:
-        """Their process group, of a sharded optimizer."""
+        """The process group of a sharded optimizer's owners."""
         return self._owners[0].group
 
     def shape_of(self, parameter: str) -> tuple[int, ...]:
@@ -324,7 +324,7 @@ class GradientExchange:
         return next(spec.shape for bucket in self._plan.buckets for spec in bucket.gradients if spec.name == parameter)
 
     def rows_of(self, parameter: str) -> tuple[int, int, int]:
-        """Of a parameter that is cut: this rank's first row, its rows, and all rows."""
+        """This rank's first row of a parameter that is cut, the number of its rows, and that of all rows."""
         for bucket in self._plan.buckets:
             for piece in bucket.shards[self.member]:
                 spec = bucket.gradients[piece.gradient]

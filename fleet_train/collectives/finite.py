@@ -37,7 +37,7 @@ class FiniteCheck:
         self._job, self._reaction, self._moment = job, reaction, moment
         self._reads = job.engine.reads_values
         self.found = ""
-        """Which gradient of this step is not finite, and how."""
+        """The gradient of this step that is not finite, and how, in words; empty if all are."""
         self._flags: list[Any] = []
         self._copies: list[tuple[str, HostCopy]] = []
         self._said = 0
@@ -127,7 +127,7 @@ def not_finite_on_device(tensors: Sequence[Any]) -> Any:
 
 
 def described(names: Sequence[str], gradients: Sequence[Any]) -> str:
-    """Which of a bucket's gradients is not finite: ``the gradient of 'fc_0.w_0' holds NaN (12 of 128 values)``."""
+    """Name the gradient of a bucket that is not finite: ``the gradient of 'fc_0.w_0' holds NaN (12 of 128 values)``."""
     for index, gradient in enumerate(gradients):
         values = gradient.cast("float64").numpy()
         broken = ~np.isfinite(values)

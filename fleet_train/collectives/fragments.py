@@ -129,7 +129,8 @@ class Fragment:
         return totals, others
 
     def _mean(self, total: Any, like: Any) -> Any:
-        """Not scaled in bfloat16: 1/3 also has 8 bits there, and every mean of three ranks would be 0.2 % too large."""
+        """The mean of all ranks, from their sum ``total``, in the dtype of ``like``. Not scaled in bfloat16: 1/3 also
+        has 8 bits there, and every mean of three ranks would be 0.2 % too large."""
         total = total if total.dtype == like.dtype else total.cast(like.dtype)
         return total.scale_(1.0 / self._world_size)
 

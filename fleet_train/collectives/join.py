@@ -76,8 +76,8 @@ def choose_place(cluster: Cluster) -> Any:
 
 
 def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int:
-    """Which of the ``visible`` GPUs a rank computes on: the one that its launcher has selected, the only visible one,
-    or that of its local rank. Raises ClusterError if there is none."""
+    """The number of the GPU, of ``visible`` ones, that a rank computes on: the one that its launcher has selected, the
+    only visible one, or that of its local rank. Raises ClusterError if there is none."""
     selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
     if selected and not is_number(selected):
         raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes GPU numbers, such as 0,1")

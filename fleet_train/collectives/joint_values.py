@@ -39,7 +39,7 @@ class SampleNumbers:
     numbers: list[int] = field(default_factory=list)
 
     def before(self, rank: int) -> int:
-        """Those of the ranks below: the index of this rank's first sample."""
+        """The number of samples of the ranks below: the index of this rank's first sample."""
         return sum(self.numbers[:rank])
 
 
@@ -59,7 +59,7 @@ class JointValues:
         """The exchanges of one pass, in order: for the plan."""
 
     def connect(self) -> None:
-        """Not done while emitting: planning without a cluster emits as well."""
+        """Take the exchanges' process group; not done while emitting: planning without a cluster emits as well."""
         if self._group is None:
             self._group = self._job.communicators(1)[0]
 
@@ -155,7 +155,7 @@ class JointValues:
         return job.engine.run_in_background(lambda: job.step_barrier(name, job.step_timeout_seconds))
 
     def _shapes(self, what: str, own: Any) -> Future[Mapping[int, list[int]]]:
-        """Those of all ranks' values."""
+        """Ask in the background for the shapes of all ranks' values."""
         job, name, shape = self._job, f"{what}: {self._name()}", list(own.shape)
         return job.engine.run_in_background(lambda: job.step_gather(name, shape))
 
@@ -194,7 +194,7 @@ class JointValues:
         return [first, paddle.concat(parts).cast(own.dtype)]
 
     def _summed(self, gradient: Any, samples: SampleNumbers) -> Stages[Any]:
-        """In float32 at least: Gloo's sum of float16 is infinite."""
+        """This rank's part of the sum of all gradients, in float32 at least: Gloo's sum of float16 is infinite."""
         rank = self._job.cluster.rank
         total = gradient.cast("float32" if gradient.element_size() < 4 else gradient.dtype).reshape([-1])
         if total.shape[0]:
@@ -204,7 +204,7 @@ class JointValues:
         return own.clone().cast(gradient.dtype)
 
     def _means(self, tensors: Sequence[Any]) -> Stages[list[Any]]:
-        """Of ranks with equal values, a rank's own bits."""
+        """The means of all ranks' tensors; where the ranks have equal values, a rank's own bits."""
         own = paddle.concat([tensor.reshape([-1]).cast("float64") for tensor in tensors])
         rows = yield from all_gathered(self._job, self._group, own)
         means = paddle.where((rows == own).all(0), own, rows.mean(0))
@@ -219,7 +219,7 @@ class JointValues:
 
 
 _samples: dict[str, SampleNumbers] = {}
-"""By the name of the operator that gathers them: Paddle cannot read such an operator's attributes."""
+"""The numbers of samples by the operator that gathers them: Paddle cannot read such an operator's attributes."""
 
 _of_programs: weakref.WeakKeyDictionary[Any, JointValues] = weakref.WeakKeyDictionary()
 

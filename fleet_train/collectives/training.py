@@ -27,9 +27,10 @@ class Training:
     """One training of a converted program."""
 
     methods: list[BucketMethod]
-    """By bucket."""
+    """The buckets' methods, in their order."""
     sharded: list[ShardedMethod]
-    """By bucket; empty without a sharded optimizer. Of a bucket of tables not its method, but what shares its rows."""
+    """The sharded methods, in the order of buckets; empty without a sharded optimizer. For a bucket of tables it is not
+    its method, but what shares its rows."""
     barrier: StepBarrier
     check: ReplicaCheck
     boundaries: Boundaries
@@ -81,7 +82,7 @@ class Training:
 
 
 class Trainings:
-    """Those of one program, by scope; one is ``current``. A scope that is freed takes its training with it.
+    """The trainings of one program, by scope; one is ``current``. A scope that is freed takes its training with it.
 
     Scopes and runs of startup programs follow one another in the script, so every rank chooses alike without a message.
     """

@@ -67,7 +67,7 @@ _PIECE_ELEMENTS = 65536
 
 
 class HostCodec:
-    """For tensors in the host's memory: numpy reads and writes them in place, in pieces."""
+    """The codec for tensors in the host's memory: numpy reads and writes them in place, in pieces."""
 
     def __init__(self, settings: QuantisedSettings) -> None:
         self._settings = settings
@@ -182,7 +182,7 @@ def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
 
 
 def pieces(blocks: int, settings: QuantisedSettings) -> Iterator[slice]:
-    """Of this many blocks, in order."""
+    """The pieces of this many blocks, in order."""
     step = _piece_blocks(settings)
     return (slice(first, min(first + step, blocks)) for first in range(0, blocks, step))
 
@@ -198,7 +198,7 @@ def _piece_blocks(settings: QuantisedSettings) -> int:
 
 
 class CompiledCodec(HostCodec):
-    """With compiled loops: encoding reads each block once; decoding reads it once for all wires."""
+    """The host's codec with compiled loops: encoding reads each block once; decoding reads it once for all wires."""
 
     def __init__(self, settings: QuantisedSettings, loops: Loops) -> None:
         super().__init__(settings)
@@ -235,7 +235,7 @@ def find_loops() -> Loops | str:
 
 
 class DeviceCodec:
-    """For tensors on a device, with Paddle's operators; the host waits for none of them.
+    """The codec for tensors on a device, with Paddle's operators; the host waits for none of them.
 
     Gives the bits of `HostCodec`, except for its own random numbers.
     """
@@ -291,7 +291,7 @@ class DeviceCodec:
         return paddle.concat([number - 16.0 * upper, upper], axis=1) - 8.0
 
     def _dither(self, random: np.random.Generator, shape: Sequence[int]) -> Any:
-        """As on the host; drawn on the device, in a different order."""
+        """Uniform random numbers from -0.5 to 0.5, drawn on the device, in a different order than on the host."""
         seed = int(random.integers(1, 2**31 - 1))
         return paddle.uniform(list(shape), "float32", min=-0.5, max=0.5, seed=seed)
 

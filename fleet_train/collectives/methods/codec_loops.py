@@ -184,8 +184,9 @@ def _compile(cache: bool) -> Loops:
 
 
 def _cache_folder() -> Path | None:
-    """Of this user, this source and this kind of processor: numba's own index is not safe when processes write
-    different entries at the same time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` selects the parent folder."""
+    """The cache's folder of this user, this source and this kind of processor: numba's own index is not safe when
+    processes write different entries at the same time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` selects the parent
+    folder."""
     parts = [Path(__file__).read_text(encoding="utf-8"), numba.__version__, binding.get_host_cpu_name()]
     parts.append(binding.get_host_cpu_features().flatten())
     name = f"fleet_train-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

@@ -45,7 +45,7 @@ class BucketMethod(Remembers, Protocol):
     """Averages a bucket's gradients. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
+        """Average local gradients (eager tensors, the bucket's shapes and dtype) over all ranks, in the same order.
 
         Before its ``HAND_OVER`` it runs while the backward pass waits for it; after that it must no longer read
         ``gradients``. Every rank gets the same bits.
@@ -127,7 +127,7 @@ class Allreduce(Protocol):
 
     @property
     def averages(self) -> bool:
-        """As of `Engine`."""
+        """Whether a sum is divided before values are added, as an `Engine` may do."""
 
     def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
         """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
@@ -153,7 +153,7 @@ class FlatAllreduce:
 
 
 def divided(buffers: Sequence[Any], by: int) -> list[Any]:
-    """In place."""
+    """Divide buffers in place by a number."""
     return [buffer if by == 1 else buffer.scale_(1.0 / by) for buffer in buffers]
 
 
@@ -216,12 +216,12 @@ class HierarchicalAllreduce:
         return divided(buffers, divide_by)
 
     def without_cast(self) -> HierarchicalAllreduce:
-        """The same groups, with the buffer's own dtype between the leaders as well."""
+        """A copy over the same groups, with the buffer's own dtype between the leaders as well."""
         between = self._between.inner if isinstance(self._between, CastAllreduce) else self._between
         return self.with_between(between)
 
     def with_between(self, between: Allreduce) -> HierarchicalAllreduce:
-        """The same local groups, with another allreduce between the leaders."""
+        """A copy over the same local groups, with another allreduce between the leaders."""
         return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between, self.averages)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
@@ -237,7 +237,7 @@ class HierarchicalAllreduce:
 
 
 def without_cast(allreduce: Allreduce) -> Allreduce:
-    """For parameters: compression of gradients between leaders must not round them."""
+    """An allreduce for parameters: compression of gradients between leaders must not round them."""
     return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 

@@ -113,7 +113,7 @@ class QuantisedAllreduce:
     averages = False
 
     def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
-        """As `Allreduce.sum`, of one buffer [elements]."""
+        """The sum of one buffer [elements] over all ranks, in a list, as `Allreduce.sum` gives it."""
         (buffer,) = buffers
         self.add([buffer])
         total = yield from self.sum_added(1.0 / divide_by, more)

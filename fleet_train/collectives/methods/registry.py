@@ -47,7 +47,7 @@ class Parts:
     allreduce: Allreduce
     quantised: QuantisedSums | None = None
     lookups: Mapping[str, Any] = field(default_factory=dict)
-    """Of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""
+    """The lookups of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""
 
     @property
     def reads_values(self) -> bool:
