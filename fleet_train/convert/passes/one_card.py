@@ -34,8 +34,8 @@ _what_drifts: Callable[[Any], str] = lambda _: ""  # noqa: E731
 
 
 def leave_out_host_operators(what_drifts: Callable[[Any], str]) -> None:
-    """From now on Paddle writes converted programs as programs of one card. ``what_drifts``: which values of a program
-    are one rank's own, in words."""
+    """Let Paddle write converted programs as programs of one card from now on. ``what_drifts``: which values of a
+    program are one rank's own, in words."""
     global _original, _what_drifts
     _what_drifts = what_drifts
     _original = process.replace(paddle.base.core, "serialize_pir_program", _serialize)
@@ -116,7 +116,7 @@ def read_own_values(operator: Any) -> None:
 
 
 _lookups: dict[str, Sequence[Lookups]] = {}
-"""By the name of a launch operator, which is unique in a process: Paddle cannot read such an operator's attributes."""
+"""The lookups by the unique name of a launch operator: Paddle cannot read such an operator's attributes."""
 
 
 def mark_lookups(launch: Any, tables: Sequence[Lookups]) -> None:

@@ -82,7 +82,7 @@ def inputs_of(operator: Any) -> list[Any]:
 
 
 def all_inputs_of(operator: Any) -> list[Any]:
-    """Those of ``operator`` and of the operators in its sub-blocks."""
+    """The inputs of ``operator`` and of the operators in its sub-blocks."""
     users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
     return [source for user in users for source in inputs_of(user)]
 
@@ -156,7 +156,7 @@ def script_line() -> str:
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
-    """Where a program updates parameters without the other ranks, as words for a message; empty if nowhere.
+    """The place where a program updates parameters without the other ranks, in words for a message; empty if nowhere.
 
     ``converted``: the parameters that this process's converted programs update.
     """

@@ -180,7 +180,7 @@ _HELD: dict[tuple[int, int], Any] = {}
 
 
 def _give_held_statistics(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: the running mean and variance, and the batch's mean, where a script reads them of the operator."""
+    """A hook before each run: give the running statistics, and the batch's mean, to a script that fetches them."""
     running = paddle.static.default_main_program() if program is None else program
     if isinstance(running, paddle.static.Program):
         _read_what_was(running)
@@ -296,7 +296,7 @@ def _groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[l
 
 
 def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
-    """The same for gradient operators."""
+    """``norms``, gradients of batch norms among ``operators`` in their order, by the exchange that they share."""
     position = {operator.id(): number for number, operator in enumerate(operators)}
     groups: list[list[Any]] = []
     for operator in norms:
@@ -344,7 +344,8 @@ class Norm:
 
 
 class Composed:
-    """Composed of single operators, in float32. Like `Kernels`, emits them at the current insertion point."""
+    """The arithmetic of a batch norm composed of single operators, in float32. Like `Kernels`, emits them at the
+    current insertion point."""
 
     def local(self, norm: Norm) -> LocalNorm:
         """The statistics of this rank's ``x``."""
@@ -372,7 +373,7 @@ class Composed:
 
 
 class Kernels:
-    """With Paddle's CPU kernels, in the dtype of ``x`` (float32 or float64, the only ones they have)."""
+    """The arithmetic of a batch norm with Paddle's CPU kernels, in ``x``'s dtype (they have float32 and float64)."""
 
     def local(self, norm: Norm) -> LocalNorm:
         """The running statistics of a batch norm with a momentum of 0.

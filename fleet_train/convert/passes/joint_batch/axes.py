@@ -184,7 +184,7 @@ def _chosen(mask: Any, axes: Axes) -> SampleCount:
 
 
 def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[SampleCount, ...]]:
-    """Of a part: along these dimensions it has a size of its own."""
+    """The batch dimensions of a part of a value: along the dimensions ``where`` it has a size of its own."""
     parts = dict(axes)
     for axis in axes.keys() & set(where):
         this, alike = {axis: axes[axis]}, all(root.is_alike for root in axes[axis])
@@ -245,7 +245,7 @@ def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> d
 def _multiplied(
     operator: Any, shape: list[int], sources: Sequence[Any], given: Sequence[Axes]
 ) -> dict[int, tuple[SampleCount, ...]]:
-    """Of a matrix product: the leading dimensions of both, the rows of the first, the columns of the second."""
+    """The batch dimensions of a matrix product: the leading ones of both, the first's rows, the second's columns."""
     found: dict[int, tuple[SampleCount, ...]] = {}
     for source, axes, contracted in zip(sources[:2], given[:2], contracted_axes(operator, sources), strict=True):
         rank = len(source.shape)

@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def sizes(self) -> tuple[tuple[SampleCount, ...], ...] | None:
-        """Where the sizes among its operands come from."""
+        """The sources of the sizes among an operator's operands; None for none."""
         return tuple(size for kind in self.kinds for size in kind.sizes or ()) or None
 
     @property
@@ -93,7 +93,7 @@ class Operation:
 
     @property
     def values(self) -> Operation:
-        """Without the operands that only say how large its result is."""
+        """The operator without the operands that only say how large its result is."""
         sized_by = SIZED_BY.get(self.name, ())
         left = [place for place in range(len(self.operands)) if place not in sized_by]
         operands, kinds = [self.operands[place] for place in left], [self.kinds[place] for place in left]
@@ -186,7 +186,7 @@ def is_float(value: Any) -> bool:
 
 
 def total(degrees: Iterable[int | None]) -> int | None:
-    """Their sum; None if one is not known."""
+    """The sum of degrees; None if one is not known."""
     found = 0
     for degree in degrees:
         if degree is None:
@@ -196,5 +196,5 @@ def total(degrees: Iterable[int | None]) -> int | None:
 
 
 def difference(first: BatchKind, second: BatchKind) -> int | None:
-    """Of their degrees."""
+    """The difference of two kinds' degrees; None if one is not known."""
     return total((first.degree, None if second.degree is None else -second.degree))

@@ -48,8 +48,8 @@ class Numbers:
         return replace(kind, fed=step.fed if not kind.own or step.name in (*SCALES, *MOVES) else ())
 
     def of_gathered(self, step: Operation) -> BatchKind:
-        """Of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered. Such a
-        number by the number of shares is a factor of a sum that is spread over them."""
+        """The kind of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered.
+        Such a number by the number of shares is a factor of a sum that is spread over them."""
         spread, gathered = step.spread, any(kind.gathered for kind in step.kinds)
         if gathered and step.name in SCALES:
             numbers = [float(shares) ** power for shares in self._shares if shares > 1 for power in (1, -1)]
@@ -204,7 +204,7 @@ class Numbers:
         return replace(kind, degree=0 if kind.learned else None)
 
     def divisors(self, step: Operation) -> Divisors | None:
-        """Of an operator's results."""
+        """What an operator's results are divided by; None if that is not known."""
         kinds = step.kinds
         if step.name == "divide":
             return self._divided(step)
@@ -245,7 +245,8 @@ class Numbers:
         return (*first.divisors, step.operands[1])
 
     def unspread(self, kind: BatchKind) -> BatchKind:
-        """Of a loss or a term of it: what is multiplied by the number of shares there does not grow with them."""
+        """The kind of a loss, or of a term of it, without the factor for its spreading: what is multiplied by the
+        number of shares there does not grow with them."""
         if kind.spread is None or kind.degree != 1:
             return replace(kind, spread=None)
         factor = next(filter(None, map(constant, kind.spread.operands_source())))
@@ -306,7 +307,7 @@ def _keys(divisors: Divisors | None) -> Any:
 
 
 def _of_size(step: Operation) -> BatchKind:
-    """As many elements as a number of the batch says."""
+    """The kind of a value that has as many elements as a number of the batch says."""
     result = step.operator.result(0)
     unknown = [axis for axis, size in enumerate(result.shape) if size < 0]
     roots = tuple(root for size in step.sizes or () for root in size)
