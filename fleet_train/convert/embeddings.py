@@ -57,7 +57,7 @@ def _table(parameter: Any, lookups: Sequence[Any], rows: int, rows_only: bool) -
 def find_tables(
     job: Job, profile: Profile, pairs: Pairs, optimizer: Any, *, is_ours: bool, plain: bool
 ) -> tuple[dict[str, Table], list[str]]:
-    """By parameter, the tables whose rows are sent, and sentences about embeddings that were asked for in vain.
+    """Find the tables whose rows are sent, by parameter, and sentences about embeddings that were asked for in vain.
 
     ``is_ours``: nobody else holds the gradients, so that they may be removed. ``plain``: nothing but the optimizer
     reads the averaged gradients.
@@ -162,5 +162,5 @@ def update_rows(optimizer: Any, parameter: Any, ids: Any, values: Any) -> tuple[
 
 
 def planned_rows(tables: Mapping[str, Table]) -> dict[str, int]:
-    """By parameter, the rows of a step that the plan counts with."""
+    """The number of rows of a step that the plan counts with, by parameter."""
     return {name: table.rows for name, table in tables.items()}

@@ -26,7 +26,7 @@ class PaddleCalls:
     """A base of `DistributedOptimizer`."""
 
     amp_level: str
-    """Of the profile: O0, O1 or O2."""
+    """The profile's level of mixed precision: O0, O1 or O2."""
     _rank: int
     _job: Job
     _profile: Profile

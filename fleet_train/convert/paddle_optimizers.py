@@ -260,8 +260,8 @@ _REFUSED = {
 
 
 def refuse_wrapping_ours() -> None:
-    """From now on Paddle's wrappers refuse what ``distributed_optimizer`` returned, with the way out: their own steps
-    around it would fail inside Paddle, or go on without the other ranks."""
+    """Let Paddle's wrappers refuse from now on what ``distributed_optimizer`` returned, with the way out: their own
+    steps around it would fail inside Paddle, or go on without the other ranks."""
     from paddle.static.amp import bf16, decorator
 
     def refused(optimizer: Any, wrapper: str) -> None:
@@ -354,7 +354,7 @@ def updates_each_alone(inner: Any) -> bool:
 
 
 _NORMS = (optimizer.Lamb, LarsMomentumOptimizer)
-"""Their update reads the norm of a whole parameter."""
+"""The optimizers whose update reads the norm of a whole parameter."""
 _ONE_BY_ONE = (
     *_EACH_ALONE,
     optimizer.NAdam,

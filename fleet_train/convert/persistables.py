@@ -345,7 +345,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _dtype(array: Array) -> str:
-    """Its name; CheckpointError for one that no file can have."""
+    """The name of an array's dtype; CheckpointError for one that no file can have."""
     if array.dtype.name not in _CODES or array.dtype.byteorder == ">":
         raise CheckpointError(f"tensors of dtype {array.dtype} cannot be saved")
     return str(array.dtype.name)

@@ -188,7 +188,7 @@ class ReadyGradient:
     value: Any
     position: int
     rows: int = 0
-    """Of an embedding's table: as of `TensorSpec`."""
+    """The number of an embedding's rows that are sent, as in `TensorSpec`; 0: the whole gradient."""
 
     @property
     def gradient(self) -> TensorSpec:
@@ -232,7 +232,7 @@ _OF_AN_UPDATE = ("learning_rate", "regularizer", "need_clip")
 
 
 def _in_attr(use: Any, field: str) -> Any:
-    """As ``ParamAttr`` was given it, comparable: a regularizer may be another object in each use."""
+    """A field as ``ParamAttr`` was given it, comparable: a regularizer may be another object in each use."""
     if field == "learning_rate":
         return (getattr(use, "optimize_attr", None) or {}).get("learning_rate", 1.0)
     if field == "need_clip":

@@ -147,7 +147,7 @@ def held_names(program: Any) -> list[str]:
 
 
 def missing_in_scope(program: Any) -> list[str]:
-    """Those that the current scope does not have."""
+    """The names of a program's variables that the current scope does not have."""
     scope = paddle.static.global_scope()
     return [name for name in held_names(program) if scope.find_var(name) is None]
 
@@ -185,7 +185,7 @@ def float_values(array: Array) -> Array:
 
 
 def not_finite(arrays: Iterable[tuple[str, Array]], constant: Collection[str]) -> Iterator[tuple[str, Array]]:
-    """Those that hold NaN, or infinity unless they are ``constant``: names and values in a float dtype."""
+    """The arrays that hold NaN, or infinity unless they are ``constant``: names and values in a float dtype."""
     for name, array in arrays:
         if not is_finite(array):
             values = float_values(array)
@@ -226,7 +226,7 @@ class SavedState:
 
     arrays: Arrays
     kinds: dict[str, str] = field(default_factory=dict)
-    """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
+    """The kind of each tensor of the program: parameter (and statistics), optimizer, or pass."""
     ranks: list[Arrays] = field(default_factory=list)
     """What differs between the ranks, by rank; all have the same names. Empty if nothing differs."""
 

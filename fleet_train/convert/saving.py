@@ -208,7 +208,7 @@ class Captured:
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     schedule: Saved | None = None
-    """Where the program's learning-rate schedule stands."""
+    """The state of the program's learning-rate schedule; None if it has none."""
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, synced to the disk; on any thread. Raises OSError, and NotFinite
@@ -369,8 +369,8 @@ def _load(job: Job, program: Any, folder: Path) -> None:
 
 
 def _moved(job: Job, state: ProgramState, values: Arrays, others: Sequence[Converted]) -> list[Converted]:
-    """Those of ``others`` whose parameters ``values`` change on some rank: what they have under way is of the old ones.
-    The program that is loaded shares parameters with them, but does not continue their training."""
+    """Choose the programs of ``others`` whose parameters ``values`` change on some rank: what they have under way is of
+    the old ones. The program that is loaded shares parameters with them, but does not continue their training."""
     if not others:
         return []
     changes = [
@@ -423,7 +423,7 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
 
 
 def _words_of(error: Exception) -> str:
-    """Its message; with its kind, where that is neither ours nor the system's."""
+    """The message of an error; with its kind, where that is neither ours nor the system's."""
     if isinstance(error, (OSError, FleetTrainError)):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -61,7 +61,7 @@ def _kind(schedule: Any) -> str:
 
 
 def _state(schedule: Any) -> dict[str, Any]:
-    """Where a schedule stands, with the schedule inside a LinearWarmup."""
+    """The state of a schedule, with that of the schedule inside a LinearWarmup."""
     inner = getattr(schedule, "learning_rate", None)
     return {
         **deepcopy(schedule.state_dict()),
@@ -164,7 +164,7 @@ class _Watched:
     has_said: bool = False
     restored: _Restored | None = None
     saved_rate: float | None = None
-    """With a load that restored no schedule: the learning rate of the last step before the save."""
+    """The learning rate of the last step before the save, where a load has restored no schedule."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Schedules:
     _programs: weakref.WeakKeyDictionary[Any, _Watched] = field(default_factory=weakref.WeakKeyDictionary)
 
     def watch(self, program: Any, accumulate_steps: int) -> None:
-        """From now on, if the program has a schedule."""
+        """Follow the learning-rate schedule of a program from now on, if it has one."""
         schedule = schedule_of(program)
         if isinstance(schedule, LRScheduler):
             self._programs[program] = _Watched(schedule, accumulate_steps, deque(maxlen=accumulate_steps))
