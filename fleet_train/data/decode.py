@@ -110,7 +110,7 @@ class ImageSettings:
 
     image_size: int = 224
     resize_size: int | None = None
-    """For evaluation: length of the shorter side before the middle is cut out. None = image_size * 256 / 224."""
+    """Pixels of the shorter side, in evaluation, before the middle is cut out. None = image_size * 256 / 224."""
     min_area: float = 0.08
     """Training crops cover at least this share of the image."""
     color_jitter: float = 0.4

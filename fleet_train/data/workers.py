@@ -286,7 +286,7 @@ class WorkerPool:
         self._hello = hello
         self._task_seconds = task_seconds
         self._replaced: deque[float] = deque(maxlen=MOST_REPLACED)
-        """When (monotonic)."""
+        """When workers were replaced, of ``time.monotonic``, in seconds."""
         self._waiting: deque[Task] = deque()
         self._next_number = 0
         self._workers: list[_Worker] = []
