@@ -144,7 +144,7 @@ class Examiner:
         return Signpost(node, self.participants.access, ["doctor"], facts)
 
     def _facts(self, held: dict[int, str]) -> NodeFacts:
-        """Of this node, as far as they are requested."""
+        """Measure the facts of this node, as far as they are requested."""
         groups, node, options = self.options.groups, self._node, self.options
         facts = NodeFacts(node.index, node.processes)
         if "machine" in groups:

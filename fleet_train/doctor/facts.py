@@ -47,7 +47,8 @@ class Processors:
     quota: float = float(UNLIMITED)
     """The number of processors that the control groups' quota allows."""
     gflops: float = 0.0
-    """Of one processor: the best of many products of two small matrices. 0: not measured."""
+    """Speed of one processor in 1e9 operations a second: the best of many products of two small matrices; 0:
+    unknown."""
     share: float = 1.0
     """The share of one processor that a busy thread got during the measurement."""
 
@@ -75,7 +76,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Route:
-    """To another node: interface and source address; empty: no route."""
+    """The route to another node: interface and source address; empty: no route."""
 
     interface: str
     source: str
@@ -239,7 +240,7 @@ class Examination:
     groups: dict[int, GroupResult] = field(default_factory=dict)
     started_port: int = 6170
     difference: str = ""
-    """In what the doctor of another node was started differently, so that the two did not meet; empty: in nothing."""
+    """What differs in the start of another node's doctor, so that the two did not meet; empty: nothing."""
     present: tuple[int, ...] = ()
     """The nodes that have come."""
     cut_off: str = ""

@@ -76,7 +76,7 @@ class Meeting:
         return {node: door for node, door in self.read("here", Door).items() if node in present}
 
     def _connected(self, deadline: float) -> StoreClient:
-        """To the store of node 0, at the first of its ports that has one: another program may have those before it."""
+        """Connect to node 0's store, at the first of its ports that has one: another program may have earlier ones."""
         there, refusals, turn = self._there, dict[int, str](), 0
         while True:
             outcomes = {each.port: each.outcome for each in dial(there.node, {0: there.ports[0]})}
@@ -115,7 +115,7 @@ class Meeting:
         )
 
     def _say(self, missing: Iterable[int], deadline: float) -> bool:
-        """From time to time; whether it has."""
+        """Log, from time to time, which nodes are missing; returns whether it has."""
         now = time.monotonic()
         if now <= self._word_at:
             return False

@@ -28,7 +28,7 @@ _CLOCK, _NUMBER = struct.Struct(">d"), struct.Struct(">I")
 def dial(
     node: Node, ports: Mapping[int, Iterable[int]], seconds: float = timeouts.DOCTOR_CONNECT_SECONDS
 ) -> tuple[PortTry, ...]:
-    """From this node: all of these ports of other nodes, by node, at once."""
+    """Connect from this node to all of these ports of other nodes, by node, at once."""
 
     def dial_one(other: int, port: int) -> PortTry:
         try:
@@ -79,7 +79,7 @@ class Rounds:
         self._clock = clock
 
     def measure(self, seconds: float) -> None:
-        """In these seconds, and at most one round longer."""
+        """Measure the pairs in these seconds, and at most one round longer."""
         own, nodes, began = self._node.index, sorted(self._doors), time.monotonic()
         flow = stream_seconds(len(nodes), seconds)
         for number in range(len(nodes)):
@@ -151,7 +151,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def partner(nodes: Sequence[int], node: int, number: int) -> int:
-    """Of a node in a round: each pair meets in one of as many rounds as there are nodes; itself where it has none."""
+    """The partner of a node in a round: each pair meets in one of as many rounds as there are nodes; else itself."""
     return nodes[(number - nodes.index(node)) % len(nodes)]
 
 

@@ -35,7 +35,8 @@ class Participants:
 
 
 def find(where: Where, join_timeout_seconds: float) -> Participants | None:
-    """None for a process that its launcher started next to another one on the same node, which does the work.
+    """Find the examined nodes. None for a process that its launcher started next to another one of the node, which does
+    the work.
 
     Raises ClusterError for flags or variables that describe no usable cluster.
     """

@@ -101,7 +101,8 @@ class AfterFailure:
         self._kills = oom_kills()
 
     def line(self) -> str:
-        """At most one line; empty if nothing is found. Takes at most a few seconds, and raises nothing."""
+        """The first finding that fails as a line; empty if there is none. Takes a few seconds at most, raises
+        nothing."""
         try:
             finding = next((finding for finding in self._findings() if finding.level == FAIL), None)
         except (OSError, ValueError, RuntimeError):

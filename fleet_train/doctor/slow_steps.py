@@ -120,7 +120,7 @@ def _sums(step: TimelineStep) -> dict[tuple[str, str], float]:
 
 
 def _last_arrivals(followed: int, steps: dict[int, TimelineStep]) -> Arrivals:
-    """For each collective and barrier of the followed rank, and each packing: which rank began it last, and when."""
+    """The rank that began each collective, barrier and packing of the followed rank last, and when."""
     by_key: defaultdict[tuple[tuple[str, str, str], int], dict[int, Span]] = defaultdict(dict)
     for rank, step in steps.items():
         seen: Counter[tuple[str, str, str]] = Counter()

@@ -245,14 +245,14 @@ def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
 
 
 def answer_of(packet: bytes, nonce: bytes) -> bytes:
-    """For a packet of `sweep_packet_sizes`: its first bytes, which contain its size; nothing for any other."""
+    """The answer to a packet of `sweep_packet_sizes`: its first bytes, which contain its size; nothing for others."""
     if len(packet) < _HEAD.size or packet[:8] != nonce[:8]:
         return b""
     return packet[: _HEAD.size] if _HEAD.unpack_from(packet)[1] == len(packet) + HEADERS_BYTES else b""
 
 
 def held_ports(address: str, ports: Iterable[int]) -> dict[int, str]:
-    """Those that cannot be opened, or would refuse only a second listener, and their processes."""
+    """The ports that cannot be opened, or would refuse only a second listener, and their processes."""
     return {port: str(port_owner(port, address)) for port in ports if not port_is_free(address, port)}
 
 
