@@ -112,7 +112,7 @@ def is_worth_cutting(gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
 
 
 def _bytes(gradients: Sequence[TensorSpec]) -> int:
-    """Of those that are sent whole, in buckets that can be cut."""
+    """The bytes of the gradients that are sent whole, in buckets that can be cut."""
     return sum(gradient.nbytes for gradient in gradients if not gradient.rows)
 
 
@@ -137,7 +137,7 @@ def _candidates(
 
 
 def _on_communicators(buckets: Buckets, plan: CommPlan, number: int) -> tuple[Buckets, CommPlan]:
-    """The same buckets, assigned in turn to ``number`` communicators."""
+    """Assign the buckets in turn to ``number`` communicators."""
     taken = tuple(replace(bucket, communicator=bucket.index % number) for bucket in plan.buckets)
     return replace(buckets, communicators=number), replace(plan, buckets=taken, communicators=number)
 

@@ -68,7 +68,7 @@ class RowsSimulation:
         return results
 
     def _chosen(self, gradients: Gradients) -> tuple[list[bool], list[int]]:
-        """Of each table: whether it goes whole, and the most rows that a rank has."""
+        """Decide for each table whether it goes whole; also returns the most rows that a rank has."""
         most = [
             max(int(np.any(rank[i].reshape(rank[i].shape[0], -1), axis=1).sum()) for rank in gradients)
             for i in range(len(self._bucket.gradients))
