@@ -76,9 +76,9 @@ class Facts:
         return not self.is_dynamic and (self.is_fluid_script or self.enables_static or self.makes_programs)
 
     makes_programs: bool = False
-    """Beside the default ones."""
+    """Whether the script makes programs beside the default ones."""
     makes_old_executor: bool = False
-    """Its executor is that of `fleet_train.compat`, or becomes it: fetched scalars have the dimension that they had."""
+    """Whether the executor is, or becomes, that of `fleet_train.compat`: fetched scalars keep their old dimension."""
     numpy: str = ""
     """The name by which the module knows numpy."""
     variables: dict[Kind, set[tuple[int, str]]] = field(default_factory=lambda: defaultdict(set))
@@ -289,7 +289,7 @@ class FactFinder(Names, cst.CSTVisitor):
         return is_run(value) or self.holds("fetched values", value)
 
     def _kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Of a variable that is given ``value``."""
+        """The kind of a variable that is given ``value``; None if it is not known."""
         if is_run(value):
             return "fetched values"
         if isinstance(value, cst.Subscript) and index(value).lstrip("-").isdigit():

@@ -86,7 +86,7 @@ def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call)
 
 
 def cuda_place(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """In a fleet script every rank has its device, on CPUs too; else the place stays."""
+    """Give every rank its own device in a fleet script, on CPUs too; else the place stays."""
     if not script.facts.is_fleet_script:
         return None
     mark_early_place(script, original)

@@ -53,7 +53,7 @@ def _named_list(argument: cst.Arg) -> cst.Arg | None:
 
 
 def _may_list_names(argument: cst.Arg | None) -> bool:
-    """Not the parameters of a layer, which are values today as well."""
+    """Whether an argument may list names: not if it is a layer's parameters, which are values today as well."""
     return argument is not None and not re.search(r"^None$|\.parameters\(\)$", source(argument.value))
 
 
