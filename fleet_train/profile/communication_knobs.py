@@ -240,7 +240,7 @@ _WITH_MOMENTUM = OnlyWith("outer_optimizer", WITH_MOMENTUM, default_fits=True)
 
 
 class LocalSgdKnobs(CommunicationKnobs):
-    """When parameters are averaged, what is sent, and how the average is used."""
+    """Knobs that say when parameters are averaged, what is sent, and how the average is used."""
 
     use_local_sgd: bool = knob(
         False,

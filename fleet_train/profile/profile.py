@@ -51,16 +51,16 @@ class Profile(Settings):
         return frozenset(self.model_fields_set - DESCRIPTIVE)
 
     def origin(self, knob: str) -> str:
-        """Where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
+        """The place where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
         return self._origins.get(knob, "default")
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where each setting, and each variable (``environment.NAME``), was written."""
+        """The place where each setting, and each variable (``environment.NAME``), was written."""
         return self._origins
 
     def settings(self) -> dict[str, Any]:
-        """Only the knobs that were set, with name and description: enough to rebuild this profile."""
+        """The knobs that were set, with name and description: enough to rebuild this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
 
     def shown_settings(self) -> dict[str, Any]:

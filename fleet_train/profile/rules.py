@@ -176,7 +176,7 @@ def _fragment_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
-    """Not in the table of pairs: mixed precision goes with both, float16's loss scale with neither."""
+    """Contradictions of float16's loss scale; not in the table of pairs, as mixed precision goes with both knobs."""
     if settings.get("amp_level", "O0") == "O0" or settings.get("amp_dtype") != "float16":
         return []
     clash, problems = "does not go with amp_dtype: float16", []

@@ -83,7 +83,7 @@ class TensorSpec:
     dtype: str
     is_whole: bool = False
     rows: int = 0
-    """Of an embedding's table whose touched rows are sent: as many as a rank's step is planned to touch; 0 = whole."""
+    """Rows that a rank's step is planned to touch in an embedding's table of which rows are sent; 0 = sent whole."""
 
     @property
     def elements(self) -> int:
@@ -143,9 +143,9 @@ class CollectiveSpec:
     """Over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
     owners: int = 0
-    """Only within each group of so many neighbours, the owners of a sharded optimizer; 0 = over all ranks."""
+    """Neighbours of a group, the owners of a sharded optimizer, that it stays within; 0 = it goes over all ranks."""
     copies: bool = False
-    """Instead between the ranks of all these groups that own the same."""
+    """Whether it goes between the ranks of all these groups that own the same instead."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Piece:
     rows: int = 0
 
     def of(self, gradient: TensorSpec) -> TensorSpec:
-        """Its own name and shape."""
+        """The piece of a gradient with its own name and shape."""
         return replace(gradient, shape=(self.rows, *gradient.shape[1:])) if self.rows else gradient
 
 
@@ -222,13 +222,13 @@ class CodingCosts:
     computing. By default those of float32."""
 
     handing: float = 0.12e-9
-    """On the computing thread, before a bucket is passed to its communicator: copies."""
+    """Cost on the computing thread, before a bucket is passed to its communicator: copies."""
     codec: float = 0.05e-9
-    """On the communicators' threads: coding (quantised by compiled loops) and copies."""
+    """Cost on the communicators' threads: coding (quantised by compiled loops) and copies."""
     waiting: float = 3.5e-9
-    """How much longer that takes while computing: zero if enough processors are idle."""
+    """How much longer coding takes while computing: zero if enough processors are idle."""
     taken: float = 4e-9
-    """How much longer the concurrent computing takes."""
+    """How much longer the computing takes meanwhile."""
 
 
 class NumpyReference(Protocol):
@@ -270,9 +270,9 @@ class Compression:
     words: str
     """What is sent of a gradient, for the knob's text."""
     family: Family | None = None
-    """None for the only one that is no strategy: all of a gradient."""
+    """The family of strategies that it belongs to; None for the only one that is no strategy: all of a gradient."""
     knobs: type[BaseModel] | None = None
-    """Its settings: knobs of the profile, with their texts."""
+    """The compression's settings: knobs of the profile, with their texts."""
     wire_dtype: str = ""
     """The dtype on the wire; empty = the gradient's own. With local groups, only between their leaders."""
     has_error_feedback: bool = False

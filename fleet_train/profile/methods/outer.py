@@ -57,10 +57,10 @@ _LISTED = (
     DiLoCo("diloco", "Nesterov on the averaged difference", "Douillard et al. 2023 (DiLoCo)"),
 )
 OUTER_OPTIMIZERS: dict[str, OuterOptimizer] = {optimizer.name: optimizer for optimizer in _LISTED}
-"""By the value of the knob ``outer_optimizer``."""
+"""All outer optimizers by the value of the knob ``outer_optimizer``."""
 WITH_MOMENTUM = tuple(name for name in OUTER_OPTIMIZERS if name != "none")
 
 
 def outer_optimizer_of(name: str) -> OuterOptimizer:
-    """By the knob's value. Raises ConversionError for an unknown one."""
+    """The outer optimizer of a knob's value. Raises ConversionError for an unknown one."""
     return entry_of("outer_optimizer", name, OUTER_OPTIMIZERS, "formula")
