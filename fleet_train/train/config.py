@@ -71,7 +71,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best evaluation, however old it is."""
+    """Whether the checkpoint with the best evaluation is kept as well, however old it is."""
     background_checkpoints: bool = False
     """Write checkpoints in a thread during training."""
     checkpoint_timeout: float = timeouts.CHECKPOINT_SECONDS
@@ -139,7 +139,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
 
     @property
     def data_name(self) -> str:
-        """For people."""
+        """The name of the data in messages and reports."""
         return self.data if self.data_dir is None else self.data_dir
 
     def as_json(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class MetricSink(Protocol):
 
 
 class NullSink:
-    """For ranks that do not report, so that call sites need no `if rank == 0`."""
+    """A sink for ranks that do not report, so that call sites need no `if rank == 0`."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         pass
@@ -144,7 +144,7 @@ class UserSinks(TeeSink):
                 )
         self._sinks = sinks
         self._broken: set[int] = set()
-        """Their indices."""
+        """The indices of sinks that have raised an exception."""
 
     def _call(self, name: str, *arguments: Any) -> None:
         for index, sink in enumerate(self._sinks):
@@ -384,7 +384,7 @@ class AppendOnlyFile:
 
 
 def keep_logs(output: Path) -> None:
-    """Before the new run writes. Raises OSError."""
+    """Keep the logs of the earlier run, before the new one writes. Raises OSError."""
     images = [path for path in (output / "images").glob("*.png") if not path.name.startswith(_KEPT)]
     for log in (*_logs(output), *images):
         if log.is_file():
@@ -397,9 +397,7 @@ def keep_logs(output: Path) -> None:
 
 
 def restore_logs(output: Path) -> None:
-    """At a start: if the new run has ended without a checkpoint, the logs are again those of the earlier one. Raises
-    OSError.
-    """
+    """Restore the earlier run's logs, at a start after a run that has ended without a checkpoint. Raises OSError."""
     for kept in _kept_logs(output):
         os.replace(kept, kept.with_name(kept.name.removeprefix(_KEPT)))
 

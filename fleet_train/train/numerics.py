@@ -100,7 +100,7 @@ class LossWatch:
 
 
 def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> str:
-    """Which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
+    """Say which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
     return f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; {_batch_in_words(indices, batch)}"
 
 
@@ -145,7 +145,7 @@ class WeightAverage:
         self._program: Any = None
 
     def follow(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
-        """For `DistributedOptimizer.around_update`."""
+        """Update the parameters, and then the average; for `DistributedOptimizer.around_update`."""
         operators = update(pairs)
         for parameter, gradient in pairs:
             if gradient is None:

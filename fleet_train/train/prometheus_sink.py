@@ -94,7 +94,7 @@ class PrometheusSink(NullSink):
         return families(replace(shown, rank_age_seconds=ages, rank_up=is_up))
 
     def _ask_who_is_gone(self) -> Mapping[int, str] | None:
-        """None if unknown: the job's store does not answer."""
+        """Ask which ranks are gone, and why; None if unknown: the job's store does not answer."""
         asked_at, gone = self._last_gone
         if time.monotonic() - asked_at < timeouts.METRICS_ASK_AGAIN_SECONDS:
             return gone
@@ -107,8 +107,8 @@ class PrometheusSink(NullSink):
 
 
 def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
-    """On rank 0 a `PrometheusSink` with the other ranks' state, elsewhere a `NullSink`. All ranks call it; if it cannot
-    listen, it raises ClusterError on all."""
+    """Open a `PrometheusSink` with the other ranks' state on rank 0, a `NullSink` elsewhere. All ranks call it; if it
+    cannot listen, it raises ClusterError on all."""
     made: list[MetricSink] = []
     ask_first_worker(lambda: made.append(PrometheusSink(port, host, fleet.gone_workers)))
     return made[0] if made else NullSink()

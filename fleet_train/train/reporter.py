@@ -133,7 +133,7 @@ class Reporter:
 
 
 def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float]:
-    """Where the time of a step went, on this rank and over the ranks. Compute is the rest."""
+    """The parts of a step's time, on this rank and over the ranks, by tag. Compute is the rest."""
     data_ms = speed.step_ms * speed.data_wait_share
     exposed_ms = min(communication.exposed_ms, speed.step_ms - data_ms)
     compute_ms = speed.step_ms - data_ms - exposed_ms
@@ -247,14 +247,14 @@ class StragglerWatch:
 
 
 class Speed(NamedTuple):
-    """Of the steps since the last reading."""
+    """The speed of the steps since the last reading."""
 
     samples_per_second: float
-    """Over all ranks."""
+    """Samples per second over all ranks."""
     step_ms: float
-    """The time of an update: with gradient merge, of all its micro-batches."""
+    """Milliseconds of an update: with gradient merge, of all its micro-batches."""
     data_wait_share: float
-    """0 = data was always ready, 1 = only waiting."""
+    """The share of time spent on waiting for data: 0 = data was always ready, 1 = only waiting."""
 
 
 class StepMeter:
@@ -279,7 +279,7 @@ class StepMeter:
         self._waited = 0.0
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """The same batches; the time to get each one counts as waiting."""
+        """Yield the same batches, and count the time to get each one as waiting."""
         source = iter(batches)
         while True:
             asked = self._clock()

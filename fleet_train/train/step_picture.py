@@ -30,7 +30,7 @@ _COLOURS = {
     OTHER_RUN: (140, 150, 160),
     "call": (180, 120, 140),
 }
-"""Of each kind of piece and event; also the order in the legend."""
+"""The colour of each kind of piece and event; also the order in the legend."""
 _TICKS = (1, 2, 5)
 
 

@@ -27,7 +27,7 @@ _held: dict[tuple[int, int], BinaryIO | None] = {}
 
 
 def _leave_to_parent() -> None:
-    """In a forked process, which may outlive its parent: closing a copy does not release the parent's lock."""
+    """Drop the locks in a forked process, which may outlive its parent: closing a copy does not release the lock."""
     while _held:
         if (file := _held.popitem()[1]) is not None:
             file.close()

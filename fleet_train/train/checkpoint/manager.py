@@ -44,7 +44,7 @@ class TrainState:
     consumed_samples: int = 0
     """Samples of the current epoch that all ranks together have trained on; 0 between epochs."""
     epoch_losses: list[list[float]] = field(default_factory=list)
-    """By rank: sum and number of the losses fetched in the current epoch."""
+    """The sum and the number of the losses fetched in the current epoch, by rank."""
     batches: int | None = None
     """Batches (micro-batches) of each rank since the beginning of the run. None: those of its steps."""
     pending_batches: int = 0
@@ -323,7 +323,7 @@ class Checkpoints:
         return copies.lacking(name) if name else ""
 
     def _refuse_unsaved(self) -> None:
-        """On rank 0. Raises NotSaved if the last write failed."""
+        """Raise NotSaved on rank 0 if the last write failed."""
         if self._attempt is None or not self._attempt.problem:
             return
         try:
@@ -456,7 +456,7 @@ class _Attempt:
         return not self._thread.is_alive()
 
     def _finish_at_exit(self) -> None:
-        """In a script that does not call `finish`."""
+        """Finish the last write at the exit of a script that does not call `finish`."""
         if self._ends_within(self._timeout_seconds) and self._error is not None:
             self._report(self._message(self._error))
 

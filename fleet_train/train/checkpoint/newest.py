@@ -25,7 +25,7 @@ class HeldCheckpoint(NamedTuple):
     progress: TrainingProgress
     rank: int
     run: TrainingRun | None
-    """None if its marker cannot be read."""
+    """The run that wrote the checkpoint; None if its marker cannot be read."""
     name: str
 
 

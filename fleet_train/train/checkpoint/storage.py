@@ -74,17 +74,17 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def draft_of(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is published."""
+    """The folder in which a checkpoint is written before it is published."""
     return checkpoints / f"{_WRITING}step-{step:08d}"
 
 
 def copy_of(checkpoints: Path, name: str) -> Path:
-    """Where a checkpoint of another node is written before it counts."""
+    """The folder in which a checkpoint of another node is written before it counts."""
     return checkpoints / f"{_COPYING}{name}"
 
 
 def _replaced_path(final: Path) -> Path:
-    """Where an earlier checkpoint of the same step is kept while the new one replaces it."""
+    """The folder in which an earlier checkpoint of the same step is kept while the new one replaces it."""
     return final.with_name(f"{_REPLACED}{final.name}")
 
 
@@ -204,9 +204,8 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def of_latest_run(checkpoints: Path) -> list[Path]:
-    """Those of `complete` that belong to the run begun last, or that are damaged. Others are there if a process was
-    killed between the first checkpoint of a run and the removal of the one that it replaces.
-    """
+    """The published checkpoints that belong to the run begun last, or that are damaged. Others are there if a process
+    was killed between the first checkpoint of a run and the removal of the one that it replaces."""
     runs = {path: None if saved is None else saved.run for path, saved in published(checkpoints).items()}
     latest = max((run for run in runs.values() if run is not None), default=None)
     return [path for path, run in runs.items() if run in (latest, None)]
