@@ -163,7 +163,7 @@ def _quieten_unless_verbose(context: click.Context, _: click.Parameter, verbose:
 
 
 def quieten(environ: MutableMapping[str, str]) -> None:
-    """Call before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` have precedence."""
+    """Silence known warnings, before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` come first."""
     if any(name in environ for name in _LAUNCHERS):
         return
     from fleet_train.launch.terminal import WARNINGS

@@ -84,8 +84,8 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
 
 
 def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
-    """The scripts, before one is written, and what is wrong with those that cannot be read. Says every few seconds how
-    far it has come."""
+    """Port the scripts, before one is written; also returns what is wrong with those that cannot be read. Says every
+    few seconds how far it has come."""
     from fleet_train.port import script
 
     ported, unreadable, told = list[script.Ported](), list[str](), time.monotonic()
@@ -101,7 +101,7 @@ def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
 
 
 def _list_marks(ported: list[Ported]) -> None:
-    """Prints to stderr, so that stdout stays a diff that `patch` accepts."""
+    """Print what is left to do by hand to stderr, so that stdout stays a diff that `patch` accepts."""
     marks = [mark for result in ported for mark in result.marks]
     if marks:
         click.echo(f"\nTo do by hand ({len(marks)}; lines of the ported scripts):", err=True)

@@ -26,7 +26,7 @@ def catalogue() -> list[dict[str, str]]:
 
 
 def _reason(name: str) -> str:
-    """One profile that does not load must not hide the others."""
+    """The description of a profile, or why it does not load: one that does not must not hide the others."""
     try:
         return load_profile(name).description
     except ProfileError as error:

@@ -134,7 +134,7 @@ NO_HOST = "is no host name: between two dots there are 1 to 63 characters"
 
 
 def may_be_host(text: str) -> bool:
-    """Whether the resolver can be asked for it: it raises a UnicodeError for ``a..b``."""
+    """Whether the resolver can be asked for a text: it raises a UnicodeError for ``a..b``."""
     try:
         text.encode("idna")
     except UnicodeError:

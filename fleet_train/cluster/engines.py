@@ -18,7 +18,7 @@ ENGINE = "FLEET_TRAIN_ENGINE"
 MASTER = "FLEET_TRAIN_MASTER"
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
+"""Addresses to which Debian's /etc/hosts maps a machine's own name: other machines cannot use them."""
 # Nothing is sent there: it only selects the route by which packets leave this machine.
 _ANYWHERE = "192.0.2.1"
 
@@ -109,7 +109,7 @@ def alone_in_allocation(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Addresses. ``hosts``: of all nodes in the engine's order, if it lists them."""
+    """The place where the processes meet. ``hosts``: addresses of all nodes in the engine's order, if it lists them."""
 
     master: str
     port: int
@@ -182,7 +182,7 @@ def _look_up(host: str) -> str:
 
 
 def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
-    """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
+    """Slurm's address of each node; empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
     lines = network.output_of(command, timeouts.SCONTROL_SECONDS).splitlines()
     pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in lines)

@@ -32,7 +32,7 @@ def package_versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """Empty if it is not installed."""
+    """The version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -119,12 +119,12 @@ def one_line() -> str:
 _ROOT = Path("/")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
-"""Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
+"""Bytes from which on there is no limit: version 1 of control groups writes about 2**63 then."""
 _CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNORECASE)
 
 
 def system(root: Path = _ROOT) -> str:
-    """``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
+    """The operating system in words: ``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
     named = re.search(r'^PRETTY_NAME="?([^"\n]*)', text_of(root / "etc/os-release"), re.MULTILINE)
     libc = " ".join(part for part in platform.libc_ver() if part)
     kernel = f"{platform.system()} {platform.release()}"
@@ -226,7 +226,7 @@ def gpus(root: Path = _ROOT) -> dict[str, object]:
 
 
 def text_of(path: Path) -> str:
-    """Empty if it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -154,7 +154,7 @@ def _agree(flag: str, given: object, variable: str, value: object) -> None:
 
 
 def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
-    """Nodes, this node and the first port, cross-checked.
+    """Read PaddleCloud's nodes, this node and the first port, and cross-check them.
 
     Raises ClusterError naming the variable that is missing or contradicts another one; values of other variables are
     never part of the message.

@@ -109,7 +109,7 @@ class Engine:
 
 
 REDUCTIONS = ("sum", "max", "min")
-"""What every backend can do; NCCL also has ``avg``."""
+"""The reductions that every backend can do; NCCL also has ``avg``."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Collective:
 
 
 def begin_wire(collective: Collective, context: CallContext, enqueued: float = 0.0) -> int:
-    """The collective's event begins; returns what the recorder's ``end`` takes. ``enqueued``: when it was ready."""
+    """Begin the collective's event; returns what the recorder's ``end`` takes. ``enqueued``: when it was ready."""
     if not recorder.is_on:
         return -1
     return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group), enqueued)
@@ -287,7 +287,7 @@ class HostCopy:
         self._array = tensor.numpy().copy()
 
     def read(self) -> Any:
-        """A numpy array. Waits for what was enqueued before the copy; call it a step later."""
+        """The value as a numpy array. Waits for what was enqueued before the copy; call it a step later."""
         return self._array
 
 

@@ -151,7 +151,7 @@ class ThreadEngine(Engine):
 
 
 def _await(future: Future[Any], seconds: float) -> None:
-    """Wait until it is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
+    """Wait until a future is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
     with contextlib.suppress(futures.TimeoutError):
         future.exception(seconds)
 
@@ -252,7 +252,7 @@ class StreamEngine(Engine):
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> InFlight[T]:
-        """``communicator`` is unused here: everything runs on the computing thread."""
+        """Start stages on the computing thread, where everything runs here; ``communicator`` is unused."""
         del communicator
         if barrier is not None:
             barrier.result()
@@ -348,7 +348,7 @@ class OnCalcStream:
         self._moment = moment
 
     def wait(self) -> None:
-        """Whatever follows on the stream waits anyway."""
+        """Do nothing: whatever follows on the stream waits anyway."""
 
     def is_completed(self) -> bool:
         return self._moment.has_passed()
@@ -394,8 +394,8 @@ class Watchdog:
         self._has_failed = False
 
     def watch(self, task: Any, context: CallContext, event: int = -1) -> None:
-        """``task``: Paddle's, with ``is_completed()``. ``event``: of the flight recorder, which ends when this sees the
-        end of the task, up to `timeouts.WATCHDOG_POLL_SECONDS` later."""
+        """Watch a task. ``task``: Paddle's, with ``is_completed()``. ``event``: of the flight recorder, which ends when
+        this sees the end of the task, up to `timeouts.WATCHDOG_POLL_SECONDS` late."""
         with self._lock:
             going_on = [watched for watched in self._watched if not watched.has_ended]
             if not going_on:
@@ -435,7 +435,7 @@ class Watchdog:
                 return
 
     def _ask(self) -> bool:
-        """A store that does not answer counts as gone, with the rank that hosts it."""
+        """Whether a collective cannot end. A store that does not answer counts as gone, with the rank that hosts it."""
         try:
             return self._is_hopeless()
         except FleetTrainError:

@@ -101,7 +101,7 @@ class GradientExchange:
         whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
         self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
         self.first_parameter = plan.buckets[0].gradients[0].name
-        """One that this communicates for: a training is where it is."""
+        """The name of a parameter that this communicates for: a training is where it is."""
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._names = [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
@@ -113,7 +113,7 @@ class GradientExchange:
             self._proof = OwnStreamProof(job, job.engine) if self._stream == OWN else None
 
     def _new_training(self) -> Training:
-        """One that remembers nothing. The groups that communicate are shared by all of them."""
+        """A training that remembers nothing. The groups that communicate are shared by all trainings."""
         job, plan, profile = self._job, self._plan, self._profile
         sharded = [
             make_sharded(bucket, self._owners[bucket.communicator], job, profile)
@@ -399,7 +399,7 @@ class GradientExchange:
         self._now.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
-        """See `RankAveraging.synchronise`; without LocalSGD all ranks hold the same values already."""
+        """Make tensors equal on all ranks, as `RankAveraging.synchronise`; without LocalSGD they are equal already."""
         if self.averaging is not None:
             self.averaging.synchronise(tensors, self.step)
 

@@ -52,7 +52,7 @@ class FiniteCheck:
         self.found, self._flags = "", []
 
     def see(self, names: Sequence[str], gradients: Sequence[Any]) -> None:
-        """A bucket's own gradients, before they are sent. Raises NotFinite where that is asked for."""
+        """Look at a bucket's own gradients, before they are sent. Raises NotFinite where that is asked for."""
         if not self.is_asked_for:
             return
         floats = [value for value in gradients if value.dtype in _FLOATS and math.prod(value.shape)]
@@ -145,11 +145,11 @@ class Rollback:
         self._before: list[tuple[Remembers, dict[str, Any]]] = []
 
     def remember(self, methods: Sequence[Remembers]) -> None:
-        """Copy their state: a step begins."""
+        """Copy the methods' state: a step begins."""
         self._before = [(method, method.state()) for method in methods]
 
     def undo(self) -> None:
-        """Give it back: the step is skipped."""
+        """Give the methods the copied state back: the step is skipped."""
         for method, state in self._before:
             method.load_state(state)
 

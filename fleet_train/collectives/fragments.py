@@ -136,7 +136,7 @@ class Fragment:
 
 
 def _groups_of(values: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """The values of each of their `flats`."""
+    """Values by the dtype of their mean, as `flats` has them in one buffer each."""
     return [[values[i] for i in positions] for positions in by_mean_dtype([v.dtype for v in values]).values()]
 
 

@@ -270,7 +270,7 @@ class Job:
         return []
 
     def carries_out(self, plan: CommPlan) -> bool:
-        """Asked when all ranks have the same plan: whether the program is to get its operators."""
+        """Whether the program is to get its operators; asked when all ranks have the same plan."""
         del plan
         return True
 

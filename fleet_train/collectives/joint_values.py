@@ -140,7 +140,7 @@ class JointValues:
         return own
 
     def _emit(self, exchange: Any, values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """The operator gets its place in the chain at the end (``chain_in_program_order``)."""
+        """Emit an operator, which gets its place in the chain at the end (``chain_in_program_order``)."""
         return emit_link("joint", exchange, token(), values, outputs)[1:]
 
     def _name(self) -> str:
@@ -173,7 +173,7 @@ class JointValues:
             return running.result()
 
     def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: SampleNumbers) -> Stages[list[Any]]:
-        """Sent as bytes, so that any dtype works; ranks with fewer samples send zeros behind them."""
+        """Gather all ranks' samples as bytes, so that any dtype works; ranks with fewer send zeros behind them."""
         yield HAND_OVER
         by_rank = shapes.result()
         ranks = range(self._job.world_size)
@@ -212,7 +212,7 @@ class JointValues:
         return [part.reshape(tensor.shape).cast(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _count(self, values: Sequence[Any], kind: str = "allgather", dtype: Any = paddle.float64) -> None:
-        """An unknown dimension counts as 1: of samples that are gathered, the bytes of one."""
+        """Count an exchange for the plan. An unknown dimension counts as 1: of gathered samples, the bytes of one."""
         item_bytes = ITEM_BYTES.get(str(dtype).rpartition(".")[2], 1)
         elements = sum(math.prod(max(size, 1) for size in value.shape) for value in values)
         self.exchanges.append(CollectiveSpec(kind, elements * item_bytes, item_bytes, flat=True))
@@ -225,7 +225,7 @@ _of_programs: weakref.WeakKeyDictionary[Any, JointValues] = weakref.WeakKeyDicti
 
 
 def joint_values_of(program: Any, job: Job) -> JointValues:
-    """The one of a program, for all that exchanges values in it."""
+    """The joint values of a program, for all that exchanges values in it."""
     if program not in _of_programs:
         _of_programs[program] = JointValues(job)
     return _of_programs[program]

@@ -164,7 +164,7 @@ _TYPES = {paddle.float32: "<f4", paddle.float64: "<f8", paddle.uint8: "|u1", pad
 
 
 class _Memory:
-    """Gives numpy the address; the array keeps this object, and with it the tensor."""
+    """A tensor's memory for numpy, which gets the address; the array keeps this object, and with it the tensor."""
 
     def __init__(self, tensor: Any, elements: int, kind: str) -> None:
         self.tensor = tensor

@@ -66,7 +66,7 @@ class ReplicaCheck:
         self._steps = 0
         self._start_is_checked = False
         self._pending: list[tuple[str, Sequence[str], HostCopy]] = []
-        """(moment, names, digests on their way to the host)."""
+        """The comparisons under way: (moment, names, digests on their way to the host)."""
 
     @property
     def is_asked_for(self) -> bool:
@@ -96,7 +96,7 @@ class ReplicaCheck:
             compare_digests(self._job, moment, names, [int(digest) for digest in copy.read()])
 
     def _compare(self, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
-        """Now, or a step later where the host must not wait for the device."""
+        """Compare values now, or a step later where the host must not wait for the device."""
         engine = self._job.engine
         if engine.reads_values:
             with self._job.clock.exposed():

@@ -56,7 +56,7 @@ class SamplesCheck:
         self._words = _GRADIENTS
 
     def fed(self, feed: Any) -> None:
-        """What the next run is fed, as `Executor.run` takes it."""
+        """Note what the next run is fed, as `Executor.run` takes it."""
         if self._is_over or self._runs > 2 * _LAST_RUN:
             return
         self._compare()
@@ -118,7 +118,7 @@ class Sketch:
         return sum(self._kept.values()) < _LEAST_SAMPLES
 
     def keep(self, numbers: Numbers) -> None:
-        """Read these."""
+        """Keep numbers of samples that were read."""
         self.runs += 1
         for number in numbers[numbers <= self._bound].tolist():
             self._kept[number] = self._kept.get(number, 0) + 1
@@ -181,7 +181,7 @@ def _mixed(arrays: Sequence[NDArray[Any]], rows: int) -> Numbers:
 
 
 def _scattered(values: Numbers) -> Numbers:
-    """Source: the last step of SplitMix64."""
+    """Numbers scattered over all 64 bits, by the last step of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Numbers = values ^ (values >> np.uint64(31))

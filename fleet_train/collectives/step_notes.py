@@ -179,7 +179,7 @@ class StepClock:
         self._unread.sent_bytes += nbytes
 
     def read(self) -> Times:
-        """What the script has not read yet; restarts the count and the current step.
+        """The times that the script has not read yet; restarts the count and the current step.
 
         So a script that reads before it continues training keeps an evaluation or a save out of its step times.
         """
@@ -191,7 +191,7 @@ class StepClock:
         return times
 
     def read_unsent(self) -> Times:
-        """What has not been sent to the other ranks yet; restarts the count."""
+        """The times that have not been sent to the other ranks yet; restarts the count."""
         self._count()
         times, self._unsent = self._unsent, Times()
         return times

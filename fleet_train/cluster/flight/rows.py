@@ -135,7 +135,7 @@ def _pace(ring: Ring) -> _Pace | None:
 
 
 def is_silent(ring: Ring, process: ProcessState) -> bool:
-    """Whether its recorder's thread, which nothing but Python's lock and the processor keeps, writes nothing."""
+    """Whether a rank's recorder, which nothing but Python's lock and the processor keeps, writes nothing."""
     is_able = ring.heartbeat and process.letter in ("R", "S")
     return bool(is_able) and process.at - ring.heartbeat >= timeouts.TOP_SILENT_SECONDS
 

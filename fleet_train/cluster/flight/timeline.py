@@ -35,7 +35,7 @@ class Span:
     nbytes: int = 0
     thread: int = 0
     is_unfinished: bool = False
-    """``ended`` is then the end of the rank's recording."""
+    """Whether the span had not ended; ``ended`` is then the end of the rank's recording."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ class TimelineStep:
 
     @property
     def waited(self) -> float:
-        """Seconds in which its program waited for other ranks."""
+        """Seconds in which the rank's program waited for other ranks."""
         return sum(piece.seconds for piece in self.pieces if piece.kind == "wait")
 
 
@@ -140,7 +140,7 @@ def _steps(events: Sequence[Span], ends: dict[int, Span]) -> dict[int, TimelineS
 
 
 def _pieces(within: Sequence[Span], began: float, ended: float) -> list[Span]:
-    """The step without gaps; of what is inside something else, only a run's own parts count."""
+    """The pieces of a step without gaps; of what is inside something else, only a run's own parts count."""
     pieces: list[Span] = []
     at = began
     for span in within:
@@ -156,7 +156,7 @@ def _pieces(within: Sequence[Span], began: float, ended: float) -> list[Span]:
 
 
 def _of_run(run: Span, within: Sequence[Span]) -> list[Span]:
-    """Forward and backward pass, in which buckets are copied; then waits and updates in turn."""
+    """The parts of a run: forward and backward pass, in which buckets are copied; then waits and updates in turn."""
     inside = [event for event in within if run.began <= event.began and event.ended <= run.ended]
     waits = [event for event in inside if event.kind == "wait"]
     if not waits:

@@ -13,7 +13,7 @@ from fleet_train.files import publish
 from fleet_train.log import logger
 
 MOST_STEPS = 200
-"""A copy of the ring for each stays in memory until the last one has ended."""
+"""The most steps of a trace: a copy of the ring for each stays in memory until the last one has ended."""
 MOST_TRACE_BYTES = (MOST_STEPS + 3) * RING_BYTES
 """The most bytes of a trace, with the copy before the first step, and the one at the end."""
 
@@ -96,7 +96,7 @@ class Trace:
 
 
 current: Trace | None = None
-"""The one asked for last in this process."""
+"""The trace that was asked for last in this process; None without one."""
 
 
 def begin(trace: Trace) -> None:
@@ -106,6 +106,6 @@ def begin(trace: Trace) -> None:
 
 
 def after_run() -> None:
-    """See `Trace.after_run`."""
+    """Tell the current trace, if there is one, that a run of a program has ended."""
     if current is not None:
         current.after_run()

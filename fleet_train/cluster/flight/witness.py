@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 STACKS, ROWS, FAILURE = "stacks", "rows", "failure"
-"""What is asked. After a failure, a stopped rank goes on, to show its stack."""
+"""Questions to a witness. After a failure, a stopped rank goes on, to show its stack."""
 _WANTED, _WITNESS = "stacks/wanted/", "stacks/witness/"
 
 
 class Client(Protocol):
-    """What is needed of the store's client."""
+    """The part of the store's client that a witness needs."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -202,7 +202,7 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_name(rank: int) -> str:
-    """The ring of its flight recorder, which ``timeline`` reads."""
+    """The name of a file with the ring of a rank's flight recorder, which ``timeline`` reads."""
     return f"flight.{rank}.bin"
 
 
@@ -415,7 +415,7 @@ def _is_whole() -> Callable[[Seen], bool]:
 
 
 def _stand(each: Seen, before: ProcessState, lack: str | None, native: bool) -> Stand:
-    """``lack``: None for a rank that has answered; else whether it lacked a processor, in words."""
+    """The stand of a rank. ``lack``: None if it has answered; else whether it lacked a processor, in words."""
     ring, now = each.ring(), replace(ProcessState.of(each.pid), lacks_processor=lack or "")
     threads = parse(each.text(), ring.main_ident) if not before.has_ended else ()
     what = "" if ring.doing is None else ring.doing.words
@@ -425,12 +425,12 @@ def _stand(each: Seen, before: ProcessState, lack: str | None, native: bool) -> 
 
 
 def _signals_caught(pid: int) -> int:
-    """A bit for each signal that it has a handler of."""
+    """The signals that a process has a handler of, a bit for each."""
     return int(_status(pid, "SigCgt") or "0", 16)
 
 
 def _status(pid: int, field: str) -> str:
-    """What ``/proc`` says of it. Raises OSError."""
+    """The text of a process's ``/proc/<pid>/status``. Raises OSError."""
     lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return next((line.partition(":")[2] for line in lines if line.startswith(f"{field}:")), "")
 

@@ -29,7 +29,8 @@ JOB_ID = "FLEET_TRAIN_JOB_ID"
 
 @dataclass(frozen=True)
 class Access:
-    """``source``: this node's own address, from which its connections come (empty: the kernel chooses)."""
+    """What tells a job's connections from others. ``source``: this node's own address, from which its connections come
+    (empty: the kernel chooses)."""
 
     job: str = ""
     secret: bytes | None = field(default=None, repr=False)
@@ -188,7 +189,7 @@ class Callers:
         self._resolving: threading.Thread | None = None
 
     def hears(self, address: str) -> bool:
-        """Whether it is one of theirs, as far as is known now."""
+        """Whether an address is one of the hosts', as far as is known now."""
         if address not in self._known and self._names:
             self._resolve_again()
         return address in self._known

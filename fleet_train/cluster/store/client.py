@@ -52,7 +52,7 @@ _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_after_fork(thing: Any) -> None:
-    """A child that this process forks inherits it: there its ``close_in_child`` is called."""
+    """Call ``close_in_child`` of an object in each child that this process forks, and that inherits it."""
     _inherited.add(thing)
 
 
@@ -73,9 +73,9 @@ class StepNote(NamedTuple):
     busy_ms: float
     wait_ms: float
     stop: str | None = None
-    """Why it asks all members to stop."""
+    """Why the member asks all members to stop; None if it does not."""
     gradients: int | None = None
-    """A digest of its own gradients, in a program's first steps."""
+    """A digest of the member's own gradients, in a program's first steps."""
 
 
 class StepAnswer(NamedTuple):

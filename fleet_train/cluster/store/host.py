@@ -63,12 +63,12 @@ class BindAddress:
 
 
 def needs_relays(cluster: Cluster) -> bool:
-    """A few ranks connect to the root directly, which is the shortest path."""
+    """Whether relays are between ranks and root: a few ranks connect to the root directly, the shortest path."""
     return cluster.world_size > FAN_IN and cluster.node_num > 1
 
 
 def endpoint_of(cluster: Cluster) -> str:
-    """The store's server for this rank."""
+    """The endpoint of the store's server for this rank."""
     if cluster.store_endpoint:
         return cluster.store_endpoint
     node = cluster.this.node_index if needs_relays(cluster) else 0
@@ -83,12 +83,13 @@ def is_host(cluster: Cluster) -> bool:
 
 
 def has_helper(cluster: Cluster) -> bool:
-    """Whether this rank starts such a process: no launcher of ours has, and it is the first of its node."""
+    """Whether this rank starts the process beside it: no launcher of ours has, and it is the first of its node."""
     return not cluster.store_endpoint and cluster.local_rank == 0
 
 
 class StoreHost:
-    """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
+    """The handle of the process beside a rank. Raises ClusterError if the address cannot be bound, or the parent cannot
+    be reached."""
 
     def __init__(self, place: BindAddress | None, job_id: str) -> None:
         """Start the process. Without ``place`` it hosts nothing, and is a witness only."""
@@ -160,7 +161,7 @@ class Watched:
 
 
 class NodeWitness:
-    """Answers for these ranks, as a member of the job's store beside them."""
+    """A witness that answers for a node's ranks, as a member of the job's store beside them."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

@@ -52,7 +52,7 @@ Reply = Callable[[Header, Body], None]
 
 @dataclass
 class Waiter:
-    """``mask``: its members; ``deadline``: on the loop's clock."""
+    """A participant's wait at a barrier. ``mask``: its members; ``deadline``: on the loop's clock."""
 
     mask: int
     deadline: float
@@ -82,7 +82,7 @@ class Barrier:
         return all_members(self.count) & ~self.arrived
 
     def add(self, arrival: Arrival, now: float) -> None:
-        """Raises ProtocolError, TooLarge for the members' data; then they have not arrived."""
+        """Add an arrival. Raises ProtocolError, TooLarge for the members' data; then they have not arrived."""
         self.payload.add(arrival)
         self.arrived |= arrival.mask
         self.withdrawn &= ~arrival.mask
@@ -106,7 +106,7 @@ class StoreNamespace(ABC):
         self._grace_seconds = grace_seconds
 
     def arrive(self, arrival: Arrival) -> None:
-        """Raises ProtocolError for the members' data."""
+        """Let members arrive at a barrier. Raises ProtocolError for their data."""
         barrier = self.pending.get(arrival.key)
         if barrier is None:
             payload = KINDS[arrival.key.kind]()
@@ -131,7 +131,7 @@ class StoreNamespace(ABC):
 
     @abstractmethod
     def _on_timeout(self, barrier: Barrier, late: list[StoreParticipant]) -> None:
-        """The timeout of these has expired."""
+        """Answer the participants ``late``, whose timeout has expired."""
 
     def tick(self, now: float) -> None:
         """Called every few hundredths of a second."""
@@ -181,13 +181,13 @@ class Group:
     barriers: int = 0
     """How many step barriers were completed."""
     times: deque[tuple[int, Body]] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
-    """What the members said about their times at the last ones, by number."""
+    """What the members said about their times at the last step barriers, by the barrier's number."""
     crossed_at: float | None = None
     """Since when all members wait at different barriers."""
 
 
 class Root(StoreNamespace):
-    """The namespace itself."""
+    """The namespace itself, to which other nodes' servers relay."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -201,12 +201,12 @@ class Root(StoreNamespace):
         return self._groups.setdefault(name, Group())
 
     def present(self, group: str) -> set[int]:
-        """Other threads may ask (a racy reading)."""
+        """The members of a group that are present; other threads may ask (a racy reading)."""
         return set(self._groups[group].present.copy()) if group in self._groups else set()
 
     @property
     def has_members(self) -> bool:
-        """Other threads may ask (a racy reading)."""
+        """Whether any member is present; other threads may ask (a racy reading)."""
         return any(group.present for group in self._groups.copy().values())
 
     # barriers
@@ -315,7 +315,7 @@ class Root(StoreNamespace):
         return self._group(fields.text("group", most=MOST_NAME)), fields.integer("member", 0, MOST_MEMBERS - 1)
 
     def put(self, key: str, body: Body) -> bool:
-        """Whether there was room for it; where not, what was there before stays."""
+        """Store a value; returns whether there was room for it: where not, what was there before stays."""
         stored = self._stored_bytes + len(body) - len(self._values.get(key, b""))
         keys = len(self._values) + (key not in self._values)
         if stored > _MOST_STORED_BYTES or keys > _MOST_KEYS:

@@ -58,7 +58,7 @@ class Parent:
         return f"{self.host}:{self.port}"
 
     def dial(self, timeout_seconds: float) -> socket.socket:
-        """Raises ClusterError if the parent does not accept this relay in that time."""
+        """Connect to the parent. Raises ClusterError if it does not accept this relay in that time."""
         identity = {"role": "relay", "namespace": self.namespace, "group": "relay", "member": self.number}
         identity |= {"machine": self.machine, "silence": self.silence_seconds}
         try:
@@ -79,7 +79,7 @@ class Relay(StoreNamespace):
         self._lost = ""
 
     def parent_lost(self, why: str) -> None:
-        """Report it to all that wait, or ask from now on."""
+        """Report the loss of the parent to all that wait, or ask from now on."""
         self._lost = self._lost or f"{self.parent.endpoint}, the parent of this node's relay: {why}"
         for barrier in list(self.pending.values()):
             self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
@@ -133,7 +133,7 @@ class Relay(StoreNamespace):
     # from the parent
 
     def heard(self, head: bytes, body: Body) -> None:
-        """A frame of the parent: an answer to a barrier or a request. Raises ProtocolError.
+        """Read a frame of the parent: an answer to a barrier or a request. Raises ProtocolError.
 
         ``head``: its header as it came.
         """
@@ -168,7 +168,7 @@ def _key(parts: object) -> Key:
 
 
 class Connection(asyncio.Protocol):
-    """``hear`` is given every frame; what it raises, or a frame that is too long, ends the connection."""
+    """A connection of a server. ``hear`` is given every frame; what it raises, or a frame that is too long, ends it."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.clock = clock
@@ -177,11 +177,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def hear(self, head: bytes, body: Body) -> None:
-        """A frame: its header as it came, and its body. Raises ProtocolError."""
+        """Read a frame: its header as it came, and its body. Raises ProtocolError."""
         raise NotImplementedError
 
     def broken(self, why: str) -> None:  # noqa: ARG002
-        """The other side violates the protocol: its messages cannot be trusted."""
+        """End the connection: the other side violates the protocol, so that its messages cannot be trusted."""
         self.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -213,7 +213,7 @@ class StoreServer:
         return self._loop.time()
 
     def _tick(self) -> None:
-        """One clock for all timeouts."""
+        """Let time pass for all connections and namespaces: one clock for all timeouts."""
         self._loop.call_later(timeouts.STORE_TICK_SECONDS, self._tick)
         now = self.clock()
         for session in [*self._strangers, *self._known]:
@@ -236,7 +236,7 @@ class StoreServer:
     # connections; from here on only the loop's thread calls
 
     def admit(self, session: StoreSession, address: str) -> bool:
-        """Whether a connection from there may authenticate itself."""
+        """Whether a connection from an address may authenticate itself."""
         if self._callers is None or self._callers.hears(address):
             self._strangers.add(session)
             return True
@@ -316,7 +316,7 @@ class StoreSession(Connection):
         self._server = server
         self._challenge = challenge(server.access)
         self._name = next(server.names)
-        """Distinguishes this connection from all others of the job: its members are present by way of it."""
+        """The name that tells this connection from all others of the job: its members are present by way of it."""
         self._began = server.clock()
         self._namespace: StoreNamespace | None = None
         self._group: str | None = None
@@ -366,8 +366,8 @@ class StoreSession(Connection):
             self._namespace.depart(self._name, how)
 
     def tick(self, now: float) -> None:
-        """Close it if it does not greet in time. Treat it as lost, and all members on the same machine, once it is
-        silent for too long."""
+        """Close the connection if it does not greet in time. Treat it as lost, and all members on the same machine,
+        once it is silent for too long."""
         if not self.is_open:
             return
         if self._namespace is None:

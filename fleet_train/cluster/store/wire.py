@@ -238,13 +238,13 @@ class Arrival:
     mask: int
     count: int
     timeout: float
-    """How long they wait, in seconds."""
+    """How long the members wait, in seconds."""
     calls: dict[str, int]
     """The members' calls in their scripts that led here, if they gave any: call -> members."""
     fields: Fields
     body: Body
     again: bool = False
-    """Whether it has been sent before, with fewer members."""
+    """Whether the arrival has been sent before, with fewer members."""
 
     @classmethod
     def read(cls, fields: Fields, body: Body, participant: StoreParticipant, own: tuple[str, int] | None) -> Arrival:
@@ -291,7 +291,7 @@ class Reduced:
     slowest: float | None = 0.0
     stop: tuple[int, str] | None = None
     digest: int | None = None
-    """``_DIFFERENT`` once a member gave another one than the others, or none."""
+    """The digest that all members gave; ``_DIFFERENT`` once a member gave another one than the others, or none."""
     times: bytearray = field(default_factory=bytearray)
     """What each member says about its time so far (see ``pack_times``). It goes up to the root, and only there."""
 

@@ -42,7 +42,7 @@ class Codec(Protocol):
 
 
 def make_codec(settings: QuantisedSettings, on_host: bool) -> Codec:
-    """``on_host``: tensors are in the host's memory, and the host may read them.
+    """The codec for the place of tensors. ``on_host``: they are in the host's memory, and the host may read them.
 
     The first host codec compiles its loops, which takes seconds the first time on a machine.
     """
@@ -170,7 +170,7 @@ def _pack(lowest: Array, levels: Array) -> None:
 
 
 def offset_of(settings: QuantisedSettings) -> Any:
-    """Added to a number in units of its scale (float32), it puts the level into the lowest byte."""
+    """The number that, added to one in units of its scale (float32), puts the level into the lowest byte."""
     return np.float32(WHOLE if settings.bits == 8 else WHOLE + 8)
 
 

@@ -53,7 +53,7 @@ class BucketMethod(Remembers, Protocol):
 
 
 class Stateless:
-    """Keeps nothing between steps."""
+    """A base of methods that keep nothing between steps."""
 
     kind = "stateless"
     own_state: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def divided(buffers: Sequence[Any], by: int) -> list[Any]:
 
 
 class CastAllreduce:
-    """Another dtype on the wire. The backend computes the sum in that dtype, too."""
+    """An allreduce with another dtype on the wire. The backend computes the sum in that dtype, too."""
 
     def __init__(self, inner: Allreduce, wire_dtype: str, cast: Cast) -> None:
         self.inner = inner
@@ -185,7 +185,8 @@ class CastAllreduce:
 
 
 class HierarchicalAllreduce:
-    """Reduce to the leader of this rank's local group, allreduce between the leaders, broadcast inside the local group.
+    """An allreduce in three stages: reduce to the leader of this rank's local group, allreduce between the leaders,
+    broadcast inside the local group.
 
     Between local groups, only leaders send. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
     """
@@ -263,7 +264,7 @@ def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str
 _PIECE = 1 << 16
 """Elements rounded at a time: they and their temporaries stay in the processor's cache."""
 _NAN = np.uint16(0x7FFF)
-"""Paddle's result for every NaN."""
+"""The bits of Paddle's result for every NaN."""
 
 
 class Cast(Protocol):
@@ -275,7 +276,7 @@ class Cast(Protocol):
 
 
 def cast_for(on_host: bool) -> Cast:
-    """``on_host``: tensors are in the host's memory, and the host may read them."""
+    """The cast for the place of tensors. ``on_host``: they are in the host's memory, and the host may read them."""
     return cast_on_host if on_host else _cast
 
 
@@ -285,8 +286,8 @@ def _cast(tensor: Any, dtype: str, into: Any = None) -> Any:
 
 
 def cast_on_host(tensor: Any, dtype: str, into: Any = None) -> Any:
-    """See `Cast`; ``tensor`` [...], of any dtype, on the CPU. Between float32 and bfloat16: the bits of Paddle's
-    ``cast``, in a fifth of its time."""
+    """Cast ``tensor`` [...], of any dtype, on the CPU, as `Cast` says. Between float32 and bfloat16: the bits of
+    Paddle's ``cast``, in a fifth of its time."""
     if dtype == "bfloat16" and tensor.dtype == paddle.float32:
         narrow = paddle.empty(tensor.shape, dtype) if into is None else into
         _round(host_view(tensor.contiguous()), host_view(narrow))

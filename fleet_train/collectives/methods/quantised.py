@@ -314,7 +314,8 @@ def rounds(members: int) -> list[dict[int, int]]:
 
 
 def make_all_to_all(job: Job, group: Any, ranks: Sequence[int], *, for_two: bool = False) -> AllToAll:
-    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over two groups for each pair, created here.
+    """The way in which ``ranks`` exchange parts over ``group`` and, on Gloo, over two groups for each pair, created
+    here.
 
     All ranks of the job call it in the same order, including those outside ``ranks``, which must not use the result.
     ``for_two``: two ranks exchange as well, instead of gathering everything.

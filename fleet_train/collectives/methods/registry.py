@@ -101,7 +101,7 @@ class _FromStages(Stateless):
 
 
 def dense(parts: Parts) -> BucketMethod:
-    """All of a gradient, or 16 bits of it."""
+    """The method that sends all of a gradient, or 16 bits of it."""
     return DenseMethod(parts.bucket, allreduce_of(parts), parts.plan.world_size, parts.cut)
 
 
@@ -115,7 +115,7 @@ def allreduce_of(parts: Parts) -> Allreduce:
 
 
 def quantised(parts: Parts) -> BucketMethod:
-    """Integers of a few bits with a scale per block."""
+    """The method that sends integers of a few bits with a scale per block."""
     bucket = parts.bucket
     if parts.quantised is None:
         raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")

@@ -324,7 +324,7 @@ def touched(lookups: Sequence[tuple[Any, Any, int]], width: int) -> TableRows:
 
 
 def added(parts: Sequence[TableRows]) -> TableRows:
-    """The sum, in the order of ``parts``; the same part if there is one."""
+    """The sum of rows, in the order of ``parts``; the same part if there is one."""
     if len(parts) == 1:
         return parts[0]
     ids, places = np.unique(np.concatenate([part.ids for part in parts]), return_inverse=True)

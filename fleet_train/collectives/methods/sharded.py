@@ -48,7 +48,7 @@ class Owners:
 
 
 def make_owners(job: Job, plan: CommPlan) -> list[Owners]:
-    """One per communicator; called by all ranks in the same order."""
+    """The owners' groups, one for each communicator; called by all ranks in the same order."""
     return [_owners(job, plan, whole) for whole in job.communicators(plan.communicators)]
 
 
