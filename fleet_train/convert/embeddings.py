@@ -35,7 +35,8 @@ Pairs = Sequence[tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """``operands``: what the launch operator gets, as ``described`` says; ``rows``: as of `TensorSpec`."""
+    """A table whose rows are sent. ``operands``: what the launch operator gets, as ``described`` says; ``rows``: as of
+    `TensorSpec`."""
 
     parameter: Any
     operands: tuple[Any, ...]
@@ -136,8 +137,8 @@ def _leaves_others_alone(optimizer: Any) -> bool:
 
 
 def _positions(lookups: Sequence[Any]) -> int:
-    """Indices of a step with an assumed number of samples: the size of a batch may differ from rank to rank, and all
-    make the same plan."""
+    """The number of a step's indices, for an assumed number of samples: the size of a batch may differ from rank to
+    rank, and all make the same plan."""
     shapes = [list(each.operand_source(0).shape) for each in lookups]
     return ASSUMED_SAMPLES * sum(math.prod(max(int(size), 1) for size in shape[1:]) for shape in shapes)
 

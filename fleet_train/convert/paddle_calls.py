@@ -23,7 +23,7 @@ _UPDATES_WITHOUT_MINIMIZE = ("step", "apply_optimize", "_apply_optimize", "_crea
 
 
 class PaddleCalls:
-    """A base of `DistributedOptimizer`."""
+    """The calls that Paddle's optimizers have, for `DistributedOptimizer`."""
 
     amp_level: str
     """The profile's level of mixed precision: O0, O1 or O2."""
@@ -64,11 +64,11 @@ class PaddleCalls:
         log_once([text], self._rank)
 
     def get_loss_scaling(self) -> Any:
-        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
+        """Refuse the call: the scale is a number, ``fleet.loss_scale()``, not a program value."""
         raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
 
     def get_scaled_loss(self) -> Any:
-        """Refused: fetch the loss itself."""
+        """Refuse the call: fetch the loss itself."""
         raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
 
 

@@ -244,7 +244,7 @@ def _in_attr(use: Any, field: str) -> Any:
 
 
 def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Appended after the last of the values; a single value unchanged, None for no value."""
+    """The sum of values, appended after the last of them; a single value unchanged, None for no value."""
     values = [value for _, value in pairs if value is not None]
     if len(values) < 2:
         return values[0] if values else None
@@ -401,7 +401,7 @@ def agreed_plan(
 
 
 def _measured(job: Job) -> Network:
-    """The ranks communicate over the link between nodes, if there are several."""
+    """The measured link over which the ranks communicate: that between nodes, if there are several."""
     link = glance(job)
     return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
 

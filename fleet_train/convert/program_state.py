@@ -64,7 +64,7 @@ class ProgramState:
         self._program = program
 
     def read(self, names: Iterable[str], into: Mapping[str, Array] | None = None) -> Arrays:
-        """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and reused."""
+        """Copies of the values; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten, reused."""
         copies = {}
         for name in names:
             value, copy = borrowed(self.variables[name]), (into or {}).get(name)
@@ -80,7 +80,7 @@ class ProgramState:
             self.variables[name].set(array, place)
 
     def describe(self) -> dict[str, tuple[str, list[int], str]]:
-        """Kind, shape and numpy dtype of each."""
+        """Kind, shape and numpy dtype of each variable, by name."""
         return {
             name: (self.kinds[name], list(variable.shape()), _numpy_dtype(variable))
             for name, variable in self.variables.items()
@@ -381,7 +381,7 @@ def refuse_damaged_position(arrays: Arrays, source: str) -> None:
 
 
 def _are_of_a_schedule(numbers: Array) -> bool:
-    """Period, steps since the averaging, first rate and first loss (which may be NaN)."""
+    """Whether numbers are a schedule's: period, steps since the averaging, first rate and first loss, perhaps NaN."""
     if numbers.shape != (4,) or numbers.dtype.kind != "f":
         return False
     period, steps = float(numbers[0]), float(numbers[1])

@@ -322,7 +322,7 @@ _SAVES = (
     (paddle.base.core, "save_func"),
     (paddle.base.core, "save_combine_func"),
 )
-"""Whatever their names: the last three write in C++, which no audit hook sees."""
+"""Functions of Paddle that save, whatever their names: the last three write in C++, which no audit hook sees."""
 _WRITES = frozenset(
     "os.mkdir os.remove os.rmdir os.rename os.truncate os.link os.symlink os.system shutil.rmtree shutil.move "
     "subprocess.Popen".split()

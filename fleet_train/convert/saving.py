@@ -204,7 +204,7 @@ class Captured:
     written."""
 
     state: SavedState
-    """Copies; empty on the other ranks."""
+    """Copies of the program's values; empty on the other ranks."""
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     schedule: Saved | None = None
@@ -480,7 +480,7 @@ def compare_replicas(
 
 
 def _average_statistics(job: Job, states: Mapping[str, ProgramState]) -> None:
-    """``states``: by the statistics' names, where they are."""
+    """Average the statistics that differ between ranks. ``states``: by the statistics' names, where they are."""
     if not states:
         return
     arrays = {name: states[name].read([name])[name] for name in sorted(states)}

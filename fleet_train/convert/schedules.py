@@ -19,7 +19,7 @@ from fleet_train.errors import CheckpointError, FleetTrainError, ProfileError
 from fleet_train.log import log_once
 
 Saved = dict[str, Any]
-"""``kind``: the class of the schedule; ``state``: of `_state`, in JSON."""
+"""A schedule as it is saved. ``kind``: its class; ``state``: of `_state`, in JSON."""
 _BESIDE = ("T_cur", "T_i")
 """What Paddle 3.3.1's CosineAnnealingWarmRestarts counts and leaves out of its state_dict."""
 
@@ -81,7 +81,7 @@ def _set_state(schedule: Any, state: Mapping[str, Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Raises ValueError for what JSON has no value for."""
+    """A schedule's state as JSON has it. Raises ValueError for what JSON has no value for."""
     if isinstance(value, Mapping):
         return {str(name): _as_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -155,7 +155,7 @@ class _Restored:
 
 @dataclass
 class _Watched:
-    """``updates_every``: runs of an update. ``moves``: whether the schedule was moved before each of the last runs."""
+    """A schedule that is followed. ``updates_every``: runs of an update. ``moves``: whether the last runs moved it."""
 
     schedule: Any
     updates_every: int

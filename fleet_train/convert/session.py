@@ -255,7 +255,7 @@ def _call_before(owner: Any, name: str, hook: Callable[[], None]) -> None:
 
 
 def trace_steps(first: int, last: int, folder: Path | None = None) -> None:
-    """See ``fleet.trace``."""
+    """Trace steps; see ``fleet.trace``."""
     job, folder = current().job, folder or log_folder(os.environ) or Path()
     if job.world_size == 1:
         log_once(["nothing is traced: a job of one process has no steps that communicate"], job.cluster.rank)

@@ -140,7 +140,7 @@ class OwnersUpdate:
         return chain
 
     def fill(self, chain: Any) -> Any:
-        """Insert what waits for them."""
+        """Insert what waits for the owners' new parameters; returns the next token."""
         return emit_fill(self._exchange, chain)
 
     def over_owners(self, value: Any) -> Any:

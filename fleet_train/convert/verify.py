@@ -219,7 +219,7 @@ class Verification:
         self._say(run.check, job.broadcast(name, outcome, timeout_seconds=timeouts.VERIFY_SECONDS))
 
     def _means(self, gradients: dict[str, Array]) -> dict[str, Array]:
-        """Over the ranks, on rank 0."""
+        """The means of a run's gradients over the ranks, on rank 0."""
         means = {}
         for name in sorted(gradients):
             if parts := gather_arrays(self._job, {name: gradients[name]}):

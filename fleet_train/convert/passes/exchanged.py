@@ -148,7 +148,7 @@ def _value_of_zeros(zeros: Any) -> Any:
 
 
 def _number(value: Any, mark: str) -> Any:
-    """A ``slice`` has at least one dimension."""
+    """Mark a value without a batch dimension, as one with a dimension: a ``slice`` has at least one."""
     marked = _marked(value if value.shape else value.reshape([1]), mark, TO_THE_END, _INFERRED)
     return marked if value.shape else marked.reshape([])
 

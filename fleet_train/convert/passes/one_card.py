@@ -103,12 +103,12 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
 
 
 def exchanges_values(operator: Any) -> bool:
-    """Whether it exchanges values inside a program's passes, which a rank alone has its own of."""
+    """Whether an operator exchanges values inside a program's passes, which a rank alone has its own of."""
     return _kind(operator)[0] in ("counts", "joint")
 
 
 def read_own_values(operator: Any) -> None:
-    """Let what reads the results of such an operator read its inputs. Does nothing with others."""
+    """Let what reads the results of an operator that exchanges values read its inputs. Does nothing with others."""
     if exchanges_values(operator):
         given = operator.operands_source()
         for old, new in zip(operator.results(), given, strict=False):  # a token; ``counts`` gives nothing else
@@ -161,7 +161,8 @@ class RowsUpdate:
 
 
 def _kind(operator: Any) -> tuple[str, str]:
-    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
+    """The kind and the number of a host operator: ``wait`` and ``1_0``, bucket 0 of conversion 1, for
+    ``py_op.fleet_train_wait_1_0_12_-664...``."""
     match = _NAME.search(operator.name())
     return (match[1], match[2] or "") if match else ("", "")
 

@@ -372,6 +372,7 @@ def _registered_kernels() -> dict[str, Any]:
 
 
 def _serves(kernel: str, dtype: str, on_gpu: bool) -> bool:
-    """``kernel``: '{data_type[::phi::dtype::bfloat16]; data_layout[ONEDNN]; place[Place(cpu)]; ...}'."""
+    """Whether Paddle's ``kernel`` computes in ``dtype`` on the device; it is like '{data_type[::phi::dtype::bfloat16];
+    data_layout[ONEDNN]; place[Place(cpu)]; ...}'."""
     place = "Place(gpu" if on_gpu else "Place(cpu"
     return place in kernel and f"dtype::{dtype}]" in kernel

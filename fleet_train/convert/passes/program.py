@@ -36,7 +36,7 @@ def draws(operator: Any) -> bool:
 
 
 def is_random(operator: Any) -> bool:
-    """Whether it does so with its settings, in training."""
+    """Whether an operator draws at random with its settings, in training."""
     if not draws(operator):
         return False
     rates = [operator.attrs()[name] for name in ("dropout_prob", "dropout") if operator.has_attr(name)]
@@ -169,7 +169,7 @@ def updates_alone(program: Any, converted: set[str]) -> str:
 
 
 def _updates(operator: Any) -> bool:
-    """Whether it changes a parameter in place by a gradient; only Paddle's own operators can name their operands."""
+    """Whether an operator changes a parameter in place by a gradient; only Paddle's own can name their operands."""
     name = operator.name()
     return name.startswith("pd_op.") and name.endswith("_") and set(operator.get_input_names()) >= {"param", "grad"}
 

@@ -136,7 +136,8 @@ def _keep_results(operator: Any, statistics: Statistics, replaced: Mapping[int, 
 
 
 def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
-    """``inputs``: values, scale and bias. ``mean`` [channels]: scale and bias are like it if the layer has none."""
+    """The batch norm of ``inputs``: values, scale and bias. ``mean`` [channels]: ones and zeros like it stand for a
+    scale and a bias that the layer does not have."""
     attributes, (x, scale, bias) = operator.attrs(), inputs
     scale = scale if scale.initialized() else paddle.ones(mean.shape, mean.dtype)
     bias = bias if bias.initialized() else paddle.zeros(mean.shape, mean.dtype)
@@ -146,7 +147,7 @@ def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
 def _replace_forward(
     group: Sequence[Any], exchange: RankStatistics, arithmetic: Arithmetic, chain: Any
 ) -> tuple[dict[int, Statistics], Any]:
-    """Batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
+    """Replace batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
     norms, local = [], []
     for operator in group:
         x, running_mean, running_variance, scale, bias = operator.operands_source()
@@ -224,8 +225,8 @@ def _replace_backward(
     arithmetic: Arithmetic,
     chain: Any,
 ) -> tuple[dict[int, Any], Any]:
-    """Returns {old result: new value} and the next token. The gradients of scale and bias are those of this rank
-    alone."""
+    """Replace gradients of batch norms; returns {old result: new value} and the next token. The gradients of scale and
+    bias are those of this rank alone."""
     paddle.pir.set_insertion_point(group[0])
     norms = [
         _norm_of(operator, operator.operands_source()[:3], forward.mean)
@@ -309,7 +310,7 @@ def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[
 
 
 def _alike(operator: Any, other: Any) -> bool:
-    """An exchange has one dtype."""
+    """Whether two batch norms can share an exchange, which has one dtype."""
     return bool(operator.operand_source(0).dtype == other.operand_source(0).dtype)
 
 
@@ -402,7 +403,8 @@ class Kernels:
         return bias_gradient, scale_gradient, x_gradient
 
     def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        """Minus (mean gradient + normalised * mean product) * scale / deviation, which is also a batch norm."""
+        """The gradient of ``x``: ``begun`` minus (mean gradient + normalised * mean product) * scale / deviation, which
+        is also a batch norm."""
         factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
         mean_gradient, mean_product = means
         return begun - _normalised(norm, statistics, factor * mean_product, factor * mean_gradient)

@@ -32,7 +32,7 @@ class Counts:
         self._raw: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Insert what computes them, ahead of everything else, and what starts their exchange."""
+        """Insert what computes the counts, ahead of everything else, and what starts their exchange."""
         found = self._analysis.found
         joined = {use.operand.value.id: use.operand.value for use in found.uses if use.is_joined and not use.learned}
         joined = {
@@ -170,7 +170,7 @@ def _read_by(root: SampleCount) -> list[Any]:
 
 
 def _product(roots: Sequence[SampleCount]) -> Any:
-    """Insert their product, float64 []."""
+    """Insert the product of values, float64 []."""
     number = _number(roots[0])
     for root in roots[1:]:
         number = number * _number(root)

@@ -14,7 +14,7 @@ Divisors = tuple["Operand | tuple[SampleCount, ...]", ...]
 
 @dataclass(frozen=True)
 class BatchKind:
-    """``axes``: as of `Axes`; empty for a number of the batch, or what does not depend on it.
+    """What is known of a value. ``axes``: as of `Axes`; empty for a number of the batch, or what does not depend on it.
 
     ``degree``: what has been taken over the batch is the joint batch's after that many multiplications by the number of
     ranks: 1 for a sum, 0 for a mean; None if that is not known.
@@ -40,7 +40,7 @@ class BatchKind:
 
     @property
     def is_of_feed(self) -> bool:
-        """Whether it depends on what is fed."""
+        """Whether the value depends on what is fed."""
         return bool(self.axes or self.own or self.fed or self.degree != 0 or self.shared or self.sizes is not None)
 
 
@@ -102,7 +102,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Use:
-    """What an operand is to be.
+    """What an operator is to read instead of an operand.
 
     ``is_joined``: the mean over ranks; of an integer the sum. ``back``: its gradient the mean of the ranks', too.
     ``power``: then times the number of ranks to this power.
