@@ -168,7 +168,7 @@ class SyntheticImages:
         return {"features": self.pool[indices % len(self.pool)], "labels": indices * 7919 % self.num_classes}
 
     def fingerprint(self) -> str:
-        """The name says everything."""
+        """A digest of the data, whose name says everything."""
         return self.name
 
 

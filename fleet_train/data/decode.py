@@ -17,7 +17,7 @@ from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""Whatever a file's name is. Pillow knows more: for PostScript it starts a program."""
+"""The formats that are read, whatever a file's name is. Pillow knows more: for PostScript it starts a program."""
 Pixels = NDArray[np.float32]
 _GRAY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 

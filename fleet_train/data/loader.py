@@ -97,7 +97,7 @@ class Prefetcher(Generic[Item]):
             source.close()  # now, on the thread on which it ran
 
     def _put(self, item: Item | _End) -> bool:
-        """False if the consumer has gone: a plain put() would wait forever on a full queue."""
+        """Put an item into the queue; False if the consumer has gone: a plain put() would wait forever."""
         while not self._closing.is_set():
             try:
                 self._queue.put(item, timeout=timeouts.PREFETCH_PUT_SECONDS)

@@ -49,8 +49,8 @@ class Found:
 
 
 def describe(data: ImageFolder) -> tuple[str, int]:
-    """What is in it, in words, and the shorter side of its images; sizes are medians of up to 200 files distributed
-    over the folder (without unreadable ones)."""
+    """The contents of an image folder in words, and the shorter side of its images; sizes are medians of up to 200
+    files distributed over the folder (without unreadable ones)."""
     counts = np.bincount(data.labels, minlength=data.num_classes)
     least, most = int(counts.argmin()), int(counts.argmax())
     sizes = []

@@ -394,7 +394,7 @@ class WorkerPool:
 
 
 def _environment() -> dict[str, str]:
-    """One thread per worker, and this same package, wherever the script was started."""
+    """The environment of a worker: one thread, and this same package, wherever the script was started."""
     package_parent = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -117,7 +117,7 @@ class Examiner:
             return replace(examined, difference=signpost.difference)
 
     def _met(self, meeting: Meeting, sockets: Sockets, facts: NodeFacts) -> Examination:
-        """Raises JoinTimeout and WorkerFailed without the store of node 0."""
+        """Meet the other nodes, measure, exchange results. Raises JoinTimeout, WorkerFailed without node 0's store."""
         doors = meeting.join(sockets.door, self._left(self.options.join_timeout_seconds))
         present = tuple(doors)
         self._own = self._report(meeting, sockets, facts, doors)

@@ -115,7 +115,7 @@ class Gpu:
     name: str
     driver: str
     ecc_errors: int = 0
-    """Uncorrected since the driver was loaded."""
+    """Uncorrected ECC errors since the driver was loaded."""
     memory_used: int = 0
     links_down: int = 0
     """NVLinks that are inactive, if others of the GPU are active."""
@@ -161,7 +161,7 @@ class NodeFacts:
     network: Network | None = None
     gpus: Gpus | None = None
     data: tuple[Finding, ...] = ()
-    """Judged where it was measured; their hosts are left out."""
+    """Findings about a folder of data, judged where it was measured; their hosts are left out."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def open_files(host: str, limits: Limits, world: int) -> Finding:
 
 
 def locked_memory(host: str, limits: Limits) -> Finding:
-    """It matters only to InfiniBand, which registers the memory that it sends from."""
+    """The finding about locked memory, which matters only to InfiniBand: it registers the memory that it sends from."""
     is_unlimited = limits.locked_memory == UNLIMITED
     limit = "unlimited" if is_unlimited else size(limits.locked_memory)
     why = "" if limits.has_infiniband else "; only InfiniBand needs it, and there is none here"
@@ -189,7 +189,7 @@ def space(host: str, folder: Folder) -> Finding:
 
 
 def sharing(host: str, folder: Folder, others: set[int]) -> Finding:
-    """Either is valid, and matters for checkpoints; a folder that only some nodes share is suspicious."""
+    """The finding about who shares a folder, which matters for checkpoints: all or none; some are suspicious."""
     both = sorted(others.intersection(folder.shared_with))
     is_partial = 0 < len(both) < len(others)
     named = f"shared with {', '.join(f'node {other}' for other in both)}" if is_partial else "seen by all nodes"

@@ -25,7 +25,7 @@ from fleet_train.doctor.facts import (
 
 SPEEDS_DIFFER = 0.5
 _LEAST_MTU = 1280
-"""A smaller one ends IPv6 on an interface."""
+"""The least MTU in bytes: a smaller one ends IPv6 on an interface."""
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
@@ -273,14 +273,14 @@ def mtu(examined: Examination, index: int, datagrams: Datagrams) -> Finding:
 
 
 def _interface(examined: Examination, index: int, target: int) -> str:
-    """The name of the one by which the route to the target leaves."""
+    """The name of the interface by which the route to the target leaves."""
     network = examined.reports[index].facts.network if index in examined.reports else None
     route = network.routes.get(target) if network else None
     return route.interface if route and route.interface else "IFACE"
 
 
 def _mtu_at(examined: Examination, index: int, towards: int) -> int:
-    """0: unknown."""
+    """The MTU of the interface towards a node, in bytes; 0: unknown."""
     network = examined.reports[index].facts.network if index in examined.reports else None
     name = _interface(examined, index, towards)
     return next((card.mtu for card in (network.interfaces if network else ()) if card.name == name), 0)

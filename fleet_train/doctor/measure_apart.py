@@ -34,7 +34,7 @@ def nearest(folder: Path) -> Path:
 
 
 def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...]:
-    """Both, at the same time; one if they are, or will be, in the same place."""
+    """Examine both folders at the same time; one if they are, or will be, in the same place."""
     wanted = {"logs": log_dir, "output": output_dir}
     if nearest(log_dir) == nearest(output_dir):
         wanted = {"logs and output": log_dir}

@@ -129,7 +129,7 @@ def gpus(devices: Path = Path("/dev")) -> Gpus | None:
 
 
 def _ask(command: Iterable[str]) -> tuple[str, str]:
-    """(its output, why there is none)."""
+    """Ask nvidia-smi: (its output, why there is none)."""
     try:
         done = subprocess.run(
             [*command], capture_output=True, text=True, timeout=timeouts.DOCTOR_NVIDIA_SMI_SECONDS, check=False

@@ -29,16 +29,17 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """``free``: this node's ports of the job that are free; on node 0 the store takes the first one.
+    """The meeting of the nodes' doctors. ``free``: this node's ports of the job that are free; on node 0 the store
+    takes the first one.
 
     ``waits_in_vain``: whether it is known that a missing node will not come.
     """
 
     def __init__(self, there: Participants, free: Sequence[int], waits_in_vain: Callable[[], object]) -> None:
         self.port = 0
-        """The store's, once this node has connected to it."""
+        """The port of node 0's store, once this node has connected to it."""
         self.dialled: tuple[PortTry, ...] = ()
-        """The job's ports of the others, for as long as node 0 was not reached."""
+        """Connections to the job's ports of the others, for as long as node 0 was not reached."""
         self._there = there
         self._waits_in_vain = waits_in_vain
         self._client: StoreClient
@@ -51,8 +52,7 @@ class Meeting:
             self._closing.callback(self._server.stop)
 
     def join(self, door: Door, seconds: float) -> dict[int, Door]:
-        """Publish this node's door; those of all present nodes, which are all, or who has come once one has waited so
-        long."""
+        """Publish this node's door; returns those of all nodes present, or come once one has waited so long."""
         if self._there.node.index == 0 and self._server is None:
             raise JoinTimeout("has no free port of the job for the store")
         deadline = time.monotonic() + seconds
@@ -159,5 +159,5 @@ class Meeting:
             time.sleep(timeouts.DOCTOR_POLL_SECONDS)
 
     def close(self) -> None:
-        """Whoever is still there has lost this node."""
+        """Close the connection and the store: whoever is still there has lost this node."""
         self._closing.close()

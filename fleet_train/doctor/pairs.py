@@ -97,7 +97,7 @@ class Rounds:
                 self._attend(word, flow)
 
     def _call(self, way: tuple[int, int], word: bytes, seconds: float) -> None:
-        """What fails keeps the rest of this pair from being measured."""
+        """Measure a pair as the one that connects: what fails keeps the rest of this pair from being measured."""
         own, other = way
         here, there = self._node.address, self._node.addresses[other]
         try:

@@ -21,8 +21,8 @@ from fleet_train.selftest.ranks import Where, is_rank
 
 @dataclass(frozen=True)
 class Participants:
-    """``node``: this one among all; ``ports``: of each node, those that a job listens on. ``is_named``: this node by a
-    name that resolves to 127.*"""
+    """The examined nodes. ``node``: this one among all; ``ports``: of each node, those that a job listens on.
+    ``is_named``: this node by a name that resolves to 127.*"""
 
     node: Node
     ports: tuple[tuple[int, ...], ...]

@@ -20,7 +20,7 @@ _MOST_SHOWN = 2
 
 
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Hosts that pass a check share one line, at the place of the check's first finding."""
+    """The findings as lines: hosts that pass a check share one, at the place of the check's first finding."""
     passed: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.level == PASS:
@@ -44,7 +44,7 @@ def _together(same: Sequence[Finding]) -> Finding:
 
 
 def matrix(examined: Examination) -> list[str]:
-    """Rows send, columns receive; below the bandwidth the round trip time of a small message."""
+    """The network as a matrix: rows send, columns receive; below the bandwidth a small message's round trip."""
     speeds = {
         (stream.source, stream.target): stream.error or rate(stream.bytes_per_second)
         for report in examined.reports.values()

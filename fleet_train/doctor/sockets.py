@@ -61,11 +61,11 @@ class Sockets:
         threading.Thread(target=self._answer_packets, name="doctor packets", daemon=True).start()
 
     def close(self) -> None:
-        """No port is open afterwards."""
+        """Close every port."""
         self._opened.close()
 
     def _answer_packets(self) -> None:
-        """Never with more bytes than they have."""
+        """Answer packets, never with more bytes than they have."""
         while self._udp.fileno() >= 0:
             with contextlib.suppress(OSError):
                 packet, sender = self._udp.recvfrom(1 << 16)
@@ -91,8 +91,8 @@ _MOST_NUMBER = 1e15
 
 
 def transfer(sock: socket.socket, sends: bool, seconds: float) -> tuple[float, float, int, int]:
-    """Bytes at full speed, in one direction; both ends call it, and get the same. Raises OSError, TimeoutError if the
-    path stalls.
+    """Measure bytes at full speed, in one direction; both ends call it, and get the same. Raises OSError, TimeoutError
+    if the path stalls.
 
     What the receiver has measured: bytes per second of everything after the first fifth, and of the best window; what
     the sender's kernel has counted: segments, and those that it has sent again.
@@ -108,7 +108,7 @@ def transfer(sock: socket.socket, sends: bool, seconds: float) -> tuple[float, f
 
 
 def received(sock: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes. Raises OSError."""
+    """Receive exactly so many bytes. Raises OSError."""
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))
@@ -131,7 +131,7 @@ _WARM_UP = 0.2
 
 
 def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
-    """(segments, retransmitted ones). Raises OSError, TimeoutError if the path stalls."""
+    """Send at full speed; returns (segments, retransmitted ones). Raises OSError, TimeoutError if the path stalls."""
     block = memoryview(_MORE + bytes(_BLOCK_BYTES - 1))
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     before = _counters(sock)
@@ -145,8 +145,8 @@ def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
 
 
 def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
-    """(bytes per second, those of the best window), from `send_stream`. Raises OSError, TimeoutError if no more bytes
-    arrive."""
+    """Receive what `send_stream` sends; returns (bytes per second, those of the best window). Raises OSError,
+    TimeoutError if no more bytes arrive."""
     sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
