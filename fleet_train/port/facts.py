@@ -59,20 +59,20 @@ _OF_VALUES = ("input", "x", "y", "label", "logits", "index")
 
 @dataclass
 class Facts:
-    """One script."""
+    """What is known of one script."""
 
     is_fleet_script: bool = False
     is_fluid_script: bool = False
-    """Imports ``paddle.fluid``: of 1.x, in which programs were static unless a script said otherwise."""
+    """Whether the script imports ``paddle.fluid`` of 1.x, whose programs were static unless a script said otherwise."""
     wraps_optimizer: bool = False
-    """Calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
+    """Whether the script calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
 
     @property
     def is_static(self) -> bool:
-        """Whether it builds programs, as far as can be seen."""
+        """Whether the script builds programs, as far as can be seen."""
         return not self.is_dynamic and (self.is_fluid_script or self.enables_static or self.makes_programs)
 
     makes_programs: bool = False

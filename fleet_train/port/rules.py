@@ -46,7 +46,7 @@ class To:
     otherwise: str = ""
     """What takes the old arguments as they are, where the direct way cannot be shown to mean the same."""
     remark: str = ""
-    """Said in a TODO line although the call is rewritten."""
+    """What a TODO line says although the call is rewritten."""
     hand: str = ""
     """What to do by hand where the arguments do not allow the rewriting."""
 

@@ -16,7 +16,7 @@ from fleet_train.port.index import canonical
 
 
 def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """``fluid.layers.data``: with a shape in plain numbers it is known whether a batch dimension comes in front."""
+    """Rewrite ``fluid.layers.data``: a shape in plain numbers tells whether a batch dimension comes in front."""
     del script
     names = ("name", "shape", "append_batch_size", "dtype", "lod_level", "type", "stop_gradient")
     given: dict[str, cst.Arg] = {}
@@ -50,7 +50,7 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
 
 
 def static_data(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """``paddle.static.data`` of 2.x, which stays unless it has levels of detail."""
+    """Rewrite ``paddle.static.data`` of 2.x, which stays unless it has levels of detail."""
     del script
     for given in (keyword(original, "lod_level"), *positional(original)[3:4]):
         if given is not None and source(given.value) != "0":
@@ -66,7 +66,7 @@ def _is_plain(shape: cst.Arg | None) -> bool:
 
 
 def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """1.8 cut off at two deviations from the mean, today's default is -2 and 2 whatever the deviation."""
+    """Write 1.8's truncation at two deviations from the mean: today's default is -2 and 2 whatever the deviation."""
     del script
     given = dict(zip(("loc", "scale", "seed"), positional(original), strict=False))
     given |= {keyword_of(argument): argument for argument in original.args if argument.keyword is not None}
@@ -102,7 +102,7 @@ def mark_early_place(script: Transformer, original: cst.Call) -> None:
 
 
 def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """The program itself: there is one process per device, and the executor compiles what it runs."""
+    """Put the program itself in its place: there is one process per device, and the executor compiles what it runs."""
     if not updated.args or updated.args[0].star or updated.args[0].keyword is not None:
         raise Undecided("the program is not the first argument")
     outer = script.parent_of(original)
@@ -199,7 +199,7 @@ def _is_function(name: str) -> bool:
 
 
 def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call | None:
-    """``exe.train_from_dataset(...)`` as ``compat``'s function of the executor; None if it may be another object's."""
+    """Rewrite ``exe.train_from_dataset(...)`` as ``compat``'s function; None if it may be another object's."""
     named = {keyword_of(argument) for argument in original.args if argument.keyword is not None}
     if any(argument.star for argument in original.args) or not named <= _DATASET_ARGUMENTS:
         return None
@@ -232,7 +232,7 @@ def mark_block(script: Transformer, node: cst.Attribute) -> None:
 
 
 def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-    """``main.clone()`` and ``main.clone(for_test=True)``."""
+    """Rewrite ``main.clone()`` and ``main.clone(for_test=True)``."""
     text, function = _literal(original, "for_test"), updated.func
     if keyword(original, "for_test") is None and not script.clones_program(original):
         return updated
@@ -335,7 +335,8 @@ def is_pir_flag(text: str) -> bool:
 
 
 def with_pir(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
-    """``os.environ.setdefault("FLAGS_enable_pir_api", "0")``, ``os.environ.update(FLAGS_enable_pir_api="0")``."""
+    """Rewrite ``os.environ.setdefault("FLAGS_enable_pir_api", "0")``,
+    ``os.environ.update(FLAGS_enable_pir_api="0")``."""
     sets = (
         len(original.args) == 2
         and isinstance(original.func, cst.Attribute)
