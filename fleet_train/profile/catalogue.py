@@ -19,7 +19,7 @@ from fleet_train.profile.rules import suggestion, value_problems
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SUFFIXES = (".yaml", ".yml")
 MEASURED = "measured.json"
-"""Written by `tools/bench.py quote` from the records, which an installed package does not have."""
+"""The file with measurements that `tools/bench.py quote` writes from records, which an installed package lacks."""
 
 
 @cache

@@ -254,7 +254,7 @@ def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
 
 
 def _digest(name: str, value: str) -> str:
-    """Different for each variable, so that two variables with the same value do not reveal it."""
+    """A digest of a variable's value, different for each variable, so that equal values do not show as equal."""
     return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
 
 

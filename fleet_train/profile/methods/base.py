@@ -52,12 +52,12 @@ class Combination:
 
 
 def goes(words: str) -> Combination:
-    """They may be combined; ``words``: how they work together."""
+    """Two strategies may be combined; ``words``: how they work together."""
     return Combination(True, words)
 
 
 def refused(reason: str, instead: str) -> Combination:
-    """They cannot be combined, for this reason; ``instead``: what to do."""
+    """Two strategies cannot be combined, for this reason; ``instead``: what to do."""
     return Combination(False, f"{reason}; {instead}")
 
 
@@ -140,7 +140,7 @@ class CollectiveSpec:
     between_item_bytes: int = 0
     """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
     flat: bool = False
-    """Over all ranks at once, even if the plan has local groups."""
+    """Whether it goes over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
     owners: int = 0
     """Neighbours of a group, the owners of a sharded optimizer, that it stays within; 0 = it goes over all ranks."""
@@ -247,13 +247,13 @@ class Family:
     name: str
     title: str
     with_buckets: Combination
-    """Fused buckets, several communicators, waiting for each bucket."""
+    """The combination with fused buckets, several communicators, waiting for each bucket."""
     with_local_groups: Combination
-    """A hierarchical allreduce."""
+    """The combination with a hierarchical allreduce."""
     with_local_sgd: Combination
-    """LocalSGD, with or without outer momentum."""
+    """The combination with LocalSGD, with or without outer momentum."""
     with_sharding: Combination = NOT_SHARDED
-    """A sharded optimizer."""
+    """The combination with a sharded optimizer."""
     reason: str = ""
     """How it is carried out: a sentence of the knob."""
     sources: str = ""

@@ -19,7 +19,7 @@ class OuterOptimizer:
 
     name: str
     words: str = ""
-    """What it is, for the knob's text."""
+    """What the optimizer is, for the knob's text."""
     source: str = ""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:

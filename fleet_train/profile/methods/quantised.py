@@ -96,7 +96,7 @@ class QuantisedLayout:
 
     @property
     def padded_elements(self) -> int:
-        """Whole blocks for every part."""
+        """Elements of all parts, each padded to whole blocks."""
         return self.parts * self.part_elements
 
 
