@@ -88,7 +88,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     prometheus_port: int | None = None
     """Rank 0 serves its newest record there, for Prometheus. None = no server."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens on."""
+    """Address that the server for Prometheus listens on."""
     resume: bool = False
     overwrite: bool = False
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""

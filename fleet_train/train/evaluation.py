@@ -125,7 +125,7 @@ def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: N
 
 @dataclass
 class Outcome:
-    """Equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
+    """The outcome of a run, equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
 
     steps: int = 0
     epochs: int = 0
@@ -137,7 +137,7 @@ class Outcome:
     train_seconds: float = 0.0
     checkpoint: Path | None = None
     skipped_updates: int = 0
-    """Since the beginning of the run; in LocalSGD's local steps the sum over the ranks."""
+    """Updates skipped since the beginning of the run; in LocalSGD's local steps the sum over the ranks."""
 
     @property
     def test_loss(self) -> float:
@@ -149,7 +149,7 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks, of the training steps of this call; the time excludes evaluation and checkpoints."""
+        """Samples per second over all ranks, of the training steps of this call, without evaluation and checkpoints."""
         return self.samples / self.train_seconds if self.train_seconds else 0.0
 
     def line(self) -> str:

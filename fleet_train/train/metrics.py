@@ -38,7 +38,7 @@ _MOST_LOG_BYTES = 1 << 36
 
 
 class MetricSink(Protocol):
-    """Tags look like `train/loss`: the part before the `/` groups them on VisualDL's pages."""
+    """A place for a run's metrics. In tags like `train/loss`, the part before `/` groups them on VisualDL's pages."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Points of curves. A value may be NaN or infinite."""

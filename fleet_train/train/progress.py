@@ -19,7 +19,7 @@ class Progress:
         self._clock = clock
         self._label = ""
         self._loss: float | None = None
-        """The last one that was fetched."""
+        """The loss that was fetched last."""
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         """An epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""

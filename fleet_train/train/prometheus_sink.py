@@ -55,7 +55,7 @@ class PrometheusSink(NullSink):
             self._shown = replace(self._shown, step=step, recorded_at=time.time(), curves=curves)
 
     def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
-        """0 for a rank without a report since the last record; its earlier value stays."""
+        """Take each rank's times, 0 for a rank without a report since the last record; its earlier value stays."""
         now = time.monotonic()
         with self._lock:
             reporting = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
@@ -77,7 +77,7 @@ class PrometheusSink(NullSink):
             self._shown = replace(self._shown, info=self._shown.info | labels)
 
     def close(self) -> None:
-        """Bounded; a second call does nothing."""
+        """Close the server within a bounded time; a second call does nothing."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -123,7 +123,7 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Metric:
-    """One family. A curve's value over `divisor` is in the base unit."""
+    """A family of Prometheus's metrics. A curve's value over `divisor` is in the base unit."""
 
     name: str
     meaning: str
@@ -194,9 +194,9 @@ class Snapshot:
 
     step: int | None = None
     recorded_at: float = 0.0
-    """Unix time."""
+    """The time of the record, in Unix seconds."""
     curves: dict[str, float] = field(default_factory=dict)
-    """The newest value of each."""
+    """The newest value of each curve."""
     info: dict[str, str] = field(default_factory=dict)
     rank_step_ms: dict[int, float] = field(default_factory=dict)
     rank_wait_ms: dict[int, float] = field(default_factory=dict)

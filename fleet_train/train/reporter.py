@@ -79,7 +79,7 @@ class Reporter:
         self._communication()
 
     def _communication(self) -> Communication:
-        """Since the last reading; sent bytes are counted for every reader."""
+        """The communication since the last reading; sent bytes are counted for every reader."""
         read = fleet.communication()
         self._sent_bytes += max(read.steps, 1) * read.bytes_sent
         return read

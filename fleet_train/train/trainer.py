@@ -282,7 +282,8 @@ class Trainer:
         return self._checkpoints is not None and every > 0 and step % every == 0
 
     def _save(self) -> None:
-        """Raises NotFinite instead of saving NaN; in the background the next save raises it, or the end."""
+        """Save a checkpoint. Raises NotFinite instead of saving NaN; of a save in the background the next one raises
+        it, or the end."""
         if self._checkpoints is not None:
             saved = self._checkpoints.save(self._exe, self._state(), score=_score(self.outcome.evaluation))
             self.outcome.checkpoint = saved or self.outcome.checkpoint

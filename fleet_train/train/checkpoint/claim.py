@@ -53,7 +53,7 @@ def claim(checkpoints: Path, is_mine: bool, seconds: float, *, must_be_writable:
 
 
 def release(checkpoints: Path) -> None:
-    """Another process may have the folder."""
+    """Unlock the folder: another process may have it."""
     with suppress(OSError):
         if (file := _held.pop(_key(checkpoints), None)) is not None:
             file.close()

@@ -174,7 +174,7 @@ class Copies:
         return None
 
     def _send(self, holder: int, name: str, receivers: Sequence[int]) -> dict[int, str]:
-        """Over the job's own connections; the receivers that did not get it, and why. All ranks take part."""
+        """Send a checkpoint over the job's connections; returns who did not get it, and why. All ranks call it."""
         rank, folder, problem = fleet.worker_index(), self._checkpoints / name, ""
         draft = storage.copy_of(self._checkpoints, storage.name_of(folder))
         sizes: dict[str, int] = fleet.gather(_sizes_of(folder) if rank == holder else {})[holder]
@@ -329,14 +329,14 @@ def _sizes_of(folder: Path) -> dict[str, int]:
 
 
 def _read_into(piece: Any, path: Path, start: int) -> None:
-    """What cannot be read stays zero, and is found to be damaged where it arrives."""
+    """Read a piece of a file. What cannot be read stays zero, and is found to be damaged where it arrives."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(start)
         file.readinto(memoryview(piece))
 
 
 def _append(piece: Any, path: Path) -> str:
-    """The problem, or nothing."""
+    """Append a piece to a file; returns the problem, or nothing."""
     try:
         with path.open("ab") as file:
             file.write(memoryview(piece))

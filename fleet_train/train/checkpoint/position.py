@@ -26,7 +26,7 @@ _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
 
 @dataclass
 class Position:
-    """Counted from the beginning of the run, the same on every rank."""
+    """The position of a run, counted from its beginning, the same on every rank."""
 
     epoch: int = 0
     """Finished epochs."""

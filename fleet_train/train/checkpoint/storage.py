@@ -94,7 +94,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def begin_draft(draft: Path) -> Path:
-    """Create that empty folder in the folder of the checkpoints."""
+    """Create an empty draft in the folder of the checkpoints."""
     _remove(draft)
     draft.mkdir(parents=True)
     sync_folder(draft.parent.parent)
