@@ -102,11 +102,11 @@ class QueueDataset:
         self._command = pipe_command
 
     def set_thread(self, thread_num: int) -> None:
-        """How many threads Paddle read and trained with."""
+        """Accept how many threads Paddle read and trained with."""
         self.update_settings(thread_num=thread_num)
 
     def set_hdfs_config(self, fs_name: str, fs_ugi: str) -> None:
-        """Refused, unless both are empty."""
+        """Refuse the settings of HDFS, unless both are empty."""
         self.update_settings(fs_name=fs_name, fs_ugi=fs_ugi)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +151,7 @@ class InMemoryDataset(QueueDataset):
         self.load_into_memory()
 
     def wait_preload_done(self) -> None:
-        """Nothing: ``preload_into_memory`` has waited."""
+        """Do nothing: ``preload_into_memory`` has waited."""
 
     def local_shuffle(self) -> None:
         """Shuffle this rank's samples, by Python's ``random``: ``random.seed`` repeats it."""
