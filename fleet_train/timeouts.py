@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # The store and the rendezvous.
 SCONTROL_SECONDS = 20.0
-"""Slurm's controller answers ``scontrol show node`` at once, or is overloaded."""
+"""How long ``scontrol show node`` may take: Slurm's controller answers at once, or is overloaded."""
 STORE_ANSWER_SECONDS = 30.0
 """How long an answer of the store that needs no waiting may take, and how much longer than the server's own timeout one
 that needs it. A process that has ended or a machine that is gone is noticed by the kernel (TCP_USER_TIMEOUT, 20 s); a
@@ -66,16 +66,16 @@ WATCHDOG_ASK_SECONDS = 2.0
 of an attribution: a rank whose own timeout has not passed must learn of an attribution that another rank has started,
 and join it in time."""
 STREAM_BARRIER_MARGIN_SECONDS = 8.0
-"""What a step barrier waits beyond its timeout on streams: the watchdogs' question and the attribution come first."""
+"""How much longer than its timeout a step barrier on streams waits: watchdogs and the attribution come first."""
 EARLY_ATTRIBUTION_SECONDS, ATTRIBUTION_SECONDS = 1.5, 3.5
 """How long live ranks have to report after a collective failed, before witnesses are asked where the others stand, and
 from then on, before they count as missing: at once if none of them waits for other ranks."""
 PADDLE_STORE_SECONDS = 60
 """How long a member of a process group may take to reach Paddle's own store, which is open before it tries."""
 QUICK_STEP_SECONDS = 1.0
-"""Steps must be quicker than this to go without a barrier: in between, Gloo's own timeout of 30 s applies."""
+"""How long a step may take at most to go without a barrier: in between, Gloo's own timeout of 30 s applies."""
 EARLY_BARRIER_SECONDS = 5.0
-"""Ranks whose slowest step is shorter than this reach the barrier at the start of a step."""
+"""How long the slowest rank's step may take at most for ranks to reach the barrier at the start of a step."""
 GLANCE_SECONDS = 0.25
 """How long the largest timed allreduces of a quick look at a link may take: they delay the start of a training."""
 
@@ -91,6 +91,7 @@ how long after its last word it counts as done."""
 STACKS_LOCK_SECONDS = 2.0
 """How long a process that asks a rank for its stacks waits for another one that asks the same rank."""
 STACKS_POLL_SECONDS = 0.02
+"""Pause between two looks at whether a rank has written its stacks, or another process has asked it."""
 STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 4.0, 0.1
 """How long a rank that misses others waits to learn where they stand, and how often it looks: a witness asks the store
 twice a second, and a rank has its time to answer."""
@@ -101,6 +102,7 @@ WITNESS_FIRST_SECONDS, WITNESS_LAST_SECONDS = 0.5, 10.0
 STACKS_NATIVE_SECONDS = 10.0
 """How long py-spy may take, which reads the symbols of all libraries."""
 TOP_REFRESH_SECONDS = 1.0
+"""Default of ``top``'s ``--interval`` between two tables."""
 TOP_LONG_SECONDS = 2.0
 """How long a rank is in something before ``top`` says so, and that others wait for it: steps are shorter, or it is
 worth a look."""
@@ -113,7 +115,7 @@ TOP_TURNS_SECONDS = 0.3
 DECODE_TASK_SECONDS = 120.0
 """How long one task (a few images) may take before its worker counts as hanging: a network file system may pause."""
 WORKERS_REPLACED_SECONDS = 3600.0
-"""Workers that were replaced longer ago than this do not count any more."""
+"""How long a replaced worker counts: too many within this time end the training."""
 WORKERS_POLL_SECONDS = 0.5
 """How long a loader waits for an answer before it looks for silent workers and for the end of its epoch."""
 WORKERS_DRAIN_SECONDS = 3.0
@@ -139,6 +141,7 @@ FOLDER_ELSEWHERE_SECONDS = 120.0
 """How long to wait for a process of another machine that has the folder of checkpoints: a file server releases the lock
 of one that lost its power after a minute and a half."""
 FOLDER_POLL_SECONDS = 0.2
+"""Pause between two attempts to lock the folder of checkpoints."""
 COPIES_FINISH_SECONDS = 300.0
 """How long other nodes have to write their checkpoints at the end of a training."""
 COPIES_STOP_SECONDS = 20.0
@@ -148,14 +151,15 @@ STRAGGLER_SECONDS = 5.0
 PROGRESS_LINE_SECONDS = 10.0
 """Pause between two progress lines within an epoch, in a log."""
 SAME_STOP_SECONDS = 2.0
-"""Stopping signals within this time are one request: Slurm and a launcher both pass theirs on to a rank."""
+"""How far apart stopping signals of one request may come: Slurm and a launcher both pass theirs on to a rank."""
 SAME_KEY_SECONDS = 0.2
-"""Ctrl-C that comes twice within this time, from the terminal and from a program that passes it on, was typed once."""
+"""How far apart Ctrl-C that was typed once may come twice: from the terminal, and from a program that passes it on."""
 VISUALDL_START_SECONDS = 30.0
 """How long VisualDL may take until its page answers; importing it reads much from the disk."""
 VISUALDL_ANSWER_SECONDS = 5.0
 """How long one answer of VisualDL's page may take while its start is awaited."""
 VISUALDL_POLL_SECONDS = 0.1
+"""Pause between two looks at whether VisualDL's page answers."""
 VISUALDL_STOP_SECONDS = 5.0
 """How long VisualDL's processes may take to end after SIGTERM."""
 METRICS_ASK_AGAIN_SECONDS = 1.0
@@ -210,11 +214,11 @@ KILL_SECONDS = 3.0
 PROCESS_POLL_SECONDS = 0.02
 """How often processes that were told to end are looked at."""
 SIGNAL_RACE_SECONDS = 0.05
-"""A signal to all processes of a job reaches a rank and its launcher in any order."""
+"""How long a rank's end may be ahead of a launcher's own signal: one to all processes comes in any order."""
 END_RECORD_SECONDS = 2.0
 """How long the end waits for records that are being written; the disk may not answer."""
 TERMINAL_ORDER_SECONDS = 0.5
-"""One screen shows both streams: later lines of one wait for earlier lines of the other, unless that is stuck."""
+"""How long later lines of one stream wait for earlier ones of the other, unless stuck: one screen shows both."""
 TERMINAL_STUCK_SECONDS = 2.0
 """How long the end waits for a reader of the output that does not read."""
 TERMINAL_SLOW_SECONDS = 10.0
@@ -232,7 +236,7 @@ ASK_LAUNCHER_SECONDS = 1.0
 LEADER_BUSY_SECONDS = 40.0
 """The leader's time besides waiting for nodes: stopping ranks, collecting how the others ended, the pause."""
 ATTEMPT_PROGRESS_SECONDS = 600.0
-"""An attempt that ran this long has made progress: the same failure may have another cause."""
+"""How long an attempt has to run to have made progress: the same failure may then have another cause."""
 LONGEST_RESTART_PAUSE_SECONDS = 8.0
 """The longest pause between two attempts: 1, 2, 4 seconds and so on, up to this."""
 FIRST_WAITING_SECONDS = 2.0
@@ -273,7 +277,7 @@ DOCTOR_CONNECT_SECONDS = 2.5
 DOCTOR_AFTER_FAILURE_SECONDS = 1.5
 """How long a connection to another node may take after a failed job: less, because the launcher waits for it."""
 DOCTOR_STALLED_SECONDS = 2.5
-"""A connection that accepts no byte for this long has stalled."""
+"""How long a connection may accept no byte before it has stalled."""
 DOCTOR_ROUND_SECONDS = 6.0
 """How long a round of pairs waits for a node that is still busy with the last one."""
 DOCTOR_STORE_SECONDS, DOCTOR_POLL_SECONDS = 8.0, 0.05
@@ -287,7 +291,7 @@ DOCTOR_SELECT_SECONDS = 0.2
 DOCTOR_WRITING_SECONDS, DOCTOR_DISK_SECONDS = 3.0, 6.0
 """How long the doctor writes into a folder; a disk that does not answer within the second hangs."""
 DOCTOR_LEFT_BEHIND_SECONDS = 3600.0
-"""A doctor ends within minutes: older files are from a killed one."""
+"""How old a file is that a killed doctor has left behind: a doctor ends within minutes."""
 DOCTOR_SPEED_SECONDS, DOCTOR_SPEED_PROCESS_SECONDS = 0.8, 8.0
 """How long a processor is measured, and how long the process that does it may take: numpy's import takes longer on a
 busy machine."""
@@ -295,7 +299,7 @@ DATA_DISK_SECONDS, DATA_LOADER_SECONDS = 3.0, 15.0
 """How long files of a data folder are read past the page cache; how long a loader is measured, which may not become
 steady."""
 DATA_WINDOW_SECONDS = 2.0
-"""Speeds of a loader are compared over so long: batches come unevenly, and its workers start within a few seconds."""
+"""How long each of a loader's compared windows is: batches come unevenly, and its workers take seconds to start."""
 DOCTOR_DATA_SECONDS = 40.0
 """How long measuring a data folder may take: its disk, its loader, listing it, and the start of the workers."""
 DOCTOR_IP_SECONDS, DOCTOR_NVIDIA_SMI_SECONDS = 2.0, 10.0
@@ -311,7 +315,7 @@ SELFTEST_FAULT_GRACE_SECONDS = 10.0
 """How much longer than the profile's collective_timeout_seconds a job with a lost rank may take to end: detection,
 diagnosis and exit."""
 SELFTEST_KILLED_LATER_SECONDS = 5.0
-"""Subjects that have not ended this long after the bound will not."""
+"""How long after the bound a selftest's subjects are waited for: those that have not ended then will not."""
 SELFTEST_COLLECTIVE_SECONDS = 30.0
 """How long one collective of a few kilobytes may take."""
 SELFTEST_TRAINING_SECONDS = 60
