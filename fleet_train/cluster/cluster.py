@@ -143,7 +143,7 @@ def may_be_host(text: str) -> bool:
 
 
 def parent_of(node: int, fan_in: int = FAN_IN) -> int:
-    """The nodes of a job in their order form a tree, with node 0 as its root."""
+    """The parent of a node in the tree that the nodes of a job form in their order, with node 0 as its root."""
     return (node - 1) // fan_in
 
 

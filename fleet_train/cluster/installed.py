@@ -65,7 +65,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def installed_paddle() -> tuple[str, str]:
-    """(distribution, version) of the installed Paddle; empty strings if there is none."""
+    """The installed Paddle: (distribution, version); empty strings if there is none."""
     for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
         if version := version_of(distribution):
             return distribution, version

@@ -142,7 +142,7 @@ class CloudNode:
     def merged(
         self, hosts: tuple[str, ...] | None, node_host: str | None, started_port: int | None
     ) -> tuple[tuple[str, ...], str, int | None]:
-        """(hosts, this node, first port) combined with the flags. Raises ClusterError if a flag contradicts."""
+        """Combine variables and flags: (hosts, this node, first port). Raises ClusterError if a flag contradicts."""
         _agree("--cluster_node_ips", hosts, "PADDLE_TRAINERS", self.hosts)
         _agree("--node_ip", node_host, "POD_IP", self.node_host)
         return self.hosts, self.node_host, self.started_port if started_port is None else started_port
@@ -188,7 +188,7 @@ def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
 def _check_endpoints(
     environ: Mapping[str, str], hosts: tuple[str, ...], started_port: int | None, ports: int | None
 ) -> None:
-    """PADDLE_TRAINER_ENDPOINTS is redundant: it may repeat the pods, with one or with all ports, nothing else."""
+    """Check PADDLE_TRAINER_ENDPOINTS: redundant, it may repeat the pods, with one or with all ports, nothing else."""
     text = environ.get("PADDLE_TRAINER_ENDPOINTS", "").strip()
     if not text:
         return

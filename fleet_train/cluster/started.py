@@ -35,7 +35,7 @@ class Started:
     port: int | None = None
     """The port of the rendezvous; None: not given."""
     job: str = ""
-    """Distinguishes this job from others that run at the same time; authenticates the store's connections."""
+    """What distinguishes this job from others that run at the same time, and authenticates the store's connections."""
     restarts: int = 0
     """How often the engine has started this job before."""
     run: str = ""

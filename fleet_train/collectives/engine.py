@@ -208,7 +208,7 @@ class Stage:
 
 
 HAND_OVER = Stage()
-"""Yielded where the computing thread's part ends: what follows may run on another thread."""
+"""What a method yields where the computing thread's part ends: what follows may run on another thread."""
 
 Stages = Generator[Stage, None, T]
 

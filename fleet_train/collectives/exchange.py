@@ -221,7 +221,7 @@ class GradientExchange:
 
     @property
     def memories(self) -> list[tuple[Bucket, Remembers]]:
-        """Everything with its own state, and the parameters that it belongs to; to be read between steps."""
+        """Everything that has state of its own, and the parameters that it belongs to; to be read between steps."""
         return [*self.methods, *(self.averager.memories if self.averager is not None else [])]
 
     @property

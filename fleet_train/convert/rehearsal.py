@@ -188,7 +188,7 @@ class _Watched:
         process.replace(atexit, "register", _without_the_scripts(atexit.register))
 
     def close(self) -> None:
-        """The script has ended: it is no longer watched."""
+        """Note that the script has ended: it is no longer watched."""
         global _watched
         if not self._planned and self._error is None:
             self._error = not_converted("the script has ended without a step", "", self._minimized_alone)
@@ -204,7 +204,7 @@ class _Watched:
         self._planned.append(Planned(plan, session.current().profile or Profile(), script_line()))
 
     def ended_with(self, error: BaseException) -> None:
-        """The script has ended before anything had to end it."""
+        """Note the error with which the script has ended before anything had to end it."""
         if self._planned:
             if not isinstance(error, SystemExit):
                 logger.warning(
@@ -228,7 +228,7 @@ class _Watched:
             self._stop()
 
     def writes(self, what: str) -> None:
-        """Something is about to be written, or a program to be started."""
+        """Called when something is about to be written, or a program to be started."""
         if self._planned and not self._refused:
             logger.info(f"ended at {script_line()}, before it writes ({what}); what it converts later is not shown")
         if self._refused or self._planned or self._minimized_alone:

@@ -213,7 +213,7 @@ class Schedules:
             log_once([text], self.rank)
 
     def before_run(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-        """A hook of `process.before_each_run`."""
+        """A hook before each run of a program: look at how far its schedule was moved."""
         watched = self._programs.get(paddle.static.default_main_program() if program is None else program)
         if watched is not None:
             if watched.restored is not None:

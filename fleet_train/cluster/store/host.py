@@ -123,7 +123,7 @@ class StoreHost:
         return cls(place, access_of(cluster).job)
 
     def watch(self, cluster: Cluster, log_dir: Path | None) -> None:
-        """Make it the witness of the ranks of this node from now on, which writes what it sees into ``log_dir``."""
+        """Make the process the witness of this node's ranks from now on; it writes what it sees into ``log_dir``."""
         node = cluster.this.node_index
         ranks = Watched(
             store=endpoint_of(cluster),

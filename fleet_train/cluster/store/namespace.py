@@ -175,9 +175,9 @@ class Group:
     """The members of one group."""
 
     present: dict[int, list[str]] = field(default_factory=dict)
-    """Member -> its machine, and the connections by which it is present."""
+    """The members that are present: member -> its machine, and the connections by which it is present."""
     gone: dict[int, str] = field(default_factory=dict)
-    """Member -> ``left``, or how it was lost."""
+    """The members that are gone: member -> ``left``, or how it was lost."""
     barriers: int = 0
     """How many step barriers were completed."""
     times: deque[tuple[int, Body]] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))

@@ -175,7 +175,7 @@ def offset_of(settings: QuantisedSettings) -> Any:
 
 
 def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
-    """(levels [blocks, bytes of a block], uint8; scales [blocks], float32): views of the wire."""
+    """The parts of a wire as views: (levels [blocks, bytes of a block], uint8; scales [blocks], float32)."""
     size = settings.block * settings.bits // 8
     blocks = wire.size // settings.block_bytes
     return wire[: blocks * size].reshape(blocks, size), wire[blocks * size :].view(np.float32)

@@ -129,7 +129,8 @@ Methods = Sequence[tuple[Bucket, Remembers]]
 
 
 def read_state(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(state that is equal on all ranks, this rank's own state): saved on one cluster, loaded on another.
+    """Read the methods' state: (state that is equal on all ranks, this rank's own state), saved on one cluster, loaded
+    on another.
 
     Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other
     buckets.

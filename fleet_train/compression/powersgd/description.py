@@ -157,7 +157,7 @@ def random_factor(seed: int, name: str, shape: tuple[int, ...], step: int = 0) -
 
 
 class PowerSgd(Compression):
-    """Two allreduces: left factors with all uncompressed gradients, then right factors."""
+    """PowerSGD as a compression. Two allreduces: left factors with all uncompressed gradients, then right factors."""
 
     def on_streams(self, profile: Any) -> str:
         """Why the GPU's streams are waited for, in words: Paddle's qr makes several columns orthonormal; empty for one

@@ -135,7 +135,7 @@ class Findings:
     divisors: Divisors = ()
     """The counts by whose product the loss is divided."""
     power: int = 0
-    """The loss is to be multiplied by the number of shares to this power."""
+    """The power of the number of shares that the loss is to be multiplied by."""
 
 
 # Linear in a number, or only moving its elements.
