@@ -335,7 +335,7 @@ class _Values:
                 block.remove_op(new)
 
     def refuse_foreign_operands(self) -> None:
-        """Raises ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
+        """Raise ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
         an internal error, or aborts the process."""
         foreign = [
             (operator, index, value)

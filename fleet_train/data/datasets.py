@@ -37,7 +37,7 @@ class Dataset(Protocol):
     def num_classes(self) -> int: ...
 
     def arrays(self, indices: Indices) -> Arrays:
-        """`features` float32 [batch, *sample_shape] and `labels` int64 [batch], in the order of `indices`."""
+        """Samples in the order of `indices`: `features` float32 [batch, *sample_shape] and `labels` int64 [batch]."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Situation:
     cores: int
     image_size: int
     shorter_side: int
-    """The median length of the shorter side of the images in the files, in pixels."""
+    """The smaller one of the images' median width and height, in pixels."""
 
 
 def examine(folder: str, needs: float, image_size: int, workers: int) -> list[Found]:

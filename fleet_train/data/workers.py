@@ -213,10 +213,10 @@ class Task:
     row: int
     epoch: int
     images: list[tuple[str, int]]
-    """(path, dataset index) per row."""
+    """The images: (path, dataset index) per row."""
     number: int = 0
     failed: list[tuple[int, str]] = field(default_factory=list)
-    """(position in `images`, reason) of unreadable images; filled in when the task is done."""
+    """The unreadable images: (position in `images`, reason); filled in when the task is done."""
 
 
 class _Worker:

@@ -149,7 +149,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine; None: not requested."""
+    """The facts of one machine; None: not requested."""
 
     index: int
     processes: int

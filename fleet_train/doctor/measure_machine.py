@@ -51,7 +51,7 @@ def memory() -> Memory:
 
 
 def space_of(folder: Path) -> tuple[int, int]:
-    """(size, free bytes) of the file system; zeros if there is none."""
+    """The space of a folder's file system: (size, free bytes); zeros if there is none."""
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -82,7 +82,8 @@ def processors() -> Processors:
 
 
 def memory_quota(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> tuple[int, int, int]:
-    """(limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n) without a limit."""
+    """The quota of memory: (limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n)
+    without a limit."""
     limit, left, kills = UNLIMITED, UNLIMITED, 0
     for index, folder in enumerate(control_groups("memory", mounted, groups)):
         most = memory_limit(folder)

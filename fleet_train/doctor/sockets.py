@@ -124,7 +124,7 @@ _MORE, _LAST = b"\0", b"\1"
 # struct tcp_info of linux/tcp.h: total_retrans and segs_out.
 _RETRANSMITS_AT, _SEGMENTS_AT = 100, 136
 _TCP_NOTSENT_LOWAT, _UNSENT_BYTES = 25, 1 << 18
-"""Unsent bytes in the kernel: on a slow link more of them would outlast the measurement."""
+"""How many unsent bytes the kernel holds: on a slow link more of them would outlast the measurement."""
 _WINDOW_SECONDS, _WINDOW_BLOCKS = 0.05, 4
 _WARM_UP = 0.2
 """Share of the time that is not counted: a connection starts slowly."""
@@ -176,7 +176,7 @@ def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _counters(sock: socket.socket) -> tuple[int, int]:
-    """(segments, retransmitted ones) of the connection so far; zeros if the kernel does not report them."""
+    """The connection's counters so far: (segments, retransmitted ones); zeros if the kernel does not report them."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     except (OSError, AttributeError):
@@ -199,7 +199,8 @@ _HEAD = struct.Struct(">8sI")
 
 
 def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: int) -> tuple[int, int]:
-    """(largest packet that was answered, the path's MTU according to the kernel); 0: none, unknown.
+    """Send packets of many sizes: (largest one that was answered, the path's MTU according to the kernel); 0: none,
+    unknown.
 
     UDP with Don't Fragment set: each packet that arrives is answered with its size.
     """

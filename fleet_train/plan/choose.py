@@ -61,7 +61,7 @@ class ChoiceConditions:
 
 @dataclass(frozen=True)
 class Choice:
-    """``profile``: with numbers for the open settings. ``sentences``: rank 0's messages about them."""
+    """The outcome of a choice. ``profile``: with numbers for open settings. ``sentences``: rank 0's messages."""
 
     profile: Profile
     sentences: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def build_plan(
     statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """`build_chosen` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
+    """Build the plan of any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
     chosen = choose(profile, gradients, cluster, ChoiceConditions()).profile
     return build_chosen(gradients, cluster, chosen, averaged, statistics, state_values_per_parameter)
 

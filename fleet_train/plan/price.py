@@ -36,7 +36,7 @@ class Costs:
     waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
     """How much longer coding takes while computing: zero if enough processors are idle."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """How much longer the computing takes meanwhile."""
+    """How much longer the computing takes while values are coded."""
     averaging_seconds_per_byte: float = 0.0
     """Seconds for averaged parameters on the computing thread: copies, the outer step, applying the mean."""
 

@@ -82,9 +82,9 @@ class Facts:
     numpy: str = ""
     """The name by which the module knows numpy."""
     variables: dict[Kind, set[tuple[int, str]]] = field(default_factory=lambda: defaultdict(set))
-    """(id of the defining scope, name) of each variable of a kind."""
+    """The variables of each kind: (id of the defining scope, name)."""
     init_lines: list[tuple[int, int]] = field(default_factory=list)
-    """(id of the scope, line) of each call of fleet.init."""
+    """The calls of fleet.init: (id of the scope, line)."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Names(cst.MetadataDependent):
         return self.holds("program", call.func.value) or bool(_PROGRAM.search(source(call.func.value)))
 
     def defining_scopes(self, node: cst.BaseExpression) -> set[tuple[int, str]]:
-        """(id of scope, name) wherever this variable is assigned; empty for anything but a variable."""
+        """The scopes in which a variable is assigned: (id of scope, name); empty for anything but a variable."""
         scope = self.scope_of(node)
         if not isinstance(node, cst.Name) or scope is None:
             return set()

@@ -115,7 +115,7 @@ def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call)
 
 
 Special = Callable[[Transformer, cst.Call, cst.Call], cst.BaseExpression | None]
-"""(script, original call, updated call) -> the new call; None: as the table says. Raises Undecided."""
+"""A rewriting: (script, original call, updated call) -> the new call; None: as the table says. Raises Undecided."""
 CALLS: dict[str, Special] = {
     "paddle.fluid.layers.data": layers_data,
     "paddle.static.data": static_data,
@@ -385,7 +385,7 @@ def _is_rank_test(node: cst.BaseExpression) -> bool:
 
 
 def _without_rank(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
-    """(whether a rank was asked for, what is left of the condition; None = nothing)."""
+    """Take the test of a rank out of a condition: (whether a rank was asked for, what is left; None = nothing)."""
     if _is_rank_test(node):
         return True, None
     if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):

@@ -64,7 +64,7 @@ class Profile(Settings):
         return {name: value for name, value in self if name in self.model_fields_set}
 
     def shown_settings(self) -> dict[str, Any]:
-        """`settings` for display: only the names of the environment section, because values may be secrets."""
+        """The settings for display: only the names of the environment section, because values may be secrets."""
         settings = self.settings()
         return settings | ({"environment": hidden(self.environment)} if "environment" in settings else {})
 

@@ -86,7 +86,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     trace: str = ""
     """Steps to trace, such as ``100-104``, into the launcher's log folder, or output_dir without one. Empty = none."""
     prometheus_port: int | None = None
-    """Rank 0 serves its newest record there, for Prometheus. None = no server."""
+    """Port at which rank 0 serves its newest record, for Prometheus. None = no server."""
     prometheus_host: str = "127.0.0.1"
     """Address that the server for Prometheus listens on."""
     resume: bool = False

@@ -82,7 +82,7 @@ def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
 
 
 class Dashboard:
-    """Use as a context manager: on exit, the server and its children are ended."""
+    """VisualDL's server, as a context manager: on exit, the server and its children are ended."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Dashboard:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Dashboard:
-        """Raises DashboardUnusable if the page does not answer."""
+        """Start the server. Raises DashboardUnusable if the page does not answer."""
         if importlib.util.find_spec("visualdl") is None:
             raise DashboardUnusable("VisualDL is not installed: python -m pip install visualdl")
         self._output = tempfile.TemporaryFile()
@@ -128,7 +128,7 @@ class Dashboard:
         self.stop()
 
     def wait(self) -> None:
-        """Never returns; raises DashboardUnusable when the server has ended."""
+        """Wait forever; raises DashboardUnusable when the server has ended."""
         assert self._server is not None
         self._server.wait()
         raise DashboardUnusable(f"VisualDL's server has ended: {self._last_line()}")

@@ -135,7 +135,7 @@ class UserSinks(TeeSink):
     """Sinks given to a trainer, which closes them. After a sink's first exception only its `close` is called."""
 
     def __init__(self, sinks: Sequence[UserSink]) -> None:
-        """Raises FleetTrainError for an object that is not a sink."""
+        """Take the sinks. Raises FleetTrainError for an object that is not a sink."""
         for sink in sinks:
             if isinstance(sink, type) or not all(callable(getattr(sink, name, None)) for name in ("write", "close")):
                 raise FleetTrainError(
@@ -178,14 +178,14 @@ def sinks_of(given: MetricSink | UserSink | Sequence[UserSink] | None, reporting
 
 
 def check_tags(tags: Mapping[str, Any] | Sequence[str]) -> None:
-    """Raises ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
+    """Raise ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
     for tag in tags:
         if not tag or "%" in tag:
             raise ValueError(f"{tag!r} is not a tag: it must not be empty and must not contain a percent sign")
 
 
 class JsonLinesSink:
-    """One line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
+    """A sink with one line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
 
     Texts, settings and images have a `kind`; lines without one are scalars, NaN and infinity as null. An image's line
     names a PNG file of the folder: the newest of its tag, which overwrites earlier ones.

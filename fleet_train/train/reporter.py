@@ -216,8 +216,8 @@ class StragglerWatch:
         self._named: int | None = None
 
     def check(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
-        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns the message, if
-        any.
+        """Look at one interval: each rank's own time of a step and its time at barriers, ms per step; returns the
+        message, if any.
 
         Ranks without a report (0 ms: no barrier in the interval, as between two averagings) are ignored.
         """

@@ -228,7 +228,7 @@ class CodingCosts:
     waiting: float = 3.5e-9
     """How much longer coding takes while computing: zero if enough processors are idle."""
     taken: float = 4e-9
-    """How much longer the computing takes meanwhile."""
+    """How much longer the computing takes while values are coded."""
 
 
 class NumpyReference(Protocol):

@@ -23,14 +23,15 @@ class OuterOptimizer:
     source: str = ""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
-        """(what is subtracted from the last agreed values, the next velocity). ``velocity``: None before the first;
-        ``rate``: the inner optimizer's learning rate; ``lr``, ``momentum``: `outer_lr` and `outer_momentum`."""
+        """The step after an averaging: (what is subtracted from the last agreed values, the next velocity).
+        ``velocity``: None before the first; ``rate``: the inner optimizer's learning rate; ``lr``, ``momentum``:
+        `outer_lr` and `outer_momentum`."""
         del rate, lr, momentum
         return difference, velocity
 
 
 class SlowMo(OuterOptimizer):
-    """u = m u + difference / rate; lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019, algorithm 1)."""
+    """Slow momentum: u = m u + difference / rate; lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019, algorithm 1)."""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         scale = 1.0 / rate if rate > 0 else 1.0
@@ -39,7 +40,7 @@ class SlowMo(OuterOptimizer):
 
 
 class DiLoCo(OuterOptimizer):
-    """u = m u + difference; lr * (difference + m u), Nesterov (Douillard et al. 2023)."""
+    """Nesterov's momentum: u = m u + difference; lr * (difference + m u) (Douillard et al. 2023)."""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         del rate

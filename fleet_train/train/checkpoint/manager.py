@@ -280,9 +280,8 @@ class Checkpoints:
         return written
 
     def wait(self, copy_seconds: float) -> tuple[Path | None, str]:
-        """`finish` for a job that may end without copies: also which nodes lack the last checkpoint and why, the same
-        on every rank; empty if none does.
-        """
+        """Wait as `finish` does, for a job that may end without copies: returns which nodes lack the last checkpoint
+        and why, the same on every rank; empty if none does."""
         written = self._written()
         lacking = "" if self._copies is None else self._await_copies(self._copies, copy_seconds)
         ask_first_worker(self._refuse_unsaved)

@@ -34,7 +34,7 @@ from fleet_train.files import sync_folder
 MARKER = persistables.DESCRIPTION
 _MOST_MARKER_BYTES = 256 << 20
 RECORD = "run.json"
-"""Next to the checkpoints: the last run known to this node, even if it keeps no checkpoint of it."""
+"""The file next to the checkpoints with the last run known to this node, even if it keeps no checkpoint of it."""
 _MOST_GENERATIONS = 1 << 53
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
@@ -49,7 +49,8 @@ class TrainingRun:
     """
 
     generation: int = 0
-    """One more than that of the latest run known where it began. 0 = written by a version without generations."""
+    """The number of the run's generation: one more than that of the latest run known where it began. 0 = written by a
+    version without generations."""
     began: float = 0.0
     """Unix seconds, on the clock of the rank 0 that began it. 0 = written by a version without runs."""
     id: str = ""
@@ -224,7 +225,7 @@ def assumed_progress(name: str, known: Iterable[tuple[str, TrainingProgress]]) -
 
 
 def refuse_no_folder(path: Path) -> None:
-    """Raises CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
+    """Raise CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
     if not os.path.lexists(path) or path.is_dir():  # in this order: another rank may be making it
         return
     if path.is_symlink():
