@@ -1,48 +1,20 @@
-"""Every duration of this package, with its unit in its name and its reason beside it.
+"""Durations of several modules, or that a test shortens, with the unit in their names and their reason beside them.
 
-Use them as ``timeouts.NAME``, so that a test can shorten one. What a user can set (``--join_timeout``,
-``collective_timeout_seconds``, ``--lost_node_timeout``, ...) has its default here too.
+Use them as ``timeouts.NAME``, so that a test can shorten one. A duration of one module is a constant there.
 """
 
 from __future__ import annotations
 
 # The store and the rendezvous.
-SCONTROL_SECONDS = 20.0
-"""How long ``scontrol show node`` may take: Slurm's controller answers at once, or is overloaded."""
 STORE_ANSWER_SECONDS = 30.0
 """How long an answer of the store that needs no waiting may take, and how much longer than the server's own timeout one
 that needs it. A process that has ended or a machine that is gone is noticed by the kernel (TCP_USER_TIMEOUT, 20 s); a
 server that is alive may stand still for longer than 10 s where a machine swaps or a hypervisor pauses it, and then the
 job must go on."""
-STORE_TICK_SECONDS = 0.05
-"""How exactly the store keeps timeouts."""
-STORE_REQUEST_SECONDS = 10.0
-"""How long the store's thread may take for a request of another thread: it does nothing that takes longer."""
-STORE_INNER_NAMESPACE_SECONDS = 30.0
-"""How long a relay tries to open a namespace within another one: its parent answers already."""
-STRANGERS_SECONDS = 5.0
-"""How long a connection to the store may take to prove that it belongs to the job: one exchange of messages."""
-NAMES_SECONDS = 2.0
-"""Pause between two attempts to resolve host names of the node list; a strange connection must not cause more."""
-CROSSED_SECONDS = 1.0
-"""How long all members may wait at different barriers before that is an error and no coincidence."""
-RELAY_PARTIAL_SECONDS = 1.0
-"""How long members may be late before a relay's parent gets a list of those that have arrived."""
-RELAY_UPDATE_SECONDS = 0.1
-"""How long a relay collects further arrivals after that list, before it sends them to its parent as well."""
-RELAY_GRACE_SECONDS = 2.0
-"""How much longer than a waiter's timeout a relay waits for its parent to name the missing members."""
 STORE_RETRY_SECONDS = (0.02, 0.5)
 """Pause between two attempts to reach a server: after the first one, and at most."""
 STORE_DIAL_SECONDS = 5.0
 """How long a server may take to accept a connection: two round trips, and some lost packets."""
-STORE_OUTLIVES_SECONDS = 300.0
-"""How long the store's process stays for connected members after its parent has ended."""
-STORE_QUIET_SECONDS = 0.5
-"""How long the store's process, whose parent has ended, stays without members: one that lost its connection may
-reconnect to report."""
-STORE_POLL_SECONDS = 0.05
-"""Pause between two looks of the store's process, whose parent has ended, at whether members are connected."""
 
 # Collectives.
 COLLECTIVE_TIMEOUT_SECONDS = 300.0
@@ -52,80 +24,24 @@ COLLECTIVE_MARGIN_SECONDS = 60.0
 the search for missing ranks come first and report more."""
 THREAD_END_SECONDS = 1.0
 """How long an engine's threads may take to end: one that is inside a call of a lost rank never does."""
-FIRST_DEVICE_POLL_SECONDS = 20e-6
-DEVICE_POLL_SECONDS = 2e-3
-"""Pause between two looks at whether a device is done, first and at most: a blocking wait would hold Python's lock."""
 LEAVE_SECONDS = 60
 """How long a rank that leaves waits for its device, and then for the other ranks to leave."""
-VERIFY_SECONDS = 1800.0
-"""How long rank 0 may compute with the joint batch, for which the other ranks wait: a step of all of them, twice."""
 WATCHDOG_POLL_SECONDS = 0.1
 """Pause between two looks of the watchdog at what is in flight."""
 WATCHDOG_ASK_SECONDS = 2.0
 """How long a collective waits before its rank asks the store who is missing, and how often it asks then. Less than half
 of an attribution: a rank whose own timeout has not passed must learn of an attribution that another rank has started,
 and join it in time."""
-STREAM_BARRIER_MARGIN_SECONDS = 8.0
-"""How much longer than its timeout a step barrier on streams waits: watchdogs and the attribution come first."""
 EARLY_ATTRIBUTION_SECONDS, ATTRIBUTION_SECONDS = 1.5, 3.5
 """How long live ranks have to report after a collective failed, before witnesses are asked where the others stand, and
 from then on, before they count as missing: at once if none of them waits for other ranks."""
-PADDLE_STORE_SECONDS = 60
-"""How long a member of a process group may take to reach Paddle's own store, which is open before it tries."""
 QUICK_STEP_SECONDS = 1.0
 """How long a step may take at most to go without a barrier: in between, Gloo's own timeout of 30 s applies."""
-EARLY_BARRIER_SECONDS = 5.0
-"""How long the slowest rank's step may take at most for ranks to reach the barrier at the start of a step."""
-GLANCE_SECONDS = 0.25
-"""How long the largest timed allreduces of a quick look at a link may take: they delay the start of a training."""
 
 # The flight recorder and its witness.
-RECORDER_POLL_SECONDS = 0.25
-"""Pause between two looks of the recorder's thread: as long as a question for stacks may wait, and as old as a
-heartbeat is at most."""
-STACKS_ANSWER_SECONDS = 1.0
-"""How long the recorder's thread has to get Python's lock and to write: then a signal makes it write without."""
-STACKS_SIGNAL_SECONDS, STACKS_QUIET_SECONDS = 2.0, 0.2
-"""How long a rank's handler of that signal has to write, which takes milliseconds where the machine is not busy; and
-how long after its last word it counts as done."""
-STACKS_LOCK_SECONDS = 2.0
-"""How long a process that asks a rank for its stacks waits for another one that asks the same rank."""
-STACKS_POLL_SECONDS = 0.02
-"""Pause between two looks at whether a rank has written its stacks, or another process has asked it."""
 STACKS_ASK_SECONDS, STACKS_ASK_AGAIN_SECONDS = 4.0, 0.1
 """How long a rank that misses others waits to learn where they stand, and how often it looks: a witness asks the store
 twice a second, and a rank has its time to answer."""
-STACKS_RECENT_SECONDS = 15.0
-"""How long the stacks seen at a failure stand for it: a rank's report and the launchers' patience take no longer."""
-WITNESS_FIRST_SECONDS, WITNESS_LAST_SECONDS = 0.5, 10.0
-"""Pause between two searches for ranks that have not begun to record, at first and at most."""
-STACKS_NATIVE_SECONDS = 10.0
-"""How long py-spy may take, which reads the symbols of all libraries."""
-TOP_REFRESH_SECONDS = 1.0
-"""Default of ``top``'s ``--interval`` between two tables."""
-TOP_LONG_SECONDS = 2.0
-"""How long a rank is in something before ``top`` says so, and that others wait for it: steps are shorter, or it is
-worth a look."""
-TOP_SILENT_SECONDS = 3.0
-"""How old a silent rank's heartbeat is: it comes four times a second, or late on a busy machine."""
-TOP_TURNS_SECONDS = 0.3
-"""How long ``top`` watches a silent rank to see whether it runs, or only waits for a processor."""
-
-# Data.
-DECODE_TASK_SECONDS = 120.0
-"""How long one task (a few images) may take before its worker counts as hanging: a network file system may pause."""
-WORKERS_REPLACED_SECONDS = 3600.0
-"""How long a replaced worker counts: too many within this time end the training."""
-WORKERS_POLL_SECONDS = 0.5
-"""How long a loader waits for an answer before it looks for silent workers and for the end of its epoch."""
-WORKERS_DRAIN_SECONDS = 3.0
-"""How long an epoch that is left may wait for the tasks that workers have begun, so that they can be kept."""
-WORKER_END_SECONDS = 5.0
-"""How long a worker whose socket is closed may take to end, and a killed one to be gone."""
-WORKER_CLOSE_SECONDS = 2.0
-"""How long a whole pool of workers that is closed may take to end: a user waits for it."""
-PREFETCH_PUT_SECONDS = 0.05
-"""How often a prefetch thread whose queue is full looks whether its consumer has gone."""
 
 # Training, checkpoints and metrics.
 RANKS_SYNC_SECONDS = 1.0
@@ -137,33 +53,8 @@ the job forever."""
 FOLDER_HERE_SECONDS = 10.0
 """How long to wait for the end of a process of this machine that has the folder of checkpoints: one that is being
 killed, such as an earlier attempt's, still holds it for a moment."""
-FOLDER_ELSEWHERE_SECONDS = 120.0
-"""How long to wait for a process of another machine that has the folder of checkpoints: a file server releases the lock
-of one that lost its power after a minute and a half."""
-FOLDER_POLL_SECONDS = 0.2
-"""Pause between two attempts to lock the folder of checkpoints."""
-COPIES_FINISH_SECONDS = 300.0
-"""How long other nodes have to write their checkpoints at the end of a training."""
-COPIES_STOP_SECONDS = 20.0
-"""How long other nodes have to write their checkpoints at a graceful stop: less than the launcher's grace of 30 s."""
-STRAGGLER_SECONDS = 5.0
-"""The least time for which a rank must be slower than the others: less may be a checkpoint, or load for a moment."""
-PROGRESS_LINE_SECONDS = 10.0
-"""Pause between two progress lines within an epoch, in a log."""
 SAME_STOP_SECONDS = 2.0
 """How far apart stopping signals of one request may come: Slurm and a launcher both pass theirs on to a rank."""
-SAME_KEY_SECONDS = 0.2
-"""How far apart Ctrl-C that was typed once may come twice: from the terminal, and from a program that passes it on."""
-VISUALDL_START_SECONDS = 30.0
-"""How long VisualDL may take until its page answers; importing it reads much from the disk."""
-VISUALDL_ANSWER_SECONDS = 5.0
-"""How long one answer of VisualDL's page may take while its start is awaited."""
-VISUALDL_POLL_SECONDS = 0.1
-"""Pause between two looks at whether VisualDL's page answers."""
-VISUALDL_STOP_SECONDS = 5.0
-"""How long VisualDL's processes may take to end after SIGTERM."""
-METRICS_ASK_AGAIN_SECONDS = 1.0
-"""Pause between two questions to the job's store which ranks are gone: scrapes may come more often."""
 
 # Launching and spawning.
 REJOIN_SECONDS = 300.0
@@ -255,43 +146,18 @@ SPAWN_EXIT_SECONDS = 20.0
 # Doctor, selftest and recommend.
 DOCTOR_JOIN_SECONDS, DOCTOR_MOST_JOIN_SECONDS = 20.0, 600.0
 """Default of the doctor's ``--join_timeout``, and its maximum."""
-DOCTOR_WHOLE_SECONDS = 56.0
-"""How long the doctor takes from its start to the verdict, with the default ``--join_timeout``; the remaining time
-bounds each part."""
 DOCTOR_PAIRS_SECONDS = 14.0
 """How long the measurements of all pairs of nodes may take."""
-DOCTOR_RESERVE_SECONDS = 14.0
-"""Time that the doctor reserves for a pair that hangs, and for the exchange."""
 DOCTOR_EXCHANGE_SECONDS, DOCTOR_LEAVE_SECONDS = 12.0, 4.0
 """How long the other doctors' reports may take to arrive; how long all others may take to read them."""
-DOCTOR_GROUP_SECONDS, DOCTOR_GROUP_NEEDS_SECONDS = 25.0, 12.0
-"""How long a group of the doctor's may take before it is abandoned; the least time left with which one is started."""
-DOCTOR_PAUSE_SECONDS = 0.25
-"""Pause between two looks at which doctors have come."""
-DOCTOR_FIRST_WORD_SECONDS, DOCTOR_NEXT_WORD_SECONDS = 3.0, 5.0
-"""How long the doctor waits until a message names the missing nodes, and between two of these messages."""
 DOCTOR_ANSWER_SECONDS = 4.0
 """How long another doctor's next message may take."""
 DOCTOR_CONNECT_SECONDS = 2.5
 """How long a connection to another doctor may take: a lost first packet is retransmitted after 1 s."""
-DOCTOR_AFTER_FAILURE_SECONDS = 1.5
-"""How long a connection to another node may take after a failed job: less, because the launcher waits for it."""
-DOCTOR_STALLED_SECONDS = 2.5
-"""How long a connection may accept no byte before it has stalled."""
 DOCTOR_ROUND_SECONDS = 6.0
 """How long a round of pairs waits for a node that is still busy with the last one."""
 DOCTOR_STORE_SECONDS, DOCTOR_POLL_SECONDS = 8.0, 0.05
 """How long node 0's store, on a busy machine, may take to answer; pause between two looks at what is in it."""
-DOCTOR_PINGS_SECONDS = 0.4
-"""How long round trips of small messages to one node are measured."""
-DOCTOR_PACKET_SECONDS = 0.35
-"""How long the answers to one round of packets of all sizes may take."""
-DOCTOR_SELECT_SECONDS = 0.2
-"""How often the listener looks whether it is to end."""
-DOCTOR_WRITING_SECONDS, DOCTOR_DISK_SECONDS = 3.0, 6.0
-"""How long the doctor writes into a folder; a disk that does not answer within the second hangs."""
-DOCTOR_LEFT_BEHIND_SECONDS = 3600.0
-"""How old a file is that a killed doctor has left behind: a doctor ends within minutes."""
 DOCTOR_SPEED_SECONDS, DOCTOR_SPEED_PROCESS_SECONDS = 0.8, 8.0
 """How long a processor is measured, and how long the process that does it may take: numpy's import takes longer on a
 busy machine."""
@@ -332,5 +198,3 @@ RECOMMEND_MEASURE_SECONDS = 4.0
 """How long the links are measured."""
 RECOMMEND_COMPUTE_SECONDS, RECOMMEND_TRIAL_SECONDS = 4.0, 4.0
 """How long the script's steps alone are measured, and how long those of a trial."""
-PORT_PROGRESS_SECONDS = 5.0
-"""Pause between two lines of `port` about how many scripts it has read."""

@@ -1,4 +1,4 @@
-"""Completions of options' and arguments' values."""
+"""Options that several commands have, types of their values, and the completions of these."""
 
 from __future__ import annotations
 

@@ -11,10 +11,12 @@ import click
 
 from fleet_train.cli.options import HELP
 from fleet_train.errors import ConversionError, printable
-from fleet_train.timeouts import PORT_PROGRESS_SECONDS
 
 if TYPE_CHECKING:
     from fleet_train.port import Ported
+
+PORT_PROGRESS_SECONDS = 5.0
+"""Pause between two lines of `port` about how many scripts it has read."""
 
 EXIT_WOULD_CHANGE = 1
 _EPILOG = """\b

@@ -8,11 +8,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleet_train import timeouts
 from fleet_train.cluster import kubernetes, mpi, network, slurm
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, NO_HOST, may_be_host
 from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
+
+_SCONTROL_SECONDS = 20.0
+"""How long ``scontrol show node`` may take: Slurm's controller answers at once, or is overloaded."""
 
 ENGINE = "FLEET_TRAIN_ENGINE"
 MASTER = "FLEET_TRAIN_MASTER"
@@ -184,7 +186,7 @@ def _look_up(host: str) -> str:
 def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
     """Slurm's address of each node; empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
-    lines = network.output_of(command, timeouts.SCONTROL_SECONDS).splitlines()
+    lines = network.output_of(command, _SCONTROL_SECONDS).splitlines()
     pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in lines)
     return {match[1]: match[2] for match in pairs if match is not None}
 

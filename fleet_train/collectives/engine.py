@@ -25,6 +25,10 @@ from fleet_train.cluster.flight.stands import spans
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
+_FIRST_DEVICE_POLL_SECONDS = 20e-6
+_DEVICE_POLL_SECONDS = 2e-3
+"""Pause between two looks at whether a device is done, first and at most: a blocking wait would hold Python's lock."""
+
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -267,12 +271,12 @@ class Moment:
 
     def await_passed(self, seconds: float = math.inf) -> bool:
         """Block the host until then, at most this long; other threads run meanwhile. Whether it has passed."""
-        until, pause = time.monotonic() + seconds, timeouts.FIRST_DEVICE_POLL_SECONDS
+        until, pause = time.monotonic() + seconds, _FIRST_DEVICE_POLL_SECONDS
         while not self.has_passed():
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, timeouts.DEVICE_POLL_SECONDS)
+            pause = min(2 * pause, _DEVICE_POLL_SECONDS)
         return True
 
     def seconds_since(self, earlier: Any) -> float:

@@ -31,6 +31,9 @@ from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError, ProfileError
 from fleet_train.log import logger
 
+_STREAM_BARRIER_MARGIN_SECONDS = 8.0
+"""How much longer than its timeout a step barrier on streams waits: watchdogs and the attribution come first."""
+
 T = TypeVar("T")
 
 
@@ -225,7 +228,7 @@ class StreamEngine(Engine):
     reads_values = False
     side_by_side = False
     averages = True
-    barrier_margin_seconds = timeouts.STREAM_BARRIER_MARGIN_SECONDS
+    barrier_margin_seconds = _STREAM_BARRIER_MARGIN_SECONDS
 
     def __init__(
         self, device: HostDevice, attribute_failure: AttributeFailure, watchdog: Watchdog, calls: StreamCalls

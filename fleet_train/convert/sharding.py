@@ -166,7 +166,7 @@ def in_order_of_sums(plan: CommPlan) -> list[Bucket]:
 
 
 def _last_readers(operators: Sequence[Any]) -> dict[str, int]:
-    """The position of the last operator that may read a parameter's memory, by parameter, whatever it calls it: the
+    """The position of the last operator that may read a parameter's memory, by parameter; under whatever name: the
     results of operators in place (``detach()`` is one) and of control flow can be what they were given."""
     readers: dict[str, int] = {}
     names: dict[int, set[str]] = {}

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train import timeouts
 from fleet_train.cluster.installed import memory
 from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.collectives.job import Job
@@ -30,6 +29,9 @@ from fleet_train.convert.rewrite import initialized_tensor
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 from fleet_train.profile import Profile
+
+_VERIFY_SECONDS = 1800.0
+"""How long rank 0 may compute with the joint batch, for which the other ranks wait: a step of all of them, twice."""
 
 Pairs = Sequence[tuple[Any, Any]]
 
@@ -216,7 +218,7 @@ class Verification:
             except Exception as error:
                 outcome = {"untried": _last_line(error)}
         name = f"verified {job.count('verified')}"
-        self._say(run.check, job.broadcast(name, outcome, timeout_seconds=timeouts.VERIFY_SECONDS))
+        self._say(run.check, job.broadcast(name, outcome, timeout_seconds=_VERIFY_SECONDS))
 
     def _means(self, gradients: dict[str, Array]) -> dict[str, Array]:
         """The means of a run's gradients over the ranks, on rank 0."""

@@ -10,6 +10,10 @@ from fleet_train import timeouts
 from fleet_train.errors import JoinTimeout
 from fleet_train.selftest.options import chosen_groups
 
+_DOCTOR_WHOLE_SECONDS = 56.0
+"""How long the doctor takes from its start to the verdict, with the default ``--join_timeout``; the remaining time
+bounds each part."""
+
 UNLIMITED = -1
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
@@ -47,8 +51,7 @@ class Processors:
     quota: float = float(UNLIMITED)
     """The number of processors that the control groups' quota allows."""
     gflops: float = 0.0
-    """Speed of one processor in 1e9 operations a second: the best of many products of two small matrices; 0:
-    unknown."""
+    """Speed of one processor in 1e9 operations a second: the best of many small matrix products; 0: unknown."""
     share: float = 1.0
     """The share of one processor that a busy thread got during the measurement."""
 
@@ -325,7 +328,7 @@ class Options:
     @property
     def whole_seconds(self) -> float:
         longer = max(0.0, self.join_timeout_seconds - timeouts.DOCTOR_JOIN_SECONDS)
-        return timeouts.DOCTOR_WHOLE_SECONDS + longer + (timeouts.DOCTOR_DATA_SECONDS if self.data else 0.0)
+        return _DOCTOR_WHOLE_SECONDS + longer + (timeouts.DOCTOR_DATA_SECONDS if self.data else 0.0)
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:

@@ -24,6 +24,11 @@ from fleet_train.doctor.sockets import Door
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.log import logger
 
+_DOCTOR_PAUSE_SECONDS = 0.25
+"""Pause between two looks at which doctors have come."""
+_DOCTOR_FIRST_WORD_SECONDS, _DOCTOR_NEXT_WORD_SECONDS = 3.0, 5.0
+"""How long the doctor waits until a message names the missing nodes, and between two of these messages."""
+
 _GROUP, _OPEN = "doctor", "open"
 T = TypeVar("T")
 
@@ -45,7 +50,7 @@ class Meeting:
         self._client: StoreClient
         self._server: StoreServer | None = None
         self._closing = contextlib.ExitStack()
-        self._word_at = time.monotonic() + timeouts.DOCTOR_FIRST_WORD_SECONDS
+        self._word_at = time.monotonic() + _DOCTOR_FIRST_WORD_SECONDS
         if there.node.index == 0 and free:
             callers, count = Callers(there.node.addresses), len(there.node.addresses)
             self._server = StoreServer(there.node.address, free[0], there.access, callers, count).start()
@@ -70,7 +75,7 @@ class Meeting:
             if now > deadline + timeouts.DOCTOR_EXCHANGE_SECONDS:
                 raise JoinTimeout("has not said which nodes are present")
             self._say(missing, deadline)
-            time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
+            time.sleep(_DOCTOR_PAUSE_SECONDS)
         if self._there.node.index not in present:
             raise JoinTimeout("had begun without this node, which came too late")
         return {node: door for node, door in self.read("here", Door).items() if node in present}
@@ -98,7 +103,7 @@ class Meeting:
                 self.dialled = max(
                     self.dialled, dialled, key=lambda tries: sum(each.outcome == _OPEN for each in tries)
                 )
-            time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
+            time.sleep(_DOCTOR_PAUSE_SECONDS)
 
     def _client_at(self, port: int) -> StoreClient:
         node = self._there.node
@@ -121,7 +126,7 @@ class Meeting:
             return False
         names = ", ".join(map(self._there.node.describe, sorted(missing)[:5]))
         logger.info(f"waiting for {names} ({max(0.0, deadline - now):.0f} s more)")
-        self._word_at = now + timeouts.DOCTOR_NEXT_WORD_SECONDS
+        self._word_at = now + _DOCTOR_NEXT_WORD_SECONDS
         return True
 
     def share(self, kind: str, value: Any, nodes: Iterable[int], seconds: float) -> set[int]:

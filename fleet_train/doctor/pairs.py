@@ -19,6 +19,9 @@ from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
 from fleet_train.doctor.sockets import Door, Sockets, outcome_of, received, sweep_packet_sizes, transfer
 from fleet_train.launch.node import Node
 
+_DOCTOR_PINGS_SECONDS = 0.4
+"""How long round trips of small messages to one node are measured."""
+
 _MOST_AT_ONCE = 64
 _PINGS = 40
 _READY, _PING, _NO_MORE = b"!", b"?", b"."
@@ -129,7 +132,7 @@ class Rounds:
         times: list[float] = []
         best = (float("inf"), 0.0)
         began = time.perf_counter()
-        while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < timeouts.DOCTOR_PINGS_SECONDS):
+        while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < _DOCTOR_PINGS_SECONDS):
             before, start = self._clock(), time.perf_counter()
             sock.sendall(_PING)
             (answer,) = _CLOCK.unpack(received(sock, _CLOCK.size))

@@ -21,6 +21,13 @@ from dataclasses import dataclass
 from fleet_train import timeouts
 from fleet_train.cluster.network import port_is_free, port_owner
 
+_DOCTOR_STALLED_SECONDS = 2.5
+"""How long a connection may accept no byte before it has stalled."""
+_DOCTOR_PACKET_SECONDS = 0.35
+"""How long the answers to one round of packets of all sizes may take."""
+_DOCTOR_SELECT_SECONDS = 0.2
+"""How often the listener looks whether it is to end."""
+
 _BACKLOG = 1024
 KEY_BYTES = 16
 
@@ -55,7 +62,7 @@ class Sockets:
             self._udp.bind((address, 0))
             self._opened = opened.pop_all()
         for sock in (*self._tcp, self._udp):
-            sock.settimeout(timeouts.DOCTOR_SELECT_SECONDS)
+            sock.settimeout(_DOCTOR_SELECT_SECONDS)
         *tcp, udp = (int(sock.getsockname()[1]) for sock in (*self._tcp, self._udp))
         self.door = Door(tuple(tcp), udp, key)
         threading.Thread(target=self._answer_packets, name="doctor packets", daemon=True).start()
@@ -135,7 +142,7 @@ def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
     block = memoryview(_MORE + bytes(_BLOCK_BYTES - 1))
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     before = _counters(sock)
-    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
+    sock.settimeout(_DOCTOR_STALLED_SECONDS)
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         sock.sendall(block)
@@ -147,7 +154,7 @@ def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
 def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
     """Receive what `send_stream` sends; returns (bytes per second, those of the best window). Raises OSError,
     TimeoutError if no more bytes arrive."""
-    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
+    sock.settimeout(_DOCTOR_STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
     counted, since, best = 0, 0.0, 0.0
@@ -171,7 +178,7 @@ def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
             passed = now - since if since and counted else now - began
             mean = (counted or _BLOCK_BYTES) / max(passed, 1e-6)
             return mean, max(mean, best)
-        if now - began > seconds + 2 * timeouts.DOCTOR_STALLED_SECONDS:
+        if now - began > seconds + 2 * _DOCTOR_STALLED_SECONDS:
             raise TimeoutError("the other side does not end")
 
 
@@ -232,7 +239,7 @@ def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: 
 
 def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
     sizes: set[int] = set()
-    deadline = time.monotonic() + timeouts.DOCTOR_PACKET_SECONDS
+    deadline = time.monotonic() + _DOCTOR_PACKET_SECONDS
     while sizes != missing and (left := deadline - time.monotonic()) > 0:
         if not select.select([sock], [], [], left)[0]:
             break

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.errors import printable
+
+_PROGRESS_LINE_SECONDS = 10.0
+"""Pause between two progress lines within an epoch, in a log."""
 
 
 class Progress:
@@ -53,7 +55,7 @@ class LineProgress(Progress):
     """One line per epoch, and one per interval within an epoch that lasts longer. For logs and pipes."""
 
     def __init__(
-        self, interval_seconds: float = timeouts.PROGRESS_LINE_SECONDS, clock: Callable[[], float] = time.monotonic
+        self, interval_seconds: float = _PROGRESS_LINE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(clock)
         self._interval_seconds = interval_seconds

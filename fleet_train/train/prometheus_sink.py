@@ -13,11 +13,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from fleet_train import __version__, fleet, timeouts
+from fleet_train import __version__, fleet
 from fleet_train.cluster.network import port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
+
+_METRICS_ASK_AGAIN_SECONDS = 1.0
+"""Pause between two questions to the job's store which ranks are gone: scrapes may come more often."""
 
 DEFAULT_HOST = "127.0.0.1"
 PATH = "/metrics"
@@ -96,7 +99,7 @@ class PrometheusSink(NullSink):
     def _ask_who_is_gone(self) -> Mapping[int, str] | None:
         """Ask which ranks are gone, and why; None if unknown: the job's store does not answer."""
         asked_at, gone = self._last_gone
-        if time.monotonic() - asked_at < timeouts.METRICS_ASK_AGAIN_SECONDS:
+        if time.monotonic() - asked_at < _METRICS_ASK_AGAIN_SECONDS:
             return gone
         try:
             gone = self._gone() if self._gone is not None else {}

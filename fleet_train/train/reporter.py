@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fleet_train import fleet, timeouts
+from fleet_train import fleet
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.ring import read_ring, recorder
 from fleet_train.cluster.flight.timeline import common_steps, timelines
@@ -31,6 +31,9 @@ from fleet_train.train.step_picture import step_picture
 if TYPE_CHECKING:
     from fleet_train.convert.fleet import Communication
     from fleet_train.train.checkpoint.position import Position
+
+_STRAGGLER_SECONDS = 5.0
+"""The least time for which a rank must be slower than the others: less may be a checkpoint, or load for a moment."""
 
 
 # More curves are unreadable; the slowest and the median rank are always included.
@@ -202,7 +205,7 @@ class StragglerWatch:
         endpoints: Sequence[str],
         factor: float,
         intervals: int = 3,
-        seconds: float = timeouts.STRAGGLER_SECONDS,
+        seconds: float = _STRAGGLER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`endpoints`: host:port by rank. `factor` 0 = never report."""

@@ -24,9 +24,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 
-from fleet_train import timeouts
 from fleet_train.cluster.cluster import is_number
 from fleet_train.errors import printable_line
+
+_RECORDER_POLL_SECONDS = 0.25
+"""Pause between two looks of the recorder's thread: as long as a question for stacks may wait, and as old as a
+heartbeat is at most."""
 
 FILE_NAME = "fleet_train rank"
 """The name of the anonymous file with the events, as ``/proc/<pid>/fd`` shows it."""
@@ -356,7 +359,7 @@ class Recorder:
                 os.write(self._file, "".join(names).encode(errors="replace"))
                 faulthandler.dump_traceback(self._file, all_threads=True)
                 _COUNT.pack_into(ring, _ASKED_AT + _COUNT.size, asked)
-            time.sleep(timeouts.RECORDER_POLL_SECONDS)
+            time.sleep(_RECORDER_POLL_SECONDS)
 
     def _forget(self) -> None:
         """Close the recorder in a forked child, which has no place in the job."""

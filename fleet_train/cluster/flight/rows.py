@@ -8,10 +8,15 @@ from itertools import groupby, pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from fleet_train import timeouts
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import Event, Ring
 from fleet_train.cluster.flight.stands import from_json, harmless
+
+_TOP_LONG_SECONDS = 2.0
+"""How long a rank is in something before ``top`` says so, and that others wait for it: steps are shorter, or it is
+worth a look."""
+_TOP_SILENT_SECONDS = 3.0
+"""How old a silent rank's heartbeat is: it comes four times a second, or late on a busy machine."""
 
 UPDATES = 10
 """How many updates, the last ones, the shown times are of."""
@@ -137,7 +142,7 @@ def _pace(ring: Ring) -> _Pace | None:
 def is_silent(ring: Ring, process: ProcessState) -> bool:
     """Whether a rank's recorder, which nothing but Python's lock and the processor keeps, writes nothing."""
     is_able = ring.heartbeat and process.letter in ("R", "S")
-    return bool(is_able) and process.at - ring.heartbeat >= timeouts.TOP_SILENT_SECONDS
+    return bool(is_able) and process.at - ring.heartbeat >= _TOP_SILENT_SECONDS
 
 
 def state_of(ring: Ring, process: ProcessState) -> str:
@@ -155,7 +160,7 @@ def state_of(ring: Ring, process: ProcessState) -> str:
     what, since = "in the script", max(event.ended for event in ring.events)
     if (doing := ring.doing) is not None:
         what, since = doing.words, doing.began
-    is_long = process.at - since >= timeouts.TOP_LONG_SECONDS
+    is_long = process.at - since >= _TOP_LONG_SECONDS
     return f"{what} for {process.at - since:.0f} s" if is_long else "running"
 
 
@@ -163,4 +168,4 @@ def _waits_for_others(ring: Ring, process: ProcessState) -> bool:
     doing = ring.doing
     if doing is None or not ring.waits or process.has_ended:
         return False
-    return process.at - doing.began >= timeouts.TOP_LONG_SECONDS
+    return process.at - doing.began >= _TOP_LONG_SECONDS

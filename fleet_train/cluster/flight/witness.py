@@ -39,6 +39,24 @@ from fleet_train.cluster.flight.stands import Stand, parse
 from fleet_train.errors import printable
 from fleet_train.files import publish
 
+_STACKS_ANSWER_SECONDS = 1.0
+"""How long the recorder's thread has to get Python's lock and to write: then a signal makes it write without."""
+_STACKS_SIGNAL_SECONDS, _STACKS_QUIET_SECONDS = 2.0, 0.2
+"""How long a rank's handler of that signal has to write, which takes milliseconds where the machine is not busy; and
+how long after its last word it counts as done."""
+_STACKS_LOCK_SECONDS = 2.0
+"""How long a process that asks a rank for its stacks waits for another one that asks the same rank."""
+_STACKS_POLL_SECONDS = 0.02
+"""Pause between two looks at whether a rank has written its stacks, or another process has asked it."""
+_STACKS_RECENT_SECONDS = 15.0
+"""How long the stacks seen at a failure stand for it: a rank's report and the launchers' patience take no longer."""
+_WITNESS_FIRST_SECONDS, _WITNESS_LAST_SECONDS = 0.5, 10.0
+"""Pause between two searches for ranks that have not begun to record, at first and at most."""
+_STACKS_NATIVE_SECONDS = 10.0
+"""How long py-spy may take, which reads the symbols of all libraries."""
+_TOP_TURNS_SECONDS = 0.3
+"""How long ``top`` watches a silent rank to see whether it runs, or only waits for a processor."""
+
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES = 1 << 20
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -87,7 +105,7 @@ class Witness:
         self._all_joined = False
         self._look_again_at = 0.0
         self._failed_at: dict[int, float] = {}
-        self._pause = timeouts.WITNESS_FIRST_SECONDS
+        self._pause = _WITNESS_FIRST_SECONDS
         self._node: int | None = node
         """The node that is not yet announced in the store; None once it is."""
 
@@ -123,7 +141,7 @@ class Witness:
         self._all_joined = self._all_joined or sum(each.has_joined() for each in self._seen) >= self._processes
         if not self._all_joined and (now or time.monotonic() >= self._look_again_at):
             self._look_again_at = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
+            self._pause = min(2 * self._pause, _WITNESS_LAST_SECONDS)
             known = {each.pid for each in self._seen}
             found = self._find()
             for each in found:
@@ -139,7 +157,7 @@ class Witness:
         then they have learned of the failure, or have gone on.
         """
         now = time.monotonic()
-        kept = {rank for rank, at in self._failed_at.items() if resume and now - at < timeouts.STACKS_RECENT_SECONDS}
+        kept = {rank for rank, at in self._failed_at.items() if resume and now - at < _STACKS_RECENT_SECONDS}
         asked = [each for each in self.seen(now=True) if ranks is None or each.ring().rank in ranks]
         new = look([each for each in asked if each.ring().rank not in kept], resume=resume)
         known = {each.ring().rank for each in self.seen()}
@@ -264,12 +282,12 @@ class Seen:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock(self) -> None:
-        until = time.monotonic() + timeouts.STACKS_LOCK_SECONDS
+        until = time.monotonic() + _STACKS_LOCK_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            time.sleep(timeouts.STACKS_POLL_SECONDS)
+            time.sleep(_STACKS_POLL_SECONDS)
 
     def has_answered(self) -> bool:
         """Whether its recorder's thread has written the stacks that were asked for."""
@@ -362,7 +380,7 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
             asked.enter_context(each.asked())
         silent = [each for each in alive if not before[each.pid].is_stopped]
         since, turns = time.monotonic(), {each.pid: turns_of(each.pid) for each in silent}
-        silent = _await(silent, Seen.has_answered, timeouts.STACKS_ANSWER_SECONDS)
+        silent = _await(silent, Seen.has_answered, _STACKS_ANSWER_SECONDS)
         kept = {each.pid: each.lack(turns[each.pid], since) for each in silent}
         for each in alive:
             if resume and before[each.pid].is_stopped:
@@ -372,7 +390,7 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
                     os.kill(each.pid, signal.SIGCONT)
                 silent.append(each)
         silent = [each for each in silent if each.pid not in kept or each.signal()]
-        _await(silent, _is_whole(), timeouts.STACKS_SIGNAL_SECONDS)
+        _await(silent, _is_whole(), _STACKS_SIGNAL_SECONDS)
         return [_stand(each, before[each.pid], kept.get(each.pid), native) for each in seen]
 
 
@@ -382,7 +400,7 @@ def looked_at(seen: Sequence[Seen]) -> list[tuple[Ring, ProcessState]]:
     since = time.monotonic()
     turns = {each.pid: turns_of(each.pid) for each, ring, process in looked if is_silent(ring, process)}
     if turns:
-        time.sleep(timeouts.TOP_TURNS_SECONDS)
+        time.sleep(_TOP_TURNS_SECONDS)
     return [
         (ring, replace(process, lacks_processor=each.lack(turns[each.pid], since)) if each.pid in turns else process)
         for each, ring, process in looked
@@ -393,7 +411,7 @@ def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float
     """Wait until all ranks are done; returns those that were not done in time."""
     until, waiting = time.monotonic() + seconds, list(seen)
     while waiting and time.monotonic() < until:
-        time.sleep(timeouts.STACKS_POLL_SECONDS)
+        time.sleep(_STACKS_POLL_SECONDS)
         waiting = [each for each in waiting if not is_done(each)]
     return waiting
 
@@ -409,7 +427,7 @@ def _is_whole() -> Callable[[Seen], bool]:
         threads = parse(text, each.ring().main_ident)
         frames = next((thread.frames for thread in threads if thread.is_main), ())
         is_outermost = bool(frames) and frames[-1].function in _OUTERMOST and text.endswith("\n")
-        return is_outermost or (bool(frames) and now - sizes[each.pid][1] >= timeouts.STACKS_QUIET_SECONDS)
+        return is_outermost or (bool(frames) and now - sizes[each.pid][1] >= _STACKS_QUIET_SECONDS)
 
     return is_whole
 
@@ -438,6 +456,6 @@ def _status(pid: int, field: str) -> str:
 def _native(pid: int) -> str:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ["py-spy", "dump", "--native", "--nonblocking", "--pid", str(pid)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.STACKS_NATIVE_SECONDS)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_STACKS_NATIVE_SECONDS)
         return ended.stdout.strip() if ended.returncode == 0 else ""
     return ""

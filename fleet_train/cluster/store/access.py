@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
 from fleet_train.files import open_regular
 from fleet_train.log import logger
+
+_NAMES_SECONDS = 2.0
+"""Pause between two attempts to resolve host names of the node list; a strange connection must not cause more."""
 
 JOB_ID = "FLEET_TRAIN_JOB_ID"
 
@@ -201,7 +203,7 @@ class Callers:
 
     def _resolve_again(self) -> None:
         is_resolving = self._resolving is not None and self._resolving.is_alive()
-        if not is_resolving and time.monotonic() - self._resolved_at >= timeouts.NAMES_SECONDS:
+        if not is_resolving and time.monotonic() - self._resolved_at >= _NAMES_SECONDS:
             self._resolved_at = time.monotonic()
             self._resolving = threading.Thread(target=self._resolve, name="fleet_train names", daemon=True)
             self._resolving.start()

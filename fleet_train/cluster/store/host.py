@@ -31,6 +31,14 @@ from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
 
+_STORE_OUTLIVES_SECONDS = 300.0
+"""How long the store's process stays for connected members after its parent has ended."""
+_STORE_QUIET_SECONDS = 0.5
+"""How long the store's process, whose parent has ended, stays without members: one that lost its connection may
+reconnect to report."""
+_STORE_POLL_SECONDS = 0.05
+"""Pause between two looks of the store's process, whose parent has ended, at whether members are connected."""
+
 _READY = "listening"
 
 
@@ -237,7 +245,7 @@ def _serve(place: BindAddress | None) -> None:
         return
     print(_READY, flush=True)
     witness = _witness_while_parent_lives()
-    deadline = time.monotonic() + timeouts.STORE_OUTLIVES_SECONDS
+    deadline = time.monotonic() + _STORE_OUTLIVES_SECONDS
     quiet_since = None
     while time.monotonic() < deadline:
         if witness is not None:
@@ -247,9 +255,9 @@ def _serve(place: BindAddress | None) -> None:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since > timeouts.STORE_QUIET_SECONDS:
+        elif time.monotonic() - quiet_since > _STORE_QUIET_SECONDS:
             break
-        time.sleep(timeouts.STORE_POLL_SECONDS)
+        time.sleep(_STORE_POLL_SECONDS)
     if server is not None:
         server.stop()
 

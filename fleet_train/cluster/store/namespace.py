@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.store.reports import checked_report
 from fleet_train.cluster.store.wire import (
     KINDS,
@@ -37,6 +36,9 @@ from fleet_train.cluster.store.wire import (
     to_ranges,
     unpack_times,
 )
+
+_CROSSED_SECONDS = 1.0
+"""How long all members may wait at different barriers before that is an error and no coincidence."""
 
 # How many bytes members may store under keys, and how many keys.
 _MOST_STORED_BYTES = 64 << 20
@@ -254,7 +256,7 @@ class Root(StoreNamespace):
                 group.crossed_at = None
             elif group.crossed_at is None:
                 group.crossed_at = now
-            elif now - group.crossed_at >= timeouts.CROSSED_SECONDS:
+            elif now - group.crossed_at >= _CROSSED_SECONDS:
                 self._report_crossed(pending)
 
     def _report_crossed(self, pending: list[Barrier]) -> None:

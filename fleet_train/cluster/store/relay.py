@@ -35,6 +35,13 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError
 
+_RELAY_PARTIAL_SECONDS = 1.0
+"""How long members may be late before a relay's parent gets a list of those that have arrived."""
+_RELAY_UPDATE_SECONDS = 0.1
+"""How long a relay collects further arrivals after that list, before it sends them to its parent as well."""
+_RELAY_GRACE_SECONDS = 2.0
+"""How much longer than a waiter's timeout a relay waits for its parent to name the missing members."""
+
 _BEATS_PER_SILENCE = 4
 
 
@@ -71,7 +78,7 @@ class Relay(StoreNamespace):
     """A node's part of a namespace whose root is elsewhere."""
 
     def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
-        super().__init__(clock, grace_seconds=timeouts.RELAY_GRACE_SECONDS)
+        super().__init__(clock, grace_seconds=_RELAY_GRACE_SECONDS)
         self.parent = parent
         self.link = RelayLink(self)
         self._asked: dict[int, Reply] = {}
@@ -96,7 +103,7 @@ class Relay(StoreNamespace):
         elif barrier.count != arrival.count or not expected & ~barrier.arrived:
             self._report(barrier, arrival.count)
         elif barrier.report_at is None:
-            delay = timeouts.RELAY_UPDATE_SECONDS if barrier.is_reported else timeouts.RELAY_PARTIAL_SECONDS
+            delay = _RELAY_UPDATE_SECONDS if barrier.is_reported else _RELAY_PARTIAL_SECONDS
             barrier.report_at = self.clock() + delay
 
     def tick(self, now: float) -> None:

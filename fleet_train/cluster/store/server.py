@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Callers, Refused, Strangers, accept, challenge
 from fleet_train.cluster.store.namespace import Root, StoreNamespace, via_of
 from fleet_train.cluster.store.relay import Connection, Parent, Relay
@@ -41,6 +40,15 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError
 from fleet_train.log import logger
+
+_STORE_TICK_SECONDS = 0.05
+"""How exactly the store keeps timeouts."""
+_STORE_REQUEST_SECONDS = 10.0
+"""How long the store's thread may take for a request of another thread: it does nothing that takes longer."""
+_STORE_INNER_NAMESPACE_SECONDS = 30.0
+"""How long a relay tries to open a namespace within another one: its parent answers already."""
+_STRANGERS_SECONDS = 5.0
+"""How long a connection to the store may take to prove that it belongs to the job: one exchange of messages."""
 
 # The most unauthenticated connections: beyond these the oldest one is closed.
 _MOST_STRANGERS = 256
@@ -116,7 +124,7 @@ class StoreServer:
         """Close the port and every connection; returns when the thread has ended."""
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=timeouts.STORE_REQUEST_SECONDS)
+            self._thread.join(timeout=_STORE_REQUEST_SECONDS)
 
     def connected_members(self, group: str = "rank", namespace: str = "") -> set[int]:
         """The members of ``group`` that are connected now to a namespace whose root is here (a racy reading)."""
@@ -163,7 +171,7 @@ class StoreServer:
             if asyncio.iscoroutine(answer):
                 await answer
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeouts.STORE_REQUEST_SECONDS)
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(_STORE_REQUEST_SECONDS)
 
     # the thread
 
@@ -214,7 +222,7 @@ class StoreServer:
 
     def _tick(self) -> None:
         """Let time pass for all connections and namespaces: one clock for all timeouts."""
-        self._loop.call_later(timeouts.STORE_TICK_SECONDS, self._tick)
+        self._loop.call_later(_STORE_TICK_SECONDS, self._tick)
         now = self.clock()
         for session in [*self._strangers, *self._known]:
             session.tick(now)
@@ -285,7 +293,7 @@ class StoreServer:
         again."""
         try:
             with suppress(ClusterError, OSError, RuntimeError, TimeoutError):
-                self.open_relay(parent, timeouts.STORE_INNER_NAMESPACE_SECONDS)
+                self.open_relay(parent, _STORE_INNER_NAMESPACE_SECONDS)
         finally:
             self._opening.discard(parent.namespace)
 
@@ -371,7 +379,7 @@ class StoreSession(Connection):
         if not self.is_open:
             return
         if self._namespace is None:
-            if now - self._began >= timeouts.STRANGERS_SECONDS:
+            if now - self._began >= _STRANGERS_SECONDS:
                 self.close()
         elif self._silence is not None and now - self.heard_at > self._silence:
             how = f"not heard of for {self._silence:g} s"

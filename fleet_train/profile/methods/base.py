@@ -143,9 +143,9 @@ class CollectiveSpec:
     """Whether it goes over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
     owners: int = 0
-    """Neighbours of a group, the owners of a sharded optimizer, that it stays within; 0 = it goes over all ranks."""
+    """How many neighbours, the owners of a sharded optimizer, it stays among; 0 = it goes over all ranks."""
     copies: bool = False
-    """Whether it goes between the ranks of all these groups that own the same instead."""
+    """Whether it goes instead between the ranks of all these groups that own the same."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.newest import latest_run, report_of
 from fleet_train.train.settings import at_least
 
+_COPIES_FINISH_SECONDS = 300.0
+"""How long other nodes have to write their checkpoints at the end of a training."""
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -267,7 +270,7 @@ class Checkpoints:
 
         self._attempt = _Attempt(self.folder, step, write, tidy, self._timeout_seconds, self._report)
 
-    def finish(self, copy_seconds: float = timeouts.COPIES_FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = _COPIES_FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
         Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
