@@ -78,7 +78,7 @@ class StepBarrier:
             self.running = self.begin(self.moment(step), step)
 
     def wait(self) -> None:
-        """Wait on the computing thread, where that enqueues the collectives itself."""
+        """Wait for the step's barrier on the computing thread, where that enqueues the collectives itself."""
         if self.running is not None and not self._job.engine.reads_values:
             with self._job.clock.exposed():
                 self.running.result()

@@ -43,7 +43,7 @@ class GeneratorLoader:
     def set_sample_generator(
         self, reader: Callable[[], Iterable[Any]], batch_size: int, drop_last: bool = True, places: Any = None
     ) -> GeneratorLoader:
-        """``reader()`` yields one sample at a time."""
+        """Feed from a generator: ``reader()`` yields one sample at a time."""
         del places
 
         def batches() -> Iterator[list[Any]]:
@@ -61,13 +61,13 @@ class GeneratorLoader:
     def set_sample_list_generator(
         self, reader: Callable[[], Iterable[Sequence[Any]]], places: Any = None
     ) -> GeneratorLoader:
-        """``reader()`` yields lists of samples, as ``paddle.batch`` does."""
+        """Feed from a generator: ``reader()`` yields lists of samples, as ``paddle.batch`` does."""
         del places
         self._batches = lambda: (self._feeder.feed(batch) for batch in reader())
         return self
 
     def set_batch_generator(self, reader: Callable[[], Iterable[Any]], places: Any = None) -> GeneratorLoader:
-        """``reader()`` yields whole batches: one array for each input."""
+        """Feed from a generator: ``reader()`` yields whole batches: one array for each input."""
         del places
         self._batches = lambda: (self._named(batch) for batch in reader())
         return self

@@ -51,7 +51,7 @@ class PaddleCalls:
         use_fp16_test: bool = False,
         rewrite_master_weight: bool = False,
     ) -> None:
-        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
+        """Cast nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
         del place, scope, rewrite_master_weight  # Paddle's signature
         if self.amp_level == "O0":
             raise ConversionError(

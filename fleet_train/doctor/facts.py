@@ -236,7 +236,7 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Examination:
-    """The complete result, the same on every node. ``addresses``: of all nodes of the list."""
+    """The complete result of an examination, the same on every node. ``addresses``: of all nodes of the list."""
 
     addresses: tuple[str, ...]
     reports: dict[int, NodeReport]

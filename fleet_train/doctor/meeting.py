@@ -156,7 +156,7 @@ class Meeting:
         return values
 
     def leave(self, seconds: float) -> None:
-        """All is read. Node 0 waits for the others to say so, too, at most this long."""
+        """Leave when all is read. Node 0 waits for the others to say so, too, at most this long."""
         with contextlib.suppress(FleetTrainError):
             self._client.leave()
         deadline = time.monotonic() + seconds

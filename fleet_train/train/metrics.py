@@ -41,16 +41,16 @@ class MetricSink(Protocol):
     """A place for a run's metrics. In tags like `train/loss`, the part before `/` groups them on VisualDL's pages."""
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Points of curves. A value may be NaN or infinite."""
+        """Take points of curves. A value may be NaN or infinite."""
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A text, as of that step."""
+        """Take a text, as of that step."""
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
-        """The settings of this run, once, and the tags of the scalars by which runs are compared."""
+        """Take the settings of this run, once, and the tags of the scalars by which runs are compared."""
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """An image, uint8 [height, width, 3]."""
+        """Take an image, uint8 [height, width, 3]."""
 
     def close(self) -> None: ...
 
@@ -125,10 +125,10 @@ class UserSink(Protocol):
     """The methods that your own sink must have. It may also have `text`, `hparams` and `image` of `MetricSink`."""
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Points of curves. A value may be NaN or infinite."""
+        """Take points of curves. A value may be NaN or infinite."""
 
     def close(self) -> None:
-        """Called once, when `Trainer.fit` has ended, with or without an error."""
+        """Close the sink; called once, when `Trainer.fit` has ended, with or without an error."""
 
 
 class UserSinks(TeeSink):

@@ -79,7 +79,7 @@ class Client(Protocol):
 
 
 class Witness:
-    """Answers for the ranks of a node, which ``find`` finds, when a rank elsewhere asks over the job's store."""
+    """The witness of a node's ranks, which ``find`` finds: answers when a rank elsewhere asks over the job's store."""
 
     def __init__(
         self,

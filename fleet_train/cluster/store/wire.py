@@ -248,8 +248,8 @@ class Arrival:
 
     @classmethod
     def read(cls, fields: Fields, body: Body, participant: StoreParticipant, own: tuple[str, int] | None) -> Arrival:
-        """``own``: the participant's group and number if it is a member, the only one of its own; a relay names the
-        members that it speaks for, and their group. Raises ProtocolError."""
+        """Read an arrival. ``own``: the participant's group and number if it is a member, the only one of its own; a
+        relay names the members that it speaks for, and their group. Raises ProtocolError."""
         if own and not fields.keys().isdisjoint(("members", "group", "again")):
             raise ProtocolError("a member speaks for another")
         group, members = (own[0], [[own[1], own[1]]]) if own else (fields.text("group", most=MOST_NAME), None)

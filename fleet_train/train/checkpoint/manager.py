@@ -34,7 +34,7 @@ class TrainState:
     batches."""
 
     epoch: int
-    """Finished epochs."""
+    """The number of finished epochs."""
     step: int
     """Finished steps (optimizer updates) since the beginning of the run."""
     steps_per_epoch: int
