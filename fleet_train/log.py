@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fleet_train.errors import printable
 
@@ -42,3 +42,9 @@ def log_once(messages: Iterable[str], rank: int) -> None:
         if rank == 0 and message not in _logged:
             _logged.add(message)
             logger.info("%s", message)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table for terminals: cells of equal number per row, each as wide as the widest of its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from fleet_train.cli.options import HELP
+from fleet_train.log import columns
 
 _VARIABLES = ("FLEET_TRAIN_", "PADDLE_", "FLAGS_", "GLOO_", "NCCL_", "GLOG_", "OMP_", "MKL_", "CUDA_", "KMP_")
 _GIB = 1 << 30
@@ -99,8 +100,7 @@ def _lines(facts: Mapping[str, Any]) -> list[str]:
         "engine": facts["engine"],
         "variables": ", ".join(facts["variables"]) or "none of ours or Paddle's is set",
     }
-    width = max(len(name) for name in rows) + 2
-    return [f"{name:<{width}}{value}" for name, value in rows.items()]
+    return columns(list(rows.items()))
 
 
 def _own(own: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, e
 from fleet_train.doctor.measure_network import own_address
 from fleet_train.doctor.pairs import dial
 from fleet_train.launch.node import Node
+from fleet_train.log import columns
 
 _DOCTOR_AFTER_FAILURE_SECONDS = 1.5
 """How long a connection to another node may take after a failed job: less, because the launcher waits for it."""
@@ -63,8 +64,7 @@ def matrix(examined: Examination) -> list[str]:
     for source in nodes:
         rows.append([f"node {source}", *(_cell(speeds, source, target) for target in nodes)])
         rows.append(["", *(times.get((source, target), "") if source != target else "" for target in nodes)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return columns(rows)
 
 
 def _cell(speeds: dict[tuple[int, int], str], source: int, target: int) -> str:

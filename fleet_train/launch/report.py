@@ -15,6 +15,7 @@ from fleet_train.cluster.flight.stands import Stand, merged, spans
 from fleet_train.cluster.store.reports import FailureReport
 from fleet_train.errors import Preempted, WorkerFailed
 from fleet_train.launch.node import Node
+from fleet_train.log import columns
 
 _SHELL_SIGNAL_BASE = 128
 
@@ -229,8 +230,7 @@ def _table(root_cause: WorkerResult, others: list[WorkerResult]) -> str:
     rows = [("", "rank", "host:port", "how it ended", "after", "log file"), _row("failed first", root_cause)]
     followers = [end for end in others if not end.succeeded or end.failed]
     rows += [_row("secondary", end) for end in followers[:_ROWS_FOR_FOLLOWERS]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     lines += _rest("secondary", followers[_ROWS_FOR_FOLLOWERS:])
     lines += _rest("finished", [end for end in others if end.succeeded and not end.failed])
     return "\n".join(lines)
