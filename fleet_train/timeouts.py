@@ -164,7 +164,7 @@ LOST_NODE_SECONDS = 20.0
 GRACEFUL_STOP_SECONDS = 30.0
 """``--grace_seconds``: for ranks to save their state after SIGTERM; Kubernetes waits as long by default."""
 WATCH_TICK_SECONDS = 0.05
-"""How often a launcher, and ``spawn``, looks at its ranks, and a selftest's supervisor at its subject."""
+"""How often a launcher looks at its ranks, and a selftest's supervisor at its subject."""
 ASK_STORE_SECONDS = 0.5
 """How often they ask the job store for reports (seldomer in a job of many nodes), and for other supervisors."""
 STORE_QUESTIONS_PER_SECOND = 250
@@ -178,7 +178,7 @@ FAILED_RANK_EXIT_SECONDS = 5.0
 may take longer; then the launcher stops it."""
 FOLLOWERS_SECONDS = 2.0
 """For ranks that lose another one to report it and to print their last line. A rank that they miss (frozen, in a loop)
-does not exit by itself; and an error of ``spawn`` shows how they followed."""
+does not exit by itself."""
 OTHERS_LAST_LINE_SECONDS = 1.0
 """For a process that misses a rank to print its message, before the launchers stop it."""
 FAILURE_NEWS_SECONDS = 3.0

@@ -14,7 +14,7 @@ import click
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
 from fleet_train.cluster.flight.stands import from_json
-from fleet_train.cluster.network import interface_addresses, interface_of, interface_variables
+from fleet_train.cluster.network import free_port, interface_addresses, interface_of, interface_variables
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
@@ -37,7 +37,7 @@ from fleet_train.launch.node import Node
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
 from fleet_train.launch.signpost import Signpost
 from fleet_train.log import logger
-from fleet_train.selftest.child import Child, environ_of, free_port
+from fleet_train.selftest.child import Child, environ_of
 from fleet_train.selftest.options import FAIL, TOGETHER, Result
 from fleet_train.selftest.options import Options as SelftestOptions
 from fleet_train.selftest.ranks import Where

@@ -114,23 +114,28 @@ class Launch:
         return f"job id {self.access.job}, its connections are authenticated by {by}"
 
 
-def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
-    """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile | None = None) -> Launch:
+    """Every check, then the launch. Raises FleetTrainError with one line that says what to change.
+
+    ``offered``: instead of the request's strategy, a profile that the ranks get in another way: here it only sets their
+    environment.
+    """
     request = with_nodes_of_engine(request, environ)
     machine = look_around(environ)
     check_program(request)
-    strategy, profile = load_strategy(request.strategy, request.settings)
+    strategy, profile = (None, offered) if offered else load_strategy(request.strategy, request.settings)
     node = place(request, machine)
     check_ports(node)
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
     strict = request.strict or is_strict(environ)
+    whole = strategy is not None or offered is not None
     environment = build_environment(
         node,
         machine,
         environ,
-        profile=profile.worker_environment() if profile and strategy else profile.environment if profile else {},
+        profile={} if profile is None else profile.worker_environment() if whole else profile.environment,
         join_timeout_seconds=request.join_timeout_seconds,
         strategy=strategy,
         import_path=import_path_for_ranks(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,13 +30,6 @@ _NOT_PASSED_ON = frozenset(
     MASTER_ADDR MASTER_PORT
     """.split()
 )
-
-
-def free_port(host: str) -> int:
-    """A port of this machine without a listener now; it identifies a subject, whose rank may open it or not."""
-    with socket.socket() as holder:
-        holder.bind((host, 0))
-        return int(holder.getsockname()[1])
 
 
 def environ_of(cluster: Cluster, join_timeout_seconds: float, environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from fleet_train import timeouts
 from fleet_train.cluster.at_import import launch_environment, parent_command
 from fleet_train.cluster.cluster import Cluster, parse_hosts
 from fleet_train.cluster.environment import cluster_from_environ
+from fleet_train.cluster.network import free_port
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StoreClient
@@ -32,7 +33,7 @@ from fleet_train.launch.node import look_around
 from fleet_train.launch.prepare import prepare
 from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.terminal import beside_stdout
-from fleet_train.selftest.child import Child, End, environ_of, free_port
+from fleet_train.selftest.child import Child, End, environ_of
 
 _PROCESSES_WITHOUT_GPUS = 2
 

@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import attempt, cluster_from_environ
 from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ClusterError, FleetTrainError
-from fleet_train.launch.node import Machine, Node, build_environment
+from fleet_train.launch.node import Machine
+from fleet_train.launch.prepare import Launch, prepare
+from fleet_train.profile import Profile
 from fleet_train.spawning import shipping
 from fleet_train.spawning.ray_workers import Attempt, apply, endpoints_of, variables
 from fleet_train.spawning.shipping import NotSerializable, ship, ship_result, unship
@@ -25,17 +28,13 @@ from fleet_train.spawning.spawn import (
     check_call,
     check_ranks,
     check_seconds,
-    environs,
     profile_of,
     refuse_within_a_rank,
-    rendezvous_of,
+    request_of,
 )
+from fleet_train.spawning.spawn import environ_of as environ_of_spawn
 
 LOCK = threading.Lock()
-
-
-def machine(gpus: tuple[str, ...] | None) -> Machine:
-    return Machine({}, 4, False, gpus, {})
 
 
 def two(a: int, b: int = 0) -> int:
@@ -72,15 +71,15 @@ def test_a_call_that_cannot_be_made(train: Any, args: Any, said: str) -> None:
 def test_ranks_gpus_and_bounds() -> None:
     for nprocs in (0, -1, "2", 2.0, True, 5000):
         with pytest.raises(ClusterError, match=f"nprocs={nprocs!r}"):
-            check_ranks(nprocs, machine(None))  # type: ignore[arg-type]
+            check_ranks(nprocs, None)
     for value in (0, -1.0, "5", True, float("nan"), float("inf")):
         with pytest.raises(ClusterError, match="join_timeout_seconds="):
             check_seconds("join_timeout_seconds", value)  # type: ignore[arg-type]
-    assert check_ranks(8, machine(None)) is None
-    assert check_ranks(8, machine(())) is None, "a GPU build on a machine without GPUs computes on its processors"
-    assert check_ranks(2, machine(("0", "1", "3"))) == ("0", "1")
+    check_ranks(8, None)
+    check_ranks(8, ())  # a GPU build on a machine without GPUs computes on its processors
+    check_ranks(2, ("0", "1", "3"))
     with pytest.raises(ClusterError, match=r"nprocs=3, but the visible GPUs are 0,1 \(2\)"):
-        check_ranks(3, machine(("0", "1")))
+        check_ranks(3, ("0", "1"))
 
 
 def test_the_strategy_is_a_profile_in_any_form(tmp_path: Path) -> None:
@@ -157,48 +156,47 @@ def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pyt
 MACHINE = Machine({"lo": ("127.0.0.1",), "eth0": ("127.0.0.9",)}, 8, False, None, {})
 
 
-def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[Node, list[dict[str, str]]]:
-    with rendezvous_of(2, devices) as (node, access, _):
-        base = build_environment(node, MACHINE, users, profile={}, join_timeout_seconds=60.0)
-        return node, environs(base, node, access, users)
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[[dict[str, str]], tuple[Launch, list[dict[str, str]]]]:
+    """The launch of two ranks by somebody with these variables, and their environments."""
+
+    def asked_with(users: dict[str, str]) -> tuple[Launch, list[dict[str, str]]]:
+        environ = environ_of_spawn(users)
+        launch = prepare(request_of("/greeting", 2, tmp_path, 60.0), environ, Profile(environment={"X": "y"}))
+        common = launch.environ_of(launch.node.store_endpoint + "/0", 0, "abc", environ)
+        return launch, [common | launch.variables_of(local) for local in (0, 1)]
+
+    return asked_with
 
 
-def test_each_rank_finds_the_cluster_and_its_place() -> None:
-    node, both = told(None, {"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
+def test_each_rank_finds_the_cluster_and_its_place(asked: Any) -> None:
+    launch, both = asked({"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
     for rank, environ in enumerate(both):
         cluster = cluster_from_environ(environ)
         assert isinstance(cluster, Cluster)
         assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (rank, 2, 1, rank)
-        assert cluster.store_endpoint == f"127.0.0.1:{node.store_port}/0"
-        assert environ["OMP_NUM_THREADS"] == "4"
-        assert environ["HOME"] == "/home/me"
-        assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLAGS_selected_gpus"} & environ.keys()
+        assert cluster.store_endpoint == f"{launch.node.store_endpoint}/0"
+        assert (environ["HOME"], environ["X"]) == ("/home/me", "y")
+        assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLEET_TRAIN_STRATEGY"} & environ.keys()
     assert both[0]["FLEET_TRAIN_JOB_SECRET"] == both[1]["FLEET_TRAIN_JOB_SECRET"]
+    assert launch.access.secret == both[0]["FLEET_TRAIN_JOB_SECRET"].encode()
 
 
-def test_two_spawns_share_neither_port_nor_id_nor_secret() -> None:
-    (_, one), (_, other) = told(None, {}), told(None, {})
-    for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET", "FLEET_TRAIN_LAUNCHED"):
-        assert one[0][name] != other[0][name]
+def test_two_spawns_share_neither_address_nor_id_nor_secret(asked: Any) -> None:
+    (one, (first, _)), (other, (second, _)) = asked({}), asked({})
+    for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET"):
+        assert first[name] != second[name]
+    assert one.node.address != other.node.address
 
 
-def test_ranks_get_their_gpu_by_its_position_among_the_visible_ones() -> None:
-    _, both = told(("2", "3"), {"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert [environ["FLAGS_selected_gpus"] for environ in both] == ["0", "1"]
-    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in both] == ["2,3", "2,3"]
-
-
-def test_a_message_is_read_once_it_is_complete() -> None:
-    descriptor = shipping.create()
-    try:
+def test_a_message_is_read_once_it_is_complete_and_under_its_path() -> None:
+    with shipping.created() as descriptor, shipping.opened(shipping.path_of(descriptor)) as other:
         assert shipping.read(descriptor) is None
         os.pwrite(descriptor, b"begun", 16)
-        assert shipping.read(descriptor) is None
-        shipping.write(descriptor, {"kind": "result"}, b"x" * 100_000)
-        for _ in range(2):
-            assert shipping.read(descriptor) == ({"kind": "result"}, b"x" * 100_000)
-    finally:
-        os.close(descriptor)
+        assert shipping.read(other) is None
+        shipping.write(other, {"kind": "result"}, b"x" * 100_000)
+        for each in (descriptor, other):
+            assert shipping.read(each) == ({"kind": "result"}, b"x" * 100_000)
 
 
 ATTEMPT = Attempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
