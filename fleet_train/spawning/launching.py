@@ -35,7 +35,7 @@ def run(launch: Launch, environ: Mapping[str, str], show: Callable[[str], None])
     Ctrl-C ends the ranks: SIGTERM, then SIGKILL after 3 s; a second one does not wait.
     """
     with shipping.created() as asked, shipping.created() as told:
-        shipping.write(asked, {}, shipping.dumped(launch))
+        shipping.write(asked, launch)
         command = [sys.executable, "-u", "-m", "fleet_train.spawning.launching"]
         command += [shipping.path_of(asked), shipping.path_of(told), str(os.getpid())]
         launcher = Process(command, launch.environment.over(environ), subprocess.PIPE, ties_itself=True)
@@ -52,8 +52,7 @@ def run(launch: Launch, environ: Mapping[str, str], show: Callable[[str], None])
             launcher.kill_group()
             launcher.wait()
             launcher.stdout.close()
-        answer = shipping.read(told)
-    ended = None if answer is None else shipping.unship(answer[1])
+        ended = shipping.read(told)
     if isinstance(ended, RunResult):
         return ended
     raise ended or WorkerFailed(f"the ranks' launcher was stopped: it ended with status {launcher.status}")
@@ -67,10 +66,8 @@ def main(launch: str, result: str, parent: int) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the parent's way to end it: nohup would have it ignored
     logger.setLevel(logging.WARNING)
     with shipping.opened(launch) as asked, shipping.opened(result) as told:
-        message = shipping.read(asked)
-        assert message is not None
         try:
-            shipping.write(told, {}, shipping.dumped(_launched(shipping.unship(message[1]))))
+            shipping.write(told, _launched(shipping.read(asked)))
         except StopRequested as stop:
             return stop.exit_code
     return 0

@@ -14,13 +14,14 @@ from typing import Any
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed, Preempted, RankFailed, WorkerFailed
 from fleet_train.launch.attempts import Kind, RunResult
 from fleet_train.launch.report import WorkerResult
-from fleet_train.spawning.shipping import Message
 
+Answer = dict[str, Any] | None
+"""What a rank has written: its result, or its own account of its failure; None: nothing."""
 _MOST_FOLLOWERS = 8
 _SILENT = "its process ended with exit code 0 before its function had returned"
 
 
-def results(ended: RunResult, answers: Sequence[Message | None], keeps_logs: bool) -> list[bytes]:
+def results(ended: RunResult, answers: Sequence[Answer], keeps_logs: bool) -> list[bytes]:
     """The ranks' return values, in their order.
 
     ``answers``: what each rank has written; ``keeps_logs``: whether the caller has them. Raises RankFailed, LinkFailed
@@ -30,7 +31,7 @@ def results(ended: RunResult, answers: Sequence[Message | None], keeps_logs: boo
     if ended.kind is Kind.FAILED and ended.root_cause is None:
         kinds = {ClusterError.exit_code: ClusterError, LinkFailed.exit_code: LinkFailed}
         raise kinds.get(ended.exit_code, WorkerFailed)(ended.message)
-    failures = [_failure_of(answer) for answer in answers]
+    failures = [{} if answer is None or "result" in answer else answer for answer in answers]
     if ended.kind is Kind.FAILED:
         assert ended.root_cause is not None
         raise _error(ended.root_cause, ended.ends, failures, keeps_logs)
@@ -41,12 +42,7 @@ def results(ended: RunResult, answers: Sequence[Message | None], keeps_logs: boo
         if answer is None:
             end = ended.ends[rank]
             raise RankFailed(f"rank {rank} of {len(answers)} failed first: {_SILENT}", rank, end.exit_code, None, "")
-    return [answer[1] for answer in answers if answer is not None]
-
-
-def _failure_of(answer: Message | None) -> dict[str, Any]:
-    """A rank's own account of its failure; empty if it returned, or wrote nothing."""
-    return {} if answer is None or answer[0]["kind"] == "result" else answer[0]
+    return [answer["result"] for answer in answers if answer is not None]
 
 
 def _error(

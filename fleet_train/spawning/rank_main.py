@@ -25,10 +25,8 @@ def main(greeting: str) -> int:
     """The exit code of the process."""
     with shipping.opened(greeting) as asked:
         message = shipping.read(asked)
-    assert message is not None
-    header, body = message
-    with shipping.opened(header["answers"][int(os.environ["PADDLE_TRAINER_ID"])]) as answer:
-        status = _Call(answer, header).run(body)
+    with shipping.opened(message["answers"][int(os.environ["PADDLE_TRAINER_ID"])]) as answer:
+        status = _Call(answer, message).run(message["call"])
     patience = timeouts.FAILED_RANK_EXIT_SECONDS if status else timeouts.SPAWN_EXIT_SECONDS
     threading.Thread(target=_end_anyway, args=(status, patience), daemon=True).start()
     return status
@@ -43,12 +41,12 @@ def _end_anyway(status: int, seconds: float) -> None:
 class _Call:
     """The call of the function, and how it ended."""
 
-    def __init__(self, answer: int, header: dict[str, Any]) -> None:
+    def __init__(self, answer: int, message: dict[str, Any]) -> None:
         self._answer = answer
-        self._train = str(header["train"])
-        sys.path[:] = header["path"]
-        sys.argv[:] = header["argv"]
-        shipping.take_sources(header["sources"])
+        self._train = str(message["train"])
+        sys.path[:] = message["path"]
+        sys.argv[:] = message["argv"]
+        shipping.take_sources(message["sources"])
 
     def run(self, body: bytes) -> int:
         try:
@@ -63,13 +61,13 @@ class _Call:
         except BaseException as error:
             return self._failed(error)
         sys.stdout.flush()
-        shipping.write(self._answer, {"kind": "result"}, result)
+        shipping.write(self._answer, {"result": result})
         return 0
 
     def _exited(self, end: SystemExit) -> int:
         status = exit_status(end.code)
         if status == 0:
-            shipping.write(self._answer, {"kind": "result"}, shipping.ship_result(None, self._train))
+            shipping.write(self._answer, {"result": shipping.ship_result(None, self._train)})
             return 0
         return self._send_failure("failed", f"sys.exit({end.code!r})", status, _traceback_text(end, end))
 
@@ -85,8 +83,8 @@ class _Call:
         return self._send_failure(kind, message, code, _traceback_text(error, cause))
 
     def _send_failure(self, kind: str, message: str, exit_code: int, traceback_text: str) -> int:
-        header = {"kind": kind, "message": message, "exit_code": exit_code, "traceback": traceback_text}
-        shipping.write(self._answer, header)
+        failure = {"kind": kind, "message": message, "exit_code": exit_code, "traceback": traceback_text}
+        shipping.write(self._answer, failure)
         return exit_code
 
 

@@ -1,17 +1,15 @@
 """Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled.
 
-Two processes write to each other once, a JSON header and a body, in a file in memory (`created`).
+Two processes write to each other once, in a file in memory (`created`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import linecache
-import mmap
 import os
-import struct
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,11 +179,6 @@ def _broken_parts(result: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"{what} is {shown(value)}", value) for what, value in members if _why_not(value) is not None)
 
 
-_SIZES = struct.Struct("!QQ")  # bytes of the header, bytes of the body; written last
-
-Message = tuple[dict[str, Any], bytes]
-
-
 @contextmanager
 def created() -> Iterator[int]:
     """The descriptor of a new, empty file without a name: it disappears with the last process that has it open."""
@@ -211,22 +204,17 @@ def opened(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write(descriptor: int, header: dict[str, Any], body: bytes = b"") -> None:
-    text = json.dumps(header).encode()
+def write(descriptor: int, content: Any) -> None:
+    """Write it there, once."""
     with open(descriptor, "wb", closefd=False) as file:
-        file.seek(_SIZES.size)
-        file.write(text)
-        file.write(body)
-    os.pwrite(descriptor, _SIZES.pack(len(text), len(body)), 0)
+        file.write(dumped(content))
 
 
-def read(descriptor: int) -> Message | None:
-    """None if it has not been written completely."""
-    if os.fstat(descriptor).st_size < _SIZES.size:
-        return None
-    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
-        header, body = _SIZES.unpack_from(content)
-        start = _SIZES.size + header
-        if not header or len(content) < start + body:
+def read(descriptor: int) -> Any:
+    """What another process of this spawn has written; None if it has not, or not completely."""
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        try:
+            return unship(file.read())
+        except (EOFError, pickle.UnpicklingError):
             return None
-        return json.loads(content[_SIZES.size : start]), content[start : start + body]

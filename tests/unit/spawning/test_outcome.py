@@ -16,8 +16,7 @@ from fleet_train.errors import ClusterError, LinkFailed, Preempted, RankFailed, 
 from fleet_train.launch.attempts import Kind, RunResult
 from fleet_train.launch.report import WorkerResult, choose_root_cause
 from fleet_train.spawning import shipping
-from fleet_train.spawning.outcome import results
-from fleet_train.spawning.shipping import Message
+from fleet_train.spawning.outcome import Answer, results
 from tests.support.processes import clean_environ
 
 
@@ -26,15 +25,15 @@ def ended(rank: int, status: int, *, stopped: bool = False, lines: tuple[str, ..
     return WorkerResult(rank, "", 0, code, number, 3.0 + rank, stopped, f"/logs/workerlog.{rank}", lines)
 
 
-def returned(rank: int) -> Message:
-    return {"kind": "result"}, b"%d" % rank
+def returned(rank: int) -> Answer:
+    return {"result": b"%d" % rank}
 
 
-def raised(message: str, kind: str = "failed", code: int = 1) -> Message:
-    return {"kind": kind, "message": message, "exit_code": code, "traceback": f"Traceback\n{message}\n"}, b""
+def raised(message: str, kind: str = "failed", code: int = 1) -> Answer:
+    return {"kind": kind, "message": message, "exit_code": code, "traceback": f"Traceback\n{message}\n"}
 
 
-def failure(ends: list[WorkerResult], answers: list[Message | None], keeps_logs: bool = False) -> RankFailed:
+def failure(ends: list[WorkerResult], answers: list[Answer], keeps_logs: bool = False) -> RankFailed:
     result = RunResult(Kind.FAILED, 1, "", tuple(ends), root_cause=choose_root_cause(ends))
     with pytest.raises(RankFailed) as failed:
         results(result, answers, keeps_logs)
@@ -43,7 +42,7 @@ def failure(ends: list[WorkerResult], answers: list[Message | None], keeps_logs:
 
 def test_the_launchers_root_cause_is_named_with_what_it_has_written_itself() -> None:
     ends = [ended(0, 11), ended(1, 1), ended(2, -signal.SIGTERM, stopped=True)]
-    answers: list[Message | None] = [raised("WorkerFailed: rank 1 was lost"), raised("KeyError: 'x'\nmore"), None]
+    answers: list[Answer] = [raised("WorkerFailed: rank 1 was lost"), raised("KeyError: 'x'\nmore"), None]
     error = failure(ends, answers, keeps_logs=True)
     assert str(error).splitlines()[0] == "rank 1 of 3 failed first: KeyError: 'x', after 4.0 s"
     assert (error.rank, error.rank_exit_code, error.signal_number) == (1, 1, None)
@@ -124,14 +123,13 @@ sys.exit(rank_main.main(sys.argv[1]))
 @pytest.mark.parametrize(("what", "status"), [("returns", 0), ("raises", 1)])
 def test_a_rank_ends_although_threads_of_its_function_go_on(what: str, status: int) -> None:
     with shipping.created() as greeting, shipping.created() as answer:
-        header = {"train": "train", "path": sys.path, "argv": [], "sources": {}, "answers": [shipping.path_of(answer)]}
-        shipping.write(greeting, header, shipping.ship(train, (what,)))
+        message = {"train": "train", "path": sys.path, "argv": [], "sources": {}, "answers": [shipping.path_of(answer)]}
+        shipping.write(greeting, message | {"call": shipping.ship(train, (what,))})
         command = [sys.executable, "-c", _RANK, shipping.path_of(greeting)]
         environ = clean_environ() | {"PADDLE_TRAINER_ID": "0"}
         assert subprocess.run(command, env=environ, timeout=60, check=False).returncode == status
-        message = shipping.read(answer)
-    assert message is not None
+        told = shipping.read(answer)
     if status:
-        assert (message[0]["message"], message[0]["exit_code"]) == ("ValueError: no data", 1)
+        assert (told["message"], told["exit_code"]) == ("ValueError: no data", 1)
     else:
-        assert shipping.unship(message[1]) == "returns"
+        assert shipping.unship(told["result"]) == "returns"
