@@ -298,6 +298,8 @@ SELFTEST_FAULT_COMES_SECONDS = 180.0
 """For the start of a job that fails on purpose: importing Paddle, joining, a few steps."""
 SELFTEST_FAULT_GRACE_SECONDS = 10.0
 """In addition to the profile's collective_timeout_seconds: the time for detection, diagnosis and exit."""
+SUBJECTS_FOLLOW_SECONDS = 5.0
+"""For the other ranks of a job under test to end by themselves after one has failed."""
 SELFTEST_KILLED_LATER_SECONDS = 5.0
 """Subjects that have not ended this long after the bound will not."""
 SELFTEST_COLLECTIVE_SECONDS = 30.0

@@ -15,9 +15,9 @@ from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError
 from fleet_train.launch.node import check_addresses, check_port_range, choose_node, choose_processes, look_around
+from fleet_train.launch.on_ranks import Where, is_rank
 from fleet_train.launch.prepare import with_nodes_of_engine
 from fleet_train.launch.request import LaunchRequest
-from fleet_train.selftest.ranks import Where, is_rank
 
 LOOPBACK = "127.0.0.1"
 
