@@ -29,8 +29,7 @@ from fleet_train.launch.processes import (
 )
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
-from fleet_train.launch.terminal import Follower, StartupLines, show_lines
-from fleet_train.launch.workers import (
+from fleet_train.launch.supervise import (
     Cause,
     GracefulStop,
     Monitor,
@@ -40,6 +39,7 @@ from fleet_train.launch.workers import (
     WaitingNodes,
     witness_of,
 )
+from fleet_train.launch.terminal import Follower, StartupLines, show_lines
 from fleet_train.log import logger
 
 

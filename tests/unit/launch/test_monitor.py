@@ -13,7 +13,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
-from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Verdict
+from fleet_train.launch.supervise import Cause, GracefulStop, Monitor, Verdict
 from tests.unit.launch.conftest import missed, own
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")

@@ -19,7 +19,7 @@ from fleet_train.launch import logs, processes
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Process, StopRequested, stopping_signals, why_not_started
-from fleet_train.launch.workers import RankProcess, Ranks
+from fleet_train.launch.supervise import RankProcess, Ranks
 from tests.support.processes import clean_environ, python, until
 
 NODE = Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 1, None, None)
@@ -193,7 +193,7 @@ from pathlib import Path
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import adopt_orphans, kill_descendants
-from fleet_train.launch.workers import Ranks
+from fleet_train.launch.supervise import Ranks
 folder = Path(sys.argv[1])
 node = Node(("127.0.0.1",), 0, 6170, 1, None, None)
 logs, command = LogFolder(node, folder), [sys.executable, str(folder / "script.py"), str(folder / "ready")]
