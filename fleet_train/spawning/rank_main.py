@@ -51,10 +51,7 @@ class _Call:
     def run(self, body: bytes) -> int:
         try:
             train, args, profile = shipping.unship_call(body, self._train)
-            if profile is not None:  # the parent's strategy is this rank's default
-                from fleet_train.convert import session
-
-                session.offered_profile = profile
+            offer(profile)
             result = shipping.ship_result(train(*args), self._train)
         except SystemExit as end:
             return self._exited(end)
@@ -72,7 +69,7 @@ class _Call:
         return self._send_failure("failed", f"sys.exit({end.code!r})", status, _traceback_text(end, end))
 
     def _failed(self, error: BaseException) -> int:
-        cause = _cause_reported(error)
+        cause = cause_reported(error)
         code = cause.exit_code if isinstance(cause, FleetTrainError) else 1
         sys.stdout.flush()
         kind, message = "failed", f"{type(cause).__name__}: {cause}"
@@ -88,7 +85,15 @@ class _Call:
         return exit_code
 
 
-def _cause_reported(error: BaseException) -> BaseException:
+def offer(profile: Any) -> None:
+    """Make it the default of this rank's ``fleet``; None: there is none."""
+    if profile is not None:
+        from fleet_train.convert import session
+
+        session.offered_profile = profile
+
+
+def cause_reported(error: BaseException) -> BaseException:
     """The actual cause of this rank's end; reported to the others now, not when the process ends."""
     if "fleet_train.convert.process" not in sys.modules:  # it has never joined a job
         return error

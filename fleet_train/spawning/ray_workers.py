@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from fleet_train.launch.node import (
     look_around,
     variables_of_rank,
 )
+from fleet_train.spawning.rank_main import cause_reported, offer
 
 _LAST_PORT = 65535
 
@@ -110,21 +112,12 @@ class InWorker:
         self._profile = profile
 
     def __enter__(self) -> None:
-        if self._profile is not None:
-            from fleet_train.convert import session
-
-            session.offered_profile = self._profile
+        offer(self._profile)
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        import sys
-
-        if "fleet_train.convert.process" not in sys.modules:
-            return
-        from fleet_train.convert import process, session
-
-        if error is None:
-            session.end()
-            return
-        cause = process.report_caught(error)
-        if cause is not error:  # the executor has turned it into a SystemError
-            raise cause from error
+        if error is not None:
+            cause = cause_reported(error)
+            if cause is not error:  # the executor has turned it into a SystemError
+                raise cause from error
+        elif "fleet_train.convert.session" in sys.modules:
+            sys.modules["fleet_train.convert.session"].end()

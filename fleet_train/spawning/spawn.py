@@ -81,6 +81,7 @@ def request_of(greeting: str, nprocs: int, logs: Path, join_timeout_seconds: flo
         log_flag="log_dir",
         join_timeout_seconds=join_timeout_seconds,
         job_id=f"spawn-{secrets.token_hex(6)}",
+        run=secrets.token_hex(8),
     )
 
 

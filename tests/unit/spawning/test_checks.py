@@ -187,6 +187,7 @@ def test_two_spawns_share_neither_address_nor_id_nor_secret(asked: Any) -> None:
     for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET"):
         assert first[name] != second[name]
     assert one.node.address != other.node.address
+    assert one.request.run != other.request.run
 
 
 def test_a_message_is_read_once_it_is_complete_and_under_its_path() -> None:
