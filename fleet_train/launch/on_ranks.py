@@ -133,48 +133,38 @@ def request_of(command: RankCommand, where: Where, outcome: Path) -> LaunchReque
 class Peers:
     """This rank's supervisor among the others. Every wait is bounded and names missing ranks."""
 
-    def __init__(self, command: RankCommand, cluster: Cluster, host: StoreHost | None) -> None:
+    def __init__(self, command: RankCommand, cluster: Cluster, client: StoreClient, endpoint: str) -> None:
         self.cluster = cluster
         self._command = command
-        self._host = host
-        endpoint = endpoint_of(cluster)
-        self._address, _, scope = endpoint.partition("/")
-        self._scope = f"{scope}.{command.name}"
-        try:
-            self._client = StoreClient.connect(
-                f"{self._address}/{self._scope}",
-                cluster.rank,
-                group="supervisor",
-                access=access_of(cluster),
-                timeout_seconds=command.join_timeout_seconds,
-                describe=cluster.describe,
-            )
-        except BaseException:
-            self._release_host()
-            raise
+        self._client = client
+        self._endpoint = endpoint
 
     @classmethod
     @contextlib.contextmanager
     def join(cls, command: RankCommand) -> Iterator[Peers]:
         """As a rank that a launcher or an engine started: with those of this process's environment. All leave together;
         one that fails is lost for the others."""
-        cluster, host = complete(
-            cluster_from_environ(launch_environment(), parent_command()), command.join_timeout_seconds
-        )
+        timeout = command.join_timeout_seconds
+        cluster, host = complete(cluster_from_environ(launch_environment(), parent_command()), timeout)
         if host is None and is_host(cluster):
-            host = StoreHost.of(cluster, command.join_timeout_seconds)
-        peers = cls(command, cluster, host)
-        try:
-            yield peers
+            host = StoreHost.of(cluster, timeout)
+        address, _, scope = endpoint_of(cluster).partition("/")
+        endpoint = f"{address}/{scope}.{command.name}"
+        with contextlib.ExitStack() as stack:
+            if host is not None:
+                stack.callback(host.release)
+            client = StoreClient.connect(
+                endpoint,
+                cluster.rank,
+                group="supervisor",
+                access=access_of(cluster),
+                timeout_seconds=timeout,
+                describe=cluster.describe,
+            )
+            stack.callback(client.close)
+            yield cls(command, cluster, client, endpoint)
             with contextlib.suppress(WorkerFailed):  # rank 0's store may be gone: all have passed the last barrier
-                peers._client.leave()
-        finally:
-            peers._client.close()
-            peers._release_host()
-
-    def _release_host(self) -> None:
-        if self._host is not None:
-            self._host.release()
+                client.leave()
 
     def show(self, text: str) -> None:
         """A line of the command's output, on rank 0; its names come from other machines, too."""
@@ -215,8 +205,7 @@ class Peers:
         """
         ports = self.gather(f"ports of {job}", free_port(self.cluster.this.host))
         ranks = tuple(replace(rank, port=int(ports[rank.index])) for rank in self.cluster.ranks)
-        endpoint = f"{self._address}/{self._scope}.{job}"
-        cluster = Cluster(ranks, self.cluster.rank, endpoint, formed_by=f"the {self._command.name}")
+        cluster = Cluster(ranks, self.cluster.rank, f"{self._endpoint}.{job}", formed_by=f"the {self._command.name}")
         environ = environ_of(cluster, self._command.join_timeout_seconds, os.environ)
         log = self._command.folder / "log" / f"{job.replace(' ', '_')}.{cluster.rank}.log"
         failure = f"failure of {job}"
