@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from fleet_train.cli.selftest import command
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
-from fleet_train.launch.on_ranks import Subject, SubjectEnd, Where, is_rank, request_of
+from fleet_train.launch.on_ranks import SubjectEnd, Where, request_of
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_memory, check_profiles, record, supervisor
@@ -463,20 +463,6 @@ def test_backend_is_paddles_build_or_what_the_environment_asks_for(monkeypatch: 
     assert record.backend_of({}) == "gloo"
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, False),
-        ({"PADDLE_LOCAL_RANK": "0"}, True),
-        ({"PADDLE_RANK_IN_NODE": "0"}, True),
-        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1"}, True),
-        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1", "PADDLE_TRAINERS": "a,b"}, False),  # a pod of PaddleCloud
-    ],
-)
-def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected: bool) -> None:
-    assert is_rank(environ) is expected
-
-
 def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     options = chosen([], ["collectives", "profiles"], quick=True)
     command = command_of(options, tmp_path / "out")
@@ -489,18 +475,6 @@ def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
     assert chosen([], skipped, "--quick" in words) == options
     assert request_of(command, Where(), tmp_path).processes_per_node == 2
-
-
-def test_nccls_lines_are_kept_and_its_chatter_hides_no_error(tmp_path: Path) -> None:
-    text = "fleet_train: rank 1 was lost\n" + "".join(f"node:1:2 [0] NCCL INFO line {i}\n" for i in range(20))
-    script = tmp_path / "talks.py"
-    script.write_text(f"print({text + 'node:1:2 NCCL WARN failure'!r})")
-    subject = Subject("job", {}, {"PYTHONPATH": str(tmp_path)}, tmp_path / "a.log", "talks")
-    assert subject.wait(30) == 0
-    assert subject.last_lines() == ("fleet_train: rank 1 was lost", "node:1:2 NCCL WARN failure")
-    assert subject.lines_of_nccl()[0] == "node:1:2 [0] NCCL INFO line 11"
-    assert subject.lines_of_nccl()[-1] == "node:1:2 NCCL WARN failure"
-    subject.kill()
 
 
 def test_a_record_is_sent_to_the_address_of_the_packages_metadata(
