@@ -25,6 +25,8 @@ def main(greeting: str) -> int:
     """The exit code of the process."""
     with shipping.opened(greeting) as asked:
         message = shipping.read(asked)
+    if not message["keeps_logs"]:
+        os.environ.pop("PADDLE_LOG_DIR", None)  # what else a rank writes beside its log would go with it
     with shipping.opened(message["answers"][int(os.environ["PADDLE_TRAINER_ID"])]) as answer:
         status = _Call(answer, message).run(message["call"])
     patience = timeouts.FAILED_RANK_EXIT_SECONDS if status else timeouts.SPAWN_EXIT_SECONDS

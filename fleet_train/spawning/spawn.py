@@ -55,7 +55,7 @@ def spawn(
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="fleet_train.")) if log_dir is None else log_dir)
         greeting, *answers = (stack.enter_context(shipping.created()) for _ in range(1 + nprocs))
-        shipping.write(greeting, _greeting(train, answers) | {"call": body})
+        shipping.write(greeting, _greeting(train, answers) | {"call": body, "keeps_logs": log_dir is not None})
         request = request_of(shipping.path_of(greeting), nprocs, logs, timeout_seconds)
         environ = environ_of(os.environ)
         launch = prepare(request, environ, profile)

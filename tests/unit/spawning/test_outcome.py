@@ -124,7 +124,7 @@ sys.exit(rank_main.main(sys.argv[1]))
 def test_a_rank_ends_although_threads_of_its_function_go_on(what: str, status: int) -> None:
     with shipping.created() as greeting, shipping.created() as answer:
         message = {"train": "train", "path": sys.path, "argv": [], "sources": {}, "answers": [shipping.path_of(answer)]}
-        shipping.write(greeting, message | {"call": shipping.ship(train, (what,))})
+        shipping.write(greeting, message | {"call": shipping.ship(train, (what,)), "keeps_logs": False})
         command = [sys.executable, "-c", _RANK, shipping.path_of(greeting)]
         environ = clean_environ() | {"PADDLE_TRAINER_ID": "0"}
         assert subprocess.run(command, env=environ, timeout=60, check=False).returncode == status
