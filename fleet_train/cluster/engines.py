@@ -16,6 +16,7 @@ from fleet_train.errors import ClusterError, JoinTimeout
 
 ENGINE = "FLEET_TRAIN_ENGINE"
 MASTER = "FLEET_TRAIN_MASTER"
+STARTER = "FLEET_TRAIN_STARTER"  # who has set RANK and WORLD_SIZE, for messages
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
 """Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
@@ -39,7 +40,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Started | None:
     return of.started(
         "RANK",
         "WORLD_SIZE",
-        by="" if by_torchrun else "whoever set RANK and WORLD_SIZE",
+        by="" if by_torchrun else of.text(STARTER) or "whoever set RANK and WORLD_SIZE",
         local_index=of.number("LOCAL_RANK") or 0,
         local_count=of.number("LOCAL_WORLD_SIZE"),
         node=of.number("GROUP_RANK"),

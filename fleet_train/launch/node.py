@@ -288,7 +288,7 @@ DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_
 FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
 RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
 PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
-FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
+FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE FLEET_TRAIN_STARTER
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 FLEET_TRAIN_ADVICE
 """
@@ -343,11 +343,7 @@ def build_environment(
     ``--set``; ``trace``: that of ``--trace``; ``checks``: the steps of
     ``--verify_joint_batch``.
     """
-    refused = sorted(SCRUBBED & profile.keys())
-    if refused:
-        raise ProfileError(
-            f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
-        )
+    refuse_ours(profile)
     of_others = (SCRUBBED & environ.keys()) | advised(environ)
     users = {name: value for name, value in environ.items() if name not in of_others}
     kept = tuple(name for name, value in profile.items() if name in users and users[name] != str(value))
@@ -370,6 +366,15 @@ def build_environment(
     if strategy:
         ours["FLEET_TRAIN_STRATEGY"] = strategy
     return LaunchEnvironment(ours, of_others, kept, import_path, hidden)
+
+
+def refuse_ours(profile: Mapping[str, str]) -> None:
+    """Raise ProfileError for a profile's variable that each rank gets from what starts it."""
+    refused = sorted(SCRUBBED & profile.keys())
+    if refused:
+        raise ProfileError(
+            f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
+        )
 
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:

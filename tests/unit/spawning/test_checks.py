@@ -16,13 +16,13 @@ import pytest
 import fleet_train.ray
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import attempt, cluster_from_environ
+from fleet_train.cluster.partial import PartialCluster
 from fleet_train.convert.strategy import DistributedStrategy
-from fleet_train.errors import ClusterError, FleetTrainError
-from fleet_train.launch.node import Machine
+from fleet_train.errors import ClusterError, FleetTrainError, ProfileError
 from fleet_train.launch.prepare import Launch, prepare
 from fleet_train.profile import Profile
 from fleet_train.spawning import shipping
-from fleet_train.spawning.ray_workers import Attempt, apply, endpoints_of, variables
+from fleet_train.spawning.ray_workers import Attempt, become_rank
 from fleet_train.spawning.shipping import NotSerializable, ship, ship_result, unship
 from fleet_train.spawning.spawn import (
     check_call,
@@ -153,8 +153,6 @@ def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pyt
 
 # the environment of spawned ranks, and of Ray's workers
 
-MACHINE = Machine({"lo": ("127.0.0.1",), "eth0": ("127.0.0.9",)}, 8, False, None, {})
-
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[[dict[str, str]], tuple[Launch, list[dict[str, str]]]]:
@@ -201,43 +199,38 @@ def test_a_message_is_read_once_it_is_complete_and_under_its_path() -> None:
 
 
 ATTEMPT = Attempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
-ENDPOINTS = ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000"]
+PLACES = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000)]
 
 
 def environ_of(rank: int, users: dict[str, str] | None = None, **profile: str) -> dict[str, str]:
     environ = dict(users or {})
-    told, removed = variables(ENDPOINTS, rank, ATTEMPT, profile, MACHINE, environ)
-    apply(environ, told, removed)
+    become_rank(PLACES, rank, ATTEMPT, profile, environ)
     return environ
 
 
-def test_workers_of_a_node_that_found_the_same_port_get_different_ones() -> None:
-    told = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000), ("10.0.0.1", 7001)]
-    assert endpoints_of(told) == ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000", "10.0.0.1:7002"]
-
-
-@pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (0, 1)), (2, (1, 0))])
-def test_every_worker_finds_the_cluster_and_its_place_in_it(rank: int, place: tuple[int, int]) -> None:
-    environ = environ_of(rank)
+@pytest.mark.parametrize(("rank", "local"), [(0, (0, 2)), (1, (1, 2)), (2, (0, 1))])
+def test_every_worker_is_a_process_of_an_engine_and_knows_where_the_first_is(rank: int, local: tuple[int, int]) -> None:
+    environ = environ_of(rank, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "TORCHELASTIC_RUN_ID": "outer"})
     cluster = cluster_from_environ(environ)
-    assert isinstance(cluster, Cluster)
-    assert (cluster.rank, cluster.endpoints) == (rank, ENDPOINTS)
-    assert (cluster.this.node_index, cluster.local_rank) == place
-    assert cluster.store_endpoint == "", "rank 0 hosts the store"
+    assert isinstance(cluster, PartialCluster)
+    assert (cluster.rank, cluster.world_size, cluster.formed_by) == (rank, 3, "Ray Train")
+    assert (cluster.started.local_index, cluster.started.local_count) == local
+    assert (cluster.started.master, cluster.started.port) == ("10.0.0.1", 7000)
     assert attempt(environ) == 1
     assert environ["FLEET_TRAIN_LAUNCHED"] == "abc"
     assert environ["FLEET_TRAIN_JOB_ID"] == "ray-abc-1"
 
 
-def test_advice_is_the_launchers_and_what_is_set_wins() -> None:
-    assert environ_of(2)["FLAGS_new_executor_serial_run"] == "1"
-    assert environ_of(0)["OMP_NUM_THREADS"] == "4", "two workers on a node of 8 processors"
+def test_what_is_set_wins_over_the_profile_and_advice() -> None:
     assert environ_of(0, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1", "Ray has set it"
     assert environ_of(0, X="y")["X"] == "y"
+    assert environ_of(0, {"X": "z"}, X="y")["X"] == "z"
+    with pytest.raises(ProfileError, match="environment: RANK is set by the launcher"):
+        environ_of(0, RANK="1")
 
 
 def test_what_another_job_has_left_is_taken_out() -> None:
-    left = {"FLEET_TRAIN_STORE": "a:1", "RANK": "3", "WORLD_SIZE": "9", "FLEET_TRAIN_JOB_SECRET_FILE": "/x"}
+    left = {"FLEET_TRAIN_STORE": "a:1", "PADDLE_TRAINER_ID": "3", "FLEET_TRAIN_JOB_SECRET_FILE": "/x"}
     assert not left.keys() & environ_of(0, left).keys()
 
 
