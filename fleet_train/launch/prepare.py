@@ -76,7 +76,7 @@ class Launch:
         if node.devices is not None:
             assert self.visible_gpus is not None
             gpu = self.visible_gpus.index(node.devices[local])
-        variables = variables_of_rank(node.cluster(node.ranks[local]), on_gpu=gpu is not None, selected_gpu=gpu)
+        variables = variables_of_rank(node.cluster(node.ranks[local]), gpu)
         return variables | {"PADDLE_LOG_DIR": str(self.log_dir)}
 
     def command(self) -> list[str]:
@@ -129,23 +129,17 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
-    strict = request.strict or is_strict(environ)
     whole = strategy is not None or offered is not None
     environment = build_environment(
         node,
         machine,
         environ,
+        request,
         profile={} if profile is None else profile.worker_environment() if whole else profile.environment,
-        join_timeout_seconds=request.join_timeout_seconds,
         strategy=strategy,
         import_path=import_path_for_ranks(),
         job_id=access.job,
-        secret_file=request.secret_file,
         hidden=frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
-        strict=strict,
-        settings=request.settings,
-        trace=request.trace,
-        checks=request.verify_joint_batch,
     )
     check_faults(request.faults, node)
     return Launch(
@@ -156,7 +150,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile
         environment=environment,
         facts=facts_of(node, machine, profile, request),
         access=access,
-        strict=strict,
+        strict=request.strict or is_strict(environ),
         settings=shown_settings(request.settings),
         visible_gpus=machine.gpus,
     )
