@@ -1,10 +1,12 @@
-"""Packages whose names are loaded on first use: unused names cost no import."""
+"""Packages whose names are loaded on first use: unused names cost no import, and a part that is not there harms nobody
+else."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -31,3 +33,18 @@ def load_on_use(
         return value
 
     return load
+
+
+def is_a_part(error: ModuleNotFoundError) -> bool:
+    """Whether what was not found is of this package: a copy may be without one of its parts."""
+    return (error.name or "").startswith("fleet_train.")
+
+
+def part_if_there(module: str) -> ModuleType | None:
+    """A module of a part of this package; None in a copy that is without that part."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if not is_a_part(error):
+            raise
+        return None

@@ -252,11 +252,11 @@ DOCTOR_PAIRS_SECONDS = 14.0
 DOCTOR_RESERVE_SECONDS = 14.0
 """Reserved for a pair that hangs, and for the exchange."""
 DOCTOR_EXCHANGE_SECONDS, DOCTOR_LEAVE_SECONDS = 12.0, 4.0
-"""For the others' reports to arrive; for this node's values to reach all others."""
+"""For the others' reports to arrive; for all others to have read them."""
 DOCTOR_GROUP_SECONDS, DOCTOR_GROUP_NEEDS_SECONDS = 25.0, 12.0
 """A group is abandoned after the first; with less than the second left it is not started."""
 DOCTOR_PAUSE_SECONDS = 0.25
-"""Between two exchanges of values with the other nodes."""
+"""Between two looks at who has come."""
 DOCTOR_FIRST_WORD_SECONDS, DOCTOR_NEXT_WORD_SECONDS = 3.0, 5.0
 """Until a message names the missing nodes, and between two of them."""
 DOCTOR_ANSWER_SECONDS = 4.0
@@ -267,14 +267,16 @@ DOCTOR_AFTER_FAILURE_SECONDS = 1.5
 """For a connection to another node after a failed job: shorter, because the launcher waits for it."""
 DOCTOR_STALLED_SECONDS = 2.5
 """A connection that accepts no byte for this long has stalled."""
-DOCTOR_TURN_SECONDS, DOCTOR_MOST_TRANSFER_SECONDS = 3.0, 5.0
-"""How long a transfer waits for the running one; the longest that another node may ask for."""
+DOCTOR_ROUND_SECONDS = 6.0
+"""How long a round of pairs waits for a node that is still busy with the last one."""
+DOCTOR_STORE_SECONDS, DOCTOR_POLL_SECONDS = 8.0, 0.05
+"""For an answer of node 0's store, whose machine may be busy; between two looks at what is in it."""
 DOCTOR_PINGS_SECONDS = 0.4
 """For round trips of small messages to one node."""
 DOCTOR_PACKET_SECONDS = 0.35
 """For the answers to one round of packets of all sizes."""
-DOCTOR_SELECT_SECONDS, DOCTOR_CLOSE_SECONDS = 0.2, 1.0
-"""How often the responder looks whether it is to end; how long its end is waited for."""
+DOCTOR_SELECT_SECONDS = 0.2
+"""How often the listener looks whether it is to end."""
 DOCTOR_WRITING_SECONDS, DOCTOR_DISK_SECONDS = 3.0, 6.0
 """For writing into a folder; a disk that does not answer within the second hangs."""
 DOCTOR_LEFT_BEHIND_SECONDS = 3600.0

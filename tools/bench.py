@@ -35,6 +35,7 @@ MODULES = {
         "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",
     ),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
+    "coding": ("coding", "What compressions cost a rank beside their bytes: the constants of their descriptions."),
     "embeddings": ("embeddings", "Touched rows of embeddings beside whole tables, PyTorch and Horovod. Root."),
     "figures": ("figures", "Write which record each figure of README and docs comes from: docs/figures.md."),
     "quote": ("quote", "Write what the records say into strategies/measured.json and docs/strategies.md."),

@@ -13,6 +13,7 @@ from importlib import import_module
 import click
 
 from fleet_train.errors import FleetTrainError
+from fleet_train.lazy import is_a_part
 
 COMMANDS = {
     "launch": "Start this node's ranks of a job over a list of node IPs.",
@@ -84,6 +85,11 @@ def cli() -> None:
     """Train static-graph Paddle programs on many machines; the strategy comes from a YAML profile."""
 
 
+def _shown() -> str:
+    """The command that was asked for."""
+    return f"`{next((each for each in sys.argv[1:] if not each.startswith('-')), 'this command')}`"
+
+
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code, Ctrl-C code 130."""
     # A shell completes a program by its name.
@@ -98,6 +104,11 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if not is_a_part(error):
+            raise
+        click.echo(f"fleet_train: this copy of the package is without {error.name}, which {_shown()} needs", err=True)
+        sys.exit(FleetTrainError.exit_code)
     except FleetTrainError as error:
         process = sys.modules.get("fleet_train.convert.process")
         if process is not None:  # a command has joined a job: report to the other ranks why this one stops

@@ -26,6 +26,7 @@ from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_ST
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
+from fleet_train.lazy import part_if_there
 
 _EXAMPLES = """
 \b
@@ -261,9 +262,8 @@ def command(**flags: Any) -> None:
     if dry_run:
         click.echo(launch.dry_run())
         return
-    from fleet_train.doctor.report import AfterFailure
-
-    sys.exit(run(launch, os.environ, AfterFailure(launch.node, launch.log_dir).line))
+    doctor = part_if_there("fleet_train.doctor.report")
+    sys.exit(run(launch, os.environ, doctor.AfterFailure(launch.node, launch.log_dir).line if doctor else str))
 
 
 def read_request(

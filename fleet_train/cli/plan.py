@@ -23,7 +23,7 @@ from fleet_train.cli.options import (
     verbose_option,
 )
 from fleet_train.errors import ConversionError, ScheduleMismatch
-from fleet_train.train.settings import MODELS, VISION_MODELS
+from fleet_train.lazy import part_if_there
 
 if TYPE_CHECKING:
     from fleet_train.cluster import Cluster
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fleet_train.plan.pricing import Conditions, Pricing
     from fleet_train.plan.trial import Trial
 
+_TRAINER = part_if_there("fleet_train.train.settings")
 _EPILOG = """
 \b
 Examples
@@ -90,7 +91,12 @@ def _positive(flag: str, help_text: str) -> Callable[[Command], Command]:
     shell_complete=profiles,
 )
 @set_option
-@click.option("--model", type=click.Choice(MODELS), metavar="NAME", help="Plan for a model of the reference trainer.")
+@click.option(
+    "--model",
+    type=click.Choice(_TRAINER.MODELS if _TRAINER else ()),
+    metavar="NAME",
+    help="Plan for a model of the reference trainer.",
+)
 @_positive("--latency_us", "Between nodes: microseconds of one message of a collective.")
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second of a node in each direction.")
 @_positive("--inside_latency_us", "The same inside a node.")
@@ -235,9 +241,10 @@ def _plans(
 
     if script is not None:
         return plans_of_script(Path(script), arguments, cluster, network)
+    from fleet_train.train import settings
     from fleet_train.train.config import TrainConfig
     from fleet_train.train.reference import convert_only
 
     # Image models are planned with ImageNet's classes; the size of the images changes no parameter.
-    data = "synthetic:3x32x32x1000x16" if model in VISION_MODELS else "digits"
+    data = "synthetic:3x32x32x1000x16" if model in settings.VISION_MODELS else "digits"
     return plans_of(lambda: convert_only(TrainConfig(model=str(model), data=data)), cluster, network)

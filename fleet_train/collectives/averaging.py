@@ -4,7 +4,7 @@ With an overlap, the values at the end of a period are sent. A fixed number of s
 rank adds the new agreed values minus what it sent: its own progress since then is kept. Source: the delayed averaging
 of Overlap-Local-SGD (Wang, Liang and Joshi 2020) and of Streaming DiLoCo (Douillard et al. 2025).
 
-`Averaging` decides when, with the barriers; `ParameterAverager` says what the ranks send and what becomes of it.
+`RankAveraging` decides when, with the barriers; `ParameterAverager` says what the ranks send and what becomes of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Underway:
     fragment: Fragment
 
 
-class Averaging:
+class RankAveraging:
     """Carries out the averagings of one program's parameters. All ranks call everything in the same order."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Averaging:
         self._underway: Underway | None = None
         self._overlapped_steps = 0
 
-    def after_update(self, step: int, held: Held, names: Sequence[str], loss: Any) -> None:
+    def after_update(self, step: int, held: HeldValues, names: Sequence[str], loss: Any) -> None:
         """Called after the update of every step, with the new values: averages them if a period ends.
 
         ``names``: of all parameters.
@@ -96,7 +96,7 @@ class Averaging:
                 fragment = self._underway.fragment
                 self._check.after_step(moment, fragment.choose(names), self.apply_pending(held))
 
-    def apply_pending(self, held: Held) -> list[Any]:
+    def apply_pending(self, held: HeldValues) -> list[Any]:
         """Wait for the averaging under way and add its correction; returns the agreed values, in their shapes.
 
         ``held``: everything that is averaged. If no averaging is under way, nothing is changed or returned.
@@ -119,7 +119,7 @@ class Averaging:
         applied first.
         """
         parameters, statistics = ([tensors[value.name] for value in each] for each in (self._values, self._statistics))
-        self.apply_pending(Held(parameters, statistics, []))
+        self.apply_pending(HeldValues(parameters, statistics, []))
         self._run("synchronisation", step, self.averager.mean(list(tensors.values())))
 
     def drop(self) -> None:
@@ -130,7 +130,7 @@ class Averaging:
             self._barrier.passed(self._underway.barrier)
             self._underway = None
 
-    def _begin(self, fragment: Fragment, own: Held, step: int) -> None:
+    def _begin(self, fragment: Fragment, own: HeldValues, step: int) -> None:
         """Copies of the values are sent, made on the computing thread before the next step changes them."""
         sent = flats(own.parameters), flats(own.statistics)
         barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate()))
@@ -169,7 +169,7 @@ def _less(buffers: list[Any], others: list[Any]) -> list[Any]:
 
 
 @dataclass
-class Held:
+class HeldValues:
     """What LocalSGD averages of one rank: the program's values, or eager tensors over the memory of the scope's
     variables."""
 
@@ -183,10 +183,10 @@ class Held:
     def all(self) -> list[Any]:
         return [*self.parameters, *self.statistics, *self.accumulators]
 
-    def with_tensors(self, tensors: Sequence[Any]) -> Held:
+    def with_tensors(self, tensors: Sequence[Any]) -> HeldValues:
         """The same three groups of ``tensors``, which are in the order of ``all``."""
         first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
-        return Held(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
+        return HeldValues(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
 
 
 class ParameterAverager:
@@ -255,12 +255,12 @@ class ParameterAverager:
         if self.keeps_anchor and self.fragments[0].anchor is None:
             self._remember(parameters)
 
-    def after_synchronous_step(self, step: int, held: Held) -> None:
+    def after_synchronous_step(self, step: int, held: HeldValues) -> None:
         """The last warm-up step ends with equal parameters: local training starts from them."""
         if step == self.schedule.warm_steps:
             self._remember(held.parameters)
 
-    def average(self, fragment: Fragment, held: Held, loss: Any) -> Stages[None]:
+    def average(self, fragment: Fragment, held: HeldValues, loss: Any) -> Stages[None]:
         """Make a fragment's parameters equal on all ranks and continue the period.
 
         ``held``: the fragment's, see `held_of`.
@@ -282,12 +282,12 @@ class ParameterAverager:
         if losses:
             self._pending_loss = self._later(means[-1].mean()), rate
 
-    def held_of(self, fragment: Fragment, held: Held) -> Held:
+    def held_of(self, fragment: Fragment, held: HeldValues) -> HeldValues:
         """What is averaged with a fragment: its parameters, and with the last one everything else."""
         if len(self.fragments) == 1:
             return held
         statistics = held.statistics if fragment.is_last else []
-        return Held(fragment.choose(held.parameters), statistics, [])
+        return HeldValues(fragment.choose(held.parameters), statistics, [])
 
     def drain_copies(self) -> None:
         """Read what the last averaging copied to the host: before a step counts, and before state is saved."""

@@ -213,7 +213,7 @@ HAND_OVER = Stage()
 Stages = Generator[Stage, None, T]
 
 
-class Progress(Generic[T]):
+class StageProgress(Generic[T]):
     """The progress of a generator of stages: at ``stage``, or done, with its ``value``."""
 
     def __init__(self, stages: Stages[T], context: CallContext) -> None:

@@ -22,7 +22,7 @@ from fleet_train.collectives.engine import (
     Engine,
     HostDevice,
     Moment,
-    Progress,
+    StageProgress,
     Stages,
     WorkerThread,
     begin_wire,
@@ -38,7 +38,7 @@ _AT_ONCE = 8
 """Collectives of one stage that run at the same time."""
 
 
-class Result(Generic[T]):
+class EngineResult(Generic[T]):
     """A result with a bounded wait: a call of Gloo may block forever."""
 
     def __init__(self, future: Future[T], context: CallContext, engine: ThreadEngine) -> None:
@@ -75,8 +75,8 @@ class ThreadEngine(Engine):
 
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
-    ) -> Result[T]:
-        progress = Progress(stages, context)
+    ) -> EngineResult[T]:
+        progress = StageProgress(stages, context)
 
         def rest() -> T:
             if barrier is not None:
@@ -84,10 +84,10 @@ class ThreadEngine(Engine):
                 self._move()
             return self._carry_out(context, progress)
 
-        return Result(self._submit(communicator, rest), context, self)
+        return EngineResult(self._submit(communicator, rest), context, self)
 
     def run_here(self, stages: Stages[T], context: CallContext) -> T:
-        return self._carry_out(context, Progress(stages, context))
+        return self._carry_out(context, StageProgress(stages, context))
 
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
         """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
@@ -114,7 +114,7 @@ class ThreadEngine(Engine):
             self._threads[communicator] = WorkerThread(f"fleet_train communicator {communicator}", self._device_place)
         return self._threads[communicator].submit(task)
 
-    def _carry_out(self, context: CallContext, progress: Progress[T]) -> T:
+    def _carry_out(self, context: CallContext, progress: StageProgress[T]) -> T:
         while progress.stage is not None:
             collectives = progress.stage.collectives
             if len({collective.group.id for collective in collectives}) == len(collectives) > 1:
@@ -175,7 +175,7 @@ class InFlight(Generic[T]):
     def __init__(self, engine: StreamEngine, stages: Stages[T], context: CallContext) -> None:
         self._engine = engine
         self.context = context
-        self.progress = Progress(stages, context)
+        self.progress = StageProgress(stages, context)
         self.tasks: list[Enqueued] = []
 
     @property
@@ -201,7 +201,7 @@ class StreamCalls:
         return collective.begin(sync_op=True, use_calc_stream=True)
 
 
-class Comparison(Protocol):
+class StreamProof(Protocol):
     """Compares a collective with the same one that had a copy of its input, on the calculation stream."""
 
     def compare(self, collective: Collective, copy: Collective, context: CallContext) -> None:
@@ -232,7 +232,7 @@ class StreamEngine(Engine):
         super().__init__(device, attribute_failure)
         self.calls = calls
         self.stream = CALC
-        self.proof: Comparison | None = None
+        self.proof: StreamProof | None = None
         """While it is there, what runs on own streams is compared with the calculation stream."""
         self._asked_for: str | None = None
         self._watchdog = watchdog

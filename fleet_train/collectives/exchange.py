@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster.flight.ring import recorder
-from fleet_train.collectives.averaging import Averaging, Held, ParameterAverager
+from fleet_train.collectives.averaging import HeldValues, ParameterAverager, RankAveraging
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
 from fleet_train.collectives.engines import OWN, StreamEngine
 from fleet_train.collectives.finite import IGNORE, SKIP, FiniteCheck, Rollback
@@ -134,7 +134,7 @@ class GradientExchange:
         if plan.averaging is not None:
             to_host = job.engine.device.to_host
             averager = ParameterAverager(profile, plan, self._allreduces[0], self._sums, self._rate, to_host)
-            averaging = Averaging(averager, job, plan, profile, barrier, check)
+            averaging = RankAveraging(averager, job, plan, profile, barrier, check)
         boundaries = Boundaries(plan.accumulate_steps, job.engine)
         return Training(methods, sharded, barrier, check, boundaries, averaging)
 
@@ -191,7 +191,7 @@ class GradientExchange:
         return self._now.check
 
     @property
-    def averaging(self) -> Averaging | None:
+    def averaging(self) -> RankAveraging | None:
         """Of parameters, with LocalSGD."""
         return self._now.averaging
 
@@ -382,7 +382,7 @@ class GradientExchange:
         seconds = self._profile.collective_timeout_seconds
         return CallContext(self._moment, f"{self._moment}, {what}", seconds, label)
 
-    def finish(self, held: Held, names: Sequence[str], loss: Any) -> None:
+    def finish(self, held: HeldValues, names: Sequence[str], loss: Any) -> None:
         """Called after the update with the new values: average parameters if a period ends, compare digests if due."""
         if not self._now.updates:
             return
@@ -399,7 +399,7 @@ class GradientExchange:
         self._now.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
-        """See `Averaging.synchronise`; without LocalSGD all ranks hold the same values already."""
+        """See `RankAveraging.synchronise`; without LocalSGD all ranks hold the same values already."""
         if self.averaging is not None:
             self.averaging.synchronise(tensors, self.step)
 

@@ -22,7 +22,7 @@ from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
 
 
-class Peers(Protocol):
+class GroupMembers(Protocol):
     """What forming a group needs from the job, which itself forms groups: its facts and its synchronizing calls."""
 
     cluster: Cluster
@@ -39,7 +39,7 @@ class Peers(Protocol):
     def count(self, name: str) -> int: ...
 
 
-def new_group(job: Peers, ranks: Sequence[int]) -> Any:
+def new_group(job: GroupMembers, ranks: Sequence[int]) -> Any:
     """A process group over ``ranks``; called by all ranks of the job in the same order, members or not.
 
     Raises LinkFailed when the group cannot be formed, or a member of it is not the rank that it should be, with the
@@ -51,7 +51,7 @@ def new_group(job: Peers, ranks: Sequence[int]) -> Any:
     return group
 
 
-def group_inside_program(job: Peers) -> Any:
+def group_inside_program(job: GroupMembers) -> Any:
     """The group of synchronised batch norm; called by all ranks in the same order.
 
     If communicators have threads, it is not one of the gradients': those send during the backward pass, in an order
@@ -61,7 +61,7 @@ def group_inside_program(job: Peers) -> Any:
     return new_group(job, list(range(job.cluster.world_size))) if job.engine.side_by_side else job.communicators(1)[0]
 
 
-def all_gathered(job: Peers, group: Any, row: Any) -> Stages[Any]:
+def all_gathered(job: GroupMembers, group: Any, row: Any) -> Stages[Any]:
     """``row`` [n] of every rank of the job, in rank order: [world_size, n]."""
     ranks = job.cluster.world_size
     rows = paddle.empty([ranks * row.shape[0]], row.dtype)
@@ -90,7 +90,7 @@ def forming(ranks: Sequence[int]) -> Iterator[None]:
         ) from error
 
 
-def formed(job: Peers, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
+def formed(job: GroupMembers, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
     """The group of ``make``, whose members are the ranks that they should be: all ranks call this in the same order.
 
     Gloo listens for each member on a port of its own, from here on until that member has called, and takes the first
@@ -110,7 +110,7 @@ def formed(job: Peers, ranks: Sequence[int], make: Callable[[], Any]) -> Any:
     return group
 
 
-def _refuse_strangers(job: Peers, group: Any, ranks: Sequence[int], number: str) -> None:
+def _refuse_strangers(job: GroupMembers, group: Any, ranks: Sequence[int], number: str) -> None:
     """Every two members send each other their proof: each is the root of a gather once."""
     this = job.cluster.rank
     mine = paddle.to_tensor(np.frombuffer(_proof(number, this), "uint8"), place=job.place)
@@ -131,7 +131,7 @@ def _proof(number: str, rank: int) -> bytes:
     return hashlib.sha256(f"{number} {rank}".encode()).digest()
 
 
-def warm_up(job: Peers, group: Any) -> None:
+def warm_up(job: GroupMembers, group: Any) -> None:
     """Create a new group's communicator now, where calls are enqueued: on all ranks, one group after the other.
 
     NCCL creates it at the group's first collective, and all groups share one connection to Paddle's store without a
@@ -147,13 +147,13 @@ def warm_up(job: Peers, group: Any) -> None:
     job.barrier(f"group {group.id} formed")
 
 
-def _one_sum(job: Peers, group: Any) -> Stages[None]:
+def _one_sum(job: GroupMembers, group: Any) -> Stages[None]:
     tensor = paddle.ones([1], "float32").to(job.place)
     yield Stage((Collective("all_reduce", group, tensor),))
 
 
 @contextmanager
-def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
+def _own_store(job: GroupMembers, ranks: Sequence[int]) -> Iterator[None]:
     """Give the next group its own Paddle store.
 
     Gloo groups publish their addresses under the bare rank, with no prefix per group, so that a second group in one
@@ -171,7 +171,7 @@ def _own_store(job: Peers, ranks: Sequence[int]) -> Iterator[None]:
         collective._default_store = shared
 
 
-def _open_store(job: Peers, ranks: Sequence[int]) -> Any:
+def _open_store(job: GroupMembers, ranks: Sequence[int]) -> Any:
     """A TCP store on the group's first rank, set to wait for no member: its wait would hold the GIL."""
     first = ranks[0]
     host = job.cluster.ranks[first].host

@@ -23,7 +23,7 @@ import paddle
 from paddle.static import MetaTensor, register_op
 
 from fleet_train.cluster.flight.ring import recorder
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
@@ -281,7 +281,7 @@ def emit_begin(exchange: GradientExchange, parameters: Sequence[Any], chain: Any
     return emit_link("begin", lambda *tensors: exchange.begin(tensors), chain, parameters, in_place=True)[0]
 
 
-def emit_finish(exchange: GradientExchange, values: Held, names: Sequence[str], loss: Any, chain: Any) -> Any:
+def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[str], loss: Any, chain: Any) -> Any:
     """Insert the operator that ends a step, after the update. It changes parameters in place, so it comes last."""
 
     def finish(*tensors: Any) -> None:

@@ -73,7 +73,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class StepArrival:
     """The start of a step, ``moment``, from which on collectives may run once ``barrier``, if it has one, is passed."""
 
     moment: str
@@ -117,7 +117,7 @@ class Job:
         """How many steps this rank has made, and where in the script; empty for none."""
         self.trains = True
         """Whether the program that runs makes an update; False only in a run that is known not to."""
-        self.arrival: Arrival | None = None
+        self.arrival: StepArrival | None = None
         """That of the current step; None outside of steps, and in those that have their barrier later."""
         self._turn = (-1, 0)
         self._left = False
@@ -269,8 +269,10 @@ class Job:
             return witness.ask_about(self._watchdogs_store(), str(error), ranks, nodes) if ranks else []
         return []
 
-    def agreed(self, plan: CommPlan) -> None:
-        """Called when all ranks have the same plan, before any operator is inserted. Does nothing here."""
+    def carries_out(self, plan: CommPlan) -> bool:
+        """Asked when all ranks have the same plan: whether the program is to get its operators."""
+        del plan
+        return True
 
     def add_default_group(self, group: Any) -> None:
         """Paddle's default group is the first communicator where calls are enqueued: a second one over the same ranks

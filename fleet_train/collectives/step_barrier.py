@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from fleet_train import timeouts
-from fleet_train.collectives.job import Arrival, Job, Passed
+from fleet_train.collectives.job import Job, Passed, StepArrival
 from fleet_train.collectives.samples import SamplesCheck
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
@@ -67,7 +67,7 @@ class StepBarrier:
         is_early = self._job.notes.slowest_step_ms < 1e3 * timeouts.EARLY_BARRIER_SECONDS
         if is_early and self.is_due(step):
             self.running = self.begin(self.moment(step), step)
-        self._job.arrival = Arrival(self.moment(step), self.running) if is_early else None
+        self._job.arrival = StepArrival(self.moment(step), self.running) if is_early else None
 
     def before_first_bucket(self, step: int) -> None:
         """Begins the barrier of a synchronous step, if it has one that has not begun."""

@@ -25,7 +25,7 @@ _MOST_RANKS_THAT_GATHER = 4
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalNorm:
     """A layer on this rank: its ``values``, whose shape gives the count, and their mean and variance [channels]."""
 
     values: Any
@@ -63,7 +63,7 @@ class RankStatistics:
         """A token after a barrier of all ranks: Gloo would wait for a busy rank for only 30 s and not name it."""
         return emit_barrier(self._job, self._moment, token())
 
-    def combine(self, what: str, local: Sequence[Local], chain: Any) -> tuple[list[Statistics], Any]:
+    def combine(self, what: str, local: Sequence[LocalNorm], chain: Any) -> tuple[list[Statistics], Any]:
         """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""
         layers = len(local)
 
@@ -89,7 +89,7 @@ class RankStatistics:
         unread: Sequence[Any] = (),
     ) -> tuple[list[tuple[Any, Any]], Any]:
         """Each pair of ``sums`` ([channels]) summed over the ranks and divided by its layer's count; the next token.
-        ``unread``: as of ``Local``."""
+        ``unread``: as of ``LocalNorm``."""
 
         def run(*tensors: Any) -> Stages[list[Any]]:
             parts = tensors[: 2 * len(sums)]

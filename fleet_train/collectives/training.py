@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet_train.collectives.averaging import Averaging, ParameterAverager
+from fleet_train.collectives.averaging import ParameterAverager, RankAveraging
 from fleet_train.collectives.engine import Engine, HostCopy
 from fleet_train.collectives.methods.dense import BucketMethod
 from fleet_train.collectives.methods.rows import HostRows, StreamRows
@@ -33,7 +33,7 @@ class Training:
     barrier: StepBarrier
     check: ReplicaCheck
     boundaries: Boundaries
-    averaging: Averaging | None
+    averaging: RankAveraging | None
     step: int = 0
     """Updates so far; with gradient merge, not every run of the program is an update."""
     updates: bool = True

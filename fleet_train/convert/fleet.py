@@ -197,7 +197,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     now.profile, more = asked.overridden_by(os.environ)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
-    made = session.optimizer_kind(unwrapped.optimizer, now.profile, now.job, now.on_converted)
+    made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
     if unwrapped.around is not None:
         made.around_update(unwrapped.around)
     now.optimizers.append(made)

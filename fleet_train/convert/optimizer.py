@@ -9,14 +9,14 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster.flight import trace
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.exchange import GradientExchange, Kept
 from fleet_train.collectives.finite import IGNORE, SKIP
 from fleet_train.collectives.host_ops import emit_finish, emit_is_spoilt, onednn_flags
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process, verify
-from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients, update_rows
+from fleet_train.convert.embeddings import Table, find_tables, planned_rows, remove_dense_gradients
 from fleet_train.convert.foreign import refuse_foreign, refuse_unreached, trained_of, untrained_of
 from fleet_train.convert.paddle_calls import PaddleCalls, leaves_one_process_alone, refuse_dynamic_mode
 from fleet_train.convert.paddle_optimizers import (
@@ -51,8 +51,9 @@ from fleet_train.convert.rewrite import (
     make_start_equal,
     refuse_foreign_startup,
 )
-from fleet_train.convert.sharding import OwnersUpdate, in_order_of_sums, owned_by_one_rank, owned_state_of
+from fleet_train.convert.sharding import OwnersUpdate, owned_by_one_rank, owned_state_of
 from fleet_train.convert.strategy import one_of
+from fleet_train.convert.updates import BucketUpdates
 from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.log import log_once
 from fleet_train.plan import Bucket, CommPlan
@@ -249,9 +250,10 @@ class DistributedOptimizer(PaddleCalls):
         else:
             with one_learning_rate(self._inner, main):
                 operators, updated, plan, exchange = self._average_and_update(main, merged, tables)
-            if exchange.owners:
-                self.owns.append(owned_state_of(main, exchange))
-            make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
+            if exchange is not None:
+                if exchange.owners:
+                    self.owns.append(owned_state_of(main, exchange))
+                make_start_equal(self._job, main, startup, self._startups, owned_by_one_rank(self._job))
             self._converted(updated, startup, plan, exchange)
         by_name = {parameter.name: value for parameter, value in updated.pairs}
         by_name |= {name: None for name, table in tables.items() if table.rows_only}
@@ -274,20 +276,23 @@ class DistributedOptimizer(PaddleCalls):
 
     def _average_and_update(
         self, main: Any, merged: MergedGradients, tables: Mapping[str, Table]
-    ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange]:
+    ) -> tuple[list[Any], UpdatedGradients, CommPlan, GradientExchange | None]:
         """Several ranks: insert the launch operators into the backward pass, append the waits, each with its part of
-        the update, and the end of the step. Returns the update's operators, and the averaged gradients."""
+        the update, and the end of the step. Returns the update's operators, and the averaged gradients; in a job that
+        only plans, the plan alone."""
         self._switch_off_onednn()
         ready = in_ready_order(merged.pairs, planned_rows(tables))
         if self._profile.sharding:
             refuse_to_shard(self._inner, self._wraps, {g.name: g.dtype for g in (item.gradient for item in ready)})
         values = held_values(main, [item.parameter for item in ready])
         plan, profile = agreed_plan(self._job, self._profile, ready, values, self._passes.exchanges, self._inner)
+        if not self._job.carries_out(plan):
+            return [], UpdatedGradients(main, merged.pairs), plan, None
         lookups = {name: table.described for name, table in tables.items()}
         exchange = GradientExchange(self._job, plan, profile, self._inner.get_lr, lookups, self._on_not_finite)
         log_once(exchange.notices, self._rank)
         sums = HostOperators(exchange, tables)
-        owners = OwnersUpdate(exchange, self._inner, ready) if plan.owners else None
+        updates = OwnersUpdate(exchange, self._inner, ready) if plan.owners else BucketUpdates(self._inner, ready)
         chain = insert_launches(exchange, sums, plan, ready, values, merged.boundary)
         if trace.current is not None and self._loss is not None:
             insert_mark_of_backward(self._loss)
@@ -295,30 +300,27 @@ class DistributedOptimizer(PaddleCalls):
             chain, self._skipping.spoilt = emit_is_spoilt(exchange, chain)
         operators: list[Any] = []
         averaged: ParamsGrads = []
-        together = self._updated_together(plan)
-        if owners is not None and len(together) > 1:
-            owners.overlap(main.global_block().ops, plan)
+        scale, update = self._passes.loss_scale, partial(self._update, merged)
+        together = self._updated_together(plan, updates)
+        if len(together) > 1:
+            updates.overlap(main.global_block().ops, plan)
         for buckets in together:
-            if owners is not None:
-                owners.go_to(buckets[-1])
-            pairs, chain = insert_waits(sums, buckets, ready, chain, owners)
-            if owners is None:
-                updates, pairs = self._update_with_rows(merged, pairs)
-            else:
-                updates, pairs, chain = self._update_owned(owners, merged, pairs, chain)
-                chain = owners.share(buckets, chain)
-            operators += updates
+            updates.go_to(buckets[-1])
+            pairs, chain = insert_waits(sums, buckets, ready, chain, updates)
+            checks = scale is not None or bool(self._wraps)
+            made, pairs, chain = updates.update(pairs, update, scale, checks, chain)
+            chain = updates.share(buckets, chain)
+            operators += made
             averaged += pairs
-        if owners is not None:
-            chain = owners.fill(chain)
+        chain = updates.fill(chain)
         exchange.kept = self._kept
         if not verify.current:
             remove_dense_gradients(main, [item.value for item in ready if item.rows])
         self._keep_statistics(main)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
-        over_owners = None if owners is None else owners.over_owners
-        updated = UpdatedGradients(main, averaged, merged.boundary, self._passes.gradient_scale, over_owners)
+        scale_of, summed = self._passes.gradient_scale, updates.sum_over_owners()
+        updated = UpdatedGradients(main, averaged, merged.boundary, scale_of, summed)
         return operators, updated, plan, exchange
 
     @property
@@ -387,12 +389,11 @@ class DistributedOptimizer(PaddleCalls):
             process.set_flags({flag: 1})
             log_once([f"{flag}: set, because all ranks must add the rows of embeddings in one order"], self._rank)
 
-    def _updated_together(self, plan: CommPlan) -> list[Sequence[Bucket]]:
+    def _updated_together(self, plan: CommPlan, updates: BucketUpdates) -> list[Sequence[Bucket]]:
         """Buckets whose parameters are updated together: each bucket alone, while the next ones are sent, if that gives
         the same arithmetic."""
         by_bucket = self._passes.update_each_alone and updates_each_alone(self._inner) and not self._wraps
-        in_turn = in_order_of_sums(plan) if plan.owners else plan.buckets
-        return [[bucket] for bucket in in_turn] if by_bucket else [plan.buckets]
+        return [[bucket] for bucket in updates.in_turn(plan)] if by_bucket else [plan.buckets]
 
     def _update(self, merged: MergedGradients, pairs: ParamsGrads) -> Any:
         update: Callable[[ParamsGrads], Any] = self._inner.apply_gradients
@@ -401,26 +402,7 @@ class DistributedOptimizer(PaddleCalls):
         with noting_state(self._inner, self._kept):
             return self._passes.update(merged, pairs, update)
 
-    def _update_with_rows(self, merged: MergedGradients, pairs: Sequence[Any]) -> tuple[list[Any], ParamsGrads]:
-        """The update of all pairs; of those with indices and values, of these rows alone."""
-        whole = [(parameter, value) for parameter, value in pairs if not isinstance(value, tuple)]
-        rows = [(parameter, *value) for parameter, value in pairs if isinstance(value, tuple)]
-        operators = self._update(merged, whole) if whole else []
-        return operators or [], [*whole, *(update_rows(self._inner, *each) for each in rows)]
-
-    def _update_owned(
-        self, owners: OwnersUpdate, merged: MergedGradients, pairs: ParamsGrads, chain: Any
-    ) -> tuple[list[Any], ParamsGrads, Any]:
-        """The update of what this rank owns; nothing for a bucket of which it owns nothing."""
-        if not pairs:
-            return [], pairs, chain
-        scale = self._passes.loss_scale
-        pairs, chain = owners.agree(pairs, scale, scale is not None or bool(self._wraps), chain)
-        with owners.clipping():
-            operators = self._update(merged, pairs)
-        return operators or [], pairs, chain
-
-    def _finish_step(self, exchange: GradientExchange, values: Held, chain: Any) -> None:
+    def _finish_step(self, exchange: GradientExchange, values: HeldValues, chain: Any) -> None:
         if exchange.averager is None and not self._profile.divergence_check_steps:
             return
         if self._profile.local_sgd_momentum != "keep":

@@ -32,7 +32,7 @@ import numpy as np
 
 import fleet_train
 from fleet_train.collectives.paddle_compat import installed_version
-from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, Array, Arrays, State
+from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, Array, Arrays, SavedState
 from fleet_train.errors import CheckpointError
 from fleet_train.files import NotThatFile, open_new, open_regular, parse_json, read_regular, sync_folder, write_all
 
@@ -55,7 +55,7 @@ WAY_OUT = "load another saved state, or remove this folder: a run resumes from t
 _CHUNK = 16 << 20
 
 
-def write_tensors(folder: Path, state: State) -> dict[str, Any]:
+def write_tensors(folder: Path, state: SavedState) -> dict[str, Any]:
     """Write the tensors under temporary names, synced; returns what ``publish`` is to say of them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _finish(folder)
@@ -132,7 +132,7 @@ def _with_ranks(ranks: list[Arrays]) -> Arrays:
     return {f"rank {rank}/{name}": array for rank, arrays in enumerate(ranks) for name, array in arrays.items()}
 
 
-def read_folder(folder: Path) -> State:
+def read_folder(folder: Path) -> SavedState:
     """The state that ``publish`` has completed. CheckpointError names what is missing, and the first tensor that is cut
     off or altered.
     """
@@ -149,7 +149,7 @@ def read_folder(folder: Path) -> State:
     for name, array in mixed.items():
         rank, own = _rank_and_name(name)
         ranks[rank][own] = array
-    return State(arrays, kinds, ranks)
+    return SavedState(arrays, kinds, ranks)
 
 
 def read_entries(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import paddle
 from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engine import Engine
 from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
@@ -28,12 +28,13 @@ from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
-from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose, needs_link
+from fleet_train.plan.choose import MOST_COMMUNICATORS, ChoiceConditions, choose, needs_link
 from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.fleet_objects import asked_of_stock
 from fleet_train.profile.knobs import AUTO, hidden, refuse_unknown, shown
+from fleet_train.profile.methods import compression_of
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.profile.profile import comparable, first_differing_knob
 
@@ -174,11 +175,8 @@ def fitted_to(engine: Engine, profile: Profile) -> tuple[Profile, list[str]]:
         )
     if "barrier_every_steps" not in profile.explicit:
         mapped["barrier_every_steps"] = BARRIER_EVERY_STEPS_ON_NCCL
-    if profile.compression == "powersgd" and profile.powersgd_rank > 1:
-        notices.append(
-            f"powersgd_rank: {profile.powersgd_rank} ({profile.origin('powersgd_rank')}): Paddle's qr lets the host "
-            "wait for the GPU, once for each matrix; powersgd_rank: 1 needs none"
-        )
+    if said := compression_of(profile.compression).on_streams(profile):
+        notices.append(said)
     return profile.with_choices("mapped on NCCL", **mapped), notices
 
 
@@ -373,7 +371,7 @@ def agreed_plan(
     job: Job,
     profile: Profile,
     ready: Sequence[ReadyGradient],
-    values: Held,
+    values: HeldValues,
     exchanges: Sequence[CollectiveSpec],
     optimizer: Any,
 ) -> tuple[CommPlan, Profile]:
@@ -399,7 +397,6 @@ def agreed_plan(
     if choice.profile != profile:
         plan = planned(choice.profile)
         agree_on_plan(job, plan, choice.profile)
-    job.agreed(plan)
     return plan, choice.profile
 
 
@@ -409,10 +406,10 @@ def _measured(job: Job) -> Network:
     return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
 
 
-def _conditions(job: Job) -> Conditions:
+def _conditions(job: Job) -> ChoiceConditions:
     source = job.network_source if job.network else "assumed"
     most, costs = (MOST_COMMUNICATORS, TYPICAL) if job.engine.side_by_side else (1, ENQUEUED)
-    return Conditions(job.network or PAPER, costs, most_communicators=most, source=source)
+    return ChoiceConditions(job.network or PAPER, costs, most_communicators=most, source=source)
 
 
 def agree_on_plan(job: Job, plan: CommPlan, profile: Profile) -> None:

@@ -221,7 +221,7 @@ def _numpy_dtype(variable: Any) -> str:
 
 
 @dataclass(frozen=True)
-class State:
+class SavedState:
     """A state to save, or that was saved. Names that begin with ``fleet_train/`` are not tensors of the program."""
 
     arrays: Arrays
@@ -282,7 +282,7 @@ _FROZEN = (
 )
 
 
-def what_is_not_finite(state: State, constant: Collection[str], when: str = "") -> str | None:
+def what_is_not_finite(state: SavedState, constant: Collection[str], when: str = "") -> str | None:
     """What is wrong with the first tensor that holds NaN or infinity, by name; None if there is none.
 
     May contain them: sums of a gradient merge in the middle of an update, which the update may skip; the first loss of
@@ -314,7 +314,7 @@ def _counted(values: Array, nans: int) -> str:
 _BUFFER, _ROWS, _OF_ROWS = "@gradient_merge", f"{PREFIX}rows/", ".merged"
 
 
-def to_merged(saved: State, ours: Described, tables: Collection[str]) -> State:
+def to_merged(saved: SavedState, ours: Described, tables: Collection[str]) -> SavedState:
     """Gradient merge's sums under the names that this program reads: variables of its own, or, of the embeddings'
     ``tables`` whose rows are sent, state of their exchange."""
 

@@ -26,9 +26,7 @@ from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.job import Array, Job, refuse_unreducible
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process, session
-from fleet_train.convert.optimizer import DistributedOptimizer, ParamsGrads
 from fleet_train.convert.passes.program import script_line, updates_alone
-from fleet_train.convert.rewrite import UpdatedGradients
 from fleet_train.errors import ConversionError
 from fleet_train.log import logger
 from fleet_train.plan import CommPlan
@@ -128,7 +126,6 @@ def plans_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAP
     session.end()
     watched = _Watched()
     session.imagined_job = lambda: _ImaginedJob(cluster, network, watched)
-    session.optimizer_kind = _PlannedOptimizer
     try:
         watched.begin()
         action()
@@ -139,7 +136,7 @@ def plans_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAP
     finally:
         watched.close()
         session.end()
-        session.imagined_job, session.optimizer_kind = None, DistributedOptimizer
+        session.imagined_job = None
     return watched.result()
 
 
@@ -377,27 +374,6 @@ def _is_ours() -> bool:
     return False
 
 
-class _PlannedOptimizer(DistributedOptimizer):
-    """Converts a program as far as its plan."""
-
-    def _apply(self, params_grads: ParamsGrads) -> tuple[Any, ParamsGrads]:
-        main, startup = paddle.static.default_main_program(), paddle.static.default_startup_program()
-        try:
-            return super()._apply(params_grads)
-        except _PlanIsReady as ready:
-            session.current().plans.append(ready.plan)
-            self._converted(UpdatedGradients(main, params_grads), startup)
-            return [], params_grads
-
-
-class _PlanIsReady(BaseException):
-    """Ends a conversion."""
-
-    def __init__(self, plan: CommPlan) -> None:
-        super().__init__("plan is ready")
-        self.plan = plan
-
-
 class _ImaginedJob(Job):
     """Rank 0 of a job whose other ranks do not exist; checks between ranks always pass."""
 
@@ -425,9 +401,9 @@ class _ImaginedJob(Job):
         refuse_unreducible(values, op)
         return values * self.world_size if op == "sum" else values.copy()
 
-    def agreed(self, plan: CommPlan) -> None:
+    def carries_out(self, plan: CommPlan) -> bool:
         self._script.planned(plan)
-        raise _PlanIsReady(plan)
+        return False
 
     def leave(self) -> None:
         self._script.leaves()

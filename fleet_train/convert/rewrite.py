@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import _C_ops
 
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import (
     emit_arrive,
@@ -31,7 +31,7 @@ from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.embeddings import Table
 from fleet_train.convert.passes.one_card import mark_lookups
 from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
-from fleet_train.convert.sharding import OwnersUpdate
+from fleet_train.convert.updates import BucketUpdates
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
 
@@ -77,7 +77,7 @@ def insert_launches(
     sums: HostOperators,
     plan: CommPlan,
     ready: Sequence[ReadyGradient],
-    values: Held,
+    values: HeldValues,
     boundary: Any = None,
 ) -> Any:
     """Insert the operators that start the plan's buckets into the current program; returns the token of the last
@@ -129,19 +129,16 @@ def insert_waits(
     buckets: Sequence[Bucket],
     ready: Sequence[ReadyGradient],
     chain: Any,
-    owners: OwnersUpdate | None = None,
+    updates: BucketUpdates,
 ) -> tuple[list[tuple[Any, Any]], Any]:
-    """Append the operators that wait for ``buckets``; return (parameter, averaged gradient) pairs, with ``owners``
-    those of this rank, and the next token."""
+    """Append the operators that wait for ``buckets``; return the (parameter, averaged gradient) pairs that this rank
+    updates, and the next token."""
     by_name = {item.parameter.name: item for item in ready}
     averaged = []
     for bucket in buckets:
         members = [by_name[gradient.name] for gradient in bucket.gradients]
         chain, results = sums.wait(bucket, [member.value.dtype for member in members], chain)
-        if owners is not None:
-            averaged += owners.pairs(bucket, results)
-            continue
-        averaged += [(member.parameter, value) for member, value in zip(members, results, strict=True)]
+        averaged += updates.pairs(bucket, results)
     return averaged, chain
 
 

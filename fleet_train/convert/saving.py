@@ -30,7 +30,7 @@ from fleet_train.convert.program_state import (
     PREFIX,
     Arrays,
     ProgramState,
-    State,
+    SavedState,
     borrowed,
     fit,
     kind_of,
@@ -203,7 +203,7 @@ class Captured:
     """A program's state at one step, in the memory of rank 0, or of several ranks. Training may continue while it is
     written."""
 
-    state: State
+    state: SavedState
     """Copies; empty on the other ranks."""
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
@@ -267,9 +267,9 @@ def capture(job: Job, program: Any, memory: Captured | None = None, ranks: Seque
         kinds = {name: kind for name, kind in kinds.items() if name in arrays or name in sums}
         kinds |= {name: kind_of(name, False) for name in gathered}
     if not gets_it:
-        return Captured(State({}))
+        return Captured(SavedState({}))
     trained = current().schedules.copied_by(program) or current().main_program
-    return Captured(State(arrays, kinds, of_ranks), state.constant, state_to_save(program, trained))
+    return Captured(SavedState(arrays, kinds, of_ranks), state.constant, state_to_save(program, trained))
 
 
 def piece_of(rank: int, piece: Any, name: str) -> Any:
@@ -322,7 +322,7 @@ def _load(job: Job, program: Any, folder: Path) -> None:
     """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
     state, found = ProgramState(program), exchanges_of(program)
     continued = _continued(state, found)
-    saved, ours = State({}), state.describe()
+    saved, ours = SavedState({}), state.describe()
     shared = [owned for owned in map(partial(owned_state, job), found) if owned is not None]
     for owned in shared:
         ours = owned.describe(state, ours)

@@ -80,8 +80,9 @@ class Session:
         self.main_program, self.startup_program = main, startup
         leave_out_host_operators(self._what_drifts)
         self.schedules.watch(main, self.profile.accumulate_steps if self.profile else 1)
-        if plan is not None and exchange is not None:
+        if plan is not None:
             self.plans.append(plan)
+        if exchange is not None:
             self.exchanges.append((main, exchange))
 
     def on_first_run(self, program: Any) -> None:
@@ -209,8 +210,6 @@ _session: Session | None = None
 _has_left_a_job = False
 imagined_job: Callable[[], Job] | None = None
 """For plans: the job that ``init`` joins."""
-optimizer_kind: type[DistributedOptimizer] = DistributedOptimizer
-"""For plans: one that converts a program as far as its plan."""
 
 
 def begin(role: Any, strategy: Any) -> Session:

@@ -21,22 +21,20 @@ from fleet_train.convert.passes.program import all_inputs_of, persistable
 from fleet_train.convert.passes.skipping import checked_values
 from fleet_train.convert.planning import ReadyGradient, dtype_name
 from fleet_train.convert.program_state import belongs_to
+from fleet_train.convert.updates import BucketUpdates, Pairs, UpdateOfPairs
 from fleet_train.plan import Bucket, CommPlan
 from fleet_train.profile.methods.base import Piece
-
-Pairs = list[tuple[Any, Any]]
 
 ROWS = "@rows"
 """The end of the name of a variable with this rank's rows of a parameter; the optimizer's state is named after it."""
 
 
-class OwnersUpdate:
-    """The part of a conversion that a sharded optimizer changes."""
+class OwnersUpdate(BucketUpdates):
+    """Each rank updates what it owns, with a sharded optimizer, and sends it to the others."""
 
     def __init__(self, exchange: GradientExchange, inner: Any, ready: Sequence[ReadyGradient]) -> None:
+        super().__init__(inner, ready)
         self._exchange = exchange
-        self._inner = inner
-        self._parameters = {item.parameter.name: item.parameter for item in ready}
         self._originals = {f"{name}{ROWS}": parameter for name, parameter in self._parameters.items()}
         self._own: dict[int, list[Any]] = {}
         self._factor: Any = None
@@ -44,6 +42,9 @@ class OwnersUpdate:
         """The operators after which buckets are updated; the others at the end."""
         self._last: Any = None
         _show_originals(inner, self._originals)
+
+    def in_turn(self, plan: CommPlan) -> Sequence[Bucket]:
+        return in_order_of_sums(plan)
 
     def overlap(self, operators: Sequence[Any], plan: CommPlan) -> None:
         """Let buckets be updated and sent during the backward pass, if they are updated one by one: when the next one
@@ -61,7 +62,6 @@ class OwnersUpdate:
             self._places[bucket.index] = operators[place]
 
     def go_to(self, bucket: Bucket) -> None:
-        """Move the insertion point to the place of a bucket's update."""
         place = self._places.get(bucket.index)
         if place is None:
             paddle.pir.reset_insertion_point_to_end()
@@ -71,7 +71,6 @@ class OwnersUpdate:
             paddle.pir.set_insertion_point_after(self._last if same else place)
 
     def pairs(self, bucket: Bucket, gradients: Sequence[Any]) -> Pairs:
-        """What this rank updates of a bucket, with its averaged gradients."""
         pieces = bucket.shards[self._exchange.member]
         own = [self._owned(self._parameters[bucket.gradients[piece.gradient].name], piece) for piece in pieces]
         self._own[bucket.index] = own
@@ -87,7 +86,17 @@ class OwnersUpdate:
         paddle.assign(paddle.slice(parameter, [0], [piece.first], [piece.first + piece.rows]), rows)
         return rows
 
-    def agree(self, pairs: Pairs, scale: Any, checks: bool, chain: Any) -> tuple[Pairs, Any]:
+    def update(
+        self, pairs: Pairs, update: UpdateOfPairs, scale: Any, checks: bool, chain: Any
+    ) -> tuple[list[Any], Pairs, Any]:
+        if not pairs:  # of these buckets this rank owns nothing
+            return [], pairs, chain
+        pairs, chain = self._agree(pairs, scale, checks, chain)
+        with self._clipping():
+            operators = update(pairs)
+        return operators or [], pairs, chain
+
+    def _agree(self, pairs: Pairs, scale: Any, checks: bool, chain: Any) -> tuple[Pairs, Any]:
         """Insert what the owners must know of one another before an update of all pairs: the norm for a clip, and with
         ``checks`` whether a gradient is NaN or infinite, which then is one here, too. ``scale``: the loss scale that is
         still in the gradients."""
@@ -117,7 +126,7 @@ class OwnersUpdate:
         return pairs, chain
 
     @contextmanager
-    def clipping(self) -> Iterator[None]:
+    def _clipping(self) -> Iterator[None]:
         """Within the block the optimizer's clip by the global norm uses the norm over all owners."""
         clip = self._inner._grad_clip
         if self._factor is None:
@@ -130,7 +139,6 @@ class OwnersUpdate:
             self._inner._grad_clip = clip
 
     def share(self, buckets: Sequence[Bucket], chain: Any) -> Any:
-        """Insert what starts sending the new parameters of ``buckets``; returns the next token."""
         for bucket in buckets:
             parameters = [self._parameters[gradient.name] for gradient in bucket.gradients]
             if not paddle.get_flags(_SERIAL)[_SERIAL]:
@@ -140,12 +148,10 @@ class OwnersUpdate:
         return chain
 
     def fill(self, chain: Any) -> Any:
-        """Insert what waits for them."""
         return emit_fill(self._exchange, chain)
 
-    def over_owners(self, value: Any) -> Any:
-        """Insert the sum of a value over the owners, outside the chain; see `GradientExchange.over_owners`."""
-        return emit_over_owners(self._exchange, value, token())[0]
+    def sum_over_owners(self) -> Callable[[Any], Any]:
+        return lambda value: emit_over_owners(self._exchange, value, token())[0]
 
 
 def in_order_of_sums(plan: CommPlan) -> list[Bucket]:

@@ -80,7 +80,7 @@ class Check:
 
 
 @dataclass
-class Run:
+class VerifiedRun:
     """What is to be looked at behind a run that has begun."""
 
     check: Check
@@ -107,7 +107,7 @@ class Verification:
         self._job, self._steps = job, steps
         self._checks: list[Check] = []
         self._scope: Any = None
-        self._open: list[Run] = []
+        self._open: list[VerifiedRun] = []
         self._marked: Callable[[Any], dict[str, list[Any]]] = once_until_grown(marked_in)
 
     def begin_check(self, loss: Any, profile: Profile) -> Check:
@@ -160,18 +160,18 @@ class Verification:
         own = fetch_list if isinstance(fetch_list, (list, tuple)) else [] if fetch_list is None else [fetch_list]
         return feed, [*own, *(value for run in self._open for _, value in run.values)]
 
-    def _begun(self, check: Check, marked: Mapping[str, list[Any]], feed: Any) -> Run:
+    def _begun(self, check: Check, marked: Mapping[str, list[Any]], feed: Any) -> VerifiedRun:
         if check.problem:
-            return Run(check, check.problem)
+            return VerifiedRun(check, check.problem)
         inputs, own = check.program.inputs, f"{check.number} "
         values = [(name.removeprefix(own), each) for name in marked if name.startswith(own) for each in marked[name]]
         try:
             given = read_feed(feed, [name for name in inputs if not name.startswith(DRAWN)])
         except ConversionError as error:  # there are feeds which let no executor fetch arrays
-            return Run(check, str(error))
+            return VerifiedRun(check, str(error))
         drawn = [name for name in inputs if name.startswith(DRAWN)]
         if not all(name in marked for name in drawn):
-            return Run(check, "of some random operators it is not known what they have drawn")
+            return VerifiedRun(check, "of some random operators it is not known what they have drawn")
         values += [(name, marked[name][0]) for name in drawn]
         scope = paddle.static.Scope()
         for name in check.program.variables if self._job.cluster.rank == 0 else ():
@@ -181,7 +181,7 @@ class Verification:
             elif tensor is not None:  # Paddle refuses to share no data
                 copy.set(np.array(tensor), self._job.place)
         scale = initialized_tensor(self._scope, check.scale_name) if check.scale_name else None
-        return Run(check, "", given, values, scope, 1.0 if scale is None else float(np.asarray(scale).item()))
+        return VerifiedRun(check, "", given, values, scope, 1.0 if scale is None else float(np.asarray(scale).item()))
 
     def after(self, results: Any) -> Any:
         """For `process.after_each_run`."""
@@ -196,7 +196,7 @@ class Verification:
                 self._compare(run, run.take(fetched))
         return results[:own]
 
-    def _compare(self, run: Run, gradients: dict[str, Array]) -> None:
+    def _compare(self, run: VerifiedRun, gradients: dict[str, Array]) -> None:
         """All ranks call it; rank 0 compares, and all hear the outcome."""
         job = self._job
         size = sum(array.nbytes + _HEADER for array in run.feed.values())
@@ -273,7 +273,7 @@ def _last_line(error: Exception) -> str:
 class Comparison:
     """On rank 0: of ``means``, over the ranks, with the gradient of one process that is fed all ``parts``."""
 
-    def __init__(self, run: Run, parts: Sequence[Mapping[str, Array]], means: Mapping[str, Array]) -> None:
+    def __init__(self, run: VerifiedRun, parts: Sequence[Mapping[str, Array]], means: Mapping[str, Array]) -> None:
         self._program, self._profile, self._scope = run.check.program, run.check.profile, run.scope
         self._parts, self._ranks = parts, len(parts)
         self._feed = JointFeed(self._program.inputs, parts, DRAWN)

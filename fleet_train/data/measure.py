@@ -69,14 +69,14 @@ def describe(data: ImageFolder) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Speed:
+class ReadingSpeed:
     samples_per_second: float
     bytes_per_second: float = 0.0
     num_samples: int = 0
     """All samples that were read, also those that are not counted."""
 
 
-def disk_speed(data: ImageFolder, threads: int, seconds: float) -> Speed:
+def disk_speed(data: ImageFolder, threads: int, seconds: float) -> ReadingSpeed:
     """Speed of reading whole files in random order with this many threads, none of them from the page cache.
 
     The files' pages are dropped first (posix_fadvise), which works for files that are not being written.
@@ -89,7 +89,7 @@ def disk_speed(data: ImageFolder, threads: int, seconds: float) -> Speed:
             size += sum(readers.map(_read_cold, [data.path(index) for index in some]))
             done += len(some)
     elapsed = time.perf_counter() - began
-    return Speed(done / elapsed, size / elapsed, done)
+    return ReadingSpeed(done / elapsed, size / elapsed, done)
 
 
 def _read_cold(path: str) -> int:
@@ -105,7 +105,7 @@ def _read_cold(path: str) -> int:
         return 0
 
 
-def loader_speed(loader: Loader, window: float, seconds: float) -> Speed:
+def loader_speed(loader: Loader, window: float, seconds: float) -> ReadingSpeed:
     """Speed of a loader that does nothing else, in a steady state: epoch after epoch, in windows of ``window`` seconds,
     until two in a row agree, or ``seconds`` are over. The first window is never counted: workers start in it.
     """
@@ -125,7 +125,7 @@ def loader_speed(loader: Loader, window: float, seconds: float) -> Speed:
         seen, start = 0, now
         if now - began > seconds or (len(rates) > 2 and abs(rates[-1] - rates[-2]) <= _STEADY * rates[-1]):
             break
-    return Speed(statistics.mean(rates[1:][-2:] or rates or [0.0]), num_samples=total)
+    return ReadingSpeed(statistics.mean(rates[1:][-2:] or rates or [0.0]), num_samples=total)
 
 
 def _batches(loader: Loader) -> Iterator[int]:
@@ -190,7 +190,7 @@ def of_unreadable(corrupt: CorruptImages, num_images: int, num_decoded: int) -> 
     )
 
 
-def of_disk(disk: Speed, now: Situation) -> Found:
+def of_disk(disk: ReadingSpeed, now: Situation) -> Found:
     """The files alone, past the page cache: training reads so in its first epoch, and in all if memory is short."""
     return Found(
         "data_disk",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from hashlib import sha256
 
 import click
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster, Rank
-from fleet_train.cluster.flight.stands import from_json
-from fleet_train.cluster.network import free_port, interface_addresses, interface_of, interface_variables
+from fleet_train.cluster.network import interface_addresses, interface_of, interface_variables
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
@@ -25,15 +27,16 @@ from fleet_train.doctor.facts import (
     NodeFacts,
     NodeReport,
     Options,
+    PortTry,
     exit_code,
     verdict,
 )
 from fleet_train.doctor.judge import judge
+from fleet_train.doctor.meeting import Meeting
+from fleet_train.doctor.pairs import Rounds, dial, sweep
 from fleet_train.doctor.participants import Participants, find
-from fleet_train.doctor.peer_group import PeerGroup
-from fleet_train.doctor.responder import ReplicatedState, Responder, held_ports
-from fleet_train.errors import printable
-from fleet_train.launch.node import Node
+from fleet_train.doctor.sockets import KEY_BYTES, Door, Sockets, held_ports
+from fleet_train.errors import JoinTimeout, WorkerFailed, printable
 from fleet_train.launch.on_ranks import Subject, Where, environ_of
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
 from fleet_train.launch.signpost import Signpost
@@ -60,7 +63,7 @@ def start(options: Options, where: Where, as_json: bool) -> int:
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
-    for line in _shown(participants, examined, findings, seconds):
+    for line in _shown(participants.node.index, examined, findings, seconds):
         click.echo(printable(line), err=as_json)  # names come from other machines: they cannot control this terminal
     return exit_code(findings)
 
@@ -71,14 +74,17 @@ class Examiner:
     def __init__(self, participants: Participants, options: Options) -> None:
         self.participants = participants
         self.options = options
-        self.mark = f"{measure_apart.MARK}{secrets.token_hex(8)}"
+        self._node = participants.node
+        self.key = secrets.token_hex(KEY_BYTES)
+        self.mark = _mark_of(self.key)
         self._deadline = time.monotonic() + options.whole_seconds
         self._folders: tuple[Folder, ...] = ()
+        self._own: NodeReport | None = None
 
     def run(self) -> Examination:
         """The results of all nodes; all present nodes return the same, unless one is lost meanwhile."""
         try:
-            return self._alone() if self.participants.is_alone else self._among_others()
+            return self._alone() if len(self._node.addresses) == 1 else self._among_others()
         finally:
             measure_apart.clean(self._folders, self.mark)
 
@@ -86,52 +92,60 @@ class Examiner:
         return max(0.5, min(most, self._deadline - time.monotonic()))
 
     def _alone(self) -> Examination:
-        addresses, (ports,) = self.participants.addresses, self.participants.ports
-        facts = self._facts(held_ports(self.participants.address, ports))
-        return Examination(addresses, {0: NodeReport(facts, (0,))}, {}, ports[0])
+        node, ports = self._node, self.participants.own_ports
+        facts = self._facts(held_ports(node.address, ports))
+        return Examination(node.addresses, {0: NodeReport(facts)}, started_port=ports[0])
 
     def _among_others(self) -> Examination:
-        state, participants, index = ReplicatedState(), self.participants, self.participants.index
-        responder = Responder(
-            participants.address, participants.ports[index], participants.access, participants.addresses, state
-        ).start()
-        peer_group = PeerGroup(participants, state, responder)
-        signpost = self._signpost()
-        peer_group.waits_in_vain = lambda: signpost.difference
-        try:
-            facts = self._facts(responder.held)
-            here = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
-            state.put(f"here/{index}", here | {"subject": free_port(participants.address), "mark": self.mark})
-            present = peer_group.wait_for_nodes(self._left(self.options.join_timeout_seconds))
-            signpost.close()
-            state.put(f"report/{index}", asdict(self._report(peer_group, facts, present)))
-            exchange_seconds = timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS
-            missing = peer_group.collect("report", present, self._left(exchange_seconds))
-            reached = sorted(set(present) - missing)
-            if "group" in self.options.groups:
-                state.put(f"group/{index}", asdict(self._form_group(state, reached)))
-                peer_group.collect("group", reached, self._left(timeouts.DOCTOR_GROUP_SECONDS))
-            peer_group.leave(reached, self._left(timeouts.DOCTOR_LEAVE_SECONDS))
-            return replace(self._examination(state), difference=signpost.difference)
-        finally:
-            signpost.close()
-            responder.close()
+        node, ports = self._node, self.participants.own_ports
+        held = held_ports(node.address, ports)
+        free = [port for port in ports if port not in held]
+        with contextlib.ExitStack() as closing:
+            signpost = self._signpost()
+            closing.callback(signpost.close)
+            meeting = Meeting(self.participants, free, lambda: signpost.difference)
+            closing.callback(meeting.close)
+            sockets = Sockets(node.address, free[node.index == 0 :], self.key)  # the store of node 0 has the first
+            closing.callback(sockets.close)
+            facts = self._facts(held)
+            try:
+                examined = self._met(meeting, sockets, facts)
+            except (JoinTimeout, WorkerFailed) as lost:
+                report = self._own or NodeReport(facts, meeting.dialled)
+                examined = Examination(node.addresses, {node.index: report}, started_port=ports[0], cut_off=str(lost))
+            return replace(examined, difference=signpost.difference)
+
+    def _met(self, meeting: Meeting, sockets: Sockets, facts: NodeFacts) -> Examination:
+        """Raises JoinTimeout and WorkerFailed without the store of node 0."""
+        doors = meeting.join(sockets.door, self._left(self.options.join_timeout_seconds))
+        present = tuple(doors)
+        self._own = self._report(meeting, sockets, facts, doors)
+        sockets.close()
+        seconds = self._left(timeouts.DOCTOR_PAIRS_SECONDS + timeouts.DOCTOR_EXCHANGE_SECONDS)
+        missing = meeting.share("report", asdict(self._own), present, seconds)
+        if "group" in self.options.groups:
+            ports = {node: door.ports[-1] for node, door in doors.items()}  # the kernel's choice, free again
+            group = self._form_group(ports, why_not="the report of a node did not arrive" if missing else "")
+            seconds = self._left(timeouts.DOCTOR_GROUP_SECONDS)
+            meeting.share("group", asdict(group), set(present) - missing, seconds)
+        reports, groups = meeting.read("report", NodeReport), meeting.read("group", GroupResult)
+        meeting.leave(self._left(timeouts.DOCTOR_LEAVE_SECONDS))
+        return Examination(self._node.addresses, reports, groups, self.participants.own_ports[0], present=present)
 
     def _signpost(self) -> Signpost:
         """Doctors that were started with different flags look at each other's ports in vain, as launchers do."""
-        there = self.participants
-        node = Node(there.addresses, there.index, there.ports[there.index][0], there.processes, None, None)
+        node = self._node
         facts = {
-            "the node list (--ips)": ",".join(there.addresses),
+            "the node list (--ips)": ",".join(node.addresses),
             "--started_port": node.started_port,
             "the number of processes per node (--nproc)": node.processes,
         }
-        return Signpost(node, there.access, ["doctor"], facts)
+        return Signpost(node, self.participants.access, ["doctor"], facts)
 
     def _facts(self, held: dict[int, str]) -> NodeFacts:
         """Of this node, as far as they are requested."""
-        groups, participants, options = self.options.groups, self.participants, self.options
-        facts = NodeFacts(participants.index, participants.processes)
+        groups, node, options = self.options.groups, self._node, self.options
+        facts = NodeFacts(node.index, node.processes)
         if "machine" in groups:
             self._folders = measure_apart.examine_all(options.log_dir, options.output_dir, self.mark)
             memory, processors = measure_machine.memory(), measure_machine.processors()
@@ -140,9 +154,7 @@ class Examiner:
         if "software" in groups:
             facts = replace(facts, software=measure_machine.software(options.strategy, options.script))
         if "network" in groups:
-            here = measure_network.network(
-                participants.addresses, participants.index, held, participants.is_named, os.environ
-            )
+            here = measure_network.network(node.addresses, node.index, held, self.participants.is_named, os.environ)
             facts = replace(facts, network=here)
         if "gpus" in groups:
             facts = replace(facts, gpus=measure_machine.gpus())
@@ -150,35 +162,50 @@ class Examiner:
             facts = replace(facts, data=measure_apart.of_data(options.data))
         return facts
 
-    def _report(self, peer_group: PeerGroup, facts: NodeFacts, present: tuple[int, ...]) -> NodeReport:
+    def _report(self, meeting: Meeting, sockets: Sockets, facts: NodeFacts, doors: Mapping[int, Door]) -> NodeReport:
         """The facts, with the folders that other nodes see, and what is measured between this node and others."""
-        state, index = peer_group.state, self.participants.index
-        marks = {node: str((state.get(f"here/{node}") or {}).get("mark", "")) for node in state.nodes("here") - {index}}
+        index, present = self._node.index, tuple(doors)
         folders = []
         for folder in facts.folders:
-            others = (n for n, mark in marks.items() if _is_mark(mark) and measure_apart.seen(folder, mark))
-            folders.append(replace(folder, shared_with=tuple(sorted(others))))
-        report = NodeReport(replace(facts, folders=tuple(folders)), present)
-        if facts.network is None or len(present) < 2:
-            return report
+            others = (node for node in doors if node != index)
+            seers = (node for node in others if measure_apart.seen(folder, _mark_of(doors[node].key)))
+            folders.append(replace(folder, shared_with=tuple(sorted(seers))))
+        facts = replace(facts, folders=tuple(folders))
+        if facts.network is None:
+            return NodeReport(facts)
         mtus = {interface.name: interface.mtu for interface in facts.network.interfaces}
         towards = {node: mtus.get(route.interface, _DEFAULT_MTU) for node, route in facts.network.routes.items()}
+        ports = dict(enumerate(self.participants.ports)) | {node: door.ports for node, door in doors.items()}
         with ThreadPoolExecutor(1, "doctor sweep") as pool:
-            swept = pool.submit(peer_group.sweep, present, towards)
-            tries = (*peer_group.try_ports(present), *peer_group.refusals.values())
+            swept = pool.submit(sweep, self._node, doors, towards)
+            tries = dial(self._node, ports)
             datagrams = swept.result()
-        seconds = self._deadline - time.monotonic() - timeouts.DOCTOR_RESERVE_SECONDS
-        echoes, streams = peer_group.measure_pairs(present, min(timeouts.DOCTOR_PAIRS_SECONDS, seconds))
-        return replace(report, tries=tries, datagrams=datagrams, echoes=tuple(echoes), streams=tuple(streams))
+        if index:
+            tries = (PortTry(0, meeting.port, "open"), *tries)
+        meeting.share("tries", [asdict(each) for each in tries], present, timeouts.DOCTOR_ROUND_SECONDS)
+        awaited = set(present)
 
-    def _form_group(self, state: ReplicatedState, present: list[int]) -> GroupResult:
+        def late(number: int) -> set[int]:
+            awaited.difference_update(meeting.share(f"round {number}", True, awaited, timeouts.DOCTOR_ROUND_SECONDS))
+            return set(present) - awaited  # they are waited for once
+
+        seconds = self._deadline - time.monotonic() - timeouts.DOCTOR_RESERVE_SECONDS
+        pairs = Rounds(self._node, sockets, doors, meeting.read("tries", tuple[PortTry, ...]), late)
+        pairs.measure(min(timeouts.DOCTOR_PAIRS_SECONDS, seconds))
+        return NodeReport(facts, tries, tuple(pairs.echoes), datagrams, tuple(pairs.streams))
+
+    def _form_group(self, ports: Mapping[int, int], why_not: str) -> GroupResult:
         """One process per node forms a process group and adds exact integers: the selftest's subject."""
-        ports, skipped = self._group_ports(state, present)
-        if skipped:
-            return GroupResult(True, "", skipped=skipped)
-        addresses = [self.participants.addresses[node] for node in present]
-        ranks = tuple(Rank(i, address, ports[i], i, 0) for i, address in enumerate(addresses))
-        cluster = Cluster(ranks, present.index(self.participants.index), formed_by="the doctor")
+        if not why_not and len(ports) < 2:
+            why_not = "no other node is present"
+        if not why_not and self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
+            why_not = "no time was left for it; --only group has more"
+        if why_not:
+            return GroupResult(True, "", skipped=why_not)
+        present = sorted(ports)
+        addresses = [self._node.addresses[node] for node in present]
+        ranks = tuple(Rank(i, address, ports[present[i]], i, 0) for i, address in enumerate(addresses))
+        cluster = Cluster(ranks, present.index(self._node.index), formed_by="the doctor")
         seconds = self._left(timeouts.DOCTOR_GROUP_SECONDS) - timeouts.DOCTOR_LEAVE_SECONDS
         options = SelftestOptions(groups=("collectives",), join_timeout_seconds=seconds)
         environ = environ_of(cluster, seconds, os.environ)
@@ -186,7 +213,7 @@ class Examiner:
         if interface is not None:  # as in the launcher: the host name might stand for another interface
             environ = interface_variables(interface) | environ
         began = time.monotonic()
-        log = self.options.log_dir / f"doctor.{self.participants.index}.log"
+        log = self.options.log_dir / f"doctor.{self._node.index}.log"
         child = Subject(TOGETHER, options.to_json(), environ, log, "fleet_train.selftest.subject")
         try:
             has_ended = child.wait(seconds) is not None
@@ -205,41 +232,16 @@ class Examiner:
         took = time.monotonic() - began
         return GroupResult(not words, words or f"{len(ranks)} processes added exact integers", took)
 
-    def _group_ports(self, state: ReplicatedState, present: list[int]) -> tuple[list[int], str]:
-        """A port of each node for the process group; or why it is not formed."""
-        reports = [state.get(f"report/{node}") for node in present]
-        agreed = all(isinstance(content, dict) and sorted(content.get("present", [])) == present for content in reports)
-        if len(present) < 2 or not agreed:
-            return [], "the nodes do not agree on which nodes are present"
-        if self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
-            return [], "no time was left for it; --only group has more"
-        subjects = [(state.get(f"here/{node}") or {}).get("subject") for node in present]
-        ports = [port for port in subjects if isinstance(port, int)]
-        return ports, "" if len(ports) == len(present) else "a node reported no port for it"
 
-    def _examination(self, state: ReplicatedState) -> Examination:
-        reports, groups = {}, {}
-        for node in sorted(state.nodes("report")):
-            try:
-                reports[node] = from_json(NodeReport, state.get(f"report/{node}"))
-                group = state.get(f"group/{node}")
-                if group is not None:
-                    groups[node] = from_json(GroupResult, group)
-            except ValueError:
-                continue  # listed as a node whose report did not arrive
-        addresses, index = self.participants.addresses, self.participants.index
-        return Examination(addresses, reports, groups, self.participants.ports[index][0])
+def _mark_of(key: str) -> str:
+    """The name of a node's files, which others of its machine can read."""
+    return f"{measure_apart.MARK}{sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _is_mark(text: str) -> bool:
-    """It becomes part of a path, and comes from another machine."""
-    return text.startswith(measure_apart.MARK) and text.removeprefix(measure_apart.MARK).isalnum()
-
-
-def _shown(participants: Participants, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
+def _shown(index: int, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
     """The lowest present node prints everything, the others their own findings."""
-    own = examined.host(participants.index)
-    if participants.index == min(examined.reports, default=participants.index):
+    own = examined.host(index)
+    if index == min(examined.reports, default=index):
         table = report.matrix(examined)
         return [*report.lines(findings), *([""] if table else []), *table, "", verdict(findings, seconds)]
     mine = [finding.line for finding in findings if finding.level != PASS and own in finding.hosts]

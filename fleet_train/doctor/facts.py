@@ -165,13 +165,11 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class PortTry:
-    """A connection to one port of a node: ``open``, ``refused``, ``timed out``, ``no route``, ``another program``."""
+    """A connection to one port of a node: ``open``, ``refused``, ``timed out``, ``no route``."""
 
     target: int
     port: int
     outcome: str
-    seen_as: str = ""
-    """The address that the target saw, if it is not this node's."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class Datagrams:
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes from one node to another over one connection. ``alone``: no other transfer of ours ran on the two nodes."""
+    """Bytes from one node to another over one connection."""
 
     source: int
     target: int
@@ -209,15 +207,13 @@ class Stream:
     segments: int = 0
     retransmits: int = 0
     error: str = ""
-    alone: bool = True
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Everything that one node knows. ``present``: the connected nodes, itself included."""
+    """Everything that one node knows."""
 
     facts: NodeFacts
-    present: tuple[int, ...]
     tries: tuple[PortTry, ...] = ()
     echoes: tuple[Echo, ...] = ()
     datagrams: tuple[Datagrams, ...] = ()
@@ -244,6 +240,10 @@ class Examination:
     started_port: int = 6170
     difference: str = ""
     """In what the doctor of another node was started differently, so that the two did not meet; empty: in nothing."""
+    present: tuple[int, ...] = ()
+    """The nodes that have come."""
+    cut_off: str = ""
+    """Why this node has no store of node 0, and so nobody else's report; empty: it has."""
 
     def host(self, index: int) -> str:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"

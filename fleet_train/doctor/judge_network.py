@@ -76,18 +76,40 @@ def absent(examined: Examination) -> Iterator[Finding]:
     missing = [index for index in range(len(examined.addresses)) if index not in examined.reports]
     if missing and examined.difference:
         return  # it is told instead
-    tries = [attempt for report in examined.reports.values() for attempt in report.tries]
+    if examined.cut_off:
+        yield _absent(examined, 0, f"{examined.cut_off}; nobody else can be asked: what follows is of this node alone")
+        return
     for index in missing:
-        seen_by = [examined.host(i) for i, report in examined.reports.items() if index in report.present]
-        refusal = next((attempt for attempt in tries if attempt.target == index and attempt.seen_as), None)
-        why = f"; seen by {', '.join(seen_by)}, but its report did not arrive" if seen_by else ""
-        why += f"; its answer: {refusal.outcome}: {refusal.seen_as}" if refusal and not seen_by else ""
-        yield _finding(
-            ABSENT, FAIL, (examined.host(index),), f"did not connect{why}", "--join_timeout",
-            f"ping {examined.addresses[index]}; start the same command there, with its address as --node_ip",
-        )  # fmt: skip
+        is_present = index in examined.present
+        measured = (
+            "came, but its report did not arrive" if is_present else f"did not connect{_dialled(examined, index)}"
+        )
+        yield _absent(examined, index, measured)
     if not missing:
         yield _finding(ABSENT, PASS, (f"all {len(examined.reports)} nodes",), "all connected")
+
+
+def _absent(examined: Examination, index: int, measured: str) -> Finding:
+    address = examined.addresses[index]
+    fix = f"ping {address}; start the same command there, with its address as --node_ip"
+    return _finding(ABSENT, FAIL, (examined.host(index),), measured, "--join_timeout", fix)
+
+
+def _dialled(examined: Examination, target: int) -> str:
+    """How the others' connections to the ports of one that did not come have ended."""
+    outcomes: dict[str, list[str]] = {}
+    for index, report in examined.reports.items():
+        for attempt in report.tries:
+            if attempt.target == target:
+                outcomes.setdefault(attempt.outcome, []).append(examined.host(index))
+    told = "".join(
+        f"; its ports, from {', '.join(dict.fromkeys(hosts))}: {outcome}" for outcome, hosts in outcomes.items()
+    )
+    if "open" in outcomes:
+        told += (
+            f" (if its doctor runs, {examined.host(0)}, which all connect to, does not admit it: see what it prints)"
+        )
+    return told
 
 
 def own_name(host: str, address: str, network: Network) -> Finding:
@@ -202,9 +224,11 @@ def _pair(examined: Examination, source: int, target: int) -> tuple[str, str]:
 
 
 def ports(examined: Examination, index: int, tries: Sequence[PortTry]) -> Iterator[Finding]:
-    """Of one node to each other one: closed ports by how they are closed, and addresses that are translated."""
+    """Of one node to each other one: closed ports by how they are closed."""
     own, rule = examined.addresses[index], "every port of a job is open"
     for target in dict.fromkeys(attempt.target for attempt in tries):
+        if target not in examined.reports and not examined.cut_off:
+            continue  # it is absent, with this
         pair = _pair(examined, index, target)
         attempts = [attempt for attempt in tries if attempt.target == target]
         closed: dict[str, list[str]] = {}
@@ -214,14 +238,9 @@ def ports(examined: Examination, index: int, tries: Sequence[PortTry]) -> Iterat
         for outcome, numbers in closed.items():
             # Gloo and NCCL use ports chosen by the kernel, so the target must admit the host.
             fix = f"on {pair[1]}: sudo iptables -I INPUT -p tcp -s {own} -j ACCEPT (ufw: sudo ufw allow from {own})"
-            if outcome.startswith(("another program", "refused by")):
-                fix = f"choose another --started_port on every node; sudo ss -ltnp on {pair[1]} shows who listens"
+            if outcome == "refused" and examined.cut_off:
+                fix = f"start the same command on {pair[1]}; if it runs there: {fix.partition(': ')[2]}"
             yield _finding("port", FAIL, pair, f"port {', '.join(numbers)}: {outcome}", rule, fix)
-        seen_as = next((attempt.seen_as for attempt in attempts if attempt.outcome == "open" and attempt.seen_as), "")
-        if seen_as:
-            measured = f"is seen there as {seen_as[:80]}, not as {own}"
-            fix = "name the node by the address that others see, or give all nodes the same --job_secret_file"
-            yield _finding("address", FAIL, pair, measured, "the listed address", fix)
         if not closed:
             measured = f"{examined.addresses[target]} answers at {len(attempts)} ports"
             yield _finding("port", PASS, pair, measured, rule)
@@ -296,7 +315,7 @@ def bandwidths(examined: Examination, streams: Sequence[Stream]) -> Iterator[Fin
             measured = "the transfer stalls" if is_stalled else f"no bytes could be sent: {stream.error}"
             yield _finding("bandwidth", FAIL, pair, measured, "flows", f"{fix}; a smaller MTU if mtu fails, too")
             continue
-        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH) if stream.alone else 0.0)
+        least = max(BANDWIDTH_LEAST, min(BANDWIDTH_SHARE * median, BANDWIDTH_ENOUGH))
         measured = f"{rate(stream.bytes_per_second)}, at best {rate(stream.best)}"
         yield _finding("bandwidth", WARN if stream.best < least else PASS, pair, measured, rate(least), fix)
 

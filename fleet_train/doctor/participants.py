@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import launch_environment, parent_command
-from fleet_train.cluster.cluster import Cluster, parse_hosts
+from fleet_train.cluster.cluster import parse_hosts
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError
-from fleet_train.launch.node import check_addresses, check_port_range, choose_node, choose_processes, look_around
+from fleet_train.launch.node import Node, look_around, place
 from fleet_train.launch.on_ranks import Where, is_rank
 from fleet_train.launch.prepare import with_nodes_of_engine
-from fleet_train.launch.request import LaunchRequest
-
-LOOPBACK = "127.0.0.1"
+from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
 
 
 @dataclass(frozen=True)
 class Participants:
-    """``ports``: of each node, those that a job listens on. ``is_named``: this node by a name that resolves to 127.*"""
+    """``node``: this one among all; ``ports``: of each node, those that a job listens on. ``is_named``: this node by a
+    name that resolves to 127.*"""
 
-    addresses: tuple[str, ...]
-    index: int
+    node: Node
     ports: tuple[tuple[int, ...], ...]
-    processes: int
     access: Access
     is_named: bool = False
 
     @property
-    def address(self) -> str:
-        return self.addresses[self.index]
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        return tuple(index for index in range(len(self.addresses)) if index != self.index)
-
-    @property
-    def is_alone(self) -> bool:
-        return len(self.addresses) == 1
+    def own_ports(self) -> tuple[int, ...]:
+        return self.ports[self.node.index]
 
 
 def find(where: Where, join_timeout_seconds: float) -> Participants | None:
@@ -66,16 +54,14 @@ def _of_rank(join_timeout_seconds: float) -> Participants | None:
     cluster, host = complete(described, join_timeout_seconds)
     if host is not None:
         host.release()
-    return of_cluster(cluster, os.environ) if cluster.local_rank == 0 else None
-
-
-def of_cluster(cluster: Cluster, environ: Mapping[str, str]) -> Participants:
-    """The nodes of a job's ranks, with the ports of the ranks."""
+    if cluster.local_rank:
+        return None
     nodes = [[cluster.ranks[rank] for rank in cluster.ranks_on_node(node)] for node in range(cluster.node_num)]
     addresses = tuple(network.resolve(ranks[0].host) for ranks in nodes)
     ports = tuple(tuple(rank.port for rank in ranks) for ranks in nodes)
     index = cluster.this.node_index
-    return Participants(addresses, index, ports, len(nodes[index]), _access(environ, addresses, index))
+    node = Node(addresses, index, ports[index][0], len(nodes[index]), None, None)
+    return Participants(node, ports, _access(addresses, node))
 
 
 def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
@@ -88,17 +74,14 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
         join_timeout_seconds=join_timeout_seconds,
     )
     request = with_nodes_of_engine(request, os.environ)
-    machine = look_around(os.environ)
-    hosts = request.hosts or (LOOPBACK,)
+    hosts = request.hosts or (DEFAULT_HOST,)
     addresses, named = without_loopback_name(hosts, tuple(map(network.resolve, hosts)), where.node_ip)
-    check_addresses(hosts, addresses)
-    own_host = request.node_host if named is None else addresses[named]
-    index = choose_node(hosts, addresses, own_host, machine.addresses)
-    processes, _ = choose_processes(None, request.processes_per_node, machine.gpus)
-    check_port_range(request.first_port, processes)
-    ports = tuple(range(request.first_port, request.first_port + processes + 1))  # the ranks', and the job store's
-    access = _access(os.environ, hosts, index, addresses[index])
-    return Participants(addresses, index, (ports,) * len(addresses), processes, access, named == index)
+    if named is not None:
+        own = addresses[named]
+        request = replace(request, hosts=(*hosts[:named], own, *hosts[named + 1 :]), node_host=own)
+    node = place(request, look_around(os.environ))
+    ports = tuple(range(node.started_port, node.store_port + 1))
+    return Participants(node, (ports,) * len(hosts), _access(hosts, node), named == node.index)
 
 
 def without_loopback_name(
@@ -122,8 +105,8 @@ def without_loopback_name(
     return (*addresses[:own], source, *addresses[own + 1 :]), own
 
 
-def _access(environ: Mapping[str, str], hosts: tuple[str, ...], index: int, source: str = "") -> Access:
+def _access(hosts: tuple[str, ...], node: Node) -> Access:
     digest = sha256("\0".join(hosts).encode(errors="replace")).hexdigest()[:10]
-    access = Access.of(environ, source or hosts[index])
+    access = Access.of(os.environ, node.address)
     # A job that runs under the same id is a different one: its store must not treat us as one of its members.
     return Access(f"doctor-{access.job or digest}", access.secret, access.source)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.installed import text_of
-from fleet_train.cluster.network import connect_from
 from fleet_train.doctor import judge, measure_apart, measure_machine
-from fleet_train.doctor.channel import outcome_of
 from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
+from fleet_train.doctor.pairs import dial
 from fleet_train.launch.node import Node
 
 _MOST_SHOWN = 2
@@ -131,25 +129,13 @@ class AfterFailure:
 
     def _unreachable(self, host: str) -> Iterator[Finding]:
         """Nodes that do not even refuse a connection: off, cut off, or behind a firewall."""
-        others = [index for index in range(len(self._node.addresses)) if index != self._node.index][:_MOST_DIALLED]
-        with ThreadPoolExecutor(max(1, len(others)), "doctor dials") as pool:
-            outcomes = list(pool.map(self._dial, others))
-        for index, outcome in zip(others, outcomes, strict=True):
-            if outcome:
-                there = self._node.describe(index)
-                measured = f"a connection to port {self._node.store_port}: {outcome}"
-                fix = f"ping {there.split('(')[-1][:-1]}"
+        port = self._node.store_port
+        ports = dict.fromkeys(range(min(len(self._node.addresses), _MOST_DIALLED)), (port,))
+        for attempt in dial(self._node, ports, timeouts.DOCTOR_AFTER_FAILURE_SECONDS):
+            if attempt.outcome not in ("open", "refused"):
+                there, measured = self._node.describe(attempt.target), f"a connection to port {port}: {attempt.outcome}"
+                fix = f"ping {self._node.addresses[attempt.target]}"
                 yield Finding("network", "port", FAIL, (host, there), measured, "answered or refused", fix)
-
-    def _dial(self, index: int) -> str:
-        try:
-            address, port = self._node.addresses[index], self._node.store_port
-            connect_from(self._node.address, address, port, timeouts.DOCTOR_AFTER_FAILURE_SECONDS).close()
-        except ConnectionRefusedError:
-            return ""
-        except OSError as error:
-            return outcome_of(error)
-        return ""
 
 
 def _name(host: str, address: str) -> Iterator[Finding]:

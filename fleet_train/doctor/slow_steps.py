@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
-from fleet_train.cluster.flight.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span, Step
+from fleet_train.cluster.flight.timeline import BOTH_PASSES, OTHER_RUN, SCRIPT, RankTimeline, Span, TimelineStep
 
 LATE, NOTHING = "late", "nothing"
 Arrivals = dict[Span, tuple[int, float]]
@@ -101,7 +101,7 @@ def reasons(ranks: Sequence[RankTimeline], steps: Sequence[int]) -> tuple[float,
     return milliseconds * whole, found
 
 
-def _computed(followed: int, steps: dict[int, Step]) -> Iterator[tuple[Cause, float]]:
+def _computed(followed: int, steps: dict[int, TimelineStep]) -> Iterator[tuple[Cause, float]]:
     """What the followed rank did itself, as long as the others and beyond that."""
     others = [_sums(step) for rank, step in steps.items() if rank != followed]
     for what, seconds in _sums(steps[followed]).items():
@@ -110,7 +110,7 @@ def _computed(followed: int, steps: dict[int, Step]) -> Iterator[tuple[Cause, fl
         yield Cause(*what, followed), seconds - usual
 
 
-def _sums(step: Step) -> dict[tuple[str, str], float]:
+def _sums(step: TimelineStep) -> dict[tuple[str, str], float]:
     """Seconds of a step's pieces, without waits."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for piece in step.pieces:
@@ -119,7 +119,7 @@ def _sums(step: Step) -> dict[tuple[str, str], float]:
     return sums
 
 
-def _last_arrivals(followed: int, steps: dict[int, Step]) -> Arrivals:
+def _last_arrivals(followed: int, steps: dict[int, TimelineStep]) -> Arrivals:
     """For each collective and barrier of the followed rank, and each packing: which rank began it last, and when."""
     by_key: defaultdict[tuple[tuple[str, str, str], int], dict[int, Span]] = defaultdict(dict)
     for rank, step in steps.items():
@@ -136,7 +136,7 @@ def _last_arrivals(followed: int, steps: dict[int, Step]) -> Arrivals:
     return arrivals
 
 
-def _awaited(followed: int, step: Step, arrivals: Arrivals) -> Iterator[tuple[Cause, float]]:
+def _awaited(followed: int, step: TimelineStep, arrivals: Arrivals) -> Iterator[tuple[Cause, float]]:
     """What the waits of the followed rank were for, moment by moment."""
     for wait in (piece for piece in step.pieces if piece.kind == "wait"):
         events = [event for event in step.events if event.began < wait.ended and event.ended > wait.began]

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 
-class State(str, Enum):
+class Standing(str, Enum):
     FRESH = "fresh"
     """Has just started and knows no leader yet."""
     LOOKING = "looking"
@@ -26,7 +26,7 @@ class State(str, Enum):
 class Status:
     """The state that a launcher reports. ``leader`` and ``term`` are the last that it knew; -1: none."""
 
-    state: State
+    state: Standing
     leader: int = -1
     term: int = -1
 
@@ -36,7 +36,7 @@ class Status:
     @classmethod
     def from_json(cls, data: Any) -> Status:
         """Raises ValueError, TypeError, KeyError for anything but the output of ``to_json``."""
-        return cls(State(data["state"]), int(data["leader"]), int(data["term"]))
+        return cls(Standing(data["state"]), int(data["leader"]), int(data["term"]))
 
 
 class Unheard(Enum):
@@ -55,7 +55,7 @@ def leader_among(heard: Heard, term: int) -> int | None:
     leading = [
         (status.term, index)
         for index, status in heard.items()
-        if isinstance(status, Status) and status.state is State.LEADING and status.term >= term
+        if isinstance(status, Status) and status.state is Standing.LEADING and status.term >= term
     ]
     return max(leading)[1] if leading else None
 
@@ -75,8 +75,8 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int], nodes: 
     """
     others = [index for index in last_nodes if index != me]
     alive = {i: status for i in others if isinstance(status := heard.get(i, Unheard.SILENT), Status)}
-    members = {index: status for index, status in alive.items() if status.state is not State.FRESH}
-    if any(status.state is not State.LOOKING for status in members.values()) or any(index < me for index in members):
+    members = {index: status for index, status in alive.items() if status.state is not Standing.FRESH}
+    if any(status.state is not Standing.LOOKING for status in members.values()) or any(index < me for index in members):
         return None
     if not may_go_on({me, *members}, silent(heard, others)):
         return None

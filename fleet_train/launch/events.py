@@ -47,7 +47,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class Seen:
+class StoreSeen:
     """What the leader's store says, after a `Look`. ``here``: the nodes that are connected and ready, on the leader."""
 
     now: float
@@ -70,7 +70,7 @@ class Ended:
     result: RunResult
 
 
-Event = Woken | Answered | Connected | Seen | Ended
+Event = Woken | Answered | Connected | StoreSeen | Ended
 
 
 # Actions.

@@ -3,22 +3,20 @@
 Every launcher runs it: who leads, which nodes take part in the next attempt, whether there is one, how the job ends.
 Nothing here waits, connects or prints: `launcher` carries the actions out and brings what came of the last
 one back as the next event, so that the tests replay it in virtual time, with machines and networks that fail.
-
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.errors import WorkerFailed
-from fleet_train.launch.attempts import Attempt, Kind, RunResult, pause_seconds, what_failed, why_not_again
+from fleet_train.launch.attempts import Attempt, Kind, pause_seconds, what_failed, why_not_again
 from fleet_train.launch.election import (
     Heard,
-    State,
+    Standing,
     Status,
     Unheard,
     elected,
@@ -42,160 +40,67 @@ from fleet_train.launch.events import (
     Publish,
     Run,
     Say,
-    Seen,
+    StoreSeen,
     Wait,
     Why,
     Woken,
     Write,
 )
+from fleet_train.launch.job_state import JobState, Phase, Step, enter, say_again, seconds_left
 from fleet_train.launch.report import counted
-from fleet_train.launch.request import FaultPolicy
 
 _ASKED_AT_A_TIME = 8
 """With a long list, a new launcher asks the first node and this many others at a time for the leader."""
 
 
-class Phase(Enum):
-    STARTING = "node 0 asks whether the job is already running"
-    SEEKING = "this launcher looks for the leader, without a part in its election"
-    MEETING = "it looks whether the job has started without it"
-    JOINING = "it waits for an attempt that it is part of"
-    RUNNING = "an attempt runs"
-    CHECKING = "the leader asks whether the others follow a later one"
-    PAUSING = "the leader waits before a restart"
-    GATHERING = "the leader waits for the nodes of the next attempt"
-    DIVIDED = "the leader asks whether those that did not come back may be alive"
-    FOLLOWING = "a node waits for the leader's decision"
-    LOOKING = "the leader was lost: the launchers look for another one"
-    OVER = "this launcher is done"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A launcher's state. ``describe`` names a node in messages."""
-
-    me: int
-    nodes: int
-    policy: FaultPolicy
-    join_timeout_seconds: float
-    describe: Callable[[int], str]
-    endpoint: str = ""
-    address: str = ""
-    host: str = ""
-    """Of node 0's store; this node's, and its name in the list: for messages."""
-    phase: Phase = Phase.STARTING
-    leader: int = -1
-    term: int = -1
-    decision: Decision | None = None
-    """The last one that is known: a new leader continues from it."""
-    attempt: Attempt | None = None
-    result: RunResult | None = None
-    earlier: tuple[RunResult, ...] = ()
-    restarts: int = 0
-    last_word: str = ""
-    began: float = 0.0
-    """When the phase began; ``word_at`` and ``look_at``: when it says something, or looks for a later leader."""
-    word_at: float = 0.0
-    look_at: float = 0.0
-    bound_seconds: float = 0.0
-    """How long it may last."""
-    turn: int = 1
-    candidate: tuple[int, int] | None = None
-    """The (leader, term) that a `Follow` tries."""
-    round: int = 0
-    """While a node waits for a decision: the last round that it took part in, or knows of."""
-    number: int = 0
-    here: tuple[int, ...] = ()
-    """While it is asked whether these nodes may go on alone."""
-    bounded: bool = True
-    """Whether that wait has a bound: a node that the job goes on without waits while the leader keeps its store."""
-
-    @property
-    def every(self) -> range:
-        return range(self.nodes)
-
-    @property
-    def leads(self) -> bool:
-        return self.leader == self.me
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        return tuple(node for node in self.every if node != self.me)
-
-    def named(self, nodes: Sequence[int] | set[int]) -> str:
-        return ", ".join(map(self.describe, sorted(nodes)))
-
-    def status(self, state: State) -> Status:
-        return Status(state, self.leader, self.term)
-
-
-Step = tuple[Job, list[Action]]
-
-
-def step(job: Job, event: Event) -> Step:
+def step(job: JobState, event: Event) -> Step:
     """The next state and what is to be done. Raises KeyError for an event that the phase does not wait for."""
     return _STEPS[job.phase, type(event)](job, event)
 
 
-def first(job: Job, now: float) -> Step:
+def first(job: JobState, now: float) -> Step:
     """The state and the actions of a launcher that begins."""
     can_be_at_work = job.policy.max_restarts > 0 and job.nodes > 1
     if job.me != 0:
         return _seek(job, now, job.join_timeout_seconds)
     if not can_be_at_work:
-        return replace(job, phase=Phase.STARTING), [Publish(job.status(State.FRESH)), Lead(0)]
-    job = _begin(job, Phase.STARTING, now, job.join_timeout_seconds)
-    return job, [Publish(job.status(State.FRESH)), Ask(job.others)]
-
-
-def _begin(job: Job, phase: Phase, now: float, bound_seconds: float) -> Job:
-    word_at, look_at = now + timeouts.FIRST_WAITING_SECONDS, now + timeouts.CHECK_OTHER_LEADER_SECONDS
-    return replace(job, phase=phase, began=now, word_at=word_at, look_at=look_at, bound_seconds=bound_seconds)
-
-
-def _left(job: Job, now: float) -> float:
-    return job.began + job.bound_seconds - now
-
-
-def _say_again(job: Job, now: float, text: str) -> Step:
-    """A line about a long wait, if one is due."""
-    if now <= job.word_at:
-        return job, []
-    return replace(job, word_at=now + timeouts.REPORT_WAITING_SECONDS), [Say(text)]
+        return replace(job, phase=Phase.STARTING), [Publish(job.status(Standing.FRESH)), Lead(0)]
+    job = enter(job, Phase.STARTING, now, job.join_timeout_seconds)
+    return job, [Publish(job.status(Standing.FRESH)), Ask(job.others)]
 
 
 # The start.
 
 
-def _asked_at_start(job: Job, event: Answered) -> Step:
+def _asked_at_start(job: JobState, event: Answered) -> Step:
     deaf = [node for node, how in event.heard.items() if how is Unheard.DEAF]
     if not deaf:
         if is_at_work(event.heard):
             return _seek(job, event.now, job.join_timeout_seconds)
         return job, [Lead(0)]
-    if _left(job, event.now) < 0:
+    if seconds_left(job, event.now) < 0:
         message = (
             f"{job.named(deaf)} refuses connections from {job.address}: the name {job.host} still has another address "
             f"there after {job.join_timeout_seconds:g} s (--join_timeout)"
         )
         return _over(job, Finish(Why.NO_ANSWER, message))
     waited = f"waiting until {job.named(deaf)} knows this node's new address, {job.address}"
-    job, said = _say_again(job, event.now, waited)
+    job, said = say_again(job, event.now, waited)
     return job, [*said, Wait(timeouts.FIND_LEADER_SECONDS)]
 
 
-def _seek(job: Job, now: float, bound_seconds: float) -> Step:
-    job = _begin(replace(job, leader=-1), Phase.SEEKING, now, bound_seconds)
-    return job, [Publish(job.status(State.FRESH)), Ask(_some(job))]
+def _seek(job: JobState, now: float, bound_seconds: float) -> Step:
+    job = enter(replace(job, leader=-1), Phase.SEEKING, now, bound_seconds)
+    return job, [Publish(job.status(Standing.FRESH)), Ask(_some(job))]
 
 
-def _some(job: Job) -> tuple[int, ...]:
+def _some(job: JobState) -> tuple[int, ...]:
     """Node 0 and some others in turn."""
     some = {0, *(1 + (job.turn + each) % max(1, job.nodes - 1) for each in range(_ASKED_AT_A_TIME))}
     return tuple(node for node in sorted(some) if node < job.nodes and node != job.me)
 
 
-def _sought(job: Job, event: Answered) -> Step:
+def _sought(job: JobState, event: Answered) -> Step:
     leader = leader_among(event.heard, job.term)
     if leader is not None:
         return _try(job, leader, event.heard, job.began + job.bound_seconds)
@@ -204,8 +109,8 @@ def _sought(job: Job, event: Answered) -> Step:
     return _seek_on(job, event.now)
 
 
-def _seek_on(job: Job, now: float) -> Step:
-    if _left(job, now) < 0:
+def _seek_on(job: JobState, now: float) -> Step:
+    if seconds_left(job, now) < 0:
         message = (
             f"the launcher of {job.describe(0)}, which hosts the job store at {job.endpoint}, did not connect within "
             f"{job.bound_seconds:g} s; start it with the same --cluster_node_ips, --nproc_per_node and --started_port, "
@@ -215,31 +120,31 @@ def _seek_on(job: Job, now: float) -> Step:
     return replace(job, turn=job.turn + _ASKED_AT_A_TIME), [Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
 
 
-def _try(job: Job, leader: int, heard: Heard, deadline: float) -> Step:
+def _try(job: JobState, leader: int, heard: Heard, deadline: float) -> Step:
     """Follow a launcher that says it leads."""
     status = heard[leader]
     assert isinstance(status, Status)
     return replace(job, candidate=(leader, status.term)), [Follow(leader, status.term, deadline)]
 
 
-def _followed(job: Job) -> tuple[Job, Publish]:
+def _followed(job: JobState) -> tuple[JobState, Publish]:
     assert job.candidate is not None
     leader, term = job.candidate
     job = replace(job, leader=leader, term=term, candidate=None)
-    return job, Publish(job.status(State.FOLLOWING))
+    return job, Publish(job.status(Standing.FOLLOWING))
 
 
-def _leads(job: Job, term: int) -> tuple[Job, Publish]:
+def _leads(job: JobState, term: int) -> tuple[JobState, Publish]:
     job = replace(job, leader=job.me, term=term)
-    return job, Publish(job.status(State.LEADING))
+    return job, Publish(job.status(Standing.LEADING))
 
 
-def _connected_at_start(job: Job, _: Connected) -> Step:
+def _connected_at_start(job: JobState, _: Connected) -> Step:
     job, shown = _leads(job, 0)
     return replace(job, phase=Phase.MEETING), [shown, Look()]
 
 
-def _found(job: Job, event: Connected) -> Step:
+def _found(job: JobState, event: Connected) -> Step:
     if event.refusal:
         return _over(job, Finish(Why.REFUSED, event.refusal))
     if not event.connected:
@@ -250,7 +155,7 @@ def _found(job: Job, event: Connected) -> Step:
     return _join(job, event.now, shown)
 
 
-def _met(job: Job, event: Seen) -> Step:
+def _met(job: JobState, event: StoreSeen) -> Step:
     """Whether the job has started without this launcher."""
     if event.lost:
         return _seek(job, event.now, job.join_timeout_seconds)
@@ -269,20 +174,20 @@ def _met(job: Job, event: Seen) -> Step:
     return _join(job, event.now, said)
 
 
-def _join(job: Job, now: float, *before: Action) -> Step:
-    job = replace(_begin(job, Phase.JOINING, now, 0.0), bounded=False)
+def _join(job: JobState, now: float, *before: Action) -> Step:
+    job = replace(enter(job, Phase.JOINING, now, 0.0), bounded=False)
     return job, [*before, Look(ready=job.round + 1)]
 
 
 # An attempt, and what follows.
 
 
-def _run(job: Job, attempt: Attempt, *before: Action) -> Step:
+def _run(job: JobState, attempt: Attempt, *before: Action) -> Step:
     earlier = job.earlier if job.result is None else (*job.earlier, job.result)
     return replace(job, phase=Phase.RUNNING, attempt=attempt, earlier=earlier), [*before, Run(attempt)]
 
 
-def begun(job: Job, attempt: Attempt) -> tuple[Job, list[Action]]:
+def begun(job: JobState, attempt: Attempt) -> tuple[JobState, list[Action]]:
     """Called when all nodes of an attempt are connected: with the first one, the job has begun for latecomers."""
     if not job.leads or attempt.round != 0:
         return job, []
@@ -290,18 +195,18 @@ def begun(job: Job, attempt: Attempt) -> tuple[Job, list[Action]]:
     return replace(job, decision=decision), [Write(decision, with_facts=True)]
 
 
-def _decision_of(job: Job, attempt: Attempt) -> Decision:
+def _decision_of(job: JobState, attempt: Attempt) -> Decision:
     return {"round": attempt.round, "nodes": list(attempt.nodes), "restarts": job.restarts}
 
 
-def _ended(job: Job, event: Ended) -> Step:
+def _ended(job: JobState, event: Ended) -> Step:
     result, attempt = event.result, event.attempt
     job = replace(job, attempt=attempt, result=result, round=attempt.round, number=attempt.number)
     if job.policy.max_restarts == 0 or result.kind in (Kind.DONE, Kind.PREEMPTED) or result.final:
         return _end(job)
     if job.leads:
         if len(attempt.nodes) > 1:
-            return _begin(job, Phase.CHECKING, event.now, 0.0), [Ask(job.others)]
+            return enter(job, Phase.CHECKING, event.now, 0.0), [Ask(job.others)]
         return _lead_on(job, event.now)
     said = Say(f"{what_failed(attempt, result)}; waiting for the decision of {job.describe(job.leader)}")
     if result.store_lost:
@@ -309,7 +214,7 @@ def _ended(job: Job, event: Ended) -> Step:
     return _await_decision(job, event.now, said)
 
 
-def _end(job: Job, word: str = "") -> Step:
+def _end(job: JobState, word: str = "") -> Step:
     """This launcher's last attempt is over; the leader tells those that wait."""
     assert job.result is not None
     said: list[Action] = [Say(word)] if word else []
@@ -319,15 +224,15 @@ def _end(job: Job, word: str = "") -> Step:
     return _over(job, *said, Finish(Why.RESULT, result=job.result))
 
 
-def _no_more(job: Job, why: str) -> Step:
+def _no_more(job: JobState, why: str) -> Step:
     return _end(job, f"not restarted: {why}")
 
 
-def _over(job: Job, *actions: Action) -> Step:
+def _over(job: JobState, *actions: Action) -> Step:
     return replace(job, phase=Phase.OVER), list(actions)
 
 
-def _checked_for_later_leader(job: Job, event: Answered) -> Step:
+def _checked_for_later_leader(job: JobState, event: Answered) -> Step:
     """Before the leader decides: whether the others follow a later one, since this one was frozen or cut off."""
     later = leader_among(event.heard, job.term + 1)
     if later is not None:
@@ -335,7 +240,7 @@ def _checked_for_later_leader(job: Job, event: Answered) -> Step:
     return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
 
 
-def _gave_way(job: Job, event: Connected) -> Step:
+def _gave_way(job: JobState, event: Connected) -> Step:
     if not event.connected:
         return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
     job, shown = _followed(job)
@@ -343,7 +248,7 @@ def _gave_way(job: Job, event: Connected) -> Step:
     return _await_decision(job, event.now, shown, said)
 
 
-def _lead_on(job: Job, now: float, *before: Action) -> Step:
+def _lead_on(job: JobState, now: float, *before: Action) -> Step:
     """As the leader, after an attempt: end the job, or pause, and gather the nodes of the next attempt."""
     assert job.result is not None
     assert job.attempt is not None
@@ -359,11 +264,11 @@ def _lead_on(job: Job, now: float, *before: Action) -> Step:
     return replace(job, phase=Phase.PAUSING, candidate=None), [*before, Say(said), Wait(pause)]
 
 
-def _gather(job: Job, now: float, *before: Action) -> Step:
-    return _begin(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(here=job.round + 1)]
+def _gather(job: JobState, now: float, *before: Action) -> Step:
+    return enter(job, Phase.GATHERING, now, job.policy.rejoin_timeout_seconds), [*before, Look(here=job.round + 1)]
 
 
-def _gathered(job: Job, event: Seen) -> Step:
+def _gathered(job: JobState, event: StoreSeen) -> Step:
     assert job.attempt is not None
     needed = job.policy.min_nodes or job.nodes
     here = set(event.here) | {job.me}
@@ -373,23 +278,23 @@ def _gathered(job: Job, event: Seen) -> Step:
     if event.stopped is not None:
         return _no_more(job, event.stopped)
     away = job.named(missing or set(job.every) - here)
-    if _left(job, event.now) < 0:
+    if seconds_left(job, event.now) < 0:
         return _without(job, away, missing, here, needed)
-    waited = f"waiting for {away} to come back ({_left(job, event.now):.0f} s more, --rejoin_timeout)"
-    job, said = _say_again(job, event.now, waited)
+    waited = f"waiting for {away} to come back ({seconds_left(job, event.now):.0f} s more, --rejoin_timeout)"
+    job, said = say_again(job, event.now, waited)
     if missing and event.now > job.look_at:
         return replace(job, look_at=event.now + timeouts.CHECK_OTHER_LEADER_SECONDS), [*said, Ask(job.others)]
     return job, [*said, Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
 
 
-def _next(job: Job, nodes: set[int], *before: Action) -> Step:
+def _next(job: JobState, nodes: set[int], *before: Action) -> Step:
     assert job.attempt is not None
     following = Attempt(job.attempt.round + 1, job.attempt.number + 1, tuple(sorted(nodes)))
     decision = _decision_of(job, following)
     return _run(replace(job, decision=decision), following, *before, Write(decision))
 
 
-def _without(job: Job, away: str, missing: set[int], here: set[int], needed: int) -> Step:
+def _without(job: JobState, away: str, missing: set[int], here: set[int], needed: int) -> Step:
     timeout = job.policy.rejoin_timeout_seconds
     if len(here) < needed:
         return _no_more(
@@ -402,7 +307,7 @@ def _without(job: Job, away: str, missing: set[int], here: set[int], needed: int
     return replace(job, phase=Phase.DIVIDED, here=tuple(sorted(here))), [Ask(tuple(sorted(missing)))]
 
 
-def _divided(job: Job, event: Answered) -> Step:
+def _divided(job: JobState, event: Answered) -> Step:
     """Whether the nodes that are here may go on without those that are missing: not if they follow a later leader, or
     are more and may be alive, on another side of the network or looking for a leader."""
     later = leader_among(event.heard, job.term + 1)
@@ -414,7 +319,7 @@ def _divided(job: Job, event: Answered) -> Step:
     away = job.named(missing)
     # Nodes that were not part of the last attempt count for no side: the other one does not know them either.
     ours = here & set(job.attempt.nodes)
-    members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not State.FRESH}
+    members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not Standing.FRESH}
     if not may_go_on(ours, silent(event.heard, missing) | members):
         return _no_more(
             job,
@@ -428,13 +333,13 @@ def _divided(job: Job, event: Answered) -> Step:
 # A node that does not lead.
 
 
-def _await_decision(job: Job, now: float, *before: Action) -> Step:
+def _await_decision(job: JobState, now: float, *before: Action) -> Step:
     patience = job.policy.rejoin_timeout_seconds + timeouts.LEADER_BUSY_SECONDS
-    job = replace(_begin(job, Phase.FOLLOWING, now, patience), bounded=True)
+    job = replace(enter(job, Phase.FOLLOWING, now, patience), bounded=True)
     return job, [*before, Look(ready=job.round + 1)]
 
 
-def _decided(job: Job, event: Seen) -> Step:
+def _decided(job: JobState, event: StoreSeen) -> Step:
     """What the leader has decided, if anything."""
     if event.lost:
         return _lost_while_waiting(job, event.now)
@@ -450,23 +355,23 @@ def _decided(job: Job, event: Seen) -> Step:
         job = replace(job, bounded=False)  # as long as the leader keeps the store
         said = Say("the job continues without this node, which joins at the next restart")
         return job, [said, Look(ready=job.round + 1)]
-    if job.bounded and _left(job, event.now) < 0:
+    if job.bounded and seconds_left(job, event.now) < 0:
         return _told_to_end(job, WorkerFailed.exit_code, f"{job.describe(job.leader)} did not report its decision")
     return job, [Wait(timeouts.LAUNCHERS_POLL_SECONDS)]
 
 
-def _told_to_end(job: Job, exit_code: int, message: str) -> Step:
+def _told_to_end(job: JobState, exit_code: int, message: str) -> Step:
     if job.result is None:  # it has never been part of the job
         return _over(job, Finish(Why.ENDED, message, exit_code))
     said = [Say(f"{job.describe(job.leader)} ended the job: {message}")] if message and exit_code else []
     return _over(job, *said, Finish(Why.RESULT, result=job.result))
 
 
-def _look_again(job: Job, _: Woken) -> Step:
+def _look_again(job: JobState, _: Woken) -> Step:
     return job, [Look(here=job.round + 1) if job.phase is Phase.GATHERING else Look()]
 
 
-def _lost_while_waiting(job: Job, now: float) -> Step:
+def _lost_while_waiting(job: JobState, now: float) -> Step:
     is_left_out = job.decision is not None and job.me not in job.decision.get("nodes", [job.me])
     if job.result is not None and not is_left_out:
         return _lost(job, now)
@@ -475,20 +380,20 @@ def _lost_while_waiting(job: Job, now: float) -> Step:
     return job, [said, *actions]
 
 
-def _lost_leader(job: Job) -> str:
+def _lost_leader(job: JobState) -> str:
     return f"the launcher of {job.describe(job.leader)}, the leader of the job, cannot be reached"
 
 
 # The leader was lost.
 
 
-def _lost(job: Job, now: float, *before: Action) -> Step:
+def _lost(job: JobState, now: float, *before: Action) -> Step:
     said = Say(f"{_lost_leader(job)}; looking for another leader")
-    job = _begin(job, Phase.LOOKING, now, job.policy.rejoin_timeout_seconds)
-    return job, [*before, said, Publish(job.status(State.LOOKING)), Ask(job.others)]
+    job = enter(job, Phase.LOOKING, now, job.policy.rejoin_timeout_seconds)
+    return job, [*before, said, Publish(job.status(Standing.LOOKING)), Ask(job.others)]
 
 
-def _looked(job: Job, event: Answered) -> Step:
+def _looked(job: JobState, event: Answered) -> Step:
     assert job.attempt is not None
     leader = leader_among(event.heard, job.term)
     if leader is not None:
@@ -499,8 +404,8 @@ def _looked(job: Job, event: Answered) -> Step:
     return _look_on(job, event.now, silent(event.heard, job.attempt.nodes) - {job.me})
 
 
-def _look_on(job: Job, now: float, away: set[int]) -> Step:
-    if _left(job, now) <= 0:
+def _look_on(job: JobState, now: float, away: set[int]) -> Step:
+    if seconds_left(job, now) <= 0:
         what = f"no launcher of this job became leader within {job.bound_seconds:g} s (--rejoin_timeout)"
         if away:
             what += (
@@ -508,12 +413,14 @@ def _look_on(job: Job, now: float, away: set[int]) -> Step:
                 "continue alone unless it is the larger one, or one of two halves with the first node"
             )
         return _no_more(job, what)
-    waited = f"waiting for {job.named(away) or 'a launcher'} to lead ({_left(job, now):.0f} s more, --rejoin_timeout)"
-    job, said = _say_again(job, now, waited)
+    waited = (
+        f"waiting for {job.named(away) or 'a launcher'} to lead ({seconds_left(job, now):.0f} s more, --rejoin_timeout)"
+    )
+    job, said = say_again(job, now, waited)
     return job, [*said, Wait(timeouts.FIND_LEADER_SECONDS)]
 
 
-def _has_another_leader(job: Job, event: Connected) -> Step:
+def _has_another_leader(job: JobState, event: Connected) -> Step:
     assert job.candidate is not None
     leader, term = job.candidate
     if event.refusal:
@@ -529,27 +436,27 @@ def _has_another_leader(job: Job, event: Connected) -> Step:
     return _lead_on(job, event.now, shown, said, Write(decision, with_facts=True))
 
 
-_STEPS: dict[tuple[Phase, type], Callable[[Job, Any], Step]] = {
+_STEPS: dict[tuple[Phase, type], Callable[[JobState, Any], Step]] = {
     (Phase.STARTING, Answered): _asked_at_start,
     (Phase.STARTING, Woken): lambda job, _: (job, [Ask(job.others)]),
     (Phase.STARTING, Connected): _connected_at_start,
     (Phase.SEEKING, Answered): _sought,
     (Phase.SEEKING, Woken): lambda job, _: (job, [Ask(_some(job))]),
     (Phase.SEEKING, Connected): _found,
-    (Phase.MEETING, Seen): _met,
-    (Phase.JOINING, Seen): _decided,
+    (Phase.MEETING, StoreSeen): _met,
+    (Phase.JOINING, StoreSeen): _decided,
     (Phase.JOINING, Woken): _look_again,
     (Phase.RUNNING, Ended): _ended,
     (Phase.CHECKING, Answered): _checked_for_later_leader,
     (Phase.CHECKING, Connected): _gave_way,
     (Phase.PAUSING, Woken): lambda job, event: _gather(job, event.now),
-    (Phase.GATHERING, Seen): _gathered,
+    (Phase.GATHERING, StoreSeen): _gathered,
     (Phase.GATHERING, Answered): _checked_for_later_leader,
     (Phase.GATHERING, Connected): _gave_way,
     (Phase.GATHERING, Woken): _look_again,
     (Phase.DIVIDED, Answered): _divided,
     (Phase.DIVIDED, Connected): _gave_way,
-    (Phase.FOLLOWING, Seen): _decided,
+    (Phase.FOLLOWING, StoreSeen): _decided,
     (Phase.FOLLOWING, Woken): _look_again,
     (Phase.LOOKING, Answered): _looked,
     (Phase.LOOKING, Woken): lambda job, _: (job, [Ask(job.others)]),

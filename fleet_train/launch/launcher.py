@@ -29,13 +29,14 @@ from fleet_train.launch.events import (
     Publish,
     Run,
     Say,
-    Seen,
+    StoreSeen,
     Wait,
     Why,
     Woken,
     Write,
 )
-from fleet_train.launch.job import Job, Phase, begun, first, step
+from fleet_train.launch.job import begun, first, step
+from fleet_train.launch.job_state import JobState, Phase
 from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.prepare import Launch
@@ -82,7 +83,7 @@ class Launcher:
         except BaseException:
             self._signpost.close()
             raise
-        self._job = Job(
+        self._job = JobState(
             node.index,
             len(node.addresses),
             request.faults,
@@ -186,11 +187,12 @@ class Launcher:
         except ClusterError as error:
             return Connected(time.monotonic(), connected=False, refusal=str(error))
 
-    def _look(self, look: Look) -> Seen:
+    def _look(self, look: Look) -> StoreSeen:
         try:
-            return Seen(time.monotonic(), **self._membership.look(look))
+            seen = self._membership.look(look)
+            return StoreSeen(time.monotonic(), **seen)
         except FleetTrainError:
-            return Seen(time.monotonic(), lost=True)
+            return StoreSeen(time.monotonic(), lost=True)
 
     # one attempt
 

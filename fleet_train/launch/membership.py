@@ -172,6 +172,8 @@ class Membership:
 
     @property
     def _store(self) -> StoreClient:
+        if self._client is not None and self._client.broken and self.leader == self.node.index:
+            self.lead(self._term)  # this process was frozen during a call
         assert self._client is not None
         return self._client
 

@@ -49,7 +49,7 @@ _COMPUTING = (0.25, 1.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Conditions:
+class ChoiceConditions:
     """The basis of a choice. ``compute``: None = unknown. ``source``: where the network's numbers come from."""
 
     network: Network = PAPER
@@ -73,7 +73,7 @@ def needs_link(profile: Profile, gradients: Sequence[TensorSpec], cluster: Clust
     return bool(open_knobs(profile)) and not is_given and is_worth_cutting(gradients, cluster)
 
 
-def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: Conditions) -> Choice:
+def choose(profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, conditions: ChoiceConditions) -> Choice:
     """Choose the open settings of ``profile``. The same arguments give the same choice on every rank.
 
     Times are added by ``fsum``: Python 3.12's ``sum`` rounds otherwise than older ones.
@@ -102,7 +102,7 @@ def build_plan(
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
     """`build_chosen` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
-    chosen = choose(profile, gradients, cluster, Conditions()).profile
+    chosen = choose(profile, gradients, cluster, ChoiceConditions()).profile
     return build_chosen(gradients, cluster, chosen, averaged, statistics, state_values_per_parameter)
 
 
@@ -187,7 +187,7 @@ def _best(
     return next(candidate for candidate, total in zip(plans, totals, strict=True) if total <= _CLOSE * min(totals))
 
 
-def _link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: Conditions) -> str:
+def _link_in_words(network: Network, cluster: Cluster, profile: Profile, conditions: ChoiceConditions) -> str:
     """The link of a job, and where its numbers come from."""
     link = network.between if cluster.node_num > 1 else network.inside
     figures = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_seconds * 1e3:.2g} ms"

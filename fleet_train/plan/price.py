@@ -168,9 +168,9 @@ class Paths:
         self.network = network
         self.costs = costs
         self._cluster = cluster
-        self._known: dict[tuple[int, CollectiveSpec], list[Phase]] = {}
+        self._known: dict[tuple[int, CollectiveSpec], list[TaskPhase]] = {}
 
-    def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[Phase]:
+    def of(self, plan: CommPlan, sent: CollectiveSpec) -> list[TaskPhase]:
         """The phases of one exchange of ``plan``, which must be a plan for this cluster."""
         key = plan.group_size, sent
         if key not in self._known:
@@ -178,7 +178,7 @@ class Paths:
             self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
         return self._known[key]
 
-    def _timed(self, phase: CollectivePhase) -> list[Phase]:
+    def _timed(self, phase: CollectivePhase) -> list[TaskPhase]:
         """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
         edges = phase.flows()
         if not edges:
@@ -193,7 +193,7 @@ class Paths:
         seconds = max(nbytes / self._link(kind).bytes_per_second for (kind, _, _), nbytes in ports.items())
         resource = "between" if any(kind == "between" for kind, _, _ in ports) else "inside"
         waiting = self._link(resource).latency_seconds * rounds(phase.kind, max(len(group) for group in phase.groups))
-        return [Phase("", waiting + self.costs.collective_seconds), Phase(resource, seconds)]
+        return [TaskPhase("", waiting + self.costs.collective_seconds), TaskPhase(resource, seconds)]
 
     def _link(self, kind: str) -> Link:
         return self.network.between if kind == "between" else self.network.inside
@@ -235,7 +235,7 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
         ready = _ready_times(plan, replace(compute, backward=compute.backward + taken), costs)
         ends = finish_times(
             [
-                Task(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), start)
+                PricedTask(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), start)
                 for bucket, share, start in zip(plan.buckets, shares, ready, strict=True)
             ]
         )
@@ -258,12 +258,12 @@ def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Seq
     return shares
 
 
-def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[Phase]:
+def _bucket_phases(plan: CommPlan, bucket: Bucket, paths: Paths, share: float) -> list[TaskPhase]:
     """``share``: of the exchange that overlaps computing. Communicators share the remaining processors."""
     name, costs = bucket.compression, paths.costs
     codec = (costs.of(name).codec + share * costs.of(name).waiting) * bucket.handled_bytes
     return [
-        Phase("processors" if costs.share_processors else "", codec),
+        TaskPhase("processors" if costs.share_processors else "", codec),
         *(phase for sent in (*bucket.sent, *bucket.updated) for phase in paths.of(plan, sent)),
     ]
 
@@ -304,7 +304,7 @@ _NOTHING = 1e-15
 
 
 @dataclass(frozen=True)
-class Phase:
+class TaskPhase:
     """``seconds`` of work when alone on ``resource``; an empty name is waiting, which uses no resource."""
 
     resource: str
@@ -312,15 +312,15 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Task:
+class PricedTask:
     """Sequential phases in a queue, starting at ``ready`` (seconds) or later."""
 
     queue: int
-    phases: tuple[Phase, ...]
+    phases: tuple[TaskPhase, ...]
     ready: float
 
 
-def finish_times(tasks: Sequence[Task]) -> list[float]:
+def finish_times(tasks: Sequence[PricedTask]) -> list[float]:
     """Seconds at which each task ends. A queue runs its tasks in list order."""
     waiting: dict[int, list[int]] = defaultdict(list)
     for index, task in enumerate(tasks):
@@ -345,4 +345,4 @@ def finish_times(tasks: Sequence[Task]) -> list[float]:
         for index, speed in zip(running, speeds, strict=True):
             phase = left[index][0]
             rest = phase.seconds - passed * speed
-            left[index][:1] = [Phase(phase.resource, rest)] if rest > _NOTHING else []
+            left[index][:1] = [TaskPhase(phase.resource, rest)] if rest > _NOTHING else []

@@ -15,7 +15,7 @@ import numpy as np
 from fleet_train.errors import ConversionError
 from fleet_train.plan.build import LocalSgdSchedule
 from fleet_train.plan.plan import CommPlan, by_mean_dtype
-from fleet_train.plan.simulate_methods import Array, QuantisedSum, Rows, SimulatedParts, SimulatedWire, cut
+from fleet_train.plan.simulate_methods import Array, QuantisedSum, RowsSimulation, SimulatedParts, SimulatedWire, cut
 from fleet_train.plan.simulate_shards import ShardedSimulation
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import description_of
@@ -377,7 +377,7 @@ class SimulatedJob:
             names = [gradient.name for gradient in bucket.gradients]
             local = [[rank[name] for name in names] for rank in gradients]
             sent = (*bucket.sent, *bucket.updated)
-            if isinstance(reference, Rows):
+            if isinstance(reference, RowsSimulation):
                 sent = (*reference.sent(local), *bucket.updated)
             elif not bucket.shards:
                 sent = description_of(bucket).sent(bucket, self._profile, bool(self._plan.group_size), self._exchanges)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, create_model, field_validator
 
 from fleet_train.profile.knobs import AUTO, Auto, OnlyWith, knob
-from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
+from fleet_train.profile.methods import COMPRESSIONS, FAMILIES, NOT_HERE
 from fleet_train.profile.methods.outer import OUTER_OPTIMIZERS, WITH_MOMENTUM
-from fleet_train.profile.methods.powersgd import PowerSgdKnobs
-from fleet_train.profile.methods.quantised import QuantisedKnobs
 
 
 class CommunicationKnobs(BaseModel):
@@ -399,16 +397,13 @@ class CompressionChoice(LocalSgdKnobs):
         "none",
         meaning=f"What is sent of a gradient: {_sent_parts()}.",
         reason=_compression_reason(),
+        refused=NOT_HERE,
     )
 
 
 if TYPE_CHECKING:
-    # For code outside a compression's own file that reads its knobs.
-    class CompressionKnobs(PowerSgdKnobs, QuantisedKnobs, CompressionChoice):
-        """The choice, and the settings of all compressions."""
-
+    CompressionKnobs = CompressionChoice
 else:
-    _settings = dict.fromkeys(method.knobs for method in COMPRESSIONS.values() if method.knobs is not None)
-
-    class CompressionKnobs(*reversed(_settings), CompressionChoice):
-        """The choice, and the settings of all compressions. The last base's fields come first."""
+    _settings = dict.fromkeys(each.knobs for each in COMPRESSIONS.values() if each.knobs is not None)
+    CompressionKnobs = create_model("CompressionKnobs", __base__=(*reversed(_settings), CompressionChoice))
+"""The choice, and the settings of all compressions, whose own files read them. The last base's fields come first."""

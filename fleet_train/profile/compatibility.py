@@ -15,7 +15,7 @@ from typing import Any
 
 from fleet_train.profile.knobs import AUTO, Problem, shown
 from fleet_train.profile.methods import COMPRESSIONS, FAMILIES
-from fleet_train.profile.methods.base import IN_16_BITS, Family, Verdict, goes, refused
+from fleet_train.profile.methods.base import IN_16_BITS, Combination, Family, goes, refused
 from fleet_train.profile.schema import KNOBS
 
 
@@ -50,7 +50,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("rows", "sparse_embeddings", "rows of embeddings", lambda choice: choice is True),
 )
 
-PAIRS: dict[tuple[str, str], Verdict] = {
+PAIRS: dict[tuple[str, str], Combination] = {
     ("fused", "communicators"): goes("the communicators take the buckets in turn"),
     ("fused", "hierarchical"): goes("each bucket takes the three steps; fewer buckets wait for the leaders less often"),
     ("fused", "waiting"): goes("each bucket is waited for before the next operator starts"),
@@ -71,7 +71,7 @@ PAIRS: dict[tuple[str, str], Verdict] = {
 }
 
 
-def _with(strategy: str, others: str, verdict: Verdict) -> dict[tuple[str, str], Verdict]:
+def _with(strategy: str, others: str, verdict: Combination) -> dict[tuple[str, str], Combination]:
     return {(other, strategy): verdict for other in others.split()}
 
 
@@ -144,7 +144,7 @@ PAIRS |= {
 }
 
 
-def verdict(first: str, second: str, pairs: Mapping[tuple[str, str], Verdict] = PAIRS) -> Verdict:
+def verdict(first: str, second: str, pairs: Mapping[tuple[str, str], Combination] = PAIRS) -> Combination:
     """The entry of two strategies, in either order. Raises KeyError if the table has none."""
     return pairs[first, second] if (first, second) in pairs else pairs[second, first]
 
@@ -152,7 +152,7 @@ def verdict(first: str, second: str, pairs: Mapping[tuple[str, str], Verdict] = 
 def clashes(
     settings: Mapping[str, Any],
     strategies: Sequence[Strategy] = STRATEGIES,
-    pairs: Mapping[tuple[str, str], Verdict] = PAIRS,
+    pairs: Mapping[tuple[str, str], Combination] = PAIRS,
 ) -> list[Problem]:
     """Each refused pair of strategies that these settings enable, defaults included, for the knob that was set."""
     used = [strategy for strategy in strategies if strategy.is_on(_value(strategy.knob, settings))]
@@ -166,7 +166,7 @@ def clashes(
     return problems
 
 
-def entries() -> Iterator[tuple[Strategy, Strategy, Verdict]]:
+def entries() -> Iterator[tuple[Strategy, Strategy, Combination]]:
     """The whole table, pair by pair, in the order of ``STRATEGIES``."""
     for first, second in combinations(STRATEGIES, 2):
         yield first, second, verdict(first.name, second.name)

@@ -17,7 +17,7 @@ from fleet_train.profile.catalogue import MEASURED, load_profile, profile_names
 from fleet_train.profile.compatibility import Strategy, entries
 from fleet_train.profile.fleet_fields import STOCK_FIELDS, StockField
 from fleet_train.profile.knobs import FATES, Knob, shown
-from fleet_train.profile.methods.base import Verdict
+from fleet_train.profile.methods.base import Combination
 from fleet_train.profile.rules import VARIABLE_NAME
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
@@ -106,7 +106,7 @@ def knobs_page() -> str:
     return "".join(parts) + STOCK_HEAD + "".join(_stock_line(field) for field in others)
 
 
-def _pair_line(first: Strategy, second: Strategy, entry: Verdict) -> str:
+def _pair_line(first: Strategy, second: Strategy, entry: Combination) -> str:
     return f"| {first.title} | {second.title} | {'yes' if entry.allowed else 'refused'} | {entry.words} |\n"
 
 

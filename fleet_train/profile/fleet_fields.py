@@ -350,7 +350,7 @@ STOCK_FIELDS: dict[str, StockField] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FieldOutcome:
     """The result for a field's value: settings, a sentence for rank 0, or nothing.
 
     A ``fallback`` is a setting for a knob that nothing else sets.
@@ -361,7 +361,7 @@ class Outcome:
     sentence: str = ""
 
 
-def outcome_of(path: str, value: Any) -> Outcome:
+def outcome_of(path: str, value: Any) -> FieldOutcome:
     """The result for one value of one field. Raises ProfileError for one that is refused; a knob's own rules are
     checked by the knob."""
     number = getattr(value, "value", None)
@@ -373,25 +373,25 @@ def outcome_of(path: str, value: Any) -> Outcome:
     if row.path == path and row.switch and _is_one_of(value, (row.switch.value,)):
         brought = row.switch.settings
         own, fallback = ((), brought) if row.switch.yields else (brought, ())
-        return Outcome(own, fallback, prefix + row.switch.words)
+        return FieldOutcome(own, fallback, prefix + row.switch.words)
     if row.knob:
         read = row.reading(value) if row.reading and value is not None else value
         if _is_one_of(read, row.silent):
-            return Outcome()
+            return FieldOutcome()
         is_variable = row.knob.startswith("environment.") and isinstance(read, int)
         settings = ((row.knob, str(int(read)) if is_variable else read), *row.also)
-        return Outcome(settings, sentence="" if row.knob == row.path else f"{prefix}read as {row.knob}{row.note}")
+        return FieldOutcome(settings, sentence="" if row.knob == row.path else f"{prefix}read as {row.knob}{row.note}")
     if fleet_sections.lists_what_happens(path, value):
-        return Outcome(sentence=f"{prefix}amp treats these operators so anyway")
+        return FieldOutcome(sentence=f"{prefix}amp treats these operators so anyway")
     if _is_one_of(value, row.mapped):
-        return Outcome(sentence=prefix + row.mapping)
+        return FieldOutcome(sentence=prefix + row.mapping)
     if fleet_sections.asks_for_nothing(path, value):
-        return Outcome()
+        return FieldOutcome()
     if path in fleet_sections.TUNING:
-        return Outcome(sentence=prefix + fleet_sections.TUNING[path])
+        return FieldOutcome(sentence=prefix + fleet_sections.TUNING[path])
     # A section's "off" is not the default of its fields: gradient_merge_configs.avg is True when untouched.
     if row.path == path and _is_one_of(value, row.silent):
-        return Outcome()
+        return FieldOutcome()
     raise ProfileError(f"given {shown(value)}: {row.refusal}")
 
 

@@ -10,7 +10,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.errors import FleetTrainError
 from fleet_train.plan import CommPlan, TensorSpec
 from fleet_train.plan.build import build_chosen
-from fleet_train.plan.choose import MOST_COMMUNICATORS, Conditions, choose
+from fleet_train.plan.choose import MOST_COMMUNICATORS, ChoiceConditions, choose
 from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Compute, Costs, Link, Network, Prediction, predict
 from fleet_train.plan.pricing import traffic
 from fleet_train.profile import Profile, load_profile, profile_names
@@ -106,7 +106,7 @@ def consider(
 
 def _price(name: str, profile: Profile, measured: Measurements, cluster: Cluster, most_communicators: int) -> Candidate:
     compute = Compute.of(measured.compute_seconds)
-    conditions = Conditions(measured.network, measured.costs, compute, most_communicators, "measured")
+    conditions = ChoiceConditions(measured.network, measured.costs, compute, most_communicators, "measured")
     chosen = choose(profile, measured.gradients, cluster, conditions).profile
     plan = build_chosen(
         measured.gradients, cluster, chosen, measured.averaged, measured.statistics, measured.state_values

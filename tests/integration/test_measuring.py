@@ -116,3 +116,13 @@ def test_ctrl_c_leaves_nothing(script: Path, tmp_path: Path) -> None:
         (ended,) = job.wait(timeout_seconds=60)
         assert ended.exit_code == 130, ended.output
         assert job.orphans() == []
+
+
+def test_the_costs_of_a_compression_are_measured_as_its_description_needs_them(tmp_path: Path) -> None:
+    command = [str(ROOT / "tools/bench.py"), "coding", "--compression", "bf16", "--rounds", "1", "--megabytes", "1"]
+    ended = run_alone(tmp_path, python(*command, "--started_port", str(free_ports(3))), timeout_seconds=300.0)
+    assert ended.exit_code == 0, ended.output
+    rows = [line.strip("| ").split(" | ") for line in ended.output.splitlines() if "e-9" in line]
+    assert [row[0] for row in rows] == ["none", "bf16"]
+    assert all(0 <= float(cell) < 1e-6 for row in rows for cell in row[1:])
+    assert any(float(cell) > 0 for row in rows for cell in row[1:])

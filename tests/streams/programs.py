@@ -19,7 +19,7 @@ from paddle import nn
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import own_streams
 from fleet_train.collectives.engine import CallContext, Collective, Stages
-from fleet_train.collectives.engines import OWN, Enqueued, InFlight, Result, ThreadEngine
+from fleet_train.collectives.engines import OWN, EngineResult, Enqueued, InFlight, ThreadEngine
 from fleet_train.collectives.job import Job
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.profile import Profile, load_profile
@@ -137,7 +137,7 @@ class OldEngine(ThreadEngine):
 
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
-    ) -> Result[T]:
+    ) -> EngineResult[T]:
         with self._recorder.inside(context.what):
             return super().start(stages, context, communicator, barrier)
 

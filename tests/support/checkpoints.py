@@ -20,7 +20,7 @@ def publish(
     step: int,
     state: Mapping[str, Any],
     score: float | None = None,
-    run: storage.Run = storage.Run(),  # noqa: B008
+    run: storage.TrainingRun = storage.TrainingRun(),  # noqa: B008
     *,
     content: bytes = b"tensors",
     own: bytes = b"",
@@ -28,11 +28,12 @@ def publish(
     """``content``: the bytes of its only tensor; ``own``: those of the only rank's own one, none if empty."""
     draft = storage.begin(checkpoints, step)
     ranks = [{"own": np.frombuffer(own, "uint8")}] if own else []
-    tensors = persistables.write_tensors(draft, program_state.State({"w": np.frombuffer(content, "uint8")}, {}, ranks))
+    state_of_program = program_state.SavedState({"w": np.frombuffer(content, "uint8")}, {}, ranks)
+    tensors = persistables.write_tensors(draft, state_of_program)
     return storage.publish(checkpoints, step, state, score, run, tensors)
 
 
-def write_folder(folder: Path, state: program_state.State) -> None:
+def write_folder(folder: Path, state: program_state.SavedState) -> None:
     """A saved state alone, without a trainer's."""
     persistables.publish(folder, persistables.write_tensors(folder, state))
 

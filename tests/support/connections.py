@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fleet_train.cluster.store.access import Access
 from fleet_train.cluster.store.namespace import Reply, Root, StoreNamespace
 from fleet_train.cluster.store.relay import Parent, Relay
-from fleet_train.cluster.store.server import Session, StoreServer
+from fleet_train.cluster.store.server import StoreServer, StoreSession
 from fleet_train.cluster.store.wire import Arrival, Decoder, Fields, Key, encode, pack, pack_times, parse
 
 WELCOME = {"welcome": True, "proof": ""}
@@ -97,7 +97,7 @@ class Caller:
 
     def __init__(self, state: StoreServer, address: str = "10.0.0.9") -> None:
         self.transport = Transport(address)
-        self.session = Session(state)
+        self.session = StoreSession(state)
         self._state = state
         self.session.connection_made(self.transport)
 

@@ -56,9 +56,12 @@ def test_a_silent_folder_and_files_beyond_what_is_allowed_are_found(tmp_path: Pa
         "## Mass\n| `fleet_train/` | 1 | 1 |\n| `fleet_train/mute/` | 1 | 5 |\n- `fleet_train`: the root\n"
         "- `fleet_train/mute`: silent\n## Next\n"
     )
+    read = ", ".join(["`mute/long.py`"] * 11)
+    (tmp_path / "docs" / "how-it-works.md").write_text(f"## One evening\n- {read}\n\n## Next\n")
     assert [problem.split(";")[0] for problem in layout.problems(tmp_path)] == [
         "fleet_train/mute/__init__.py: needs a docstring that says what the folder contains",
         "fleet_train/mute/: 2 files with 501 lines",
         "fleet_train/mute/long.py: 501 lines",
+        "docs/how-it-works.md: one evening reads 11 files with 5,511 lines",
         "docs/layout.md is out of date",
     ]

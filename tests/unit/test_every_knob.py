@@ -274,4 +274,4 @@ def test_what_others_allow_is_refused_and_what_is_carried_out_is_read_by_the_cod
             with pytest.raises(ProfileError, match="; use "):
                 Profile(**{name: value})
         if KNOBS[name].fate == "carried out":
-            assert name in read_in((*RUNNING, "plan", "profile/methods")) or name == "environment"
+            assert name in read_in((*RUNNING, "compression", "plan", "profile/methods")) or name == "environment"

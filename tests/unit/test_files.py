@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fleet_train.convert import persistables
-from fleet_train.convert.program_state import State
+from fleet_train.convert.program_state import SavedState
 from fleet_train.errors import CheckpointError
 from fleet_train.files import NotThatFile, lines_of, read_regular, write_new
 from fleet_train.launch.logs import LogFolder
@@ -21,7 +21,7 @@ from fleet_train.launch.processes import end_of
 from fleet_train.launch.terminal import Follower
 from fleet_train.port.script import Ported, write
 from fleet_train.train.checkpoint.newest import write_record
-from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.checkpoint.storage import TrainingRun
 from fleet_train.train.metrics import JsonLinesSink, VisualDLSink
 from fleet_train.train.reference import publish_summary
 from tests.support.checkpoints import write_folder
@@ -34,7 +34,7 @@ def _image(folder: Path) -> None:
 
 
 def _state(folder: Path) -> None:
-    write_folder(folder, State({"w": np.zeros(2)}, {"w": "parameter"}, [{"own": np.zeros(2)}]))
+    write_folder(folder, SavedState({"w": np.zeros(2)}, {"w": "parameter"}, [{"own": np.zeros(2)}]))
 
 
 def _ported(folder: Path) -> None:
@@ -57,7 +57,7 @@ WRITERS: list[tuple[str, Callable[[Path], None]]] = [
     ("persistables.safetensors.part", _state),
     ("ranks.safetensors.part", _state),
     ("complete.json.part", _state),
-    (".run.json", lambda folder: write_record(folder, Run.new())),
+    (".run.json", lambda folder: write_record(folder, TrainingRun.new())),
     (".train.py.ported", _ported),
     ("workerend.0.json.tmp", _end_of_a_rank),
 ]

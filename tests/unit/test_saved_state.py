@@ -15,7 +15,7 @@ from fleet_train import fleet
 from fleet_train.convert.passes.pipeline import LossScaler
 from fleet_train.convert.program_state import (
     ProgramState,
-    State,
+    SavedState,
     fit,
     is_finite,
     what_is_not_finite,
@@ -255,7 +255,7 @@ KINDS = {"w": "parameter", "mask": "parameter", "w_moment2_0": "optimizer", "bes
 def test_what_is_not_finite_is_named_unless_it_may_be(name: str, values: list[float], said: str | None) -> None:
     found = np.array(values, "float32")
     good = {"w": np.ones(3, "float32"), "step": np.array([3])}
-    assert what_is_not_finite(State({**good, name: found}, KINDS), {"mask"}) == said
+    assert what_is_not_finite(SavedState({**good, name: found}, KINDS), {"mask"}) == said
     own = [{"own": np.zeros(1, "float32")}, {"own": np.ones(1, "float32"), name: found}]
     expected = None if said is None else f"rank 1's {said}"
-    assert what_is_not_finite(State(good, KINDS, own), {"mask"}) == expected
+    assert what_is_not_finite(SavedState(good, KINDS, own), {"mask"}) == expected

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_train.compression.powersgd.description import powersgd_settings
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
 
@@ -126,7 +127,8 @@ def rivals_of(profiles: Sequence[Profile], bucket: str) -> list[str]:
         if each.use_local_sgd and each.outer_optimizer == "none":
             twins.append(f"torch:post_local_sgd_{each.local_sgd_steps}_from_{each.local_sgd_is_warm_steps}")
         elif each.compression == "powersgd" and not each.use_local_sgd:
-            twins.append(f"torch:powersgd_{each.powersgd_rank}_from_{each.powersgd_start_step}")
+            settings = powersgd_settings(each)
+            twins.append(f"torch:powersgd_{settings.rank}_from_{settings.start_step}")
     plain = [f"torch:{kind}{size}" for kind in (DDP, BF16) for size in ("", f"_{bucket}")]
     return list(dict.fromkeys([*(f"{PADDLE}:{way}" for way in STOCK), *plain, *twins, f"{HOROVOD}:{DDP}"]))
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleet_train.cluster.flight.ring import read_ring
-from fleet_train.cluster.flight.timeline import Step, timelines
+from fleet_train.cluster.flight.timeline import TimelineStep, timelines
 from tools.benchmarks.contestants import OURS, TORCH, parse, with_baselines
 from tools.benchmarks.jobs import Place, checkout_of, commands_of, results_of, revision_of, run_commands
 from tools.benchmarks.ranks import Assignment, interface_bytes
@@ -63,7 +63,7 @@ def busy_share(readings: Sequence[tuple[float, int]]) -> float:
     return busy / (half[-1][0] - half[0][0])
 
 
-def of_step(step: Step) -> dict[str, float]:
+def of_step(step: TimelineStep) -> dict[str, float]:
     """Milliseconds from its beginning."""
     ends = {piece.kind: 1e3 * (piece.ended - step.began) for piece in step.pieces if piece.kind in FIGURES}
     large = [1e3 * (each.began - step.began) for each in step.events if each.kind == "wire" and each.nbytes > _LARGE]

@@ -125,6 +125,9 @@ class Mass(NamedTuple):
     lines: int
 
 
+EVENING = Mass(18, 5500)
+
+
 def first_sentence(text: str) -> str:
     """The first sentence of a docstring's first paragraph, on one line, for a cell of a table."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
@@ -195,12 +198,26 @@ def excesses(root: Path) -> Iterator[str]:
                 yield f"{name}/{path.name}: {lines} lines; a file has {LEAST_LINES} to {MOST_LINES}"
 
 
+def evening(root: Path) -> Iterator[str]:
+    """One line if the files of the section "One evening" of docs/how-it-works.md are more than an evening's reading."""
+    told = (root / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    section = re.search(r"^## One evening$(.*?)(?=^## )", told, re.MULTILINE | re.DOTALL)
+    names = re.findall(r"`([\w/]+\.py)`", section[1] if section else "")
+    lines = sum(lines_of(root / "fleet_train" / name) for name in names)
+    if not names or len(names) > EVENING.files or lines > EVENING.lines:
+        yield (
+            f"docs/how-it-works.md: one evening reads {len(names)} files with {lines:,} lines; it has time for "
+            f"{EVENING.files} with {EVENING.lines:,}"
+        )
+
+
 def problems(root: Path) -> Iterator[str]:
     """One line for each folder without a docstring or above its budget, and for what is out of date."""
     for folder in folders(root):
         if not docstring_of(folder):
             yield f"{folder.relative_to(root)}/__init__.py: needs a docstring that says what the folder contains"
     yield from excesses(root)
+    yield from evening(root)
     for name, text in generated(root).items():
         path = root / "docs" / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -47,7 +47,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimelineStep:
     """Of one rank."""
 
     number: int
@@ -76,7 +76,7 @@ class RankTimeline:
     clock_offset: float
     clock_error: float
     events: tuple[Span, ...]
-    steps: dict[int, Step]
+    steps: dict[int, TimelineStep]
     """Those that have ended, and whose beginning is known."""
 
     @property
@@ -125,7 +125,7 @@ def _ends(spans: Sequence[tuple[Event, Span]]) -> dict[int, Span]:
     return ends
 
 
-def _steps(events: Sequence[Span], ends: dict[int, Span]) -> dict[int, Step]:
+def _steps(events: Sequence[Span], ends: dict[int, Span]) -> dict[int, TimelineStep]:
     steps = {}
     for number, run in ends.items():
         before = ends.get(number - 1)
@@ -134,7 +134,7 @@ def _steps(events: Sequence[Span], ends: dict[int, Span]) -> dict[int, Step]:
         began = run.began if before is None else before.ended
         within = [event for event in events if began <= event.began < run.ended]
         beside = tuple(event for event in within if event.kind in _COMMUNICATION)
-        steps[number] = Step(number, began, run.ended, tuple(_pieces(within, began, run.ended)), beside)
+        steps[number] = TimelineStep(number, began, run.ended, tuple(_pieces(within, began, run.ended)), beside)
     return steps
 
 

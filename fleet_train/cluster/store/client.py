@@ -92,7 +92,10 @@ class StepAnswer(NamedTuple):
 
 
 class StoreClient:
-    """One member's connection to the store. Calls from several threads are serialized; a waiting call blocks others."""
+    """One member's connection to the store. Calls from several threads are serialized; a waiting call blocks others.
+
+    Once the server has not answered in time, the connection is closed (`broken`).
+    """
 
     def __init__(
         self,
@@ -114,6 +117,8 @@ class StoreClient:
         self._describe = describe
         self._answer_seconds = answer_seconds
         self._is_in_child = False
+        self.broken = ""
+        """Why the server has not answered; every further call raises WorkerFailed with it."""
         self._reports: list[tuple[dict[str, Json], float]] = []
         self._times = [0.0, 0.0, 0.0]
         """Of this member's notes so far: steps, milliseconds of own work, milliseconds at barriers."""
@@ -357,12 +362,16 @@ class StoreClient:
                 f"{MOST_BODY_BYTES >> 20} MB; send arrays with fleet.all_reduce"
             )
         with self._lock:
+            if self.broken:
+                raise WorkerFailed(self._messages.lost_server(self.broken))
             try:
                 self._sock.settimeout(patience_seconds + self._answer_seconds)
                 self._sock.sendall(encode(header, body))
                 answer, body = _receive(self._sock, self._decoder)
             except (OSError, ValueError, ProtocolError) as error:
-                raise WorkerFailed(self._messages.lost_server(str(error))) from error
+                self.broken = str(error)
+                self.close()  # an answer that comes late would be taken for that of the next call
+                raise WorkerFailed(self._messages.lost_server(self.broken)) from error
         try:
             if "error" not in answer:
                 return read(answer, body)

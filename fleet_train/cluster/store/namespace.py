@@ -25,9 +25,9 @@ from fleet_train.cluster.store.wire import (
     Header,
     Json,
     Key,
-    Participant,
     Payload,
     ProtocolError,
+    StoreParticipant,
     TooLarge,
     all_members,
     encode,
@@ -71,7 +71,7 @@ class Barrier:
     """Arrived, and left after their own timeout: not responsible if others arrived shortly after them."""
     calls: dict[str, int] = field(default_factory=dict)
     """The calls in the members' scripts -> the members that gave them; others are in a step of training."""
-    waiters: dict[Participant, Waiter] = field(default_factory=dict)
+    waiters: dict[StoreParticipant, Waiter] = field(default_factory=dict)
     is_reported: bool = False
     """Of a relay: whether its parent knows of some members."""
     report_at: float | None = None
@@ -130,7 +130,7 @@ class StoreNamespace(ABC):
     def _arrived(self, barrier: Barrier, arrival: Arrival) -> None: ...
 
     @abstractmethod
-    def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
+    def _on_timeout(self, barrier: Barrier, late: list[StoreParticipant]) -> None:
         """The timeout of these has expired."""
 
     def tick(self, now: float) -> None:
@@ -145,13 +145,13 @@ class StoreNamespace(ABC):
         """All members that are present by way of this connection have departed: ``left``, or how they were lost."""
         self.ask({"do": "depart", "via": via, "how": how}, b"", lambda _, __: None)
 
-    def forget(self, participant: Participant) -> None:
+    def forget(self, participant: StoreParticipant) -> None:
         """Its connection has ended: its data stays while others wait."""
         for barrier in list(self.pending.values()):
             if barrier.waiters.pop(participant, None) is not None and not barrier.waiters:
                 del self.pending[barrier.key]
 
-    def _withdraw(self, barrier: Barrier, late: list[Participant], frame: bytes) -> None:
+    def _withdraw(self, barrier: Barrier, late: list[StoreParticipant], frame: bytes) -> None:
         """Their timeout has expired: they no longer count as arrived, so that a later use of this barrier starts clean;
         the others continue to wait."""
         for participant in late:
@@ -239,7 +239,7 @@ class Root(StoreNamespace):
         for barrier in list(self.pending.values()):
             self._give_up_if_hopeless(barrier)
 
-    def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
+    def _on_timeout(self, barrier: Barrier, late: list[StoreParticipant]) -> None:
         missing = to_ranges(barrier.missing & ~barrier.withdrawn)
         self._withdraw(barrier, late, barrier.frame({"error": "timeout", "missing": missing}))
 

@@ -25,8 +25,8 @@ from fleet_train.cluster.store.wire import (
     Decoder,
     Header,
     Key,
-    Participant,
     ProtocolError,
+    StoreParticipant,
     all_members,
     encode,
     keep_alive,
@@ -73,7 +73,7 @@ class Relay(StoreNamespace):
     def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
         super().__init__(clock, grace_seconds=timeouts.RELAY_GRACE_SECONDS)
         self.parent = parent
-        self.link = Link(self)
+        self.link = RelayLink(self)
         self._asked: dict[int, Reply] = {}
         self._number = 0
         self._lost = ""
@@ -117,7 +117,7 @@ class Relay(StoreNamespace):
         self.link.send(encode(header, body))
         barrier.is_reported, barrier.report_at = True, None
 
-    def _on_timeout(self, barrier: Barrier, late: list[Participant]) -> None:
+    def _on_timeout(self, barrier: Barrier, late: list[StoreParticipant]) -> None:
         """The parent has not named the missing members in time: here only its silence is known."""
         why = f"{self.parent.endpoint} has not answered in time"
         self._withdraw(barrier, late, barrier.frame({"error": "store", "why": why}))
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-class Link(Connection):
+class RelayLink(Connection):
     """The relay's connection to its parent, which has accepted it."""
 
     def __init__(self, relay: Relay) -> None:

@@ -82,8 +82,8 @@ class StoreServer:
         self._members = members
         self._begins_namespaces = begins_namespaces
         self._logs_refusals = logs_refusals
-        self._strangers: Strangers[Session] = Strangers(_MOST_STRANGERS, lambda stranger: stranger.abort())
-        self._known: set[Session] = set()
+        self._strangers: Strangers[StoreSession] = Strangers(_MOST_STRANGERS, lambda stranger: stranger.abort())
+        self._known: set[StoreSession] = set()
         self._refused: set[str] = set()
         self._opening: set[str] = set()
         self.names = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
@@ -200,7 +200,7 @@ class StoreServer:
 
     async def _accept(self, listener: socket.socket) -> asyncio.Server:
         self._begin()
-        server = await self._loop.create_server(lambda: Session(self), sock=listener, backlog=_ACCEPTED_AT_ONCE)
+        server = await self._loop.create_server(lambda: StoreSession(self), sock=listener, backlog=_ACCEPTED_AT_ONCE)
         listener.listen(_BACKLOG)
         return server
 
@@ -235,7 +235,7 @@ class StoreServer:
 
     # connections; from here on only the loop's thread calls
 
-    def admit(self, session: Session, address: str) -> bool:
+    def admit(self, session: StoreSession, address: str) -> bool:
         """Whether a connection from there may authenticate itself."""
         if self._callers is None or self._callers.hears(address):
             self._strangers.add(session)
@@ -251,11 +251,11 @@ class StoreServer:
         """Whether the accepted addresses may change."""
         return self._callers is not None and self._callers.may_change
 
-    def know(self, session: Session) -> None:
+    def know(self, session: StoreSession) -> None:
         self._strangers.remove(session)
         self._known.add(session)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: StoreSession) -> None:
         self._strangers.remove(session)
         self._known.discard(session)
 
@@ -307,7 +307,7 @@ class StoreServer:
                 namespace.depart(machine, how)
 
 
-class Session(Connection):
+class StoreSession(Connection):
     """The messages of one connection, checked field by field, and their answers."""
 
     def __init__(self, server: StoreServer) -> None:

@@ -223,7 +223,7 @@ class Key(NamedTuple):
     name: str
 
 
-class Participant(Protocol):
+class StoreParticipant(Protocol):
     """A waiting connection: a member, or a relay for many."""
 
     def send(self, frame: bytes) -> None: ...
@@ -234,7 +234,7 @@ class Arrival:
     """A participant's message: members of it have arrived at a barrier of ``count``, with their contribution."""
 
     key: Key
-    participant: Participant
+    participant: StoreParticipant
     mask: int
     count: int
     timeout: float
@@ -247,7 +247,7 @@ class Arrival:
     """Whether it has been sent before, with fewer members."""
 
     @classmethod
-    def read(cls, fields: Fields, body: Body, participant: Participant, own: tuple[str, int] | None) -> Arrival:
+    def read(cls, fields: Fields, body: Body, participant: StoreParticipant, own: tuple[str, int] | None) -> Arrival:
         """``own``: the participant's group and number if it is a member, the only one of its own; a relay names the
         members that it speaks for, and their group. Raises ProtocolError."""
         if own and not fields.keys().isdisjoint(("members", "group", "again")):

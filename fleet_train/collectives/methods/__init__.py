@@ -1,4 +1,4 @@
-"""Methods that average the gradients of a bucket: dense, PowerSGD, quantised.
+"""Methods that average the gradients of a bucket: dense, quantised, rows.
 
 `registry` makes the method of a plan's bucket.
 """

@@ -52,14 +52,14 @@ class Lookups:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """``ids`` [n] int64, ascending, each once; ``values`` [n, width] float32."""
 
     ids: Array
     values: Array
 
 
-class Choice:
+class RowChoice:
     """Whether the rows of a table or the whole table are sent in a step: what all ranks have counted decides, so that
     all decide alike.
 
@@ -165,9 +165,9 @@ class HostRows(_TablesOfABucket):
         is_auto = parts.profile.sparse_embeddings == AUTO
         rank = parts.job.cluster.rank
         self._choices = [
-            Choice(table, limit, is_auto, rank) for table, limit in zip(self._tables, self._limits, strict=True)
+            RowChoice(table, limit, is_auto, rank) for table, limit in zip(self._tables, self._limits, strict=True)
         ]
-        self._kept: list[list[Rows]] = [[] for _ in self._tables]
+        self._kept: list[list[TableRows]] = [[] for _ in self._tables]
         """Of each table, those of the micro-batches since the last update."""
 
     def average(self, values: Sequence[Any]) -> Stages[list[Any]]:
@@ -215,13 +215,13 @@ class HostRows(_TablesOfABucket):
             if saved is not None and tuple(saved.shape) == table.shape:
                 values = saved.numpy().reshape(table.shape[0], -1)
                 ids = np.flatnonzero(values.any(axis=1))
-                kept.append(Rows(ids, values[ids]))
+                kept.append(TableRows(ids, values[ids]))
 
     def _keep(self, values: Sequence[Any]) -> None:
         for kept, (_, lookups), width in zip(self._kept, self._operands(values), self._widths, strict=True):
             kept.append(touched(lookups, width))
 
-    def _own(self, values: Sequence[Any]) -> list[Rows]:
+    def _own(self, values: Sequence[Any]) -> list[TableRows]:
         """This rank's rows since the last update: the mean of the micro-batches."""
         self._keep(values)
         local = [added(kept) for kept in self._kept]
@@ -244,7 +244,9 @@ class HostRows(_TablesOfABucket):
         self._count([n if s else 0 for n, s in zip(most, sends_rows, strict=True)], [not s for s in sends_rows])
         return sends_rows, counts
 
-    def _gather(self, local: Sequence[Rows], sends_rows: Sequence[bool], counts: Array) -> Stages[list[list[Rows]]]:
+    def _gather(
+        self, local: Sequence[TableRows], sends_rows: Sequence[bool], counts: Array
+    ) -> Stages[list[list[TableRows]]]:
         """The rows of each rank and table; of tables that go whole, none."""
         most = np.where(sends_rows, counts.max(axis=0), 0).tolist()
         if not any(most):
@@ -256,7 +258,7 @@ class HostRows(_TablesOfABucket):
             for rank, part in enumerate(host_view(gathered).reshape(self._size, -1))
         ]
 
-    def _coded(self, local: Sequence[Rows], most: Sequence[int]) -> Any:
+    def _coded(self, local: Sequence[TableRows], most: Sequence[int]) -> Any:
         """Of each table the indices, then the values, padded to ``most`` rows: flat uint8."""
         dtype, parts = wire_dtype(self._bucket), []
         for own, table, width, rows in zip(local, self._tables, self._widths, most, strict=True):
@@ -269,7 +271,7 @@ class HostRows(_TablesOfABucket):
             parts += [ids.view(np.uint8), values.reshape(-1).view(np.uint8)]
         return paddle.to_tensor(np.concatenate(parts))
 
-    def _decoded(self, wire: Array, most: Sequence[int], own: Sequence[int]) -> list[Rows]:
+    def _decoded(self, wire: Array, most: Sequence[int], own: Sequence[int]) -> list[TableRows]:
         found, start = [], 0
         is_narrow = wire_dtype(self._bucket) != "float32"
         for table, width, rows, count in zip(self._tables, self._widths, most, own, strict=True):
@@ -278,11 +280,11 @@ class HostRows(_TablesOfABucket):
             ids = wire[start : start + indices].view(index_dtype(table))[:count].astype(np.int64)
             raw = wire[start + indices : end]
             bits = raw.view(np.uint16).astype(np.uint32) << 16 if is_narrow else raw.view(np.uint32)
-            found.append(Rows(ids, bits.view(np.float32).reshape(rows, width)[: len(ids)]))
+            found.append(TableRows(ids, bits.view(np.float32).reshape(rows, width)[: len(ids)]))
             start = end
         return found
 
-    def _of_rows(self, total: Rows, position: int) -> list[Any]:
+    def _of_rows(self, total: TableRows, position: int) -> list[Any]:
         table = self._tables[position]
         if not self._lookups[position].rows_only:
             return [_like_table(total, table)]
@@ -300,7 +302,7 @@ def _gradient(ids: Any, table: Any, gradient: Any) -> Any:
     return made(ids, table, gradient, -1, False)
 
 
-def touched(lookups: Sequence[tuple[Any, Any, int]], width: int) -> Rows:
+def touched(lookups: Sequence[tuple[Any, Any, int]], width: int) -> TableRows:
     """Each looked up row of a table once, with the sum of its gradients in the order of positions, by the operator that
     makes the gradient of a table."""
     every_id, gradients = [], []
@@ -318,10 +320,10 @@ def touched(lookups: Sequence[tuple[Any, Any, int]], width: int) -> Rows:
     like = paddle.empty([ids.size, width], "float32")
     joined = _C_ops.concat(gradients, 0) if len(gradients) > 1 else gradients[0]
     values = _gradient(paddle.to_tensor(places.reshape(-1)), like, joined)
-    return Rows(ids, host_view(values).reshape(-1, width))
+    return TableRows(ids, host_view(values).reshape(-1, width))
 
 
-def added(parts: Sequence[Rows]) -> Rows:
+def added(parts: Sequence[TableRows]) -> TableRows:
     """The sum, in the order of ``parts``; the same part if there is one."""
     if len(parts) == 1:
         return parts[0]
@@ -330,14 +332,14 @@ def added(parts: Sequence[Rows]) -> Rows:
     for part in parts:
         values[places[start : start + part.ids.size]] += part.values
         start += part.ids.size
-    return Rows(ids, values)
+    return TableRows(ids, values)
 
 
-def nothing(width: int) -> Rows:
-    return Rows(np.zeros(0, np.int64), np.zeros((0, width), np.float32))
+def nothing(width: int) -> TableRows:
+    return TableRows(np.zeros(0, np.int64), np.zeros((0, width), np.float32))
 
 
-def filled_up(total: Rows, height: int) -> Rows:
+def filled_up(total: TableRows, height: int) -> TableRows:
     """With as many zeros for an untouched row as `Lookups.rows_only` says; at least one row if there is none."""
     number = total.ids.size
     fill = (height - number) % 8 or 8 * (number == 0)
@@ -346,10 +348,10 @@ def filled_up(total: Rows, height: int) -> Rows:
     gap = np.flatnonzero(total.ids != np.arange(number))
     untouched = int(gap[0]) if gap.size else number
     ids = np.concatenate([total.ids, np.full(fill, untouched, np.int64)])
-    return Rows(ids, np.concatenate([total.values, np.zeros((fill, total.values.shape[1]), np.float32)]))
+    return TableRows(ids, np.concatenate([total.values, np.zeros((fill, total.values.shape[1]), np.float32)]))
 
 
-def _like_table(own: Rows, table: TensorSpec) -> Any:
+def _like_table(own: TableRows, table: TensorSpec) -> Any:
     """A gradient of the table's shape, float32. Not memory of numpy: the executor's threads need Python's lock to free
     that, and ranks hung with it on busy machines."""
     dense = paddle.zeros(list(table.shape), "float32")

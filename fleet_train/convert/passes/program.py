@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 import fleet_train
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.host_ops import is_link
 
 BATCH_NORMS = ("pd_op.batch_norm_", "pd_op.sync_batch_norm_")
@@ -131,7 +131,7 @@ def changes_statistics(operator: Any) -> bool:
     return not (attributes.get("use_global_stats") or attributes.get("is_test"))
 
 
-def held_values(program: Any, trained: Sequence[Any]) -> Held:
+def held_values(program: Any, trained: Sequence[Any]) -> HeldValues:
     """The values of ``program`` that LocalSGD and the divergence sentinel read."""
     statistics = {}
     for operator in program.global_block().ops:
@@ -139,7 +139,7 @@ def held_values(program: Any, trained: Sequence[Any]) -> Held:
             for source in operator.operands_source()[1:3]:
                 if source.get_defining_op().name() == "builtin.parameter":  # not those of all ranks, of a step
                     statistics[source.get_defining_op().id()] = source
-    return Held(list(trained), list(statistics.values()), [])
+    return HeldValues(list(trained), list(statistics.values()), [])
 
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')

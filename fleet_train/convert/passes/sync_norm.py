@@ -27,7 +27,7 @@ from typing import Any
 import paddle
 
 from fleet_train.collectives.host_ops import once_until_grown
-from fleet_train.collectives.sync_batch_norm import Local, RankStatistics, Statistics
+from fleet_train.collectives.sync_batch_norm import LocalNorm, RankStatistics, Statistics
 from fleet_train.convert import process
 from fleet_train.convert.passes.program import all_inputs_of, inputs_of, line_of, nested_operators, operators_behind
 from fleet_train.errors import ConversionError
@@ -346,12 +346,12 @@ class Norm:
 class Composed:
     """Composed of single operators, in float32. Like `Kernels`, emits them at the current insertion point."""
 
-    def local(self, norm: Norm) -> Local:
+    def local(self, norm: Norm) -> LocalNorm:
         """The statistics of this rank's ``x``."""
         values = norm.x.cast("float32")
         mean = values.mean(norm.axes)
         variance = (values - norm.spread(mean)).square().mean(norm.axes)
-        return Local(norm.x, mean, variance)
+        return LocalNorm(norm.x, mean, variance)
 
     def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The sums of ``incoming`` and of its products with the normalised ``x`` ([channels] each: this rank's own
@@ -374,7 +374,7 @@ class Composed:
 class Kernels:
     """With Paddle's CPU kernels, in the dtype of ``x`` (float32 or float64, the only ones they have)."""
 
-    def local(self, norm: Norm) -> Local:
+    def local(self, norm: Norm) -> LocalNorm:
         """The running statistics of a batch norm with a momentum of 0.
 
         It overwrites its running statistics inputs, so these are created only for it; without the underscore it would
@@ -388,7 +388,7 @@ class Kernels:
         )
         # For a single value the kernel computes nothing and leaves zeros, which is correct for the variance.
         mean = norm.x.mean(norm.axes) if _may_be_one(norm) else made[1]
-        return Local(norm.x, mean, made[2])
+        return LocalNorm(norm.x, mean, made[2])
 
     def gradients(self, norm: Norm, statistics: Statistics, incoming: Any) -> tuple[Any, Any, Any]:
         """The gradient with given statistics: its sums are the ones needed, and its gradient of ``x`` is

@@ -1,17 +1,30 @@
 """Compressions of gradients: one description each, and the one list of them.
 
-To add one, describe it in a file beside this and add it to ``_LISTED``; everything else walks the list.
+To add one, describe it in a folder of `fleet_train.compression` and add the folder to ``_FOLDERS``; everything else
+walks the list.
 """
 
 from __future__ import annotations
 
+from fleet_train.lazy import part_if_there
 from fleet_train.profile.knobs import entry_of
 from fleet_train.profile.methods.base import BF16, FP16, NONE, Bucket, Compression, Family
-from fleet_train.profile.methods.powersgd import POWERSGD
 from fleet_train.profile.methods.quantised import INT4, INT8
 from fleet_train.profile.methods.rows import ROWS, TOUCHED_ROWS
 
-_LISTED: tuple[Compression, ...] = (NONE, BF16, FP16, INT8, INT4, POWERSGD)
+_FOLDERS = ("powersgd",)
+"""In `fleet_train.compression`, each with ``COMPRESSIONS`` in its ``description.py``. A copy may be without one."""
+_FOUND = {name: part_if_there(f"fleet_train.compression.{name}.description") for name in _FOLDERS}
+_LISTED: tuple[Compression, ...] = (
+    *(NONE, BF16, FP16, INT8, INT4),
+    *(compression for folder in _FOUND.values() if folder is not None for compression in folder.COMPRESSIONS),
+)
+NOT_HERE = {
+    name: f"this copy of the package is without fleet_train.compression.{name}"
+    for name, folder in _FOUND.items()
+    if folder is None
+}
+"""Compressions that this copy is without, and the reason of their refusal."""
 COMPRESSIONS: dict[str, Compression] = {compression.name: compression for compression in _LISTED}
 """By the value of the knob, in the order of the documentation."""
 FAMILIES: tuple[Family, ...] = tuple(

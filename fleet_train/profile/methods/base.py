@@ -42,7 +42,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Combination:
     """Whether two strategies may be combined in a profile. ``words``: how they work together, or why they cannot and
     what to do instead.
     """
@@ -51,14 +51,14 @@ class Verdict:
     words: str
 
 
-def goes(words: str) -> Verdict:
+def goes(words: str) -> Combination:
     """They may be combined; ``words``: how they work together."""
-    return Verdict(True, words)
+    return Combination(True, words)
 
 
-def refused(reason: str, instead: str) -> Verdict:
+def refused(reason: str, instead: str) -> Combination:
     """They cannot be combined, for this reason; ``instead``: what to do."""
-    return Verdict(False, f"{reason}; {instead}")
+    return Combination(False, f"{reason}; {instead}")
 
 
 NOT_WITH_LOCAL_SGD = refused(
@@ -219,7 +219,7 @@ class Bucket:
 @dataclass(frozen=True)
 class CodingCosts:
     """Seconds per byte of the float32 values exchanged, in addition to the link's: measured with all processors
-    computing. By default those of float32."""
+    computing (``python tools/bench.py coding``). By default those of float32."""
 
     handing: float = 0.12e-9
     """On the computing thread, before a bucket is passed to its communicator: copies."""
@@ -231,7 +231,7 @@ class CodingCosts:
     """How much longer the concurrent computing takes."""
 
 
-class Reference(Protocol):
+class NumpyReference(Protocol):
     """All ranks of one bucket in numpy, over all steps."""
 
     def step(self, gradients: Sequence[Sequence[Any]]) -> list[Any]:
@@ -246,13 +246,13 @@ class Family:
 
     name: str
     title: str
-    with_buckets: Verdict
+    with_buckets: Combination
     """Fused buckets, several communicators, waiting for each bucket."""
-    with_local_groups: Verdict
+    with_local_groups: Combination
     """A hierarchical allreduce."""
-    with_local_sgd: Verdict
+    with_local_sgd: Combination
     """LocalSGD, with or without outer momentum."""
-    with_sharding: Verdict = NOT_SHARDED
+    with_sharding: Combination = NOT_SHARDED
     """A sharded optimizer."""
     reason: str = ""
     """How it is carried out: a sentence of the knob."""
@@ -261,9 +261,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Compression:
-    """One value of the knob ``compression``. To add one, write a subclass or an instance of one in a file beside this
-    and list it in ``fleet_train/profile/methods/__init__.py``: the schema, the knob's text, the table of
-    combinations, plans, prices, ranks, the simulator and the tests walk that list.
+    """One value of the knob ``compression``. To add one, write a subclass or an instance of one in a folder of
+    ``fleet_train/compression/`` and list the folder in ``fleet_train/profile/methods/__init__.py``: the schema, the
+    knob's text, the table of combinations, plans, prices, ranks, the simulator and the tests walk that list.
     """
 
     name: str
@@ -296,14 +296,19 @@ class Compression:
         hierarchical allreduce carries them."""
         raise NotImplementedError
 
+    def on_streams(self, profile: Any) -> str:
+        """What rank 0 says of these settings where collectives are enqueued on a device; empty: nothing."""
+        del profile
+        return ""
+
     def on_ranks(self, parts: Any) -> Any:
         """What averages a bucket on this rank: a `fleet_train.collectives.methods.dense.BucketMethod`. ``parts``: a
         `fleet_train.collectives.methods.registry.Parts`."""
         return _named(self.ranks_in)(parts)
 
-    def in_numpy(self, parts: Any) -> Reference:
+    def in_numpy(self, parts: Any) -> NumpyReference:
         """The reference of all ranks. ``parts``: a `fleet_train.plan.simulate_methods.SimulatedParts`."""
-        made: Reference = _named(self.numpy_in)(parts)
+        made: NumpyReference = _named(self.numpy_in)(parts)
         return made
 
 
@@ -352,7 +357,7 @@ def dense(name: str, words: str, wire_dtype: str = "", costs: CodingCosts | None
         wire_dtype=wire_dtype,
         costs=costs or CodingCosts(),
         ranks_in="fleet_train.collectives.methods.registry:dense",
-        numpy_in="fleet_train.plan.simulate_methods:Dense",
+        numpy_in="fleet_train.plan.simulate_methods:DenseSimulation",
     )
 
 

@@ -73,5 +73,5 @@ TOUCHED_ROWS = TouchedRows(
     ROWS,
     "the rows that a batch touches",
     ranks_in="fleet_train.collectives.methods.rows:rows",
-    numpy_in="fleet_train.plan.simulate_methods:Rows",
+    numpy_in="fleet_train.plan.simulate_methods:RowsSimulation",
 )

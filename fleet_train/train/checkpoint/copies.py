@@ -25,7 +25,7 @@ from fleet_train.errors import CheckpointError
 from fleet_train.train.agree import share, together
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.newest import (
-    Held,
+    HeldCheckpoint,
     check_whole,
     folders_apart,
     held_of,
@@ -34,7 +34,7 @@ from fleet_train.train.checkpoint.newest import (
     run_to_continue,
     write_record,
 )
-from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.checkpoint.storage import TrainingRun
 
 _PIECE_BYTES = 16 << 20
 """What is read of a checkpoint's file at a time, and sent to the nodes that lack it."""
@@ -68,7 +68,7 @@ class Copies:
         """The nodes that can keep nothing in their folder, by their first ranks, and why."""
         self._behind: dict[int, str] = {}
         """Other ranks that lack the last checkpoint, and why."""
-        self.run: Run | None = None
+        self.run: TrainingRun | None = None
         """The run that checkpoints belong to from now on; None if none was found or begun."""
         self.made = self.failed = 0
         """Checkpoints that other nodes have written since this process began, and attempts that failed."""
@@ -95,7 +95,7 @@ class Copies:
         if not any(report["held"] for report in reports if report is not None):
             self.remove_earlier()
 
-    def begin_saving(self) -> Run:
+    def begin_saving(self) -> TrainingRun:
         """The run of a checkpoint that is saved now: another one begins if none was found or begun."""
         if self.run is None:
             self._begin_run(self._reports())
@@ -103,7 +103,7 @@ class Copies:
         return self.run
 
     def _begin_run(self, reports: Sequence[Any]) -> None:
-        self.run = storage.run_from(share(Run.new(latest_run(reports)).as_json()))
+        self.run = storage.run_from(share(TrainingRun.new(latest_run(reports)).as_json()))
         self._is_run_chosen = True
 
     def remove_earlier(self) -> None:
@@ -125,7 +125,7 @@ class Copies:
         if self._is_run_chosen:
             return
         reports = self._choose_run()
-        damaged: list[tuple[Held, str]] = []
+        damaged: list[tuple[HeldCheckpoint, str]] = []
         for _, group in groupby(held_of(reports, self.run), key=attrgetter("progress")):
             alike = list(group)
             broken = self._broken(alike)
@@ -138,7 +138,7 @@ class Copies:
         if damaged:
             raise CheckpointError(f"{describe(damaged[0][0].rank)}: {damaged[0][1]}")
 
-    def _broken(self, held: Sequence[Held]) -> dict[Held, str]:
+    def _broken(self, held: Sequence[HeldCheckpoint]) -> dict[HeldCheckpoint, str]:
         """Those that have changed since they were written, and how. Each node reads its own."""
         mine = [each for each in held if each.rank == fleet.worker_index()]
 
@@ -281,7 +281,7 @@ class Copies:
         cannot be told which run is the latest."""
         self._is_run_chosen = True
         reports = self._reports()
-        drawn = storage.run_from(share(Run.new().as_json()))
+        drawn = storage.run_from(share(TrainingRun.new().as_json()))
         self.run = run = run_to_continue(reports, drawn.id) or drawn
 
         def set_aside() -> str | None:
@@ -292,7 +292,7 @@ class Copies:
         self._run_on_members(lambda: write_record(self._checkpoints, run))
         return reports
 
-    def _move_damaged(self, damaged: Sequence[Held]) -> None:
+    def _move_damaged(self, damaged: Sequence[HeldCheckpoint]) -> None:
         if not damaged:
             return
         mine = [self._checkpoints / each.name for each in damaged if each.rank == fleet.worker_index()]

@@ -164,7 +164,7 @@ class Checkpoints:
         self._report = say or logger.warning
         at_least("checkpoint_copies", copies, 1)
         self._copies = Copies(self.folder, copies, keep_best, self._report, timeout_seconds) if copies > 1 else None
-        self._run: storage.Run | None = None
+        self._run: storage.TrainingRun | None = None
         self._attempt: _Attempt | None = None
         """This rank's write: rank 0's, with copies also one rank's on each node that keeps them."""
         self._is_skipped = False
@@ -254,7 +254,7 @@ class Checkpoints:
 
         def write() -> Path:
             draft = storage.begin(self.folder, step)
-            self._run = self._run or storage.Run.new(latest_run([report_of(self.folder)]))
+            self._run = self._run or storage.TrainingRun.new(latest_run([report_of(self.folder)]))
             tensors = captured.write_tensors(draft, f"after step {step}")
             return storage.publish(self.folder, step, state, score, self._run, tensors)
 
@@ -262,7 +262,7 @@ class Checkpoints:
             if replaced is not None:
                 if is_first:
                     replaced()
-                storage.remove_others(self.folder, self._run or storage.Run())
+                storage.remove_others(self.folder, self._run or storage.TrainingRun())
             storage.prune(self.folder, self._keep, self._keep_best)
 
         self._attempt = _Attempt(self.folder, step, write, tidy, self._timeout_seconds, self._report)

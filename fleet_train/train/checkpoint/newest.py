@@ -11,7 +11,7 @@ from fleet_train.convert import persistables
 from fleet_train.errors import CheckpointError
 from fleet_train.files import parse_json, publish, read_regular
 from fleet_train.train.checkpoint import storage
-from fleet_train.train.checkpoint.storage import RECORD, Run, TrainingProgress
+from fleet_train.train.checkpoint.storage import RECORD, TrainingProgress, TrainingRun
 
 _MOST_RECORD_BYTES = 64 << 10
 
@@ -19,12 +19,12 @@ Reports = Sequence["dict[str, Any] | None"]
 """The results of ``report_of``, by rank; None for ranks that do not act for a folder."""
 
 
-class Held(NamedTuple):
+class HeldCheckpoint(NamedTuple):
     """A published checkpoint reported by a node. ``progress``: how far it has trained, as read by its node."""
 
     progress: TrainingProgress
     rank: int
-    run: Run | None
+    run: TrainingRun | None
     """None if its marker cannot be read."""
     name: str
 
@@ -47,12 +47,12 @@ def folders_apart(first_ranks: Sequence[int], seen: Sequence[Sequence[int]]) -> 
     return apart
 
 
-def latest_run(reports: Reports) -> Run | None:
+def latest_run(reports: Reports) -> TrainingRun | None:
     """The run that was begun last, of all known to any node; None if no node has a checkpoint."""
     return max((run for run, _ in _known_runs(reports)), default=None)
 
 
-def run_to_continue(reports: Reports, job: str) -> Run | None:
+def run_to_continue(reports: Reports, job: str) -> TrainingRun | None:
     """The latest run; ``job``: the id of a run of this launched job, which continues its own.
 
     Raises CheckpointError if that cannot be told: two runs have one generation, because each began where the other was
@@ -74,17 +74,17 @@ def run_to_continue(reports: Reports, job: str) -> Run | None:
     return latest
 
 
-def _known_runs(reports: Reports) -> list[tuple[Run, int]]:
+def _known_runs(reports: Reports) -> list[tuple[TrainingRun, int]]:
     """The run and the rank of each checkpoint with a marker, and of each record."""
     known = []
     for rank, report in enumerate(reports):
         if report is not None:
             known += [(storage.run_from(run), rank) for _, run, _ in report["held"]]
-            known += [(run, rank) for run in [storage.run_from(report["record"])] if run != Run()]
+            known += [(run, rank) for run in [storage.run_from(report["record"])] if run != TrainingRun()]
     return known
 
 
-def held_of(reports: Reports, run: Run | None) -> list[Held]:
+def held_of(reports: Reports, run: TrainingRun | None) -> list[HeldCheckpoint]:
     """The checkpoints of that run, and those whose marker names no run: newest first; of equal ones, the lowest rank's.
     The newest has trained most.
     """
@@ -93,7 +93,7 @@ def held_of(reports: Reports, run: Run | None) -> list[Held]:
         (name, tuple(progress)) for _, name, _, progress in entries if progress is not None
     ]
     held = [
-        Held(
+        HeldCheckpoint(
             storage.assumed_progress(name, known) if progress is None else tuple(progress),
             rank,
             None if of is None else storage.run_from(of),
@@ -112,15 +112,15 @@ def check_whole(folder: Path) -> None:
     persistables.read_folder(folder)
 
 
-def read_record(checkpoints: Path) -> Run:
+def read_record(checkpoints: Path) -> TrainingRun:
     """The last run known to this node; ``Run()`` if it knows none."""
     try:
         return storage.run_from(parse_json(read_regular(checkpoints / RECORD, _MOST_RECORD_BYTES)))
     except (OSError, ValueError):
-        return Run()
+        return TrainingRun()
 
 
-def write_record(checkpoints: Path, run: Run) -> None:
+def write_record(checkpoints: Path, run: TrainingRun) -> None:
     """Write it atomically, synced to the disk."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)

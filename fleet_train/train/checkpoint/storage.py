@@ -42,7 +42,7 @@ _OURS = re.compile(r"(?:\.(?:removing-)?(?:(?:writing|copying|replaced)-)?)?step
 
 
 @dataclass(frozen=True, order=True)
-class Run:
+class TrainingRun:
     """The run of a checkpoint, including all its resumes; a run begun later is greater.
 
     Clocks may be wrong or set back: runs are ordered by their generation, and only those of one generation by time.
@@ -55,7 +55,7 @@ class Run:
     id: str = ""
 
     @classmethod
-    def new(cls, after: Run | None = None) -> Run:
+    def new(cls, after: TrainingRun | None = None) -> TrainingRun:
         """A run that begins now, later than ``after``: the latest one that is known. It has its launched job's name."""
         generation = 1 if after is None else after.generation + 1
         return cls(generation, time.time(), launched_job(os.environ) or secrets.token_hex(8))
@@ -111,7 +111,7 @@ def publish(
     step: int,
     state: Mapping[str, Any],
     score: float | None,
-    run: Run,
+    run: TrainingRun,
     tensors: Mapping[str, Any],
 ) -> Path:
     """Complete the draft of that step with the marker, and put it in place. Returns its final path.
@@ -148,7 +148,7 @@ class Saved:
 
     state: dict[str, Any]
     score: float | None
-    run: Run
+    run: TrainingRun
 
     @property
     def progress(self) -> TrainingProgress | None:
@@ -236,7 +236,7 @@ def refuse_no_folder(path: Path) -> None:
     raise CheckpointError(f"{path} is not a folder; move it away, or give another folder for the run")
 
 
-def remove_others(checkpoints: Path, run: Run) -> None:
+def remove_others(checkpoints: Path, run: TrainingRun) -> None:
     """Remove the checkpoints of other runs and the remains of killed ones; everything else stays, also the record of
     the run. CheckpointError if one cannot be removed. None of them counts from the start of the removal.
     """
@@ -267,15 +267,15 @@ def name_of(folder: Path) -> str:
     return folder.name.removeprefix(_REPLACED)
 
 
-def run_from(entry: Any) -> Run:
+def run_from(entry: Any) -> TrainingRun:
     """The reverse of ``as_json``; ``Run()`` for anything else."""
     try:
         generation = entry["generation"]
         if type(generation) is not int or not 0 <= generation < _MOST_GENERATIONS:
-            return Run()
-        return Run(generation, float(entry["began"]), str(entry["id"]))
+            return TrainingRun()
+        return TrainingRun(generation, float(entry["began"]), str(entry["id"]))
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
-        return Run()
+        return TrainingRun()
 
 
 def best(checkpoints: Path) -> Path | None:
@@ -290,7 +290,7 @@ def prune(checkpoints: Path, keep: int, keep_best: bool = False) -> None:
     earlier run are older than all of a later one.
     """
     present = published(checkpoints)
-    by_run = sorted(present, key=lambda path: saved.run if (saved := present[path]) else Run())
+    by_run = sorted(present, key=lambda path: saved.run if (saved := present[path]) else TrainingRun())
     kept = {*by_run[-keep:], *([best(checkpoints)] if keep_best else [])}
     keep_only(checkpoints, {path.name for path in kept if path is not None})
 
@@ -303,7 +303,7 @@ def keep_only(checkpoints: Path, names: Collection[str]) -> None:
                 _remove(path)
 
 
-def set_aside(checkpoints: Path, run: Run) -> list[Path]:
+def set_aside(checkpoints: Path, run: TrainingRun) -> list[Path]:
     """Move the checkpoints of other runs into folders ``checkpoints/of-run-<id>``; returns these."""
     aside: dict[Path, None] = {}
     for path, saved in published(checkpoints).items():

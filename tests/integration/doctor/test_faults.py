@@ -171,7 +171,7 @@ def test_ports_routes_datagrams_and_a_slow_direction(three: Lab, tmp_path: Path)
     port = 40000
     closed = f"ip rule add pref 10 iif eth0 ipproto tcp dport {port} blackhole"
     on(one, *LOCAL_LATER, closed, "ip rule add pref 10 iif eth0 ipproto udp blackhole")
-    on(two, f"ip rule add pref 10 to {zero.address} ipproto tcp dport {port}-{port + 1} prohibit", *LOCAL_LATER)
+    on(two, f"ip rule add pref 10 to {zero.address} ipproto tcp dport {port + 1} prohibit", *LOCAL_LATER)
     on(two, f"ip route add unreachable {one.address}/32")
     on(two, "tc qdisc add dev eth0 root tbf rate 20mbit burst 64kb latency 50ms")
     hosts = [f"{zero.address} node0\n{address} node1\n{two.address} node2\n" for address in (one.address, "127.0.1.1")]
@@ -184,7 +184,7 @@ def test_ports_routes_datagrams_and_a_slow_direction(three: Lab, tmp_path: Path)
     closed_ports = {(each["hosts"][0], each["hosts"][1]): each["measured"] for each in told.findings("port", "FAIL")}
     names = [host(node, three.nodes) for node in range(3)]
     assert f"port {port}: timed out" in closed_ports[names[0], names[1]]
-    assert f"port {port}, {port + 1}: no route" in closed_ports[names[2], names[0]]
+    assert f"port {port + 1}: no route" in closed_ports[names[2], names[0]]
     assert (names[2], names[1]) in closed_ports
     assert (names[1], names[0]) in told.hosts("port", "PASS")
     assert [each["measured"] for each in told.findings("mtu", "WARN") if set(each["hosts"]) == set(names[:2])] == [
@@ -210,6 +210,25 @@ def test_a_switch_that_loses_packets_and_those_that_are_large(three: Lab, tmp_pa
         assert "packets of 1400 bytes arrive, of 1500 do not" in found
 
 
+def test_a_node_that_node_0_does_not_admit_examines_itself_and_the_others_go_on(three: Lab, tmp_path: Path) -> None:
+    """As with a firewall on node 0: what node 2 can dial is told on node 2, and that it runs on node 0."""
+    zero, _, two = three.nodes
+    on(zero, *LOCAL_LATER, f"ip rule add pref 10 from {two.address} ipproto tcp dport {PORT}-{PORT + 1} blackhole")
+    first, second, third = examine(tmp_path, three.nodes, [HEALTHY] * 3, "--skip", "group", "--join_timeout", "12")
+    for told in (first, second):
+        assert_told(
+            told, three, {"absent FAIL": [(2,)], "port PASS": [(0, 1), (1, 0)], "bandwidth PASS": [(0, 1), (1, 0)]}
+        )
+        assert f"its ports, from {host(0, three.nodes)}, {host(1, three.nodes)}: open" in measured(told, "absent")
+        assert told.ended.exit_code == 6
+    assert_told(
+        third, three, {"absent FAIL": [(0,)], "port FAIL": [(2, 0)], "port PASS": [(2, 1)], "memory PASS": [(2,)]}
+    )
+    why = f"cannot be reached from here: port {PORT}: timed out; port {PORT + 1}: timed out; nobody else can be asked"
+    assert measured(third, "absent").startswith(why)
+    assert third.ended.exit_code == 6
+
+
 def received(machine: Node) -> int:
     """Bytes that have come in from the other machine."""
     count = ["cat", "/sys/class/net/eth0/statistics/rx_bytes"]
@@ -229,7 +248,7 @@ def test_a_machine_that_is_lost_meanwhile_is_named_in_time(two: Two, tmp_path: P
     with Job(tmp_path) as job:
         ips = ",".join(machine.address for machine in two)
         for node, machine in enumerate(two):
-            flags = ("--ips", ips, "--node_ip", machine.address, *NETWORK)
+            flags = ("--ips", ips, "--node_ip", machine.address, *NETWORK, *MACHINE)
             doctor = command(machine, node, HEALTHY, tmp_path / f"node{node}", flags)
             job.start(f"node{node}", doctor, environ, cwd=tmp_path / f"node{node}")
         job.wait_until(lambda: received(two[1]) > 1_000_000, 30, "the first doctor sends to the second one")
@@ -237,7 +256,9 @@ def test_a_machine_that_is_lost_meanwhile_is_named_in_time(two: Two, tmp_path: P
         for each in [first, *first.children(recursive=True)]:
             each.send_signal(signal.SIGSTOP)
         job.wait_until(lambda: job.started[1].process.poll() is not None, WHOLE_SECONDS, "the second doctor ends")
-        assert f"FAIL  absent  {host(0, two)}: did not connect" in job.started[1].output, job.report()
+        assert f"FAIL  absent  {host(0, two)}: " in job.started[1].output, job.report()
+        assert "no longer answers" in job.started[1].output
+        assert f"PASS  memory  {host(1, two)}" in job.started[1].output
 
 
 MEMORY, PERIOD, QUOTA = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.store.access import Access
-from fleet_train.cluster.store.relay import Link, Parent, Relay
+from fleet_train.cluster.store.relay import Parent, Relay, RelayLink
 from fleet_train.cluster.store.wire import (
     ProtocolError,
     encode,
@@ -185,10 +185,10 @@ async def test_a_value_beyond_the_limit_is_refused_at_once(monkeypatch: pytest.M
 # a relay's link
 
 
-def linked(silence: float = 4.0) -> tuple[Link, Transport, list[str]]:
+def linked(silence: float = 4.0) -> tuple[RelayLink, Transport, list[str]]:
     """A link that its parent has accepted, the connection, and why the parent counts as lost."""
     relay, _ = relay_of(silence=silence)
-    link, transport = Link(relay), Transport()
+    link, transport = RelayLink(relay), Transport()
     relay.link = link
     lost: list[str] = []
     relay.parent_lost = lambda why: lost.append(why)  # type: ignore[method-assign]

@@ -74,6 +74,19 @@ def test_another_connection_to_the_same_endpoint_is_in_the_same_namespace(server
     assert of_another_attempt.get("a collective is given up") is None
 
 
+def test_an_answer_that_comes_late_is_not_taken_for_that_of_the_next_call(server: StoreServer) -> None:
+    one, late = connect(server, 0), connect(server, 1, answer_seconds=0.2)
+    one.set("decision", "go on")
+    resume = threading.Event()
+    server._loop.call_soon_threadsafe(resume.wait)
+    with pytest.raises(WorkerFailed, match="timed out"):
+        late.get("another key")
+    resume.set()
+    assert one.get("decision") == "go on"
+    with pytest.raises(WorkerFailed, match="timed out"):
+        late.get("decision")
+
+
 _FORKS = """
 import os, sys, time
 from fleet_train.cluster.store.client import StoreClient

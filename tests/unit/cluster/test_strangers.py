@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fleet_train.cluster.store.access import Access, job_secret
 from fleet_train.cluster.store.client import StepNote, StoreClient
-from fleet_train.cluster.store.server import Session, StoreServer
+from fleet_train.cluster.store.server import StoreServer, StoreSession
 from fleet_train.cluster.store.wire import encode
 from fleet_train.errors import ClusterError, ScheduleMismatch, WorkerFailed
 from tests.unit.fuzz import fixed
@@ -138,7 +138,7 @@ def test_an_error_of_the_server_itself_is_printed_once(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a fault of this test")
 
-    monkeypatch.setattr(Session, "hear", broken)
+    monkeypatch.setattr(StoreSession, "hear", broken)
     for _ in range(3):
         with dial(server) as stranger:
             stranger.sendall(encode(HELLO))

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from fleet_train.cli.timeline import command, read_rings
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.ring import RING_BYTES, Event, Recorder, Ring, read_ring
-from fleet_train.cluster.flight.timeline import RankTimeline, Span, Step, chrome_trace, common_steps, timelines
+from fleet_train.cluster.flight.timeline import RankTimeline, Span, TimelineStep, chrome_trace, common_steps, timelines
 from fleet_train.cluster.flight.trace import Trace, read_steps
 from fleet_train.doctor.slow_steps import reasons
 from fleet_train.errors import ClusterError, FleetTrainError
@@ -86,11 +86,11 @@ def test_a_slow_rank_is_the_first_reason_with_what_it_did_longer(what: str, kind
 
 
 def test_a_wait_is_for_a_late_rank_then_the_wire_then_the_code_and_else_for_the_barrier_or_nothing() -> None:
-    def step(waited: float, sent: float, met: float) -> Step:
+    def step(waited: float, sent: float, met: float) -> TimelineStep:
         wait = Span("wait", "bucket 0", 10, 10 + waited)
         pieces = (Span("backward", "", 0, 10), wait, Span("update", "", 10 + waited, 40))
         barrier, wire = Span("barrier", "", met, 12), Span("wire", "bucket 0", sent, 19, "ranks 0-1")
-        return Step(1, 0, 40, pieces, (barrier, wire, Span("code", "bucket 0", 19, 21)))
+        return TimelineStep(1, 0, 40, pieces, (barrier, wire, Span("code", "bucket 0", 19, 21)))
 
     ranks = [
         RankTimeline(rank, "", 0, 0, (), {1: each}) for rank, each in enumerate([step(14, 13, 2), step(20, 16, 11)])

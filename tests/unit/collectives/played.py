@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster import Cluster
-from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Progress, Stage, Stages
+from fleet_train.collectives.engine import CallContext, Collective, HostDevice, Stage, StageProgress, Stages
 from fleet_train.collectives.engines import OWN, StreamCalls, StreamEngine, Watchdog
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
@@ -185,7 +185,7 @@ class CollectiveSpec:
 
 def in_turn(ranks: Sequence[Stages[T]]) -> tuple[list[T], list[CollectiveSpec]]:
     """What every rank returns, and what was sent. Fails where ranks yield different stages."""
-    everybody, sent = [Progress(stages, PLACE) for stages in ranks], list[CollectiveSpec]()
+    everybody, sent = [StageProgress(stages, PLACE) for stages in ranks], list[CollectiveSpec]()
     while any(not one.is_done for one in everybody):
         assert all(not one.is_done for one in everybody), "a rank has yielded fewer stages than another"
         queues: dict[int, dict[int, list[Collective]]] = {}

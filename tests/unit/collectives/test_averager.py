@@ -11,7 +11,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.collectives import fragments as flats_module
-from fleet_train.collectives.averaging import Held, ParameterAverager
+from fleet_train.collectives.averaging import HeldValues, ParameterAverager
 from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.methods.dense import make_allreduces
 from fleet_train.collectives.methods.quantised import QuantisedSums
@@ -43,11 +43,13 @@ def full(value: float, dtype: str = "float32") -> list[Any]:
     return [paddle.full(shape, value * (index + 1), dtype) for index, shape in enumerate(SHAPES.values())]
 
 
-def held(value: float, dtype: str = "float32") -> Held:
-    return Held(full(value, dtype), [paddle.full([2], 100 * value), paddle.full([1], value, "float64")], [])
+def held(value: float, dtype: str = "float32") -> HeldValues:
+    return HeldValues(full(value, dtype), [paddle.full([2], 100 * value), paddle.full([1], value, "float64")], [])
 
 
-def average(every: Sequence[ParameterAverager], brought: Sequence[Held], fragment: int = 0) -> list[CollectiveSpec]:
+def average(
+    every: Sequence[ParameterAverager], brought: Sequence[HeldValues], fragment: int = 0
+) -> list[CollectiveSpec]:
     loss = paddle.full([1], float("nan"))  # nobody may use it where the period is constant
     stages = [
         one.average(one.fragments[fragment], one.held_of(one.fragments[fragment], mine), loss)
@@ -89,7 +91,9 @@ def test_16_bits_carry_the_difference_to_what_was_last_agreed() -> None:
     """Of 1000 and a little, bfloat16 would keep nothing. 259 / 3 has more bits than it has: the mean is taken in 32."""
     for littles, mean in (((3.0, 5.0, 1.0), 3.0), ((128.0, 64.0, 64.0), 256 / 3)):
         every = averagers(local_sgd_dtype="bfloat16")
-        brought = [Held([one + little for one in full(1000.0)], [paddle.full([2], little)], []) for little in littles]
+        brought = [
+            HeldValues([one + little for one in full(1000.0)], [paddle.full([2], little)], []) for little in littles
+        ]
         for one in every:
             one.before_update(full(1000.0))
             one.before_update(full(7.0))  # it is the first that counts
@@ -124,7 +128,7 @@ def test_anchor_and_momentum_of_fragments_are_saved_as_those_of_all_parameters()
     """DiLoCo at a momentum of 1/2 and a rate of 1: a fragment with a mean difference d goes on by 1.5 d."""
     settings = {**FRAGMENTS, "outer_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.5}
     every = averagers(**settings)
-    brought = [Held(full(value), [], []) for value in (1.0, 2.0, 6.0)]
+    brought = [HeldValues(full(value), [], []) for value in (1.0, 2.0, 6.0)]
     for one in every:
         one.before_update(full(5.0))
     average(every, brought, fragment=0)
@@ -165,7 +169,7 @@ def test_few_bits_carry_whole_numbers_exactly_whatever_follows(
         one.before_update(full(1000.0))
         statistics = [paddle.full([2], little)] if has_statistics else []
         state = [paddle.full([1], little)] if has_state else []
-        brought.append(Held([each + little for each in full(1000.0)], statistics, state))
+        brought.append(HeldValues([each + little for each in full(1000.0)], statistics, state))
     sent = average(every, brought)
     for mine in brought:
         np.testing.assert_allclose(flat(mine.parameters), flat([each + 3.0 for each in full(1000.0)]), rtol=1e-6)

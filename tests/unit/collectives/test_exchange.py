@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from fleet_train.cluster.flight.ring import recorder
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engine import Collective
 from fleet_train.collectives.engines import StreamEngine
 from fleet_train.collectives.exchange import GradientExchange
@@ -36,7 +36,7 @@ def full(value: float) -> list[Any]:
     return [paddle.full(shape, value, "float32") for shape in SHAPES]
 
 
-def step(job: OneOfTwo, exchange: GradientExchange, held: Held | None = None) -> None:
+def step(job: OneOfTwo, exchange: GradientExchange, held: HeldValues | None = None) -> None:
     """A step; with the update behind it if something is held."""
     exchange.arrive()
     exchange.begin(full(0.0))
@@ -69,7 +69,7 @@ def test_averaging_under_way_is_dropped_where_other_state_is_loaded(
 ) -> None:
     monkeypatch.setattr(Collective, "_begin", lambda one, _: paddle.assign(one.tensor * 4.0, output=one.tensor))
     exchange = exchange_of(job, SHAPES, **LOCAL, local_sgd_overlap_steps=2)
-    held = Held(full(1.0), [], [])
+    held = HeldValues(full(1.0), [], [])
     for _ in range(4):
         step(job, exchange, held)
     begun = job.backend.begun
@@ -135,7 +135,7 @@ def test_averaging_whose_loss_is_not_read_yet_is_forgotten_where_state_is_loaded
     averager = exchange.averager
     assert averager is not None
     for _ in range(4):
-        step(job, exchange, Held(full(1.0), [], []))
+        step(job, exchange, HeldValues(full(1.0), [], []))
     exchange.drop_averaging()
     averager.schedule.restore([3.0, 0.0, 0.5, 1e-6])
     step(job, exchange)
@@ -148,7 +148,7 @@ def test_time_at_a_barrier_is_no_work(job: OneOfTwo, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(job, "step_barrier", lambda *given: (time.sleep(seconds), real(*given))[1])
     exchange = exchange_of(job, SHAPES, use_local_sgd=True, local_sgd_is_warm_steps=2, local_sgd_steps=1)
     for _ in range(4):  # barriers at 2 synchronous steps, and behind 2 local ones
-        step(job, exchange, Held(full(1.0), [], []))
+        step(job, exchange, HeldValues(full(1.0), [], []))
     assert job.clock.read().exposed_seconds > 4 * 0.9 * seconds
 
 
@@ -176,7 +176,7 @@ def test_replicas_are_compared_after_the_first_step_and_every_nth(
     exchange, heard = exchange_of(job, SHAPES, **settings), dict[str, int]()
     assert exchange.reads_parameters is ("the start" in expected)
     for number in range(1, 9):
-        step(job, exchange, Held(full(1.0), [], []))
+        step(job, exchange, HeldValues(full(1.0), [], []))
         told = [name.removeprefix("digest at ") for name in met if name.startswith("digest at ")]
         for name in told:
             heard.setdefault(name, number)

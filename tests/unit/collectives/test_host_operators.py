@@ -13,8 +13,8 @@ import pytest
 from paddle.nn import functional as F
 from paddle.static import python_op
 
-from fleet_train.collectives.averaging import Held
-from fleet_train.collectives.engine import Progress
+from fleet_train.collectives.averaging import HeldValues
+from fleet_train.collectives.engine import StageProgress
 from fleet_train.collectives.host_ops import (
     broadcast,
     emit_arrive,
@@ -86,7 +86,7 @@ def test_a_steps_operators_call_the_exchange_in_the_order_of_their_chain(main: A
     chain = emit_begin(exchange, [b], chain)
     chain = emit_launch(exchange, BUCKET, [w, b], chain, ends if merged else None)
     chain, averages = emit_wait(exchange, BUCKET, [(w.shape, w.dtype), (b.shape, b.dtype)], chain)
-    chain = emit_finish(exchange, Held([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
+    chain = emit_finish(exchange, HeldValues([averages[1]], [b, w], [loss]), ["b"], loss if merged else None, chain)
     operators = [one for one in main.global_block().ops if "fleet_train_" in one.name()]
     assert [is_link(one) for one in operators] == [passes_a_token(one) for one in operators] == [True] * 5
     assert not any(map(is_barrier, operators))
@@ -124,7 +124,7 @@ class Job(PaperRank):
         return "passed"
 
     def _start(self, stages: Any, place: Any, barrier: str = "") -> Any:
-        progress = Progress[Any](stages, place)
+        progress = StageProgress[Any](stages, place)
         assert progress.stage is not None
         if barrier:
             self.did.append(barrier)
@@ -216,7 +216,7 @@ def test_what_onednn_computed_is_read_in_paddles_layout(main: Any) -> None:
     expected, average, kept = run(main, [value, *averages, *held], **feed, trigger=np.zeros(1, "float32"))
     np.testing.assert_array_equal(average, 2 * expected)
     np.testing.assert_array_equal(kept, expected)
-    emit_finish(exchange, Held([value], [], []), ["w"], value.mean(), token())
+    emit_finish(exchange, HeldValues([value], [], []), ["w"], value.mean(), token())
     (finish,) = [one for one in main.global_block().ops if "fleet_train_finish" in one.name()]
     assert [one.get_defining_op().name() for one in finish.operands_source()][1:] == ["pd_op.conv2d", "pd_op.assign"]
     assert onednn_flags() == ["FLAGS_use_onednn"]

@@ -11,10 +11,19 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.dense import FlatAllreduce
 from fleet_train.collectives.methods.registry import Parts, read_state, write_state
-from fleet_train.collectives.methods.rows import Choice, HostRows, Lookups, Rows, StreamRows, added, filled_up, touched
+from fleet_train.collectives.methods.rows import (
+    HostRows,
+    Lookups,
+    RowChoice,
+    StreamRows,
+    TableRows,
+    added,
+    filled_up,
+    touched,
+)
 from fleet_train.errors import ConversionError
 from fleet_train.plan import TensorSpec, build_plan
-from fleet_train.plan.simulate_methods import Rows as Reference
+from fleet_train.plan.simulate_methods import RowsSimulation as Reference
 from fleet_train.plan.simulate_methods import SimulatedParts, SimulatedWire
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import Bucket
@@ -165,7 +174,7 @@ def test_rows_only_are_as_many_as_the_table_modulo_8_and_the_rest_is_zero() -> N
     for height in (*range(1, 20), 301):
         for number in range(min(height, 12) + 1):
             ids = np.sort(random.choice(height, number, replace=False))
-            rows = filled_up(Rows(ids, np.ones((number, 2), np.float32)), height)
+            rows = filled_up(TableRows(ids, np.ones((number, 2), np.float32)), height)
             assert len(rows.ids) % 8 == height % 8
             assert 0 < len(rows.ids) <= height
             assert set(rows.ids[:number]) == set(ids)
@@ -187,7 +196,7 @@ def test_an_update_of_rows_has_the_bits_of_the_update_of_the_table(height: int, 
         gradient[ids] = values
         whole, part = paddle.to_tensor(start), paddle.to_tensor(start)
         ops.sgd_(whole, rate, paddle.to_tensor(gradient), None, False)
-        rows = filled_up(Rows(ids, values), height)
+        rows = filled_up(TableRows(ids, values), height)
         moved = ops.gather(part, paddle.to_tensor(rows.ids), 0)
         ops.sgd_(moved, rate, paddle.to_tensor(rows.values), None, False)
         ops.scatter_(part, paddle.to_tensor(rows.ids), moved, True)
@@ -209,7 +218,7 @@ def test_touched_rows_are_each_there_once_with_padding_left_out() -> None:
 
 def test_sums_are_taken_in_the_order_of_the_parts() -> None:
     large, one = np.float32(2**24), np.float32(1)
-    parts = [Rows(np.array([3]), np.array([[value]])) for value in (one, one, large)]
+    parts = [TableRows(np.array([3]), np.array([[value]])) for value in (one, one, large)]
     assert added(parts).values.item() == 2**24 + 2
     assert added(parts[::-1]).values.item() == 2**24
     assert added(parts[:1]) is parts[0]
@@ -254,7 +263,7 @@ class Told:
 def test_auto_sends_the_table_after_several_steps_and_rows_again_when_there_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, choice = Told(monkeypatch), Choice(TABLES[0], 100, True, 0)
+    told, choice = Told(monkeypatch), RowChoice(TABLES[0], 100, True, 0)
     for rows, sends in ((100, True), (101, False), (101, False), (101, False), (99, True), *[(101, False)] * 4):
         assert choice.begin_step()
         assert choice.sends_rows(rows) == sends
@@ -271,7 +280,7 @@ def test_auto_sends_the_table_after_several_steps_and_rows_again_when_there_are_
 
 
 def test_asked_for_every_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, choice = Told(monkeypatch), Choice(TABLES[0], 100, False, 0)
+    told, choice = Told(monkeypatch), RowChoice(TABLES[0], 100, False, 0)
     for rows in [101] * 50 + [100]:
         assert choice.begin_step()
         assert choice.sends_rows(rows) == (rows == 100)

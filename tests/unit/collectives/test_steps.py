@@ -13,7 +13,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Passed
 from fleet_train.collectives.step_notes import StepClock, StepNotes
@@ -186,7 +186,7 @@ def test_a_reading_has_every_ranks_times_per_step_since_the_last_reading() -> No
     assert notes.own() == StepNote(0, 0.0, 0.0, None)
 
 
-def local_step(exchange: GradientExchange, held: Held) -> None:
+def local_step(exchange: GradientExchange, held: HeldValues) -> None:
     exchange.launch(0, [paddle.ones([4])])
     exchange.wait(0)
     exchange.finish(held, ["p0"], None)
@@ -209,7 +209,7 @@ def test_a_stop_requested_at_an_averaging_takes_effect_when_the_average_is_appli
 
     monkeypatch.setattr(job, "step_barrier", step_barrier)
     exchange = exchange_of(job, [(4,)], local_sgd_steps=3, local_sgd_overlap_steps=overlap_steps, **LOCAL)
-    held, known = Held([paddle.ones([4])], [], []), []
+    held, known = HeldValues([paddle.ones([4])], [], []), []
     for _ in range(3 if is_dropped else 6):
         local_step(exchange, held)
         known.append(job.notes.stop is not None)

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleet_train.collectives.averaging import Held
+from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.exchange import GradientExchange
 from tests.unit.collectives.played import OneOfTwo, exchange_of
 
@@ -26,7 +26,7 @@ def step(job: OneOfTwo, exchange: GradientExchange) -> None:
     exchange.arrive()
     exchange.launch(0, values)
     exchange.wait(0)
-    exchange.finish(Held(values, [], []), ["p0", "p1"], None)
+    exchange.finish(HeldValues(values, [], []), ["p0", "p1"], None)
     job.device.step += 1
 
 
@@ -80,7 +80,7 @@ def test_an_averaging_under_way_is_awaited_and_dropped(job: OneOfTwo, is_inside_
     before = exchange.averaging
     assert job.barriers == ["averaging after step 2 0"]
     exchange.begin_anew(scope, is_inside_update)
-    held = Held([paddle.zeros(shape) for shape in SHAPES], [], [])
+    held = HeldValues([paddle.zeros(shape) for shape in SHAPES], [], [])
     assert before is not None
     assert exchange.averaging is not None
     assert [each.apply_pending(held) for each in (before, exchange.averaging)] == [[], []]

@@ -12,16 +12,16 @@ import pytest
 
 from fleet_train.collectives.engine import HAND_OVER, Stages
 from fleet_train.collectives.methods.dense import BucketMethod
-from fleet_train.collectives.methods.powersgd import PowerSgdMethod
-from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.simulate_methods import PowerSgdSimulation, orthonormal
-from fleet_train.profile import Profile
-from fleet_train.profile.methods.powersgd import (
+from fleet_train.compression.powersgd.description import (
     PowerSgdSettings,
     low_rank_families,
     powersgd_settings,
     random_factor,
 )
+from fleet_train.compression.powersgd.ranks import PowerSgdMethod
+from fleet_train.compression.powersgd.reference import PowerSgdSimulation, orthonormal
+from fleet_train.plan import Bucket, TensorSpec
+from fleet_train.profile import Profile
 
 
 class Alone:

@@ -11,10 +11,10 @@ import paddle
 import pytest
 
 from fleet_train.collectives.methods.dense import BucketMethod, FlatAllreduce
-from fleet_train.collectives.methods.powersgd import PowerSgdMethod
+from fleet_train.compression.powersgd.description import PowerSgdSettings
+from fleet_train.compression.powersgd.ranks import PowerSgdMethod
+from fleet_train.compression.powersgd.reference import PowerSgdSimulation
 from fleet_train.plan import Bucket, TensorSpec
-from fleet_train.plan.simulate_methods import PowerSgdSimulation
-from fleet_train.profile.methods.powersgd import PowerSgdSettings
 from tests.unit.collectives.played import CollectiveSpec, Group, in_turn
 
 RANKS = 3

@@ -14,7 +14,7 @@ import pytest
 from fleet_train import timeouts
 from fleet_train.data import ImageFolder, ImageSettings, image_splits, measure
 from fleet_train.data.images import CorruptImages
-from fleet_train.data.measure import Situation, Speed, advice, describe, disk_speed, examine, loader_speed
+from fleet_train.data.measure import ReadingSpeed, Situation, advice, describe, disk_speed, examine, loader_speed
 from tests.support.images import write_image, write_image_folder
 
 
@@ -110,7 +110,7 @@ def test_a_need_that_is_unknown_is_said_to_be() -> None:
 
 
 def test_a_disk_is_suspicious_if_it_is_slower_than_training() -> None:
-    disk = Speed(400.0, 40e6, 1200)
+    disk = ReadingSpeed(400.0, 40e6, 1200)
     assert measure.of_disk(disk, replace(SLOW, wanted=300.0)).level == "PASS"
     found = measure.of_disk(disk, SLOW)
     assert found.level == "WARN"

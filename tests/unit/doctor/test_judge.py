@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.flight.stands import from_json
-from fleet_train.doctor import report
+from fleet_train.doctor import pairs, report
 from fleet_train.doctor.facts import (
     FAIL,
     GROUPS,
@@ -70,7 +70,6 @@ def node(index: int) -> NodeReport:
     others = [i for i in range(3) if i != index]
     return NodeReport(
         facts,
-        (0, 1, 2),
         tries=tuple(PortTry(i, port, "open") for i in others for port in (6170, 6171, 6172, 40000)),
         echoes=tuple(Echo(i, 2e-4, 0.001, 1e-4) for i in others if i > index),
         datagrams=tuple(Datagrams(i, 1500, 1500, 1500) for i in others),
@@ -167,7 +166,6 @@ NETWORK = {
 OPEN = PortTry(2, 6170, "open")
 PAIRS = {
     "closed": ({"tries": (OPEN, PortTry(2, 6171, "timed out"))}, FAIL, "port"),
-    "translated": ({"tries": (replace(OPEN, seen_as="10.9.9.9"),)}, FAIL, "address"),
     "vanish": ({"datagrams": (Datagrams(2, 1400, 1500, 1500),)}, FAIL, "mtu"),
     "a router says so": ({"datagrams": (Datagrams(2, 1400, 1400, 1500),)}, WARN, "mtu"),
     "no datagram": ({"datagrams": (Datagrams(2, 0, 1500, 1500),)}, WARN, "mtu"),
@@ -234,9 +232,7 @@ def test_fixes_leave_what_is_right_as_it_is() -> None:
     assert "mtu 1400 on node 1 (10.0.0.2), and dev eth0 on node 2" in fix_of(
         with_report(1, datagrams=(Datagrams(2, 1400, 1500, 1500),)), "mtu"
     )
-    for outcome, is_firewall in (("timed out", True), ("another program", False)):
-        fix = fix_of(with_report(1, tries=(OPEN, PortTry(2, 6171, outcome))), "port")
-        assert ("iptables" in fix) == is_firewall
+    assert "iptables" in fix_of(with_report(1, tries=(OPEN, PortTry(2, 6171, "timed out"))), "port")
     proxy = with_network(1, proxies=("http_proxy",))
     script = f'NO_PROXY=internal; {fix_of(proxy, "proxy")}; echo "$no_proxy"'
     shell = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
@@ -260,20 +256,50 @@ def test_what_is_not_known_well_or_too_fast_to_compare_is_no_alarm() -> None:
 
 
 def test_who_did_not_come_is_named_and_has_an_exit_code_of_its_own() -> None:
-    without = replace(HEALTHY, reports={i: HEALTHY.reports[i] for i in (0, 2)})
-    without = replace(without, reports={i: replace(told, present=(0, 2)) for i, told in without.reports.items()})
-    findings = judge(without, ("network",))
-    (absent,) = [finding for finding in findings if finding.level == FAIL]
-    assert (absent.hosts, absent.measured) == ((host(1),), "did not connect")
-    assert exit_code(findings) == 6
+    without = replace(HEALTHY, reports={i: HEALTHY.reports[i] for i in (0, 2)}, present=(0, 2))
+    tried = PortTry(1, 6170, "timed out"), PortTry(1, 6171, "timed out")
+    reports = {i: replace(told, tries=tried[:n]) for n, (i, told) in enumerate(without.reports.items())}
+    for examined, why in (
+        (replace(without, reports=reports), f"did not connect; its ports, from {host(2)}: timed out"),
+        (replace(without, present=(0, 1, 2)), "came, but its report did not arrive"),
+    ):
+        findings = judge(examined, ("network",))
+        (absent,) = [finding for finding in findings if finding.level == FAIL]
+        assert (absent.hosts, absent.measured) == ((host(1),), why)
+        assert exit_code(findings) == 6
+
+
+def test_who_runs_and_is_not_admitted_by_node_0_is_not_taken_for_one_that_does_not() -> None:
+    others = {i: replace(HEALTHY.reports[i], tries=(PortTry(1, 6170, "open"),)) for i in (0, 2)}
+    (absent,) = [one for one in judge(replace(HEALTHY, reports=others), ("network",)) if one.level == FAIL]
+    assert f"from {host(0)}, {host(2)}: open" in absent.measured
+    assert f"{host(0)}, which all connect to, does not admit it" in absent.measured
+
+
+def test_who_is_cut_off_says_so_of_node_0_and_what_it_can_dial_itself() -> None:
+    tries = (PortTry(0, 6170, "timed out"), PortTry(1, 6170, "refused"), PortTry(1, 6171, "refused"))
+    own = replace(HEALTHY.reports[2], tries=tries, echoes=(), datagrams=(), streams=())
+    alone = replace(HEALTHY, reports={2: own}, groups={}, cut_off="cannot be reached from here: port 6170: timed out")
+    findings = judge(alone, tuple(GROUPS))
+    absent, *ports = [finding for finding in findings if finding.level == FAIL]
+    assert (absent.id, absent.hosts, exit_code(findings)) == ("absent", (host(0),), 6)
+    assert absent.measured.startswith("cannot be reached from here: port 6170: timed out; nobody else can be asked")
+    assert [(each.hosts, each.measured) for each in ports] == [
+        ((host(2), host(0)), "port 6170: timed out"),
+        ((host(2), host(1)), "port 6170, 6171: refused"),
+    ]
+    assert ["start the same command on" in each.fix for each in ports] == [False, True]
+    assert {finding.id for finding in findings if finding.level == PASS} >= {"memory", "python", "own_name"}
 
 
 def test_nodes_that_were_started_differently_are_named_instead_of_absent_ones() -> None:
     said = (
         "node 1 (10.0.0.2) and node 0 (10.0.0.1) were started differently: --started_port is 6180 there and 6170 here"
     )
-    reports = {i: replace(HEALTHY.reports[i], present=(0, 2)) for i in (0, 2)}
-    examined = replace(HEALTHY, reports=reports, difference=f"{said}; start every node with the same flags")
+    reports = {i: HEALTHY.reports[i] for i in (0, 2)}
+    examined = replace(
+        HEALTHY, reports=reports, present=(0, 2), difference=f"{said}; start every node with the same flags"
+    )
     for groups in (tuple(GROUPS), ("machine",)):
         (found,) = [each for each in judge(examined, groups) if each.level == FAIL]
         assert (found.id, found.hosts, found.measured) == ("flags", (host(1),), said)
@@ -302,7 +328,7 @@ def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
 def test_facts_survive_json_and_nonsense_is_refused() -> None:
     told = HEALTHY.reports[1]
     assert from_json(NodeReport, asdict(told)) == told
-    for nonsense in ({}, {"facts": 1, "present": []}, asdict(told) | {"present": ["x"]}, []):
+    for nonsense in ({}, {"facts": 1, "tries": []}, asdict(told) | {"tries": ["x"]}, []):
         with pytest.raises(ValueError, match="validation error"):
             from_json(NodeReport, nonsense)
 
@@ -332,7 +358,7 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     def silent(*_: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(report, "connect_from", silent)
+    monkeypatch.setattr(pairs, "connect_from", silent)
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
     assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")

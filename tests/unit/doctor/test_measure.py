@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
-from fleet_train.cluster.store.access import Access, Refused
-from fleet_train.cluster.store.wire import encode
-from fleet_train.doctor import channel, measure_apart, measure_machine
-from fleet_train.doctor.channel import dialled
-from fleet_train.doctor.facts import FAIL, UNLIMITED, Folder, Gpu, Gpus
+from fleet_train import timeouts
+from fleet_train.cluster.flight.stands import from_json
+from fleet_train.cluster.store.access import Access
+from fleet_train.doctor import measure_apart, measure_machine
+from fleet_train.doctor.facts import FAIL, UNLIMITED, Folder, Gpu, Gpus, PortTry
 from fleet_train.doctor.judge import _of_gpus
 from fleet_train.doctor.measure_machine import package_digest
 from fleet_train.doctor.measure_network import outgoing_ports, proxies_in_the_way, wrong_interfaces
+from fleet_train.doctor.meeting import Meeting
+from fleet_train.doctor.pairs import Rounds, dial, partner, stream_seconds
 from fleet_train.doctor.participants import Participants, without_loopback_name
-from fleet_train.doctor.peer_group import PeerGroup, rounds, stream_seconds
-from fleet_train.doctor.responder import ReplicatedState, Responder
+from fleet_train.doctor.sockets import KEY_BYTES, Door, Sockets, held_ports, sweep_packet_sizes
+from fleet_train.errors import JoinTimeout, WorkerFailed
+from fleet_train.launch.node import Node
 from tests.support.ports import free_ports
 
 
@@ -200,117 +203,213 @@ def test_recorded_output_of_nvidia_smi_and_its_findings(tmp_path: Path) -> None:
 
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+T = TypeVar("T")
+
+
+class Doctor:
+    """One node's sockets and its place in the meeting."""
+
+    def __init__(self, index: int, port: int, job: str = "job") -> None:
+        self.node = Node(HOSTS, index, port, 1, None, None)
+        self.difference = ""
+        held = held_ports(HOSTS[index], (port, port + 1))
+        free = [each for each in (port, port + 1) if each not in held]
+        there = Participants(self.node, ((port, port + 1),) * 3, Access(job, source=HOSTS[index]))
+        self.meeting = Meeting(there, free, lambda: self.difference)
+        self.sockets = Sockets(HOSTS[index], free[index == 0 :], f"{index:02}" * KEY_BYTES)
+
+    def join(self, seconds: float) -> list[int]:
+        return [*self.meeting.join(self.sockets.door, seconds)]
+
+    def dialled(self) -> tuple[PortTry, ...]:
+        return dial(self.node, {node: door.ports for node, door in self.meeting.read("here", Door).items()})
 
 
 @contextmanager
-def doctor(index: int, port: int, clock: Callable[[], float] = time.time, job: str = "job") -> Iterator[PeerGroup]:
-    access = Access(job, source=HOSTS[index])
-    participants = Participants(HOSTS, index, ((port, port + 1),) * 3, 1, access)
-    state = ReplicatedState()
-    responder = Responder(HOSTS[index], participants.ports[index], access, HOSTS, state, clock).start()
-    presence = {"open": responder.ports, "extra": responder.extra_port, "udp": responder.udp_port}
-    state.put(f"here/{index}", presence)
-    try:
-        yield PeerGroup(participants, state, responder)
-    finally:
-        responder.close()
+def doctors(indices: Iterable[int], port: int, **changed: Any) -> Iterator[list[Doctor]]:
+    with ExitStack() as closing:
+        made = []
+        for index in indices:
+            made.append(Doctor(index, port, **changed))
+            closing.callback(made[-1].meeting.close)
+            closing.callback(made[-1].sockets.close)
+        yield made
 
 
-def rendezvous(groups: list[PeerGroup], seconds: float) -> list[tuple[int, ...]]:
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(lambda group: group.wait_for_nodes(seconds), groups))
+def together(met: list[Doctor], do: Callable[[Doctor], T]) -> list[T]:
+    with ThreadPoolExecutor(len(met)) as pool:
+        return list(pool.map(do, met))
 
 
-def test_all_doctors_gather_all_facts_and_wait_for_an_absent_one_until_their_time_is_over() -> None:
-    port = free_ports(2, HOSTS)
-    with doctor(0, port) as first, doctor(1, port) as second:
+def test_all_read_what_each_has_published_and_leave_together() -> None:
+    with doctors(range(3), free_ports(2, HOSTS)) as met:
+        assert together(met, lambda each: each.join(10.0)) == [[0, 1, 2]] * 3
+        reports = {"purpose": "node 0", "path": "/"}, ["nonsense"], {"purpose": "node 2", "path": "/"}
+        missing = together(met, lambda each: each.meeting.share("report", reports[each.node.index], range(3), 20.0))
+        assert missing == [set()] * 3
+        assert met[0].meeting.read("report", Folder) == {node: Folder(f"node {node}", "/") for node in (0, 2)}
         began = time.monotonic()
-        assert rendezvous([first, second], 1.5) == [(0, 1)] * 2
+
+        def leave(each: Doctor) -> None:
+            if each.node.index:
+                time.sleep(0.5)
+                assert each.meeting.read("report", Folder).keys() == {0, 2}  # node 0 waits for the others
+            each.meeting.leave(20.0)
+            each.meeting.close()
+
+        together(met, leave)
+        assert time.monotonic() - began < 10.0
+
+
+def test_who_is_absent_is_waited_for_until_the_time_of_one_is_over() -> None:
+    with doctors((0, 1), free_ports(2, HOSTS)) as met:
+        began = time.monotonic()
+        assert together(met, lambda each: each.join((300.0, 1.5)[each.node.index])) == [[0, 1]] * 2
         assert time.monotonic() - began < 30.0
-    with doctor(0, port) as first, doctor(1, port) as second, doctor(2, port) as third:
-        assert rendezvous([first, second, third], 10.0) == [(0, 1, 2)] * 3
-        second.state.put("report/1", {"of": "node 1"})
-        assert first.collect("report", [1], 5.0) == set()
-        assert first.state.get("report/1") == {"of": "node 1"}
-        first.leave([0, 1], 5.0)
+        with doctors((2,), met[0].meeting.port) as (late,), pytest.raises(JoinTimeout, match="came too late"):
+            late.join(5.0)
 
 
-def test_a_clock_that_goes_wrong_is_measured() -> None:
+def test_a_lost_node_is_not_waited_for_and_without_node_0_nobody_can_be_asked() -> None:
+    with doctors(range(3), free_ports(2, HOSTS)) as met:
+        together(met, lambda each: each.join(10.0))
+        met[2].meeting.close()
+        began = time.monotonic()
+        assert met[1].meeting.share("report", 1, range(3), 1.0) == {0, 2}
+        assert met[1].meeting.share("report", 1, (1, 2), 60.0) == {2}
+        assert time.monotonic() - began < 30.0
+        met[0].meeting.close()
+        with pytest.raises(WorkerFailed, match="no longer answers"):
+            met[1].meeting.share("report", 1, (0,), 60.0)
+
+
+def test_without_the_store_each_of_its_ports_is_named_with_what_it_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "DOCTOR_STORE_SECONDS", 1.0)
     port = free_ports(2, HOSTS)
-    with doctor(0, port) as first, doctor(1, port, clock=lambda: time.time() - 7.5) as second:
-        assert rendezvous([first, second], 1.0) == [(0, 1)] * 2
-        (echo,), streams = first.measure_pairs((0, 1), 2.0)
+    with doctors((1,), port) as (second,):
+        with pytest.raises(JoinTimeout, match=f"port {port}: refused; port {port + 1}: refused"):
+            second.join(0.3)
+        with doctors((0,), port, job="other"), pytest.raises(JoinTimeout, match="it belongs to another job, 'other'"):
+            second.join(0.3)
+        second.difference = "other flags"
+        began = time.monotonic()
+        with pytest.raises(JoinTimeout):
+            second.join(60.0)
+        assert time.monotonic() - began < 30.0
+    with ExitStack() as taken:
+        for each in (port, port + 1):
+            taken.enter_context(socket.create_server((HOSTS[0], each)))
+        with doctors((0,), port) as (first,), pytest.raises(JoinTimeout, match="no free port"):
+            first.join(60.0)
+
+
+def measured(met: list[Doctor], tries: dict[int, tuple[PortTry, ...]], behind: float, late: set[int]) -> list[Rounds]:
+    """What two doctors measure; the clock of the last one is behind."""
+
+    def measure(one: Doctor) -> Rounds:
+        doors = one.meeting.read("here", Door)
+        clock = (lambda: time.time() - behind) if one is met[-1] else time.time
+        made = Rounds(one.node, one.sockets, doors, tries, lambda _: late, clock)
+        made.measure(2.0)
+        return made
+
+    return together(met, measure)
+
+
+def test_a_clock_that_goes_wrong_is_measured_and_the_bytes_of_both_directions() -> None:
+    with doctors((0, 1), free_ports(2, HOSTS)) as met:
+        together(met, lambda each: each.join(1.0))
+        tries = {each.node.index: each.dialled() for each in met}
+        assert [{each.outcome for each in made} for made in tries.values()] == [{"open"}] * 2
+        first, second = measured(met, tries, 7.5, set())
+        (echo,) = first.echoes
         assert abs(echo.ahead - 7.5) <= echo.uncertainty + 0.01  # half of the way there and back, on a busy machine too
         assert echo.uncertainty < 2.0
-        assert [(stream.source, stream.target, stream.error) for stream in streams] == [(0, 1, ""), (1, 0, "")]
-        assert all(stream.best >= stream.bytes_per_second > 0 for stream in streams)
-        assert second.measure_pairs((0, 1), 2.0) == ([], [])  # the lower one has begun it
+        assert [(each.source, each.target, each.error) for each in first.streams] == [(0, 1, ""), (1, 0, "")]
+        assert all(each.best >= each.bytes_per_second > 0 for each in first.streams)
+        assert (second.echoes, second.streams) == ([], [])  # the lower one has called
 
 
-def test_a_port_that_another_program_has_is_held_and_named() -> None:
+def test_who_cannot_be_reached_by_the_lower_node_calls_itself() -> None:
+    with doctors((0, 1), free_ports(2, HOSTS)) as met:
+        together(met, lambda each: each.join(1.0))
+        tries = {0: (PortTry(1, 80, "timed out"),), 1: met[1].dialled()}
+        first, second = measured(met, tries, 0.0, {2})  # whom they do not wait for
+        assert (first.echoes, first.streams) == ([], [])
+        assert [(each.source, each.target, each.error) for each in second.streams] == [(1, 0, ""), (0, 1, "")]
+
+
+def test_a_transfer_that_fails_says_why_and_a_pair_without_a_way_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "DOCTOR_ROUND_SECONDS", 0.5)
+    monkeypatch.setattr(timeouts, "DOCTOR_ANSWER_SECONDS", 0.5)
+    with doctors((0, 1), free_ports(2, HOSTS)) as met:
+        together(met, lambda each: each.join(1.0))
+        tries = {0: met[0].dialled(), 1: met[1].dialled()}
+        (first,) = measured(met[:1], tries, 0.0, set())
+        assert first.streams == []  # the other one does not attend, which is no fault of the network
+        met[1].sockets.close()
+        (first,) = measured(met[:1], tries, 0.0, set())
+        ((why),) = [each.error for each in first.streams]
+        assert why == "[Errno 111] Connection refused"
+        for tried, late in (({0: (), 1: ()}, set()), (tries, {1})):
+            (first,) = measured(met[:1], tried, 0.0, late)
+            assert first.streams == []
+
+
+def test_a_port_that_another_program_has_is_held_and_the_store_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "DOCTOR_STORE_SECONDS", 1.0)  # which that program takes
     port = free_ports(2, HOSTS)
-    with socket.create_server((HOSTS[1], port)), doctor(0, port) as first, doctor(1, port) as second:
-        assert list(second.responder.held) == [port]
-        assert str(second.responder.held[port]).startswith("process ")
-        assert rendezvous([first, second], 1.0) == [(0, 1)] * 2
-        assert {attempt.outcome for attempt in first.try_ports((0, 1))} == {"open"}
+    with socket.create_server((HOSTS[0], port)), doctors((0, 1), port) as met:
+        assert held_ports(HOSTS[0], (port, port + 1))[port].startswith("process ")
+        assert together(met, lambda each: each.join(4.0)) == [[0, 1]] * 2
+        assert [each.meeting.port for each in met] == [port + 1] * 2
+        assert [each.outcome for each in dial(met[1].node, {0: (port, port + 1)})] == ["open"] * 2
+    assert [each.outcome for each in dial(met[1].node, {0: (port, port + 1)})] == ["refused"] * 2
 
 
-def test_doctors_of_other_jobs_and_strangers_are_refused() -> None:
-    port = free_ports(2, HOSTS)
-    with doctor(1, port):
-        with pytest.raises(Refused, match="another job"), dialled(HOSTS[1], port, Access("other"), 0):
-            pass
-        with (
-            pytest.raises(Refused, match="comes from 127"),
-            dialled(HOSTS[1], port, Access("job", source="127.0.0.9"), 0),
-        ):
-            pass
-        with socket.create_connection((HOSTS[1], port), timeout=5) as stranger:
-            assert stranger.recv(4096)  # the challenge
-            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            assert stranger.recv(100) == b""
+def test_who_has_no_key_is_told_nothing() -> None:
+    with doctors((1,), free_ports(2, HOSTS)) as (second,):
+        door = second.sockets.door
+        calls = []
+        for word in (b"GET / HTTP/1.0\r\n\r\n", b"", b"\0" * KEY_BYTES, door.secret):
+            calls.append(socket.create_connection((HOSTS[1], door.ports[0]), timeout=5, source_address=(HOSTS[0], 0)))
+            calls[-1].sendall(word)
+            if not word:
+                calls[-1].shutdown(socket.SHUT_WR)
+        with second.sockets.accept(door.secret, 20.0) as accepted:
+            assert accepted.getpeername() == calls[-1].getsockname()
+        for call in calls[:-1]:
+            with call, suppress(ConnectionResetError):  # what it has sent was not read to its end
+                assert call.recv(100) == b""
+        calls[-1].close()
+        with pytest.raises(TimeoutError):
+            second.sockets.accept(door.secret, 0.3)
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_no_doctor_says_ends_its_connection_without_a_word() -> None:
-    port = free_ports(2, HOSTS)
-    with doctor(1, port):
-        for wrong in ({"member": []}, {"nonce": "\ud800"}, {"member": None}):
-            with socket.create_connection((HOSTS[1], port), timeout=5, source_address=(HOSTS[0], 0)) as stranger:
-                stranger.sendall(encode({"do": "hello", "job": "job", "nonce": "n", "member": 0, **wrong}))
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(4096):
-                    pass
+@pytest.mark.parametrize("wrong", [{"key": "ab"}, {"key": "no hex"}, {"udp": 0}, {"ports": (99999,)}])
+def test_a_door_that_no_node_has_is_refused(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"ports": (80, 81), "udp": 82, "key": "ab" * 16}
+    assert from_json(Door, right) == Door(**right)
+    with pytest.raises(ValueError, match=r"door|hex"):
+        from_json(Door, right | wrong)
 
 
 def test_packets_of_every_size_are_answered_on_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        done = threading.Event()
-
-        def serve() -> None:
-            sock.settimeout(0.2)
-            while not done.is_set():
-                channel.answer_datagrams(sock, b"12345678")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        largest, known = channel.sweep_packet_sizes("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"12345678", 9000)
-        silent, _ = channel.sweep_packet_sizes("127.0.0.1", sock.getsockname()[1], "127.0.0.1", b"87654321", 600)
-        done.set()
-        thread.join()
+    with doctors((1,), free_ports(2, HOSTS)) as (second,):
+        door = second.sockets.door
+        largest, known = sweep_packet_sizes(HOSTS[1], door.udp, HOSTS[0], door.secret, 9000)
+        silent, _ = sweep_packet_sizes(HOSTS[1], door.udp, HOSTS[0], b"87654321", 600)
     assert (largest, known >= 9000, silent) == (9000, True, 0)
 
 
-def test_each_pair_once_and_each_node_once_a_round() -> None:
-    for number in range(2, 17):
-        made = rounds(range(number))
-        pairs = [pair for each in made for pair in each]
-        assert sorted(pairs) == [(a, b) for a in range(number) for b in range(a + 1, number)]
-        assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in made)
-    assert len(rounds(range(16))) == 15
-    assert 15 * 2 * (stream_seconds(16, 14.0) + 0.1) < 15.0
+def test_each_pair_meets_once_and_each_node_has_one_partner_a_round() -> None:
+    for nodes in (range(1, 2 + number) for number in range(1, 17)):
+        pairs = [(a, partner(nodes, a, number)) for number in range(len(nodes)) for a in nodes]
+        assert sorted(pairs) == [(a, b) for a in nodes for b in nodes]
+        assert set(pairs) == {(b, a) for a, b in pairs}
+    assert 16 * 2 * (stream_seconds(16, 14.0) + 0.1) < 15.0
 
 
 def test_lists_without_a_loopback_name_stay_as_they_are() -> None:

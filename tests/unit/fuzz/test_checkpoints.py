@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS
-from fleet_train.convert.program_state import State, fit, mean_of_ranks, refuse_damaged_position
+from fleet_train.convert.program_state import SavedState, fit, mean_of_ranks, refuse_damaged_position
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import manager, storage
 from tests.unit.fuzz import check, fixed, mutated
@@ -21,7 +21,7 @@ OURS = {
     "w_velocity_0": ("optimizer", [3, 4], "float32"),
     "step": ("optimizer", [1], "int64"),
 }
-SAVED = State(
+SAVED = SavedState(
     {
         "w": np.arange(12, dtype="float32").reshape(3, 4),
         "step": np.array([7], "int64"),
@@ -51,7 +51,7 @@ def valid(folder: Path) -> Path:
     """A published checkpoint with the state of two ranks."""
     draft = storage.begin(folder, 3)
     tensors = persistables.write_tensors(draft, SAVED)
-    return storage.publish(folder, 3, STATE, 0.5, storage.Run(), tensors)
+    return storage.publish(folder, 3, STATE, 0.5, storage.TrainingRun(), tensors)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from typing import Any
 from fleet_train.launch import events
 from fleet_train.launch import job as jobs
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
-from fleet_train.launch.election import Heard, State, Status, Unheard
+from fleet_train.launch.election import Heard, Standing, Status, Unheard
+from fleet_train.launch.job_state import JobState, Phase
 from fleet_train.launch.report import WorkerResult
 from fleet_train.launch.request import FaultPolicy
 
@@ -44,9 +45,9 @@ class Store:
 class Launcher:
     """One process of a launcher; ``serial`` tells it from the one that ran on this machine before."""
 
-    job: jobs.Job
+    job: JobState
     serial: int
-    status: Status = field(default_factory=lambda: Status(State.FRESH))
+    status: Status = field(default_factory=lambda: Status(Standing.FRESH))
     own: Store | None = None
     """Where it is the leader."""
     at: Store | None = None
@@ -67,7 +68,7 @@ class Running:
 
 
 class World:
-    """``nodes`` machines; ``faults``: how many happen in the first ``seconds``."""
+    """``nodes`` machines; ``faults``: how many happen in the first ``seconds``, several of them at once."""
 
     def __init__(self, seed: int, nodes: int, policy: FaultPolicy, faults: int, seconds: float = 200.0) -> None:
         self.random = random.Random(seed)
@@ -85,8 +86,9 @@ class World:
         self.trace: list[str] = []
         for node in range(nodes):
             self.after(self.random.uniform(0.0, 3.0), partial(self.start, node))
+        burst, apart = self.random.uniform(1.0, seconds), self.random.choice([5.0, 20.0, seconds])
         for _ in range(faults):
-            self.after(self.random.uniform(1.0, seconds), self._fault)
+            self.after(max(1.0, min(seconds, burst + self.random.uniform(-apart, apart))), self._fault)
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         self._count += 1
@@ -112,7 +114,7 @@ class World:
         if node in self.alive():
             return
         self._serial += 1
-        state = jobs.Job(node, self.nodes, self.policy, _JOIN_SECONDS, lambda each: f"node {each}")
+        state = JobState(node, self.nodes, self.policy, _JOIN_SECONDS, lambda each: f"node {each}")
         launcher = self.launchers[node] = Launcher(state, self._serial)
         self._take(launcher, *jobs.first(state, self.now))
 
@@ -141,13 +143,13 @@ class World:
             if kind == "kill and start":
                 self.after(self.random.uniform(0.5, 20.0), lambda: self.start(node))
         elif kind == "freeze" and node in self.launchers:
-            self.launchers[node].frozen_until = self.now + self.random.uniform(1.0, 60.0)
+            self.launchers[node].frozen_until = self.now + self.random.choice([5.0, 60.0, 200.0]) * self.random.random()
         elif kind == "cut":
             self.side = [self.random.randrange(2) for _ in range(self.nodes)]
             for running in list(self.running):
                 if running.began is not None and len({self.side[each] for each in running.there}) > 1:
                     self.after(self.policy.lost_node_timeout_seconds, partial(self._cut, running))
-            self.after(self.random.uniform(1.0, 60.0), self._heal)
+            self.after(self.random.choice([10.0, 60.0, 200.0]) * self.random.random(), self._heal)
         else:
             for running in self.running:
                 if running.began is not None:
@@ -158,7 +160,7 @@ class World:
 
     # The actions of a launcher.
 
-    def _take(self, launcher: Launcher, state: jobs.Job, actions: list[events.Action]) -> None:
+    def _take(self, launcher: Launcher, state: JobState, actions: list[events.Action]) -> None:
         launcher.job = state
         for action in actions:
             match action:
@@ -262,22 +264,22 @@ class World:
     def _see(self, launcher: Launcher, look: events.Look) -> events.Event | None:
         me, at = launcher.job.me, launcher.at
         if at is None:
-            return events.Seen(self.now, lost=True)
+            return events.StoreSeen(self.now, lost=True)
         if at is launcher.own:
             here = [node for node in at.ready if self._is_connected(at, node)]
             ready = frozenset(node for node in here if look.here is not None and at.ready[node] >= look.here)
-            return events.Seen(self.now, at.decision, ready)
+            return events.StoreSeen(self.now, at.decision, ready)
         if self._store_of(me, at.owner, at.term) is not at:
             leader = self.launchers.get(at.owner)
             is_silent = leader is not None and leader.own is at
             if is_silent and self.now < at.heard_at.get(me, 0.0) + self.policy.lost_node_timeout_seconds:
                 self._event(launcher, 0.5, lambda: self._see(launcher, look))
                 return None
-            return events.Seen(self.now, lost=True)
+            return events.StoreSeen(self.now, lost=True)
         at.heard_at[me] = self.now
         if look.ready is not None:
             at.ready[me] = look.ready
-        return events.Seen(self.now, at.decision)
+        return events.StoreSeen(self.now, at.decision)
 
     def _is_connected(self, store: Store, node: int) -> bool:
         other = self.launchers.get(node)
@@ -309,14 +311,14 @@ class World:
     def _begin(self, running: Running) -> None:
         others = [each for each in self.running if each is not running and each.began is not None]
         for other in others:
-            if any(each.job.phase is jobs.Phase.RUNNING for each in other.there.values()):
+            if any(each.job.phase is Phase.RUNNING for each in other.there.values()):
                 raise Broken(f"{other.attempt} and {running.attempt} run at the same time")
         running.began = self.now
         for launcher in running.there.values():
             state, actions = jobs.begun(launcher.job, running.attempt)
             self._take(launcher, state, actions)
         seconds = self.random.expovariate(1 / 40.0)
-        ends_well = self.random.random() < 0.3
+        ends_well = self.random.random() < 0.1
         self.after(seconds, lambda: self._end(running, ends_well))
 
     def _give_up(self, running: Running) -> None:
@@ -368,12 +370,12 @@ def replay(seed: int) -> World:
     draw = random.Random(f"policy {seed}")
     nodes = draw.choice([1, 2, 2, 3, 3, 3, 4, 5])
     policy = FaultPolicy(
-        max_restarts=draw.choice([0, 1, 3, 10]),
-        min_nodes=draw.choice([None, 1, 2]) if nodes > 1 else None,
+        max_restarts=draw.choice([0, 1, 10, 10, 10]),
+        min_nodes=draw.choice([None, 1, 1, 2]) if nodes > 1 else None,
         rejoin_timeout_seconds=draw.choice([5.0, 30.0, 100.0]),
         lost_node_timeout_seconds=draw.choice([2.0, 20.0]),
     )
-    world = World(seed, nodes, policy, draw.randrange(0, 6))
+    world = World(seed, nodes, policy, draw.randrange(0, 10))
     try:
         world.play()
     except Exception as error:

@@ -6,7 +6,7 @@ import pytest
 
 from fleet_train.launch.election import (
     Heard,
-    State,
+    Standing,
     Status,
     Unheard,
     elected,
@@ -15,9 +15,9 @@ from fleet_train.launch.election import (
     may_go_on,
 )
 
-LOOKING = Status(State.LOOKING, 0, 3)
-FRESH = Status(State.FRESH)
-FOLLOWING = Status(State.FOLLOWING, 0, 3)
+LOOKING = Status(Standing.LOOKING, 0, 3)
+FRESH = Status(Standing.FRESH)
+FOLLOWING = Status(Standing.FOLLOWING, 0, 3)
 NODES = (0, 1, 2)
 
 
@@ -33,7 +33,7 @@ NODES = (0, 1, 2)
         (2, {0: Unheard.DEAD, 1: Unheard.DEAD}, 5),
         (1, {0: FRESH, 2: LOOKING}, 4),  # started again, knows nothing: it has nothing to decide with
         (1, {0: Unheard.DEAD, 2: FOLLOWING}, None),  # node 2 still hears the leader, or has not noticed yet
-        (1, {0: Unheard.DEAD, 2: Status(State.LOOKING, 1, 7)}, 10),
+        (1, {0: Unheard.DEAD, 2: Status(Standing.LOOKING, 1, 7)}, 10),
     ],
 )
 def test_the_first_living_node_of_the_larger_side_is_elected(me: int, heard: Heard, term: int | None) -> None:
@@ -41,7 +41,7 @@ def test_the_first_living_node_of_the_larger_side_is_elected(me: int, heard: Hea
 
 
 def test_the_latest_term_leads_and_a_job_is_running_if_a_node_has_known_a_leader() -> None:
-    heard = {0: Status(State.LEADING, 0, 3), 1: Status(State.LEADING, 1, 4), 2: FOLLOWING}
+    heard = {0: Status(Standing.LEADING, 0, 3), 1: Status(Standing.LEADING, 1, 4), 2: FOLLOWING}
     assert leader_among(heard, 3) == 1
     assert leader_among(heard, 5) is None
     assert not is_at_work({0: FRESH, 1: Unheard.DEAD})

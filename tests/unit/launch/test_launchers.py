@@ -15,8 +15,9 @@ import pytest
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, ScheduleMismatch
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
-from fleet_train.launch.events import Action, Event, Finish, Why
-from fleet_train.launch.job import Job, begun
+from fleet_train.launch.events import Action, Event, Finish, Look, Why
+from fleet_train.launch.job import begun
+from fleet_train.launch.job_state import JobState
 from fleet_train.launch.launcher import Launcher
 from fleet_train.launch.membership import Membership
 from fleet_train.launch.node import Node
@@ -41,7 +42,7 @@ class Seat(Launcher):
         self._launch = Mock(node=node)
         self._signpost = Mock()
         self._membership = Membership(node, policy, Access(source=node.address), facts)
-        self._job = Job(index, len(ADDRESSES), policy, 5.0, node.describe, node.store_endpoint)
+        self._job = JobState(index, len(ADDRESSES), policy, 5.0, node.describe, node.store_endpoint)
         self._attempts: Queue[Attempt | BaseException | Finish] = Queue()
         self._ends: Queue[RunResult | BaseException | None] = Queue()
         self._is_over = threading.Event()
@@ -71,7 +72,7 @@ class Seat(Launcher):
         self._ends.put(result)
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobState:
         return self._job
 
     def waiting_nodes(self, attempt: Attempt) -> str | None:
@@ -246,6 +247,33 @@ def test_a_leader_that_was_away_gives_way_to_the_later_one(seats: Seats) -> None
     assert follow(STORE_LOST, one, two) == second
     resume.set()
     lead.end(RunResult(Kind.FAILED, 11, "the launcher of node 1 was lost", without_root_cause=True))
+    assert let_join(second, one, two) == Attempt(2, 2, (0, 1, 2))
+    assert lead.next().nodes == (0, 1, 2)
+    assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.messages
+
+
+def test_a_leader_that_was_away_while_it_waited_does_not_go_on_beside_the_later_one(seats: Seats) -> None:
+    seats.policy = replace(POLICY, min_nodes=1, rejoin_timeout_seconds=4.0)
+    lead, one, two = begin(seats)
+    # It is frozen in its wait for the others, for longer than its patience.
+    resume, is_waiting = threading.Event(), threading.Event()
+    look = lead._membership.look
+
+    def looks_and_freezes(what: Look) -> dict[str, Any]:
+        seen = look(what)
+        if not is_waiting.is_set():
+            lead._membership._server._loop.call_soon_threadsafe(resume.wait)
+            is_waiting.set()
+            resume.wait()
+        return {**seen, "here": frozenset()}
+
+    lead._membership.look = looks_and_freezes  # type: ignore[method-assign]
+    lead.end(FAILED)
+    assert is_waiting.wait(20.0)
+    second = Attempt(1, 1, (1, 2))
+    assert follow(STORE_LOST, one, two) == second
+    lead._job = replace(lead.job, began=lead.job.began - 60.0)
+    resume.set()
     assert let_join(second, one, two) == Attempt(2, 2, (0, 1, 2))
     assert lead.next().nodes == (0, 1, 2)
     assert "this launcher was unreachable for too long; node 1 (127.0.0.2) is the leader now" in seats.messages

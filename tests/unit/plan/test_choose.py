@@ -16,7 +16,7 @@ from fleet_train.plan.build import build_chosen
 from fleet_train.plan.choose import (
     MOST_BUCKETS,
     WORTH_CUTTING_BYTES,
-    Conditions,
+    ChoiceConditions,
     Sample,
     choose,
     coarse,
@@ -38,15 +38,15 @@ def layers(number: int = 8, megabytes: float = 1.5) -> list[TensorSpec]:
     return [one for pair in zip(weights, biases, strict=True) for one in pair]
 
 
-def over(gigabits: float, milliseconds: float = 0.2, **more: Any) -> Conditions:
-    return Conditions(Network(Link(milliseconds / 1e3, gigabits * 1e9 / 8), INSIDE), **more)
+def over(gigabits: float, milliseconds: float = 0.2, **more: Any) -> ChoiceConditions:
+    return ChoiceConditions(Network(Link(milliseconds / 1e3, gigabits * 1e9 / 8), INSIDE), **more)
 
 
-def chosen(profile: Profile, conditions: Conditions, gradients: list[TensorSpec] | None = None) -> Buckets:
+def chosen(profile: Profile, conditions: ChoiceConditions, gradients: list[TensorSpec] | None = None) -> Buckets:
     return buckets_of(choose(profile, gradients or layers(), PAIR, conditions).profile)
 
 
-def step(buckets: Buckets, conditions: Conditions, compute: Compute) -> float:
+def step(buckets: Buckets, conditions: ChoiceConditions, compute: Compute) -> float:
     """The predicted step with these numbers."""
     given = {
         "nccl_comm_num": buckets.communicators,

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
+from fleet_train import compression
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.methods.codec import DeviceCodec, HostCodec, make_codec
 from fleet_train.collectives.methods.quantised import rounds
@@ -32,6 +33,8 @@ INT8 = {"use_local_sgd": False, "compression": "int8"}
 
 def test_every_description_is_in_the_list_and_the_choices_of_the_knob_are_those() -> None:
     names = [module.name for module in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}.")]
+    folders = pkgutil.iter_modules(compression.__path__, f"{compression.__name__}.")
+    names += [f"{folder.name}.description" for folder in folders]
     described = [one for name in names for one in vars(import_module(name)).values() if isinstance(one, Compression)]
     assert {one.name for one in described} == {*COMPRESSIONS, ROWS}  # which embeddings choose, not the knob
     assert [one.name for one in COMPRESSIONS.values()] == list(COMPRESSIONS) == list(CHOICES)

@@ -18,12 +18,12 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.methods.dense import FlatAllreduce
-from fleet_train.collectives.methods.registry import Parts
+from fleet_train.collectives.methods.registry import Parts, read_state, write_state
 from fleet_train.plan import TensorSpec, build_plan
 from fleet_train.plan.simulate_methods import SimulatedParts, SimulatedWire
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
-from fleet_train.profile.methods.base import Bucket, CollectiveSpec, Compression
+from fleet_train.profile.methods.base import ITEM_BYTES, Bucket, CollectiveSpec, Compression
 from tests.unit.collectives.played import Group, in_turn
 
 RANKS = 3
@@ -77,24 +77,29 @@ def in_numpy(profile: Profile) -> Step:
     return step
 
 
-def on_ranks(profile: Profile) -> Step:
+class on_ranks:
     """Played: what all ranks get has to be the same bits."""
-    plan, group, order = plan_of(profile), Group(0, range(RANKS)), list(SHAPES)
-    job: Any = SimpleNamespace(
-        engine=SimpleNamespace(reads_values=True, device=HostDevice()),
-        communicators=lambda number: [group] * number,
-    )
-    made = [
-        [Parts(bucket, job, plan, profile, FlatAllreduce(group)).make() for bucket in plan.buckets]
-        for _ in range(RANKS)
-    ]
 
-    def step(brought: list[list[np.ndarray]]) -> list[np.ndarray]:
-        found: dict[str, np.ndarray] = {}
-        for number, bucket in enumerate(plan.buckets):
+    def __init__(self, profile: Profile) -> None:
+        self.plan, group = plan_of(profile), Group(0, range(RANKS))
+        job: Any = SimpleNamespace(
+            engine=SimpleNamespace(reads_values=True, device=HostDevice()),
+            communicators=lambda number: [group] * number,
+        )
+        self.made = [
+            [Parts(bucket, job, self.plan, profile, FlatAllreduce(group)).make() for bucket in self.plan.buckets]
+            for _ in range(RANKS)
+        ]
+        self.sent: list[tuple[str, int]] = []
+        """Of the last step, in turn: each collective and the bytes of a rank's buffer."""
+
+    def __call__(self, brought: list[list[np.ndarray]]) -> list[np.ndarray]:
+        order, found, self.sent = list(SHAPES), dict[str, np.ndarray](), []
+        for number, bucket in enumerate(self.plan.buckets):
             names = [gradient.name for gradient in bucket.gradients]
             given = [[paddle.to_tensor(rank[order.index(name)]) for name in names] for rank in brought]
-            results, _ = in_turn([made[rank][number].average(given[rank]) for rank in range(RANKS)])
+            results, sent = in_turn([self.made[rank][number].average(given[rank]) for rank in range(RANKS)])
+            self.sent += [(each.kind.replace("_", ""), each.elements * ITEM_BYTES[each.dtype]) for each in sent]
             arrays = [[np.array(each.numpy()) for each in result] for result in results]
             for other in arrays[1:]:
                 for one, another in zip(arrays[0], other, strict=True):
@@ -102,7 +107,14 @@ def on_ranks(profile: Profile) -> Step:
             found |= dict(zip(names, arrays[0], strict=True))
         return [found[name].reshape(SHAPES[name]) for name in order]
 
-    return step
+    def resumed(self, profile: Profile) -> on_ranks:
+        """New ranks that load what these would save."""
+        new = type(self)(profile)
+        for old, one in zip(self.made, new.made, strict=True):
+            alike, own = read_state([*zip(self.plan.buckets, old, strict=True)])
+            unused = write_state([*zip(new.plan.buckets, one, strict=True)], {**alike, **own}, paddle.CPUPlace())
+            assert unused == []
+        return new
 
 
 def brought(seed: int) -> list[list[np.ndarray]]:
@@ -163,6 +175,25 @@ def test_ranks_compute_what_the_reference_says(name: str) -> None:
         for one, other in zip(ranks(brought(seed)), reference(brought(seed)), strict=True):
             bound = ROUNDED if COMPRESSIONS[name].wire_dtype else 1e-5
             assert np.abs(one - other).max() <= bound * RANKS * np.abs(other).max(), f"{name}, step {seed}"
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_ranks_send_what_is_planned(name: str) -> None:
+    ranks = on_ranks(profile_of(name))
+    ranks(brought(1))
+    planned = [(each.kind, each.nbytes) for bucket in ranks.plan.buckets for each in bucket.sent]
+    assert ranks.sent == planned, name
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_ranks_that_resume_go_on_bit_by_bit(name: str) -> None:
+    ranks, profile = on_ranks(profile_of(name)), profile_of(name)
+    for seed in range(5):
+        ranks(brought(seed))
+    resumed = ranks.resumed(profile)
+    for seed in range(5, 8):
+        for one, other in zip(ranks(brought(seed)), resumed(brought(seed)), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{name}: something that is kept is not saved")
 
 
 class Largest(Compression):

@@ -15,8 +15,8 @@ from fleet_train.plan.price import (
     Costs,
     Link,
     Network,
-    Phase,
-    Task,
+    PricedTask,
+    TaskPhase,
     finish_times,
     predict,
 )
@@ -25,8 +25,8 @@ from fleet_train.profile import Profile
 from fleet_train.profile.methods.base import CollectiveSpec
 
 
-def task(queue: int, ready: float, *phases: tuple[str, float]) -> Task:
-    return Task(queue, tuple(Phase(*phase) for phase in phases), ready)
+def task(queue: int, ready: float, *phases: tuple[str, float]) -> PricedTask:
+    return PricedTask(queue, tuple(TaskPhase(*phase) for phase in phases), ready)
 
 
 PAIR = Cluster.imagined(2, 1)
@@ -208,7 +208,7 @@ def test_json_has_everything_and_is_plain() -> None:
     ],
     ids=["ready", "queue's order", "two share", "shorter first", "other resources", "late", "no work", "none"],
 )
-def test_tasks_keep_their_queues_order_and_share_resources(tasks: list[Task], ends: list[float]) -> None:
+def test_tasks_keep_their_queues_order_and_share_resources(tasks: list[PricedTask], ends: list[float]) -> None:
     assert finish_times(tasks) == pytest.approx(ends)
 
 

@@ -11,7 +11,7 @@ import pytest
 from fleet_train.cluster import Cluster
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
 from fleet_train.plan.build import sends_rows, with_rows
-from fleet_train.plan.choose import Conditions, choose
+from fleet_train.plan.choose import ChoiceConditions, choose
 from fleet_train.plan.price import PAPER, Compute, predict
 from fleet_train.plan.simulate import Local, SimulatedJob
 from fleet_train.plan.trial import try_out
@@ -91,7 +91,7 @@ def test_a_price_counts_rows_and_not_the_table() -> None:
     assert whole > rows + 0.02
     assert rows < 0.008
     # A table that is not sent is no reason to cut.
-    chosen = choose(Profile(), [*DENSE, LARGE], PAIR, Conditions()).profile
+    chosen = choose(Profile(), [*DENSE, LARGE], PAIR, ChoiceConditions()).profile
     assert chosen.origin("fuse_grad_size_in_MB").endswith("too small to cut")
 
 

@@ -14,7 +14,7 @@ from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile, applied_mappings, check_flags, compatibility, load_profile, methods
 from fleet_train.profile.compatibility import PAIRS, STRATEGIES, clashes, entries, verdict
 from fleet_train.profile.knobs import Problem
-from fleet_train.profile.methods.base import Family, Verdict, goes
+from fleet_train.profile.methods.base import Combination, Family, goes
 
 # What switches each strategy on, with what it needs beside it, and what switches it off.
 ON: dict[str, dict[str, Any]] = {
@@ -57,14 +57,14 @@ def test_a_profile_with_both_is_taken_or_refused_as_the_table_says(
     else:
         with pytest.raises(ProfileError, match="does not go with"):
             Profile(**settings)
-    monkeypatch.setitem(PAIRS, pair, Verdict(False, "a reason; leave one of them out"))
+    monkeypatch.setitem(PAIRS, pair, Combination(False, "a reason; leave one of them out"))
     with pytest.raises(ProfileError, match=r": a reason; leave one of them out$"):
         Profile(**settings)
     Profile(**first)
 
 
 def test_a_clash_names_the_knob_that_was_set() -> None:
-    pairs = PAIRS | {("fused", "waiting"): Verdict(False, "a reason; leave one of them out")}
+    pairs = PAIRS | {("fused", "waiting"): Combination(False, "a reason; leave one of them out")}
     assert clashes({"sync_nccl_allreduce": True}, pairs=pairs) == [
         Problem(
             "sync_nccl_allreduce",
@@ -73,19 +73,19 @@ def test_a_clash_names_the_knob_that_was_set() -> None:
     ]
     assert clashes({"sync_nccl_allreduce": True, "fuse_all_reduce_ops": False}, pairs=pairs) == []
     assert clashes({"nccl_comm_num": 2}, pairs=pairs) == []
-    refused = PAIRS | {("fused", "bf16"): Verdict(False, "a reason")}
+    refused = PAIRS | {("fused", "bf16"): Combination(False, "a reason")}
     for half in ("fp16", "bf16"):
         assert [one.key for one in clashes({"compression": half}, pairs=refused)] == ["compression"]
 
 
 def test_two_strategies_that_are_on_by_themselves_clash_with_neither_knob_set() -> None:
     strategies = (STRATEGIES[0], STRATEGIES[0].__class__("timeout", "collective_timeout_seconds", "waiting at most"))
-    pairs = {("fused", "timeout"): Verdict(False, "a reason")}
+    pairs = {("fused", "timeout"): Combination(False, "a reason")}
     assert clashes({}, strategies, pairs)[0].key == "fuse_all_reduce_ops"
 
 
 def test_what_is_switched_off_is_no_strategy() -> None:
-    refuse_all = {pair: Verdict(False, "a reason") for pair in PAIRS}
+    refuse_all = {pair: Combination(False, "a reason") for pair in PAIRS}
     off = {"nccl_comm_num": 1, "use_local_sgd": True, "outer_optimizer": "none", "fuse_all_reduce_ops": False}
     off |= {"compression": "none", "accumulate_steps": 1, "amp_level": "O0", "sync_batch_norm": False}
     assert clashes(off, pairs=refuse_all) == []

@@ -12,23 +12,30 @@ import numpy as np
 import pytest
 
 from fleet_train import timeouts
-from fleet_train.convert.program_state import State
+from fleet_train.convert.program_state import SavedState
 from fleet_train.convert.saving import Captured
 from fleet_train.errors import CheckpointError, NotSaved
 from fleet_train.train import agree
 from fleet_train.train.checkpoint import claim, copies, manager, storage
 from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
-from fleet_train.train.checkpoint.newest import Held, folders_apart, held_of, latest_run, read_record, write_record
-from fleet_train.train.checkpoint.storage import Run
+from fleet_train.train.checkpoint.newest import (
+    HeldCheckpoint,
+    folders_apart,
+    held_of,
+    latest_run,
+    read_record,
+    write_record,
+)
+from fleet_train.train.checkpoint.storage import TrainingRun
 from tests.support.agreeing import ThreadRanks
 from tests.support.checkpoints import held_by_another_process
 from tests.support.checkpoints import publish as published
 
-OLD, NEW = Run(1, 100.0, "aa"), Run(2, 50.0, "bb")  # the clocks are not equal
+OLD, NEW = TrainingRun(1, 100.0, "aa"), TrainingRun(2, 50.0, "bb")  # the clocks are not equal
 
 
-def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: Run = OLD) -> Path:
+def publish(checkpoints: Path, step: int, content: bytes = b"tensors", run: TrainingRun = OLD) -> Path:
     return published(checkpoints, step, {"step": step}, run=run, content=content, own=b"of each rank")
 
 
@@ -83,7 +90,7 @@ class Job(ThreadRanks):
         """In place of the facade's: the same state on all ``ranks``."""
         del memory
         held = {"w": np.arange(5.0)} if self.worker_index() in ranks else {}
-        return Captured(State(held, {}, []))
+        return Captured(SavedState(held, {}, []))
 
     def piece_from(self, holder: int, piece: Any, _: str) -> Any:
         """In place of the job's own connections."""
@@ -205,7 +212,7 @@ def test_what_is_altered_on_its_way_does_not_count(make_job: MakeJob, monkeypatc
 
 
 def test_a_run_that_begins_anew_is_later_than_every_other_and_alone(make_job: MakeJob) -> None:
-    job, future = make_job(3), Run(7, 4e9, "a clock that is wrong")
+    job, future = make_job(3), TrainingRun(7, 4e9, "a clock that is wrong")
     assert job.copied(begun) == [read_record(job.checkpoints(node)) for node in range(3)], "it replaces none"
     for node in range(3):
         (job.checkpoints(node) / "run.json").unlink()
@@ -274,11 +281,11 @@ def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_re
     make_job: MakeJob,
 ) -> None:
     """The other node is away then, and has one whose clock was ahead."""
-    ahead = Run(1, 4e9, "aa")
+    ahead = TrainingRun(1, 4e9, "aa")
     job = make_job(1)
     publish(job.checkpoints(0), 500, run=ahead)
     write_record(job.checkpoints(0), ahead)
-    storage.remove_others(job.checkpoints(0), Run())
+    storage.remove_others(job.checkpoints(0), TrainingRun())
 
     (later,) = job.copied(begun)
     assert later.began < ahead.began
@@ -292,7 +299,7 @@ def test_a_run_that_rank_0_begins_anew_is_later_although_its_checkpoints_were_re
 def test_of_two_runs_that_began_apart_only_the_launched_jobs_own_is_continued(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = Run(3, 100.0, "one"), Run(3, 200.0, "other")
+    one, other = TrainingRun(3, 100.0, "one"), TrainingRun(3, 200.0, "other")
     job = make_job(2)
     publish(job.checkpoints(0), 10, run=one)
     publish(job.checkpoints(1), 20, run=other)
@@ -443,31 +450,32 @@ def test_nodes_that_see_one_folder_count_once(seen: Sequence[Sequence[int]], apa
     assert folders_apart([0, 1, 2], seen) == apart
 
 
-def told(record: Run, *held: tuple[int, Run | None]) -> dict[str, Any]:
+def told(record: TrainingRun, *held: tuple[int, TrainingRun | None]) -> dict[str, Any]:
     entries = [[f"step-{step:08d}", run and run.as_json(), [0, 0, step]] for step, run in held]
     return {"record": record.as_json(), "held": entries}
 
 
 def test_of_the_latest_run_the_newest_comes_first_and_of_equal_ones_the_lowest_rank() -> None:
-    everybody = [told(OLD, (30, OLD)), None, told(Run(), (10, NEW), (5, NEW)), told(NEW, (10, NEW), (20, None))]
+    everybody = [told(OLD, (30, OLD)), None, told(TrainingRun(), (10, NEW), (5, NEW)), told(NEW, (10, NEW), (20, None))]
     assert latest_run(everybody) == NEW
     expected = [(20, 3, None), (10, 2, NEW), (10, 3, NEW), (5, 2, NEW)]
-    found = [Held((0, 0, step), rank, run, f"step-{step:08d}") for step, rank, run in expected]
+    found = [HeldCheckpoint((0, 0, step), rank, run, f"step-{step:08d}") for step, rank, run in expected]
     assert held_of(everybody, NEW) == found
 
 
 def test_what_does_not_say_its_run_is_of_one_run_and_the_oldest() -> None:
-    assert Run() < OLD < NEW
-    assert [storage.run_from({**OLD.as_json(), "generation": told}) for told in (-1, "2", 1 << 60)] == [Run()] * 3
-    assert storage.run_from({"began": 4e9, "id": "without a generation"}) == Run()
-    before = told(Run(), (10, Run()))
-    assert latest_run([told(Run()), before]) == Run()
-    assert latest_run([told(Run(), (1, OLD)), before]) == OLD
-    assert latest_run([told(Run()), None]) is None
+    assert TrainingRun() < OLD < NEW
+    untrue = [storage.run_from({**OLD.as_json(), "generation": told}) for told in (-1, "2", 1 << 60)]
+    assert untrue == [TrainingRun()] * 3
+    assert storage.run_from({"began": 4e9, "id": "without a generation"}) == TrainingRun()
+    before = told(TrainingRun(), (10, TrainingRun()))
+    assert latest_run([told(TrainingRun()), before]) == TrainingRun()
+    assert latest_run([told(TrainingRun(), (1, OLD)), before]) == OLD
+    assert latest_run([told(TrainingRun()), None]) is None
 
 
 def test_names_are_no_paths_of_another_folder(tmp_path: Path) -> None:
-    publish(tmp_path, 10, run=Run(1, 1.0, "../../elsewhere"))
+    publish(tmp_path, 10, run=TrainingRun(1, 1.0, "../../elsewhere"))
     assert storage.set_aside(tmp_path, NEW) == [tmp_path / "of-run-elsewhere"]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from fleet_train.convert import persistables
 from fleet_train.convert.persistables import DESCRIPTION, RANKS, TENSORS, WAY_OUT
-from fleet_train.convert.program_state import State, refuse_damaged_position
+from fleet_train.convert.program_state import SavedState, refuse_damaged_position
 from fleet_train.errors import CheckpointError
 from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
@@ -32,7 +32,7 @@ HUGE = "9" * 60_000
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     own = [{"own": np.full(2, rank, "float32")} for rank in range(2)]
-    write_folder(tmp_path, State(ARRAYS, KINDS, own))
+    write_folder(tmp_path, SavedState(ARRAYS, KINDS, own))
     return tmp_path
 
 

@@ -22,7 +22,7 @@ import pytest
 from fleet_train import files, fleet
 from fleet_train.convert import persistables
 from fleet_train.convert.exporting import export as export_program
-from fleet_train.convert.program_state import State
+from fleet_train.convert.program_state import SavedState
 from fleet_train.errors import NotSaved
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 
@@ -186,7 +186,7 @@ def save_state(folder: Path, value: float) -> None:
     arrays = {"w": np.full((40, 3), value, "float32"), "v": np.full(2, value, "float32")}
     kinds = {"w": "parameter", "v": "optimizer"}
     own = [{"fleet_train/int8/w.error": np.full(120, value, "float32")} for _ in range(2)]
-    persistables.publish(folder, persistables.write_tensors(folder, State(arrays, kinds, own)))
+    persistables.publish(folder, persistables.write_tensors(folder, SavedState(arrays, kinds, own)))
 
 
 def value_in(folder: Path) -> float:

@@ -21,7 +21,7 @@ from fleet_train.train.checkpoint import storage
 from fleet_train.train.checkpoint.manager import Checkpoints, TrainState
 from tests.support.checkpoints import publish
 
-ANOTHER = storage.Run(1, 9.0, "begun later")
+ANOTHER = storage.TrainingRun(1, 9.0, "begun later")
 
 
 def write(checkpoints: Path, step: int, content: str = "tensors") -> Path:
@@ -107,7 +107,7 @@ def test_what_killed_runs_left_goes_with_an_overwritten_run_and_what_was_moved_a
 
 def test_an_earlier_run_that_a_killed_process_left_does_not_count(tmp_path: Path) -> None:
     """It has trained for longer: neither is it the newest, nor does it cost the later run its checkpoints."""
-    old, new = storage.Run(1, 9.0, "old"), storage.Run(2, 5.0, "new")
+    old, new = storage.TrainingRun(1, 9.0, "old"), storage.TrainingRun(2, 5.0, "new")
     for step, run in ((500, old), (10, new), (20, new)):
         publish(tmp_path, step, {"step": step}, score=float(step), run=run)
     assert [path.name for path in storage.of_latest_run(tmp_path)] == ["step-00000010", "step-00000020"]

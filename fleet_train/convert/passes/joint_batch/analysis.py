@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from fleet_train.convert.passes.exchanged import is_gathered
-from fleet_train.convert.passes.joint_batch.axes import Axes, Root, of_batch
+from fleet_train.convert.passes.joint_batch.axes import Axes, SampleCount, of_batch
 from fleet_train.convert.passes.joint_batch.kinds import (
     COMPARES,
     CONSTANT,
     CONSTANTS_LIKE,
+    BatchKind,
     Findings,
-    Kind,
     Operand,
-    Step,
+    Operation,
     Use,
     short,
 )
@@ -34,7 +34,7 @@ class Analysis:
     """Goes through the operators behind a loss, in their order, once."""
 
     def __init__(
-        self, loss: Any, ranks: int, shares: int, known: dict[int, Kind], is_alike: Callable[[int], bool]
+        self, loss: Any, ranks: int, shares: int, known: dict[int, BatchKind], is_alike: Callable[[int], bool]
     ) -> None:
         """``shares``: ranks times micro-batches. ``known``: values that an earlier call has looked at or made.
         ``is_alike``: whether all ranks' programs have this number of samples; it is -1 for one that the feed decides.
@@ -47,9 +47,10 @@ class Analysis:
         largest = max(batches, key=lambda value: value.shape[0], default=None)
         self._batch = size = -1 if self._has_unknown_batch or largest is None else largest.shape[0]
         self._is_alike = is_alike(size)
-        self._numbers = Numbers((ranks, shares), Root(largest, 0, is_alike=self._is_alike) if size >= 0 else None)
+        samples = SampleCount(largest, 0, is_alike=self._is_alike) if size >= 0 else None
+        self._numbers = Numbers((ranks, shares), samples)
         self._samples = Samples(self._numbers)
-        self._choosing: dict[int, Step] = {}
+        self._choosing: dict[int, Operation] = {}
         """Comparisons of own numbers that only choose blocks, by the id of their results."""
         for operator in self.behind:
             self._look(operator)
@@ -67,7 +68,7 @@ class Analysis:
     def found(self) -> Findings:
         return self._numbers.found
 
-    def kind(self, value: Any) -> Kind:
+    def kind(self, value: Any) -> BatchKind:
         """Of a value behind the loss."""
         return self._known.get(value.id, CONSTANT)
 
@@ -88,19 +89,19 @@ class Analysis:
         if name in CONSTANTS_LIKE and operands:
             roots = [root for each in self.kind(operands[0].value).axes.values() for root in each]
             learned = learned and not all(root.is_fed or root.is_static for root in roots)
-        step = Step(operator, name, operands, [self.kind(operand.value) for operand in operands], learned)
+        step = Operation(operator, name, operands, [self.kind(operand.value) for operand in operands], learned)
         if name in ("data", "builtin.parameter"):
             self._known[results[0].id] = self._begin(results[0])
         elif is_gathered(operator):
             unknown = [axis for axis, size in enumerate(results[0].shape) if size < 0]
-            self._known[results[0].id] = Kind(
-                {axis: (Root(results[0], axis, False, is_gathered=True),) for axis in unknown}, learned=learned
+            self._known[results[0].id] = BatchKind(
+                {axis: (SampleCount(results[0], axis, False, is_gathered=True),) for axis in unknown}, learned=learned
             )
         elif operator.num_regions():
             self._known |= self._of_blocks(step)
         elif _only_chooses(operator) and any(kind.own and not kind.axes for kind in step.kinds):
             self._choosing[results[0].id] = step
-            self._known[results[0].id] = Kind(own=True)
+            self._known[results[0].id] = BatchKind(own=True)
         elif not any(kind.is_of_feed for kind in step.kinds):
             kind = self._numbers.of_gathered(step)
             self._known |= {result.id: kind for result in results}
@@ -112,21 +113,21 @@ class Analysis:
             kind = self._numbers.result_of(step)
             self._known |= {result.id: kind for result in results}
 
-    def _begin(self, value: Any) -> Kind:
+    def _begin(self, value: Any) -> BatchKind:
         """Of a variable, or of what is fed."""
         if value.persistable or value.get_defining_op().name() == "builtin.parameter":
-            return Kind(learned=not value.stop_gradient)
+            return BatchKind(learned=not value.stop_gradient)
         shape = list(value.shape)
         unknown = [axis for axis, size in enumerate(shape) if size < 0]
         samples = min(unknown, default=0) if self._has_unknown_batch else 0  # time may be first, and known
-        axes = {axis: (Root(value, axis, axis == samples),) for axis in unknown}
+        axes = {axis: (SampleCount(value, axis, axis == samples),) for axis in unknown}
         if self._has_unknown_batch:
-            return Kind(axes, fed=() if axes or not _is_one(shape) else (value,))
+            return BatchKind(axes, fed=() if axes or not _is_one(shape) else (value,))
         if (shape and (shape[0] != 1 or self._batch == 1)) or len(shape) > 1:
-            return Kind({0: (Root(value, 0, is_alike=self._is_alike),)} | axes)
-        return Kind(fed=(value,))
+            return BatchKind({0: (SampleCount(value, 0, is_alike=self._is_alike),)} | axes)
+        return BatchKind(fed=(value,))
 
-    def _of_blocks(self, step: Step) -> dict[int, Kind]:
+    def _of_blocks(self, step: Operation) -> dict[int, BatchKind]:
         """The kinds of the results of ``cond``, a loop or the like. A condition on numbers, in whose blocks only
         numbers are read, is a function of them, and reads the joint batch's."""
         chosen = [operand.value for operand in step.operands if operand.value.id in self._choosing]
@@ -134,16 +135,16 @@ class Analysis:
         inner = [operand for each in nested_operators(step.operator) for operand in _operands(each)]
         operands += [operand for operand in inner if self.kind(operand.value).is_of_feed]
         kinds = [self.kind(operand.value) for operand in operands]
-        whole = Step(step.operator, step.name, operands, kinds, step.learned)
+        whole = Operation(step.operator, step.name, operands, kinds, step.learned)
         are_numbers = all(not kind.axes and kind.sizes is None and kind.degree is not None for kind in kinds)
         results = [result for result in step.operator.results() if result.initialized()]
         if not chosen and not any(kind.is_of_feed for kind in kinds):
-            return {result.id: Kind(learned=step.learned) for result in results}
+            return {result.id: BatchKind(learned=step.learned) for result in results}
         if step.name != "if" or not are_numbers:
             return {result.id: self._unseen(whole, result) for result in results}
         for value in chosen:
             self._choose(value)
-        kind = self._numbers.result_of(whole) if operands else Kind(learned=step.learned)
+        kind = self._numbers.result_of(whole) if operands else BatchKind(learned=step.learned)
         return {result.id: kind for result in results}
 
     def _choose(self, value: Any) -> None:
@@ -155,18 +156,18 @@ class Analysis:
         if not combined:
             self._numbers.result_of(step)
 
-    def _unseen(self, step: Step, result: Any) -> Kind:
+    def _unseen(self, step: Operation, result: Any) -> BatchKind:
         """Of a block, or of an operator of the script: what it computes of samples is not known."""
         axes: Axes = {}
         if any(kind.axes for kind in step.kinds) and result.is_dense_tensor_type():
-            axes = {axis: (Root(result, axis, axis == 0),) for axis, size in enumerate(result.shape) if size < 0}
+            axes = {axis: (SampleCount(result, axis, axis == 0),) for axis, size in enumerate(result.shape) if size < 0}
         is_unused = result.use_empty() and step.operator.num_results() > 1
         if not axes and not is_unused:
             what = "what it computes of the batch cannot be seen"
             if step.operator.num_regions():
                 what = "what its blocks compute of the batch cannot be seen: take sums and counts in front of it"
             self.found.undecided.append((step.operator, what))
-        return Kind(axes, 0 if axes else None, learned=step.learned)
+        return BatchKind(axes, 0 if axes else None, learned=step.learned)
 
 
 def _operands(operator: Any) -> list[Operand]:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
-class Root:
+class SampleCount:
     """A number of elements that the feed decides: the size of dimension ``axis`` of ``value``; the elements of
     ``value`` that are not zero (``axis`` None); with ``weights``, the weights of the classes ``value`` but ``ignored``.
     ``is_alike``: whether a size that is in the program is in every rank's. ``is_gathered``: it counts all ranks'.
@@ -40,7 +40,7 @@ class Root:
         return self.is_alike and self.is_in_program
 
 
-def key_of(roots: Sequence[Root]) -> tuple[Any, ...]:
+def key_of(roots: Sequence[SampleCount]) -> tuple[Any, ...]:
     """Equal for equal products of numbers. All that is fed has as many samples."""
     varying = [root for root in roots if not root.is_in_program] or roots
     return tuple(
@@ -49,7 +49,7 @@ def key_of(roots: Sequence[Root]) -> tuple[Any, ...]:
     )
 
 
-Axes = Mapping[int, tuple[Root, ...]]
+Axes = Mapping[int, tuple[SampleCount, ...]]
 """Dimensions of a value -> the numbers whose product is their size. Only samples, and what else the feed decides."""
 
 
@@ -101,7 +101,7 @@ def reduced_axes(operator: Any, name: str, sources: Sequence[Any]) -> set[int] |
 
 def carried(
     operator: Any, name: str, result: Any, sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
-) -> dict[int, tuple[Root, ...]]:
+) -> dict[int, tuple[SampleCount, ...]]:
     """The axes of ``result``, of ``sources`` with the axes ``given``; ``reduced``: dimensions that a reduction took."""
     shape = list(result.shape)
     found = _moved(operator, name, result, sources, given, reduced)
@@ -110,14 +110,14 @@ def carried(
     had_batch = any(of_batch(axes) for axes in given)
     for axis, size in enumerate(shape):
         if size < 0 and axis not in found and any(given):
-            found[axis] = (Root(result, axis, had_batch and not batch_is_left),)
+            found[axis] = (SampleCount(result, axis, had_batch and not batch_is_left),)
             batch_is_left |= had_batch
     return found
 
 
 def _moved(
     operator: Any, name: str, result: Any, sources: Sequence[Any], given: Sequence[Axes], reduced: set[int] | None
-) -> dict[int, tuple[Root, ...]]:
+) -> dict[int, tuple[SampleCount, ...]]:
     first, before, shape = given[0], list(sources[0].shape), list(result.shape)
     if reduced is not None:
         left = {axis: roots for axis, roots in first.items() if axis not in reduced}
@@ -178,22 +178,22 @@ def divided_axes(operator: Any, name: str) -> set[int] | None:
     return None if place is None else {int(place) % len(operator.operand_source(0).shape)}
 
 
-def _chosen(mask: Any, axes: Axes) -> Root:
+def _chosen(mask: Any, axes: Axes) -> SampleCount:
     """The number of elements that ``mask`` chooses."""
-    return Root(mask, None, bool(of_batch(axes)), is_gathered=are_gathered([axes]))
+    return SampleCount(mask, None, bool(of_batch(axes)), is_gathered=are_gathered([axes]))
 
 
-def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[Root, ...]]:
+def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[SampleCount, ...]]:
     """Of a part: along these dimensions it has a size of its own."""
     parts = dict(axes)
     for axis in axes.keys() & set(where):
         this, alike = {axis: axes[axis]}, all(root.is_alike for root in axes[axis])
         gathered = are_gathered([this])
-        parts[axis] = (Root(result, axis, bool(of_batch(this)), is_alike=alike, is_gathered=gathered),)
+        parts[axis] = (SampleCount(result, axis, bool(of_batch(this)), is_alike=alike, is_gathered=gathered),)
     return parts
 
 
-def _without(axes: Axes, gone: set[int]) -> dict[int, tuple[Root, ...]]:
+def _without(axes: Axes, gone: set[int]) -> dict[int, tuple[SampleCount, ...]]:
     """What is left where the dimensions ``gone`` are taken out."""
     return {axis - sum(each < axis for each in gone): roots for axis, roots in axes.items() if axis not in gone}
 
@@ -203,8 +203,8 @@ def _broadcasts(source: list[int], shape: list[int]) -> bool:
     return len(source) <= len(shape) and all(size in (1, to) or min(size, to) < 0 for size, to in aligned)
 
 
-def _broadcast(sources: Sequence[Any], given: Sequence[Axes], rank: int) -> dict[int, tuple[Root, ...]]:
-    found: dict[int, tuple[Root, ...]] = {}
+def _broadcast(sources: Sequence[Any], given: Sequence[Axes], rank: int) -> dict[int, tuple[SampleCount, ...]]:
+    found: dict[int, tuple[SampleCount, ...]] = {}
     for source, axes in zip(sources, given, strict=True):
         for axis, roots in axes.items():
             place = axis + rank - len(source.shape)
@@ -213,14 +213,14 @@ def _broadcast(sources: Sequence[Any], given: Sequence[Axes], rank: int) -> dict
     return found
 
 
-def _reshaped(before: list[int], shape: list[int], axes: Axes) -> dict[int, tuple[Root, ...]]:
+def _reshaped(before: list[int], shape: list[int], axes: Axes) -> dict[int, tuple[SampleCount, ...]]:
     unknown = [axis for axis in sorted(axes) if before[axis] < 0]
     places = [axis for axis, size in enumerate(shape) if size < 0]
     if unknown and len(places) == 1:
         return {places[0]: tuple(root for axis in unknown for root in axes[axis])}
     if unknown:
         return {place: axes[axis] for place, axis in zip(places, unknown, strict=False)}
-    found: dict[int, tuple[Root, ...]] = {}
+    found: dict[int, tuple[SampleCount, ...]] = {}
     for axis, roots in axes.items():
         ahead, place, passed = math.prod(before[:axis]), 0, 1
         while place < len(shape) - 1 and (passed < ahead or shape[place] == 1 != before[axis]):
@@ -230,7 +230,7 @@ def _reshaped(before: list[int], shape: list[int], axes: Axes) -> dict[int, tupl
     return found
 
 
-def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> dict[int, tuple[Root, ...]]:
+def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> dict[int, tuple[SampleCount, ...]]:
     axis = operator.attrs().get("axis")
     if axis is None:
         axis = (integers(sources[2]) or [0])[0] if len(sources) > 2 else 0
@@ -244,9 +244,9 @@ def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> d
 
 def _multiplied(
     operator: Any, shape: list[int], sources: Sequence[Any], given: Sequence[Axes]
-) -> dict[int, tuple[Root, ...]]:
+) -> dict[int, tuple[SampleCount, ...]]:
     """Of a matrix product: the leading dimensions of both, the rows of the first, the columns of the second."""
-    found: dict[int, tuple[Root, ...]] = {}
+    found: dict[int, tuple[SampleCount, ...]] = {}
     for source, axes, contracted in zip(sources[:2], given[:2], contracted_axes(operator, sources), strict=True):
         rank = len(source.shape)
         kept = {contracted, rank - 1, rank - 2} if rank > 1 else {contracted}

@@ -10,7 +10,7 @@ import paddle
 from fleet_train.collectives.joint_values import JointValues
 from fleet_train.convert.passes.exchanged import mean_over_ranks
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
-from fleet_train.convert.passes.joint_batch.axes import Root, key_of
+from fleet_train.convert.passes.joint_batch.axes import SampleCount, key_of
 from fleet_train.convert.passes.joint_batch.kinds import Operand, is_float, short
 from fleet_train.convert.passes.program import draws, operators_behind
 
@@ -57,7 +57,7 @@ class Counts:
         if self._sent:
             self._values.start_means(self._what, list(self._sent.values()))
 
-    def number(self, roots: Sequence[Root]) -> Any:
+    def number(self, roots: Sequence[SampleCount]) -> Any:
         """The product of these numbers on this rank: a value of the program, float64 [], of the current place."""
         key = key_of(roots)
         if key not in self._numbers:
@@ -165,11 +165,11 @@ def _may_move(operator: Any) -> bool:
     return name.startswith(("pd_op.", "builtin.")) and not operator.num_regions() and not draws(operator)
 
 
-def _read_by(root: Root) -> list[Any]:
+def _read_by(root: SampleCount) -> list[Any]:
     return [root.value] if root.weights is None else [root.value, root.weights]
 
 
-def _product(roots: Sequence[Root]) -> Any:
+def _product(roots: Sequence[SampleCount]) -> Any:
     """Insert their product, float64 []."""
     number = _number(roots[0])
     for root in roots[1:]:
@@ -177,7 +177,7 @@ def _product(roots: Sequence[Root]) -> Any:
     return number
 
 
-def _number(root: Root) -> Any:
+def _number(root: SampleCount) -> Any:
     if root.axis is not None:
         return paddle.shape(root.value)[root.axis].cast("float64")
     if root.ignored is None:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fleet_train.convert.passes.joint_batch.axes import Axes, Root
+from fleet_train.convert.passes.joint_batch.axes import Axes, SampleCount
 
-Divisors = tuple["Operand | tuple[Root, ...]", ...]
+Divisors = tuple["Operand | tuple[SampleCount, ...]", ...]
 """The operands of ``divide``, and the numbers of elements of means."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class BatchKind:
     """``axes``: as of `Axes`; empty for a number of the batch, or what does not depend on it.
 
     ``degree``: what has been taken over the batch is the joint batch's after that many multiplications by the number of
@@ -32,7 +32,7 @@ class Kind:
     own: bool = False
     learned: bool = False
     shared: bool = False
-    sizes: tuple[tuple[Root, ...], ...] | None = None
+    sizes: tuple[tuple[SampleCount, ...], ...] | None = None
     fed: tuple[Any, ...] = ()
     spread: Any = None
     divisors: Divisors | None = ()
@@ -44,7 +44,7 @@ class Kind:
         return bool(self.axes or self.own or self.fed or self.degree != 0 or self.shared or self.sizes is not None)
 
 
-CONSTANT = Kind()
+CONSTANT = BatchKind()
 
 
 class Operand(NamedTuple):
@@ -56,14 +56,14 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """An operator that is looked at: its short name, its operands, also through ``combine``, their kinds, and whether
     one of them depends on a parameter."""
 
     operator: Any
     name: str
     operands: Sequence[Operand]
-    kinds: Sequence[Kind]
+    kinds: Sequence[BatchKind]
     learned: bool
 
     @property
@@ -71,7 +71,7 @@ class Step:
         return [operand.value for operand in self.operands]
 
     @property
-    def sizes(self) -> tuple[tuple[Root, ...], ...] | None:
+    def sizes(self) -> tuple[tuple[SampleCount, ...], ...] | None:
         """Where the sizes among its operands come from."""
         return tuple(size for kind in self.kinds for size in kind.sizes or ()) or None
 
@@ -92,12 +92,12 @@ class Step:
         return tuple({value.id: value for kind in self.kinds for value in kind.fed}.values())
 
     @property
-    def values(self) -> Step:
+    def values(self) -> Operation:
         """Without the operands that only say how large its result is."""
         sized_by = SIZED_BY.get(self.name, ())
         left = [place for place in range(len(self.operands)) if place not in sized_by]
         operands, kinds = [self.operands[place] for place in left], [self.kinds[place] for place in left]
-        return Step(self.operator, self.name, operands, kinds, self.learned)
+        return Operation(self.operator, self.name, operands, kinds, self.learned)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Findings:
     """What is to be done with the program of one loss."""
 
     uses: list[Use] = field(default_factory=list)
-    means: dict[int, tuple[Root, ...]] = field(default_factory=dict)
+    means: dict[int, tuple[SampleCount, ...]] = field(default_factory=dict)
     """Means over samples, by their id: the numbers of elements that they divide by."""
     biases: dict[int, int] = field(default_factory=dict)
     """Operators, by their id, that add a constant to a number: its degree."""
@@ -195,6 +195,6 @@ def total(degrees: Iterable[int | None]) -> int | None:
     return found
 
 
-def difference(first: Kind, second: Kind) -> int | None:
+def difference(first: BatchKind, second: BatchKind) -> int | None:
     """Of their degrees."""
     return total((first.degree, None if second.degree is None else -second.degree))

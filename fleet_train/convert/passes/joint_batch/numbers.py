@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from fleet_train.convert.passes.joint_batch.axes import Root, constant, integers, key_of
+from fleet_train.convert.passes.joint_batch.axes import SampleCount, constant, integers, key_of
 from fleet_train.convert.passes.joint_batch.kinds import (
     ADDS,
     CHOOSES,
@@ -17,11 +17,11 @@ from fleet_train.convert.passes.joint_batch.kinds import (
     MOVES,
     SCALES,
     SIZED_BY,
+    BatchKind,
     Divisors,
     Findings,
-    Kind,
     Operand,
-    Step,
+    Operation,
     Use,
     difference,
     is_float,
@@ -35,19 +35,19 @@ _LEAST_COUNT = 4
 class Numbers:
     """Notes in ``found`` what operators on numbers are to read."""
 
-    def __init__(self, shares: Collection[int], batch: Root | None) -> None:
+    def __init__(self, shares: Collection[int], batch: SampleCount | None) -> None:
         """``shares``: the number of ranks, and of what gradients are averaged over. ``batch``: the number of samples,
         if it is in the program."""
         self.found = Findings()
         self._shares, self._batch = shares, batch
 
-    def result_of(self, step: Step) -> Kind:
+    def result_of(self, step: Operation) -> BatchKind:
         """The kind of the results of an operator without operands that are per sample."""
         step = self.settled(step)
         kind = self._result_of(step)
         return replace(kind, fed=step.fed if not kind.own or step.name in (*SCALES, *MOVES) else ())
 
-    def of_gathered(self, step: Step) -> Kind:
+    def of_gathered(self, step: Operation) -> BatchKind:
         """Of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered. Such a
         number by the number of shares is a factor of a sum that is spread over them."""
         spread, gathered = step.spread, any(kind.gathered for kind in step.kinds)
@@ -56,15 +56,15 @@ class Numbers:
             factors = filter(None, map(constant, step.sources))
             if any(math.isclose(factor, number, rel_tol=1e-6) for factor in factors for number in numbers):
                 spread = step.operator
-        return Kind(learned=step.learned, spread=spread, gathered=gathered)
+        return BatchKind(learned=step.learned, spread=spread, gathered=gathered)
 
-    def settled(self, step: Step) -> Step:
+    def settled(self, step: Operation) -> Operation:
         """Decide about fed numbers, ahead of what is neither a product nor moves elements."""
         if step.name in (*SCALES, *MOVES):
             return step
         return replace(step, kinds=[self.settle(kind) for kind in step.kinds])
 
-    def settle(self, kind: Kind) -> Kind:
+    def settle(self, kind: BatchKind) -> BatchKind:
         """A fed number by which a sum is divided, or multiplied, counts its samples."""
         if not kind.fed or not (kind.own or kind.axes):
             return kind
@@ -73,7 +73,7 @@ class Numbers:
         self.found.counts.extend(filter(is_float, kind.fed))
         return replace(kind, degree=0, fed=())
 
-    def _result_of(self, step: Step) -> Kind:
+    def _result_of(self, step: Operation) -> BatchKind:
         name, kinds = step.name, step.kinds
         if name in CONSTANTS_LIKE:
             return CONSTANT
@@ -91,7 +91,7 @@ class Numbers:
         if name == "scale":
             return self._scaled(step)
         own = any(kind.own for kind in kinds)
-        result = Kind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=self.divisors(step))
+        result = BatchKind({}, kinds[0].degree, own, step.learned, step.is_shared, divisors=self.divisors(step))
         if name in ADDS or name in COLLECTS:
             step = self._unspread_beside_others(step)
             return replace(result, degree=self.one_degree(step), spread=step.spread)
@@ -101,14 +101,14 @@ class Numbers:
             return replace(result, spread=kinds[0].spread)
         return self._nonlinear(step)
 
-    def _nonlinear(self, step: Step) -> Kind:
+    def _nonlinear(self, step: Operation) -> BatchKind:
         for operand, kind in zip(step.operands, step.kinds, strict=True):
             if kind.own:
                 self.join(operand, kind)
         own = any(kind.own for kind in step.kinds)
         if own and (step.learned or self._has_high_bound(step)):
             self.found.several.append(step.operator)
-        joined = Kind(learned=step.learned, shared=step.learned and (own or step.is_shared))
+        joined = BatchKind(learned=step.learned, shared=step.learned and (own or step.is_shared))
         first = int(step.name == "where")
         if step.name in CHOOSES and all(map(is_float, step.sources[first:])):
             return replace(joined, degree=self.one_degree(step, first))
@@ -116,41 +116,41 @@ class Numbers:
         is_known = total(kind.degree for kind in step.kinds) is not None
         return replace(joined, degree=0 if is_known else None, divisors=None)
 
-    def _has_high_bound(self, step: Step) -> bool:
+    def _has_high_bound(self, step: Operation) -> bool:
         """Whether a count has to be at least more than 1: of micro-batches, all together have to."""
         if step.name not in ("clip", "maximum", "fmax"):
             return False
         bounds = step.sources[1:2] if step.name == "clip" else step.sources
         return any((constant(value) or 0.0) > 1.0 for value in bounds)
 
-    def _cast(self, step: Step, result: Kind) -> Kind:
+    def _cast(self, step: Operation, result: BatchKind) -> BatchKind:
         if is_float(step.sources[0]) and not is_float(step.operator.result(0)):
             return self._nonlinear(step)
         if result.degree is None and step.kinds[0].sizes is not None:
             self.found.undecided.append((step.operator, "how this number grows with the batch is not known"))
         return result
 
-    def _of_sizes(self, step: Step) -> Kind:
+    def _of_sizes(self, step: Operation) -> BatchKind:
         """Integers that are computed of sizes: they stay this rank's, because they may be sizes again."""
         degree = total(kind.degree for kind in step.kinds) if step.name == "multiply" else None
         if step.name in MOVES:
             degree = step.kinds[0].degree
         own = any(kind.own for kind in step.kinds)
-        return Kind({}, degree, own=own, learned=step.learned, sizes=step.sizes)
+        return BatchKind({}, degree, own=own, learned=step.learned, sizes=step.sizes)
 
-    def _product(self, step: Step) -> Kind:
+    def _product(self, step: Operation) -> BatchKind:
         both = all(kind.own for kind in step.kinds)
         own = self._join_factors(step, [both, both])
         degree, shared = total(kind.degree for kind in step.kinds), self._is_shared(step, own)
-        return Kind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
+        return BatchKind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
 
-    def _quotient(self, step: Step) -> Kind:
+    def _quotient(self, step: Operation) -> BatchKind:
         first, second = step.kinds
         own = self._join_factors(step, [False, second.own])
         degree, shared = difference(first, second), self._is_shared(step, own)
-        return Kind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
+        return BatchKind({}, degree, own, step.learned, shared, spread=step.spread, divisors=self.divisors(step))
 
-    def _join_factors(self, step: Step, joined: list[bool]) -> bool:
+    def _join_factors(self, step: Operation, joined: list[bool]) -> bool:
         """Join numbers that are multiplied or divided; ``joined``: those that have to be unless another one is.
         Returns whether the result is a rank's own.
 
@@ -173,10 +173,10 @@ class Numbers:
             self.found.several.append(step.operator)
         return any(kind.own and not is_joined for kind, is_joined in zip(kinds, joined, strict=True))
 
-    def _is_shared(self, step: Step, own: bool) -> bool:
+    def _is_shared(self, step: Operation, own: bool) -> bool:
         return step.is_shared or (not own and any(kind.own and kind.learned for kind in step.kinds))
 
-    def _scaled(self, step: Step) -> Kind:
+    def _scaled(self, step: Operation) -> BatchKind:
         """Times a constant, plus a constant."""
         kind, operator = replace(step.kinds[0], learned=step.learned), step.operator
         factor = constant(step.sources[1]) if len(step.sources) > 1 else None
@@ -187,7 +187,7 @@ class Numbers:
             self.found.biases[operator.id()] = kind.degree or 0
         return kind if factor is None or kind.degree != 1 else self._counted(operator, kind, factor)
 
-    def _counted(self, operator: Any, kind: Kind, factor: float) -> Kind:
+    def _counted(self, operator: Any, kind: BatchKind, factor: float) -> BatchKind:
         """A sum over the batch times a constant, which may be one over a number of samples, or the number of shares."""
         inverse = 1 / abs(factor) if factor else 0.0
         is_whole = inverse >= _LEAST_COUNT and abs(inverse - round(inverse)) < 1e-4 * inverse
@@ -203,7 +203,7 @@ class Numbers:
             self.found.assumed.append((operator, f"{count}; multiply a weight of a sum by fleet.worker_num()"))
         return replace(kind, degree=0 if kind.learned else None)
 
-    def divisors(self, step: Step) -> Divisors | None:
+    def divisors(self, step: Operation) -> Divisors | None:
         """Of an operator's results."""
         kinds = step.kinds
         if step.name == "divide":
@@ -226,7 +226,7 @@ class Numbers:
             return None
         return found[0] if found else ()
 
-    def _divided(self, step: Step) -> Divisors | None:
+    def _divided(self, step: Operation) -> Divisors | None:
         first, second = step.kinds
         if second.axes or not second.is_of_feed:
             return first.divisors
@@ -244,7 +244,7 @@ class Numbers:
             return None
         return (*first.divisors, step.operands[1])
 
-    def unspread(self, kind: Kind) -> Kind:
+    def unspread(self, kind: BatchKind) -> BatchKind:
         """Of a loss or a term of it: what is multiplied by the number of shares there does not grow with them."""
         if kind.spread is None or kind.degree != 1:
             return replace(kind, spread=None)
@@ -252,7 +252,7 @@ class Numbers:
         self.found.assumed.append((kind.spread, f"the number of shares, {factor:g}, that this sum is spread over"))
         return replace(kind, degree=0, spread=None)
 
-    def _unspread_beside_others(self, step: Step) -> Step:
+    def _unspread_beside_others(self, step: Operation) -> Operation:
         """Beside a term that does not grow with the batch, and not beside sums and constants."""
         sums = [kind for kind in step.kinds if kind.degree == 1 and kind.spread is None]
         terms = [kind for kind in step.kinds if kind.degree == 0 and kind.learned]
@@ -260,7 +260,7 @@ class Numbers:
             return replace(step, kinds=[self.unspread(kind) for kind in step.kinds])
         return replace(step, kinds=[replace(kind, spread=None) for kind in step.kinds]) if sums else step
 
-    def one_degree(self, step: Step, first: int = 0) -> int | None:
+    def one_degree(self, step: Operation, first: int = 0) -> int | None:
         """Bring numbers that are added or compared to the highest degree among them; returns it."""
         pairs = list(zip(step.operands, step.kinds, strict=True))[first:]
         if step.name in COLLECTS:  # the last one says where
@@ -275,25 +275,25 @@ class Numbers:
                 self.found.uses.append(Use(operand, power=degree - highest))
         return highest
 
-    def shifted(self, step: Step) -> int | None:
+    def shifted(self, step: Operation) -> int | None:
         """Samples plus a constant."""
         degree = step.kinds[0].degree
         if degree:
             self.found.biases[step.operator.id()] = degree
         return degree
 
-    def to_joint(self, step: Step) -> None:
+    def to_joint(self, step: Operation) -> None:
         """Let an operator read the joint batch's numbers themselves."""
         for operand, kind in zip(step.operands, step.kinds, strict=True):
             if kind.degree and not (kind.own and not is_float(operand.value)):  # an integer is joined to its sum
                 self.found.uses.append(Use(operand, power=kind.degree))
 
-    def join(self, operand: Operand, kind: Kind, *, back: bool = False) -> None:
+    def join(self, operand: Operand, kind: BatchKind, *, back: bool = False) -> None:
         """Let an operand be the mean over ranks."""
         self.found.uses.append(Use(operand, kind.own, back and kind.learned, kind.learned))
 
 
-def has_gradient(value: Any, kind: Kind) -> bool:
+def has_gradient(value: Any, kind: BatchKind) -> bool:
     """Whether a gradient flows back through a value into a parameter."""
     return kind.learned and not value.stop_gradient
 
@@ -305,17 +305,17 @@ def _keys(divisors: Divisors | None) -> Any:
     return tuple(sorted(str(each.value.id if isinstance(each, Operand) else key_of(each)) for each in divisors))
 
 
-def _of_size(step: Step) -> Kind:
+def _of_size(step: Operation) -> BatchKind:
     """As many elements as a number of the batch says."""
     result = step.operator.result(0)
     unknown = [axis for axis, size in enumerate(result.shape) if size < 0]
     roots = tuple(root for size in step.sizes or () for root in size)
     if roots and len(unknown) == 1:
-        return Kind({unknown[0]: roots}, learned=step.learned)
-    return Kind({axis: (Root(result, axis, axis == unknown[0]),) for axis in unknown}, learned=step.learned)
+        return BatchKind({unknown[0]: roots}, learned=step.learned)
+    return BatchKind({axis: (SampleCount(result, axis, axis == unknown[0]),) for axis in unknown}, learned=step.learned)
 
 
-def _of_shape(step: Step) -> Kind:
+def _of_shape(step: Operation) -> BatchKind:
     """Some of the sizes of a value."""
     sizes = step.kinds[0].sizes or ()
     if step.name == "slice" and len(step.sources) > 2:
@@ -324,7 +324,7 @@ def _of_shape(step: Step) -> Kind:
             sizes = sizes[starts[0] : ends[0]]
     roots = tuple(root for each in sizes for root in each)
     if not any(root.of_batch for root in roots):
-        return Kind(gathered=any(root.is_gathered for root in roots))
+        return BatchKind(gathered=any(root.is_gathered for root in roots))
     if len(sizes) > 1 and step.name != "prod":
-        return Kind(sizes=sizes)
-    return Kind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))
+        return BatchKind(sizes=sizes)
+    return BatchKind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))

@@ -17,7 +17,7 @@ from fleet_train.convert.passes.exchanged import mean_over_ranks, mean_with_grad
 from fleet_train.convert.passes.joint_batch.analysis import Analysis
 from fleet_train.convert.passes.joint_batch.axes import constant
 from fleet_train.convert.passes.joint_batch.counts import Counts
-from fleet_train.convert.passes.joint_batch.kinds import Findings, Kind, Use, is_float, short
+from fleet_train.convert.passes.joint_batch.kinds import BatchKind, Findings, Use, is_float, short
 from fleet_train.convert.passes.program import all_inputs_of, line_of, nested_operators
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
@@ -27,7 +27,7 @@ from fleet_train.log import log_once
 class Rewritten:
     """What is known of a program, whose losses may share values."""
 
-    known: dict[int, Kind] = field(default_factory=dict)
+    known: dict[int, BatchKind] = field(default_factory=dict)
     replaced: dict[int, Any] = field(default_factory=dict)
     """What operators behind a loss read instead of a value, by its id."""
     joined: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def take_over_ranks(loss: Any, job: Job, micro_batches: int) -> JointLoss:
     for operator in program.global_block().ops:
         if operator.id() not in before:
             for result in operator.results():
-                state.known.setdefault(result.id, Kind(degree=None))
+                state.known.setdefault(result.id, BatchKind(degree=None))
     paddle.pir.reset_insertion_point_to_end()
     return joint
 
@@ -223,7 +223,7 @@ class Rewrite:
         if key not in self._state.joined:
             self._state.joined[key] = new = self._join(use, value)
             kind = self._analysis.kind(use.operand.value)
-            self._state.known[new.id] = Kind(degree=kind.degree, learned=kind.learned, shared=kind.learned)
+            self._state.known[new.id] = BatchKind(degree=kind.degree, learned=kind.learned, shared=kind.learned)
         return self._state.joined[key]
 
     def _join(self, use: Use, value: Any) -> Any:

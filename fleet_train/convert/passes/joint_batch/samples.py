@@ -9,7 +9,7 @@ from typing import Any
 from fleet_train.convert.passes.exchanged import TO_THE_END
 from fleet_train.convert.passes.joint_batch.axes import (
     Axes,
-    Root,
+    SampleCount,
     are_gathered,
     carried,
     contracted_axes,
@@ -31,8 +31,8 @@ from fleet_train.convert.passes.joint_batch.kinds import (
     SCALES,
     SIZED_BY,
     SUMS,
-    Kind,
-    Step,
+    BatchKind,
+    Operation,
     difference,
     is_float,
     total,
@@ -47,11 +47,11 @@ class Samples:
     def __init__(self, numbers: Numbers) -> None:
         self._numbers, self._found = numbers, numbers.found
 
-    def results_of(self, step: Step) -> dict[int, Kind]:
+    def results_of(self, step: Operation) -> dict[int, BatchKind]:
         """The kinds of an operator's results, by their id."""
         if step.name in ("shape", "shape64"):
             axes, rank = step.kinds[0].axes, len(step.sources[0].shape)
-            return {step.operator.result(0).id: Kind(sizes=tuple(axes.get(axis, ()) for axis in range(rank)))}
+            return {step.operator.result(0).id: BatchKind(sizes=tuple(axes.get(axis, ()) for axis in range(rank)))}
         step = self._numbers.settled(step)
         self._join_numbers(step)
         degree, divisors = self._degree(step.values), self._numbers.divisors(step.values)
@@ -70,7 +70,7 @@ class Samples:
             results[result.id] = replace(kind, fed=step.fed, spread=step.spread) if keeps_factors else kind
         return results
 
-    def _join_numbers(self, step: Step) -> None:
+    def _join_numbers(self, step: Operation) -> None:
         sized_by = SIZED_BY.get(step.name, ())
         for place, (operand, kind) in enumerate(zip(step.operands, step.kinds, strict=True)):
             is_size = place in sized_by or (kind.sizes is not None and not is_float(operand.value))
@@ -79,7 +79,7 @@ class Samples:
                 if kind.learned:
                     self._found.several.append(step.operator)
 
-    def _degree(self, step: Step) -> int | None:
+    def _degree(self, step: Operation) -> int | None:
         if step.name in ("multiply", "matmul", "einsum"):
             return total(kind.degree for kind in step.kinds)
         if step.name == "divide":
@@ -95,41 +95,41 @@ class Samples:
         self._numbers.to_joint(step)
         return 0
 
-    def _result(self, step: Step, result: Any, axes: Axes, reduced: set[int], degree: int | None) -> Kind:
+    def _result(self, step: Operation, result: Any, axes: Axes, reduced: set[int], degree: int | None) -> BatchKind:
         first, name = step.kinds[0].axes, step.name
         over = of_batch(first).intersection(reduced)
         if self._meet(step, axes, over):
             self._found.undecided.append((step.operator, _MEETING))
-            return Kind(axes, None, learned=step.learned)
+            return BatchKind(axes, None, learned=step.learned)
         if of_batch(axes) or not any(of_batch(kind.axes) for kind in step.kinds):
             gathered = not axes and are_gathered(kind.axes for kind in step.kinds)
-            return Kind(axes, degree, learned=step.learned, gathered=gathered)
+            return BatchKind(axes, degree, learned=step.learned, gathered=gathered)
         if name != "nll_loss" and step.operator.has_attr("reduction") and not over:
             name, over, reduced = step.operator.attrs()["reduction"], of_batch(first), set(first)
-        number = Kind(axes, degree, own=True, learned=step.learned)
-        summed = Kind(axes, total((degree, 1)), own=True, learned=step.learned)
+        number = BatchKind(axes, degree, own=True, learned=step.learned)
+        summed = BatchKind(axes, total((degree, 1)), own=True, learned=step.learned)
         if name == "numel":
             roots = tuple(root for each in first.values() for root in each)
-            return Kind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))
+            return BatchKind({}, 1, own=not all(root.is_static for root in roots), sizes=(roots,))
         if name in MEANS and over:
             roots = tuple(root for axis in sorted(reduced) for root in first.get(axis, ()))
             return self._mean(result, roots, number)
         if name == "nll_loss" and step.operator.attrs()["reduction"] == "mean" and result.index() == 0:
             weights = step.sources[2] if len(step.sources) > 2 else None
             ignored = step.operator.attrs()["ignore_index"]
-            return self._mean(result, (Root(step.sources[1], None, weights=weights, ignored=ignored),), number)
+            return self._mean(result, (SampleCount(step.sources[1], None, weights=weights, ignored=ignored),), number)
         if (name in SUMS and over) or name in ("nll_loss", "matmul", "einsum"):
             return summed
         if not result.use_empty() and "batch_norm" not in name:
             self._found.undecided.append((step.operator, "what it takes of the batch is not known"))
-        return Kind(axes, None, learned=step.learned)
+        return BatchKind(axes, None, learned=step.learned)
 
-    def _mean(self, result: Any, roots: tuple[Root, ...], kind: Kind) -> Kind:
+    def _mean(self, result: Any, roots: tuple[SampleCount, ...], kind: BatchKind) -> BatchKind:
         if not all(root.is_static for root in roots):
             self._found.means[result.id] = roots
         return kind
 
-    def _divide(self, step: Step) -> None:
+    def _divide(self, step: Operation) -> None:
         """Some samples, taken by their places, are others in the joint batch, unless a script has put them there."""
         axes, operator = step.kinds[0].axes, step.operator
         divided = divided_axes(operator, step.name)
@@ -149,7 +149,7 @@ class Samples:
         if any(root.is_fed for axis in parted for root in axes[axis]):
             self._found.undecided.append((operator, _BY_PLACE))
 
-    def _meet(self, step: Step, axes: Axes, over: set[int]) -> bool:
+    def _meet(self, step: Operation, axes: Axes, over: set[int]) -> bool:
         """Whether samples are computed with each other."""
         operator, given = step.operator, [of_batch(kind.axes) for kind in step.kinds]
         if step.name == "einsum":

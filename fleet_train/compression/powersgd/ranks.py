@@ -17,14 +17,14 @@ from fleet_train.collectives.engine import HAND_OVER, Stages
 from fleet_train.collectives.methods.dense import Allreduce, DenseMethod, flatten, unflatten
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.paddle_compat import as_dtype, dynamic_mode
-from fleet_train.plan import Bucket
-from fleet_train.profile.methods.powersgd import (
+from fleet_train.compression.powersgd.description import (
     Matrix,
     PowerSgdSettings,
     low_rank_families,
     powersgd_settings,
     random_factor,
 )
+from fleet_train.plan import Bucket
 
 
 class PowerSgdMethod:

@@ -159,6 +159,15 @@ def random_factor(seed: int, name: str, shape: tuple[int, ...], step: int = 0) -
 class PowerSgd(Compression):
     """Two allreduces: left factors with all uncompressed gradients, then right factors."""
 
+    def on_streams(self, profile: Any) -> str:
+        """With several columns the factors are made orthonormal by Paddle's qr."""
+        if profile.powersgd_rank == 1:
+            return ""
+        return (
+            f"powersgd_rank: {profile.powersgd_rank} ({profile.origin('powersgd_rank')}): Paddle's qr lets the host "
+            "wait for the GPU, once for each matrix; powersgd_rank: 1 needs none"
+        )
+
     def sent(
         self, bucket: Bucket, profile: Any, hierarchical: bool, step: int | None = None
     ) -> tuple[CollectiveSpec, ...]:
@@ -187,6 +196,7 @@ POWERSGD = PowerSgd(
     short_warm_up={"powersgd_start_step": 2},
     on_purpose="random matrices have no low rank: the worst case for powersgd; what it leaves out is sent later",
     costs=CodingCosts(0.13e-9, 1.2e-9, 5.5e-9, 2.8e-9),
-    ranks_in="fleet_train.collectives.methods.powersgd:make_method",
-    numpy_in="fleet_train.plan.simulate_methods:powersgd",
+    ranks_in="fleet_train.compression.powersgd.ranks:make_method",
+    numpy_in="fleet_train.compression.powersgd.reference:simulation",
 )
+COMPRESSIONS = (POWERSGD,)
