@@ -35,7 +35,8 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """The same for a name within a line: its line ends and tabs are escapes, too, so that it cannot forge a line."""
+    """A name within a line as `printable` shows it, with line ends and tabs as escapes, too, so that it cannot forge a
+    line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -69,7 +70,7 @@ class FleetTrainError(Exception):
     absent: tuple[Absence, ...] = ()
     """The members whose absence caused this error; empty if there are none or another rank has reported them."""
     failed_rank: int | None = None
-    """Whose failure it is, where all ranks raise the error of one; None: that of the rank that raises it."""
+    """The rank whose failure it is, where all ranks raise the error of one; None: the rank that raises it."""
 
     def __str__(self) -> str:
         # Messages contain names from files and from the network.

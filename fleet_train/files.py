@@ -135,14 +135,14 @@ def parse_json(content: bytes) -> Any:
 
 
 def write_all(file: Any, content: bytes | memoryview) -> None:
-    """Write all of it into an unbuffered file."""
+    """Write all of ``content`` into an unbuffered file."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]  # a nearly full disk may accept only a part
 
 
 def hold(folder: Path) -> BinaryIO | None:
-    """Lock it until the returned file is closed, or the process ends; None on a file system without locks.
+    """Lock a folder until the returned file is closed, or the process ends; None on a file system without locks.
 
     Raises BlockingIOError if another process holds it, OSError if nothing can be created there, or if the name of
     the lock is a link.
@@ -164,7 +164,7 @@ def hold(folder: Path) -> BinaryIO | None:
 
 
 def holder(folder: Path) -> str:
-    """``process 4711 of node-3``."""
+    """The process that has locked a folder, in words: ``process 4711 of node-3``."""
     with suppress(OSError):
         owner = read_regular(folder / LOCK, _MOST_LOCK_BYTES).decode(errors="replace")
         return "".join(sign for sign in owner if sign.isprintable()) or "an unknown process"

@@ -73,8 +73,8 @@ _VERIFY = "--verify_joint_batch"
 
 class _LaunchCommand(click.Command):
     def _with_steps(self, args: list[str]) -> list[str]:
-        """``--verify_joint_batch``, where the script or another flag follows it, with its number of steps: click would
-        take the script for that."""
+        """Give ``--verify_joint_batch`` its number of steps where the script or another flag follows it: click would
+        take that for the number."""
         takes_value = {
             name: not each.is_flag for each in self.params if isinstance(each, click.Option) for name in each.opts
         }

@@ -1,4 +1,4 @@
-"""Completions of options' and arguments' values."""
+"""Options that several commands have, types of their values, and the completions of these."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _quieten_unless_verbose(context: click.Context, _: click.Parameter, verbose:
 
 
 def quieten(environ: MutableMapping[str, str]) -> None:
-    """Call before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` have precedence."""
+    """Silence known warnings, before Paddle is imported. The user's GLOG_minloglevel and ``python -W`` come first."""
     if any(name in environ for name in _LAUNCHERS):
         return
     from fleet_train.launch.terminal import WARNINGS
@@ -195,7 +195,7 @@ def where(ranks: str) -> Callable[[Command], Command]:
 
 
 def recorded(folder: Path, what: str, as_json: str) -> Callable[[Command], Command]:
-    """Where a command whose ranks meet leaves its results; ``as_json``: the help of ``--json``."""
+    """The options of a command whose ranks meet for where its results go; ``as_json``: the help of ``--json``."""
     return all_of(
         click.option(
             "--record",
@@ -219,9 +219,9 @@ def recorded(folder: Path, what: str, as_json: str) -> Callable[[Command], Comma
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """click's settings of a command."""
 BEFORE_A_SCRIPT: dict[str, Any] = {**HELP, "allow_interspersed_args": False}
-"""Of one whose own flags end where the script's begin."""
+"""click's settings of a command whose own flags end where the script's begin."""
 DASHES_ALLOWED: dict[str, Any] = {**BEFORE_A_SCRIPT, "token_normalize_func": lambda name: name.replace("-", "_")}
-"""``--log-dir`` is ``--log_dir``."""
+"""click's settings of such a command that takes ``--log-dir`` for ``--log_dir`` as well."""
 
 
 def set_option(command: Command) -> Command:

@@ -199,7 +199,7 @@ class _Shown:
 
 
 def _show(shown: Sequence[_Shown], as_json: bool) -> None:
-    """One program as it is; several, such as those of a GAN, each below its line of the script."""
+    """Show one program as it is; several, such as those of a GAN, each below its line of the script."""
     if len(shown) == 1:
         click.echo(json.dumps(shown[0].to_json(), indent=1) if as_json else shown[0].text())
     elif as_json:

@@ -11,10 +11,12 @@ import click
 
 from fleet_train.cli.options import HELP
 from fleet_train.errors import ConversionError, printable
-from fleet_train.timeouts import PORT_PROGRESS_SECONDS
 
 if TYPE_CHECKING:
     from fleet_train.port import Ported
+
+PORT_PROGRESS_SECONDS = 5.0
+"""Pause between two lines of `port` about how many scripts it has read."""
 
 EXIT_WOULD_CHANGE = 1
 _EPILOG = """\b
@@ -84,8 +86,8 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
 
 
 def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
-    """The scripts, before one is written, and what is wrong with those that cannot be read. Says every few seconds how
-    far it has come."""
+    """Port the scripts, before one is written; also returns what is wrong with those that cannot be read. Says every
+    few seconds how far it has come."""
     from fleet_train.port import script
 
     ported, unreadable, told = list[script.Ported](), list[str](), time.monotonic()
@@ -101,7 +103,7 @@ def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
 
 
 def _list_marks(ported: list[Ported]) -> None:
-    """Prints to stderr, so that stdout stays a diff that `patch` accepts."""
+    """Print what is left to do by hand to stderr, so that stdout stays a diff that `patch` accepts."""
     marks = [mark for result in ported for mark in result.marks]
     if marks:
         click.echo(f"\nTo do by hand ({len(marks)}; lines of the ported scripts):", err=True)

@@ -26,7 +26,7 @@ def catalogue() -> list[dict[str, str]]:
 
 
 def _reason(name: str) -> str:
-    """One profile that does not load must not hide the others."""
+    """The description of a profile, or why it does not load: one that does not must not hide the others."""
     try:
         return load_profile(name).description
     except ProfileError as error:
@@ -49,7 +49,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def compatibility_table(width: int) -> str:
-    """A triangle to look at, then each pair in words."""
+    """The table of combinations: a triangle to look at, then each pair in words."""
     titles = max(len(strategy.title) for strategy in STRATEGIES) + 2
     knobs = max(len(strategy.knob) for strategy in STRATEGIES) + 2
     lines = ["Strategies in one profile: + go together, x are refused with the reason.", ""]

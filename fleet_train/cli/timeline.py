@@ -105,7 +105,7 @@ def _numbers(steps: list[int]) -> str:
 
 
 def _clock_lines(ranks: list[RankTimeline]) -> list[str]:
-    """Ranks of one machine have one clock."""
+    """A line about each machine's clock, which its ranks share."""
     machines: dict[float, list[RankTimeline]] = {}
     for rank in ranks:
         machines.setdefault(rank.clock_offset, []).append(rank)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fleet_train import timeouts
 from fleet_train.cli.options import HELP, of_a_job, seconds
 from fleet_train.errors import printable
 
 if TYPE_CHECKING:
     from fleet_train.cluster.flight.rows import Row
+
+_TOP_REFRESH_SECONDS = 1.0
+"""Default of ``top``'s ``--interval`` between two tables."""
 
 _EPILOG = """\b
 Examples:
@@ -38,7 +40,7 @@ Exit codes:
 @click.option(
     "--interval",
     type=seconds(min=0.1),
-    default=timeouts.TOP_REFRESH_SECONDS,
+    default=_TOP_REFRESH_SECONDS,
     show_default=True,
     metavar="SECONDS",
     help="Between two looks.",

@@ -164,7 +164,7 @@ def is_amd_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def advice_for_rank(threads: int, computes_on_cpu: bool, is_amd: bool) -> dict[str, str]:
-    """For a rank with this many processors of its own."""
+    """The environment variables advised for a rank with ``threads`` processors of its own."""
     advice = {"OMP_NUM_THREADS": str(max(1, threads))}
     # One interpreter thread: as fast or faster on CPU. In program order: buckets then start as they become ready, and
     # on a GPU what is enqueued has one order.

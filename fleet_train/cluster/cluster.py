@@ -42,7 +42,7 @@ class Cluster:
     store_endpoint: str = ""
     """The rendezvous store that a launcher hosts; empty = rank 0 hosts it on its own endpoint."""
     formed_by: str = "one process"
-    """Which launch form or variables described this cluster, for messages."""
+    """The launch form or variables that described this cluster, in words for messages."""
 
     @classmethod
     def single(cls) -> Cluster:
@@ -134,7 +134,7 @@ NO_HOST = "is no host name: between two dots there are 1 to 63 characters"
 
 
 def may_be_host(text: str) -> bool:
-    """Whether the resolver can be asked for it: it raises a UnicodeError for ``a..b``."""
+    """Whether the resolver can be asked for a text: it raises a UnicodeError for ``a..b``."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -143,7 +143,7 @@ def may_be_host(text: str) -> bool:
 
 
 def parent_of(node: int, fan_in: int = FAN_IN) -> int:
-    """The nodes of a job in their order form a tree, with node 0 as its root."""
+    """The parent of a node in the tree that the nodes of a job form in their order, with node 0 as its root."""
     return (node - 1) // fan_in
 
 

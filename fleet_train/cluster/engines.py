@@ -8,18 +8,20 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleet_train import timeouts
 from fleet_train.cluster import kubernetes, mpi, network, slurm
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, NO_HOST, may_be_host
 from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
+
+_SCONTROL_SECONDS = 20.0
+"""How long ``scontrol show node`` may take: Slurm's controller answers at once, or is overloaded."""
 
 ENGINE = "FLEET_TRAIN_ENGINE"
 MASTER = "FLEET_TRAIN_MASTER"
 STARTER = "FLEET_TRAIN_STARTER"  # who has set RANK and WORLD_SIZE, for messages
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
-"""Debian's /etc/hosts maps a machine's own name to this: other machines cannot use it."""
+"""Addresses to which Debian's /etc/hosts maps a machine's own name: other machines cannot use them."""
 # Nothing is sent there: it only selects the route by which packets leave this machine.
 _ANYWHERE = "192.0.2.1"
 
@@ -110,7 +112,7 @@ def alone_in_allocation(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Addresses. ``hosts``: of all nodes in the engine's order, if it lists them."""
+    """The place where the processes meet. ``hosts``: addresses of all nodes in the engine's order, if it lists them."""
 
     master: str
     port: int
@@ -124,10 +126,10 @@ class MeetingPoint:
 def locate(
     started: Started, environ: Mapping[str, str], timeout_seconds: float = DEFAULT_JOIN_TIMEOUT_SECONDS
 ) -> MeetingPoint:
-    """Where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
+    """Find out where process 0 listens. FLEET_TRAIN_MASTER=host[:port] overrides the engine.
 
-    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among
-    all processes, and not all of them arrive within the time.
+    Raises ClusterError if it is unknown, or a name cannot be resolved; JoinTimeout if the engine exchanges it among all
+    processes, and not all of them arrive within the time.
     """
     given = environ.get(MASTER, "").strip()
     if given:
@@ -183,9 +185,9 @@ def _look_up(host: str) -> str:
 
 
 def _addresses_of_slurm(hosts: Sequence[str]) -> dict[str, str]:
-    """Node -> NodeAddr. Empty without scontrol: the error is then the resolver's."""
+    """Slurm's address of each node; empty without scontrol: the error is then the resolver's."""
     command = ["scontrol", "show", "node", ",".join(hosts), "--oneliner"]
-    lines = network.output_of(command, timeouts.SCONTROL_SECONDS).splitlines()
+    lines = network.output_of(command, _SCONTROL_SECONDS).splitlines()
     pairs = (re.search(r"NodeName=(\S+).*?NodeAddr=(\S+)", line) for line in lines)
     return {match[1]: match[2] for match in pairs if match is not None}
 
@@ -216,7 +218,8 @@ def _own_address(environ: Mapping[str, str]) -> str:
 
 
 def _where_mpirun_is(started: Started, environ: Mapping[str, str]) -> str:
-    """Without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by default."""
+    """The ``host:port`` of rank 0 without libpmix: Open MPI gives the node of mpirun, where it starts rank 0 by
+    default."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.search(r"tcp://([0-9.,]+):", uri)
     for address in match[1].split(",") if match else ():

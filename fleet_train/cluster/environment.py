@@ -149,7 +149,8 @@ def ask_here(environ: MutableMapping[str, str], strategy: str | None, settings: 
 
 
 def asked_checks(environ: Mapping[str, str]) -> int:
-    """In how many steps the ranks' gradient is compared with that of the joint batch (``--verify_joint_batch``)."""
+    """The number of steps in which the ranks' gradient is compared with the joint batch's
+    (``--verify_joint_batch``)."""
     steps = _integer(environ, CHECKS, 0)
     if steps < 0:
         raise ClusterError(f"{CHECKS}={steps} is not a number of steps; give --verify_joint_batch instead")
@@ -163,7 +164,7 @@ def asked_trace(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def log_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where the launcher, ours or Paddle's, keeps this rank's log."""
+    """The folder in which the launcher, ours or Paddle's, keeps this rank's log; None if it has said none."""
     folder = environ.get("PADDLE_LOG_DIR", "")
     return Path(folder) if folder else None
 

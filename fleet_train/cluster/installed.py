@@ -32,7 +32,7 @@ def package_versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """Empty if it is not installed."""
+    """The version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -40,12 +40,12 @@ def version_of(package: str) -> str:
 
 
 def own_version() -> dict[str, Any]:
-    """Of this package: version, whether it is a checkout or installed, and a checkout's commit."""
+    """What is known of this package: its version, whether it is a checkout or installed, and a checkout's commit."""
     return {"version": fleet_train.__version__, "from": "a checkout" if _checkout() else "installed", **commit()}
 
 
 def commit() -> dict[str, Any]:
-    """Of the checkout that contains this package; nothing if it is installed, or without git."""
+    """The commit of the checkout that contains this package; empty if it is installed, or without git."""
     root = _checkout()
     digest = "" if root is None else git(root, "rev-parse", "HEAD")
     if root is None or not digest:
@@ -65,7 +65,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def installed_paddle() -> tuple[str, str]:
-    """(distribution, version) of the installed Paddle; empty strings if there is none."""
+    """The installed Paddle: (distribution, version); empty strings if there is none."""
     for distribution in ("paddlepaddle-gpu", "paddlepaddle"):
         if version := version_of(distribution):
             return distribution, version
@@ -109,7 +109,7 @@ def _facts_of_paddle() -> dict[str, Any]:
 
 
 def one_line() -> str:
-    """For ``--version``: ``fleet_train 0.1.0 (commit 04a8bfa63d), Python 3.11.2, paddlepaddle 3.3.1``."""
+    """The line of ``--version``: ``fleet_train 0.1.0 (commit 04a8bfa63d), Python 3.11.2, paddlepaddle 3.3.1``."""
     own, (distribution, version) = own_version(), installed_paddle()
     of = f" (commit {own['commit'][:10]})" if "commit" in own else ""
     paddle = f"{distribution} {version}" if distribution else "no Paddle"
@@ -119,12 +119,12 @@ def one_line() -> str:
 _ROOT = Path("/")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
-"""Bytes: version 1 of control groups writes about 2**63 where there is no limit."""
+"""Bytes from which on there is no limit: version 1 of control groups writes about 2**63 then."""
 _CONTAINERS = re.compile(r"docker|kubepods|containerd|crio|libpod|lxc", re.IGNORECASE)
 
 
 def system(root: Path = _ROOT) -> str:
-    """``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
+    """The operating system in words: ``Debian GNU/Linux 12 (bookworm), Linux 6.1.0, x86_64, glibc 2.36``."""
     named = re.search(r'^PRETTY_NAME="?([^"\n]*)', text_of(root / "etc/os-release"), re.MULTILINE)
     libc = " ".join(part for part in platform.libc_ver() if part)
     kernel = f"{platform.system()} {platform.release()}"
@@ -182,7 +182,7 @@ def control_groups(controller: str, mounted: Path = CGROUPS, groups: Path = OWN_
 
 
 def core_limits(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> list[float]:
-    """In processors, of each control group that has one."""
+    """The limits of this process's control groups in processors, one for each group that has one."""
     limits = []
     for group in control_groups("cpu", mounted, groups):
         quota, _, period = text_of(group / "cpu.max").strip().partition(" ")
@@ -194,7 +194,7 @@ def core_limits(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> list[flo
 
 
 def memory_limit(group: Path) -> int | None:
-    """In bytes, of a control group; None if it has none."""
+    """The limit of a control group's memory in bytes; None if it has none."""
     most = (text_of(group / "memory.max") or text_of(group / "memory.limit_in_bytes")).strip()
     return int(most) if most.isdigit() and int(most) < _UNLIMITED else None
 
@@ -226,7 +226,7 @@ def gpus(root: Path = _ROOT) -> dict[str, object]:
 
 
 def text_of(path: Path) -> str:
-    """Empty if it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -122,7 +122,7 @@ def _with_names(started: Started) -> Started:
 
 
 def _numbered(started: Started, prefix: str, suffix: str = "") -> Started:
-    """With the names of all pods, which differ in their numbers."""
+    """Complete a pod's description with the names of all pods, which differ in their numbers."""
     hosts = tuple(f"{prefix}{number}{suffix}" for number in range(started.count))
     return replace(started, hosts=hosts, master=hosts[0])
 
@@ -142,7 +142,7 @@ class CloudNode:
     def merged(
         self, hosts: tuple[str, ...] | None, node_host: str | None, started_port: int | None
     ) -> tuple[tuple[str, ...], str, int | None]:
-        """(hosts, this node, first port) combined with the flags. Raises ClusterError if a flag contradicts."""
+        """Combine variables and flags: (hosts, this node, first port). Raises ClusterError if a flag contradicts."""
         _agree("--cluster_node_ips", hosts, "PADDLE_TRAINERS", self.hosts)
         _agree("--node_ip", node_host, "POD_IP", self.node_host)
         return self.hosts, self.node_host, self.started_port if started_port is None else started_port
@@ -154,7 +154,7 @@ def _agree(flag: str, given: object, variable: str, value: object) -> None:
 
 
 def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
-    """Nodes, this node and the first port, cross-checked.
+    """Read PaddleCloud's nodes, this node and the first port, and cross-check them.
 
     Raises ClusterError naming the variable that is missing or contradicts another one; values of other variables are
     never part of the message.
@@ -180,7 +180,7 @@ def read_paddlecloud(environ: Mapping[str, str]) -> CloudNode:
 
 
 def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
-    """The same, in a rank that another launcher started, which has overwritten two of the variables."""
+    """Read PaddleCloud's variables in a rank that another launcher started, which has overwritten two of them."""
     theirs = ("PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS")
     return read_paddlecloud({name: value for name, value in environ.items() if name not in theirs})
 
@@ -188,7 +188,7 @@ def read_as_rank(environ: Mapping[str, str]) -> CloudNode:
 def _check_endpoints(
     environ: Mapping[str, str], hosts: tuple[str, ...], started_port: int | None, ports: int | None
 ) -> None:
-    """PADDLE_TRAINER_ENDPOINTS is redundant: it may repeat the pods, with one or with all ports, nothing else."""
+    """Check PADDLE_TRAINER_ENDPOINTS: redundant, it may repeat the pods, with one or with all ports, nothing else."""
     text = environ.get("PADDLE_TRAINER_ENDPOINTS", "").strip()
     if not text:
         return

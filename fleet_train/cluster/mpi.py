@@ -101,7 +101,8 @@ class _Pmi:
         self._rest = b""
 
     def ask(self, command: str, answer: str, **words: str) -> dict[str, str]:
-        """Raises OSError, and ValueError for an error or an unexpected answer."""
+        """Send a command to the process manager and return the answer. Raises OSError, and ValueError for an error or
+        an unexpected answer."""
         line = " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in words.items())])
         self._sock.sendall(f"{line}\n".encode())
         reply = dict(word.split("=", 1) for word in self._line().split() if "=" in word)

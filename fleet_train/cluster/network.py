@@ -213,7 +213,7 @@ def port_owner(port: int, address: str | None = None) -> PortOwner:
 
 
 def _program_name(pid: int) -> str | None:
-    """The program's name only: its arguments may contain secrets."""
+    """The name of a program only: its arguments may contain secrets."""
     import psutil
 
     try:

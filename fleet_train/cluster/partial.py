@@ -116,7 +116,7 @@ def own_address(cluster: PartialCluster, point: MeetingPoint) -> str:
 
 
 def _root(cluster: PartialCluster, point: MeetingPoint) -> BindAddress:
-    """Where rank 0 hosts the store."""
+    """The address at which rank 0 hosts the store. Raises ClusterError if it is not one of this machine's."""
     addresses = network.local_addresses()
     if not network.is_local(point.master, addresses):
         who = MASTER if os.environ.get(MASTER) else cluster.formed_by

@@ -94,7 +94,7 @@ def port_of(environ: Mapping[str, str]) -> int:
 
 
 def _is_id(text: str) -> bool:
-    """A number of 32 bits: in a federation job numbers have ten digits."""
+    """Whether a text is a number of 32 bits: in a federation job numbers have ten digits."""
     return text.isascii() and text.isdigit() and len(text) <= 10
 
 

@@ -20,12 +20,12 @@ class Started:
     """One of ``count`` processes. To ``launch`` they are the nodes' launchers, to ``fleet.init`` the ranks."""
 
     engine: str
-    """What started them, for messages: ``Slurm (job 17, step 0)``."""
+    """What started the processes, for messages: ``Slurm (job 17, step 0)``."""
     index: int
     count: int
     local_index: int = 0
     local_count: int | None = None
-    """How many of them run on this node; None where the engine does not say."""
+    """How many of the processes run on this node; None where the engine does not say."""
     node: int | None = None
     """This node's number among the nodes, if the engine numbers them."""
     hosts: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Started:
     port: int | None = None
     """The port of the rendezvous; None: not given."""
     job: str = ""
-    """Distinguishes this job from others that run at the same time; authenticates the store's connections."""
+    """What distinguishes this job from others that run at the same time, and authenticates the store's connections."""
     restarts: int = 0
     """How often the engine has started this job before."""
     run: str = ""
@@ -56,11 +56,11 @@ class Variables:
         self._engine = engine
 
     def text(self, *names: str) -> str:
-        """The first that is set and not blank; "" if none is."""
+        """The value of the first variable that is set and not blank; "" if none is."""
         return next((value for name in names if (value := self._environ.get(name, "").strip())), "")
 
     def number(self, *names: str) -> int | None:
-        """A whole number of 0 or more, from the first that is set; None if none is."""
+        """A whole number of 0 or more, from the first variable that is set; None if none is."""
         for name in names:
             text = self._environ.get(name, "").strip()
             if text:
@@ -97,7 +97,7 @@ class Variables:
 
 
 def checked(started: Started, index_name: str, count_name: str) -> Started:
-    """Raises ClusterError for a number outside those of the processes."""
+    """The process as given. Raises ClusterError if its number is outside those of the processes."""
     if started.count < 1:
         raise ClusterError(f"{count_name}={started.count}: a job has at least one process")
     if not 0 <= started.index < started.count:

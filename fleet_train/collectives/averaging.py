@@ -131,7 +131,7 @@ class RankAveraging:
             self._underway = None
 
     def _begin(self, fragment: Fragment, own: HeldValues, step: int) -> None:
-        """Copies of the values are sent, made on the computing thread before the next step changes them."""
+        """Start an averaging of copies, made on the computing thread before the next step changes the values."""
         sent = flats(own.parameters), flats(own.statistics)
         barrier, running = self._start("averaging", step, _correct(fragment, *sent, self.averager.rate()))
         self._underway = Underway(barrier, running, fragment)
@@ -184,7 +184,7 @@ class HeldValues:
         return [*self.parameters, *self.statistics, *self.accumulators]
 
     def with_tensors(self, tensors: Sequence[Any]) -> HeldValues:
-        """The same three groups of ``tensors``, which are in the order of ``all``."""
+        """Group other ``tensors``, which are in the order of ``all``, as these values are."""
         first, second = len(self.parameters), len(self.parameters) + len(self.statistics)
         return HeldValues(list(tensors[:first]), list(tensors[first:second]), list(tensors[second : len(self.all)]))
 
@@ -221,7 +221,7 @@ class ParameterAverager:
 
     @property
     def keeps_anchor(self) -> bool:
-        """A copy of the last agreed values is needed only if differences are sent or get momentum."""
+        """Whether a copy of the last agreed values is kept: only if differences are sent or get momentum."""
         return self.fragments[0].keeps_anchor
 
     @property

@@ -25,15 +25,19 @@ from fleet_train.cluster.flight.stands import spans
 from fleet_train.collectives.paddle_compat import dynamic_mode, ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError
 
+_FIRST_DEVICE_POLL_SECONDS = 20e-6
+_DEVICE_POLL_SECONDS = 2e-3
+"""Pause between two looks at whether a device is done, first and at most: a blocking wait would hold Python's lock."""
+
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """Where in a job something is communicated: ``moment`` (a step) is the same on every rank, ``what`` (the bucket
-    that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other collective ends.
-    ``label``: what it is in every step, for the flight recorder."""
+    """The point of a job at which something is communicated: ``moment`` (a step) is the same on every rank, ``what``
+    (the bucket that this rank has reached) may differ. ``timeout_seconds``: how long it may take while no other
+    collective ends. ``label``: what it is in every step, for the flight recorder."""
 
     moment: str
     what: str
@@ -109,7 +113,7 @@ class Engine:
 
 
 REDUCTIONS = ("sum", "max", "min")
-"""What every backend can do; NCCL also has ``avg``."""
+"""The reductions that every backend can do; NCCL also has ``avg``."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Collective:
         return [] if self.kind == "reduce" and this != self.root else [self.tensor]
 
     def copied(self) -> Collective:
-        """The same one with the present values in other memory, and room for its results."""
+        """A copy of the collective with the present values in other memory, and room for its results."""
         output = None
         if self.output is not None:
             output = [] if self.kind == "gather" else paddle.zeros_like(self.output)
@@ -148,7 +152,7 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's part."""
+        """The bytes of this rank's part."""
         return int(self.tensor.size) * int(self.tensor.element_size())
 
     def begin(self, sync_op: bool, use_calc_stream: bool = False) -> Any:
@@ -178,7 +182,7 @@ class Collective:
 
 
 def begin_wire(collective: Collective, context: CallContext, enqueued: float = 0.0) -> int:
-    """The collective's event begins; returns what the recorder's ``end`` takes. ``enqueued``: when it was ready."""
+    """Begin the collective's event; returns what the recorder's ``end`` takes. ``enqueued``: when it was ready."""
     if not recorder.is_on:
         return -1
     return recorder.begin("wire", context.label, collective.nbytes, name_of_group(collective.group), enqueued)
@@ -208,7 +212,7 @@ class Stage:
 
 
 HAND_OVER = Stage()
-"""Yielded where the computing thread's part ends: what follows may run on another thread."""
+"""What a method yields where the computing thread's part ends: what follows may run on another thread."""
 
 Stages = Generator[Stage, None, T]
 
@@ -222,7 +226,7 @@ class StageProgress(Generic[T]):
         self.stage: Stage | None = None
         self.value: T | None = None
         self.ready_at = 0.0
-        """When the collectives of ``stage`` could begin, of ``time.perf_counter``."""
+        """The time (of ``time.perf_counter``) at which the collectives of ``stage`` could begin."""
         self.go_on("copy")
 
     @property
@@ -267,12 +271,12 @@ class Moment:
 
     def await_passed(self, seconds: float = math.inf) -> bool:
         """Block the host until then, at most this long; other threads run meanwhile. Whether it has passed."""
-        until, pause = time.monotonic() + seconds, timeouts.FIRST_DEVICE_POLL_SECONDS
+        until, pause = time.monotonic() + seconds, _FIRST_DEVICE_POLL_SECONDS
         while not self.has_passed():
             if time.monotonic() >= until:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, timeouts.DEVICE_POLL_SECONDS)
+            pause = min(2 * pause, _DEVICE_POLL_SECONDS)
         return True
 
     def seconds_since(self, earlier: Any) -> float:
@@ -287,12 +291,12 @@ class HostCopy:
         self._array = tensor.numpy().copy()
 
     def read(self) -> Any:
-        """A numpy array. Waits for what was enqueued before the copy; call it a step later."""
+        """The value as a numpy array. Waits for what was enqueued before the copy; call it a step later."""
         return self._array
 
 
 class HostDevice:
-    """Where the program computes: the CPU."""
+    """The device on which a program on the CPU computes."""
 
     def moment(self) -> Moment:
         """The current end of the calculation stream."""
@@ -349,7 +353,8 @@ class GpuDevice(HostDevice):
         return PinnedCopy(tensor)
 
     def to_device(self, array: Any) -> Any:
-        """As of the host; ``paddle.to_tensor`` copies from pageable memory, which waits until the device is idle."""
+        """A tensor of a numpy array's values, by way of pinned memory: ``paddle.to_tensor`` copies from pageable
+        memory, which waits until the device is idle."""
         self._sent = [(pinned, copied) for pinned, copied in self._sent if not copied.has_passed()]
         pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
         tensor = pinned._copy_to(self._place, False)

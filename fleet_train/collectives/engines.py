@@ -31,6 +31,9 @@ from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.errors import FleetTrainError, ProfileError
 from fleet_train.log import logger
 
+_STREAM_BARRIER_MARGIN_SECONDS = 8.0
+"""How much longer than its timeout a step barrier on streams waits: watchdogs and the attribution come first."""
+
 T = TypeVar("T")
 
 
@@ -90,7 +93,7 @@ class ThreadEngine(Engine):
         return self._carry_out(context, StageProgress(stages, context))
 
     def run_in_background(self, task: Callable[[], T]) -> Future[T]:
-        """On the first communicator's thread: its collectives after a barrier must wait for the barrier anyway."""
+        """Run a task on the first communicator's thread: its collectives after a barrier must wait for that anyway."""
         return self._submit(0, task)
 
     def stop(self) -> None:
@@ -133,8 +136,9 @@ class ThreadEngine(Engine):
         self._move()
 
     def _carry_out_at_once(self, collectives: Sequence[Collective], context: CallContext, ready_at: float) -> None:
-        """Those of a stage over different groups, on threads that only the calling one uses: its stages follow one
-        another, and each thread takes them in their order, so that no two ranks wait for each other."""
+        """Carry out the collectives of a stage over different groups, on threads that only the calling one uses: its
+        stages follow one another, and each thread takes them in their order, so that no two ranks wait for each
+        other."""
         helpers = self._helpers.setdefault(threading.get_ident(), [])
         while len(helpers) < min(len(collectives), _AT_ONCE):
             name = f"{threading.current_thread().name}, {len(helpers)}"
@@ -150,7 +154,7 @@ class ThreadEngine(Engine):
 
 
 def _await(future: Future[Any], seconds: float) -> None:
-    """Wait until it is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
+    """Wait until a future is done, or for this long. (``futures.wait`` makes an event and a waiter for each call.)"""
     with contextlib.suppress(futures.TimeoutError):
         future.exception(seconds)
 
@@ -224,7 +228,7 @@ class StreamEngine(Engine):
     reads_values = False
     side_by_side = False
     averages = True
-    barrier_margin_seconds = timeouts.STREAM_BARRIER_MARGIN_SECONDS
+    barrier_margin_seconds = _STREAM_BARRIER_MARGIN_SECONDS
 
     def __init__(
         self, device: HostDevice, attribute_failure: AttributeFailure, watchdog: Watchdog, calls: StreamCalls
@@ -233,14 +237,14 @@ class StreamEngine(Engine):
         self.calls = calls
         self.stream = CALC
         self.proof: StreamProof | None = None
-        """While it is there, what runs on own streams is compared with the calculation stream."""
+        """What compares collectives on own streams with the calculation stream, while it is there."""
         self._asked_for: str | None = None
         self._watchdog = watchdog
         self._in_flight: list[InFlight[Any]] = []
         self._background = WorkerThread("fleet_train barriers", None)
 
     def use(self, stream: str) -> None:
-        """From now on collectives run on this stream. Raises ProfileError if a program of the job has another one."""
+        """Run collectives on this stream from now on. Raises ProfileError if a program of the job has another one."""
         if self._asked_for not in (None, stream):
             raise ProfileError(
                 f"collective_stream: {stream}, but a program of this job has {self._asked_for} already, and all share "
@@ -251,7 +255,7 @@ class StreamEngine(Engine):
     def start(
         self, stages: Stages[T], context: CallContext, communicator: int = 0, barrier: Future[Any] | None = None
     ) -> InFlight[T]:
-        """``communicator`` is unused here: everything runs on the computing thread."""
+        """Start stages on the computing thread, where everything runs here; ``communicator`` is unused."""
         del communicator
         if barrier is not None:
             barrier.result()
@@ -347,7 +351,7 @@ class OnCalcStream:
         self._moment = moment
 
     def wait(self) -> None:
-        """Whatever follows on the stream waits anyway."""
+        """Do nothing: whatever follows on the stream waits anyway."""
 
     def is_completed(self) -> bool:
         return self._moment.has_passed()
@@ -393,8 +397,8 @@ class Watchdog:
         self._has_failed = False
 
     def watch(self, task: Any, context: CallContext, event: int = -1) -> None:
-        """``task``: Paddle's, with ``is_completed()``. ``event``: of the flight recorder, which ends when this sees the
-        end of the task, up to `timeouts.WATCHDOG_POLL_SECONDS` later."""
+        """Watch a task. ``task``: Paddle's, with ``is_completed()``. ``event``: of the flight recorder, which ends when
+        this sees the end of the task, up to `timeouts.WATCHDOG_POLL_SECONDS` late."""
         with self._lock:
             going_on = [watched for watched in self._watched if not watched.has_ended]
             if not going_on:
@@ -434,7 +438,7 @@ class Watchdog:
                 return
 
     def _ask(self) -> bool:
-        """A store that does not answer counts as gone, with the rank that hosts it."""
+        """Whether a collective cannot end. A store that does not answer counts as gone, with the rank that hosts it."""
         try:
             return self._is_hopeless()
         except FleetTrainError:

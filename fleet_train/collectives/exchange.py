@@ -101,7 +101,7 @@ class GradientExchange:
         whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
         self._gradient_bytes = traffic(replace(plan, buckets=whole), job.cluster, warm_up=True).sent[job.cluster.rank]
         self.first_parameter = plan.buckets[0].gradients[0].name
-        """One that this communicates for: a training is where it is."""
+        """The name of a parameter that this communicates for: a training is where it is."""
         self._descriptions = [bucket.describe() for bucket in plan.buckets]
         self._names = [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
@@ -113,7 +113,7 @@ class GradientExchange:
             self._proof = OwnStreamProof(job, job.engine) if self._stream == OWN else None
 
     def _new_training(self) -> Training:
-        """One that remembers nothing. The groups that communicate are shared by all of them."""
+        """A training that remembers nothing. The groups that communicate are shared by all trainings."""
         job, plan, profile = self._job, self._plan, self._profile
         sharded = [
             make_sharded(bucket, self._owners[bucket.communicator], job, profile)
@@ -182,17 +182,17 @@ class GradientExchange:
 
     @property
     def barrier(self) -> StepBarrier:
-        """Of the step."""
+        """The barrier of a step."""
         return self._now.barrier
 
     @property
     def check(self) -> ReplicaCheck:
-        """Of the replicas."""
+        """The comparison of the replicas."""
         return self._now.check
 
     @property
     def averaging(self) -> RankAveraging | None:
-        """Of parameters, with LocalSGD."""
+        """LocalSGD's averaging of parameters; None without it."""
         return self._now.averaging
 
     def is_spoilt(self) -> Any:
@@ -221,7 +221,7 @@ class GradientExchange:
 
     @property
     def memories(self) -> list[tuple[Bucket, Remembers]]:
-        """Everything with its own state, and the parameters that it belongs to; to be read between steps."""
+        """Everything that has state of its own, and the parameters that it belongs to; to be read between steps."""
         return [*self.methods, *(self.averager.memories if self.averager is not None else [])]
 
     @property
@@ -316,7 +316,7 @@ class GradientExchange:
 
     @property
     def owners_group(self) -> Any:
-        """Their process group, of a sharded optimizer."""
+        """The process group of a sharded optimizer's owners."""
         return self._owners[0].group
 
     def shape_of(self, parameter: str) -> tuple[int, ...]:
@@ -324,7 +324,7 @@ class GradientExchange:
         return next(spec.shape for bucket in self._plan.buckets for spec in bucket.gradients if spec.name == parameter)
 
     def rows_of(self, parameter: str) -> tuple[int, int, int]:
-        """Of a parameter that is cut: this rank's first row, its rows, and all rows."""
+        """This rank's first row of a parameter that is cut, the number of its rows, and that of all rows."""
         for bucket in self._plan.buckets:
             for piece in bucket.shards[self.member]:
                 spec = bucket.gradients[piece.gradient]
@@ -399,7 +399,7 @@ class GradientExchange:
         self._now.drain_copies()
 
     def synchronise(self, tensors: Mapping[str, Any]) -> None:
-        """See `RankAveraging.synchronise`; without LocalSGD all ranks hold the same values already."""
+        """Make tensors equal on all ranks, as `RankAveraging.synchronise`; without LocalSGD they are equal already."""
         if self.averaging is not None:
             self.averaging.synchronise(tensors, self.step)
 

@@ -37,7 +37,7 @@ class FiniteCheck:
         self._job, self._reaction, self._moment = job, reaction, moment
         self._reads = job.engine.reads_values
         self.found = ""
-        """Which gradient of this step is not finite, and how."""
+        """The gradient of this step that is not finite, and how, in words; empty if all are."""
         self._flags: list[Any] = []
         self._copies: list[tuple[str, HostCopy]] = []
         self._said = 0
@@ -52,7 +52,7 @@ class FiniteCheck:
         self.found, self._flags = "", []
 
     def see(self, names: Sequence[str], gradients: Sequence[Any]) -> None:
-        """A bucket's own gradients, before they are sent. Raises NotFinite where that is asked for."""
+        """Look at a bucket's own gradients, before they are sent. Raises NotFinite where that is asked for."""
         if not self.is_asked_for:
             return
         floats = [value for value in gradients if value.dtype in _FLOATS and math.prod(value.shape)]
@@ -127,7 +127,7 @@ def not_finite_on_device(tensors: Sequence[Any]) -> Any:
 
 
 def described(names: Sequence[str], gradients: Sequence[Any]) -> str:
-    """Which of a bucket's gradients is not finite: ``the gradient of 'fc_0.w_0' holds NaN (12 of 128 values)``."""
+    """Name the gradient of a bucket that is not finite: ``the gradient of 'fc_0.w_0' holds NaN (12 of 128 values)``."""
     for index, gradient in enumerate(gradients):
         values = gradient.cast("float64").numpy()
         broken = ~np.isfinite(values)
@@ -145,11 +145,11 @@ class Rollback:
         self._before: list[tuple[Remembers, dict[str, Any]]] = []
 
     def remember(self, methods: Sequence[Remembers]) -> None:
-        """Copy their state: a step begins."""
+        """Copy the methods' state: a step begins."""
         self._before = [(method, method.state()) for method in methods]
 
     def undo(self) -> None:
-        """Give it back: the step is skipped."""
+        """Give the methods the copied state back: the step is skipped."""
         for method, state in self._before:
             method.load_state(state)
 

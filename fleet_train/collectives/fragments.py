@@ -129,13 +129,14 @@ class Fragment:
         return totals, others
 
     def _mean(self, total: Any, like: Any) -> Any:
-        """Not scaled in bfloat16: 1/3 also has 8 bits there, and every mean of three ranks would be 0.2 % too large."""
+        """The mean of all ranks, from their sum ``total``, in the dtype of ``like``. Not scaled in bfloat16: 1/3 also
+        has 8 bits there, and every mean of three ranks would be 0.2 % too large."""
         total = total if total.dtype == like.dtype else total.cast(like.dtype)
         return total.scale_(1.0 / self._world_size)
 
 
 def _groups_of(values: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    """The values of each of their `flats`."""
+    """Values by the dtype of their mean, as `flats` has them in one buffer each."""
     return [[values[i] for i in positions] for positions in by_mean_dtype([v.dtype for v in values]).values()]
 
 

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
-from fleet_train import timeouts
 from fleet_train.cluster import Cluster
 from fleet_train.collectives.engine import CallContext, Collective, Engine, Stage, Stages
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.errors import ClusterError, FleetTrainError, LinkFailed
+
+_PADDLE_STORE_SECONDS = 60
+"""How long a member of a process group may take to reach Paddle's own store, which is open before it tries."""
 
 
 class GroupMembers(Protocol):
@@ -179,10 +181,10 @@ def _open_store(job: GroupMembers, ranks: Sequence[int]) -> Any:
     port = 0
     if job.cluster.rank == first:
         with held_port() as port:
-            store = paddle.base.core.TCPStore(host, port, True, 1, timeouts.PADDLE_STORE_SECONDS)
+            store = paddle.base.core.TCPStore(host, port, True, 1, _PADDLE_STORE_SECONDS)
     port = job.broadcast(f"store of group {job.count('group')}", port, first)
     if store is None and job.cluster.rank in ranks:
-        store = paddle.base.core.TCPStore(host, port, False, 1, timeouts.PADDLE_STORE_SECONDS)
+        store = paddle.base.core.TCPStore(host, port, False, 1, _PADDLE_STORE_SECONDS)
     send_at_once(port)
     return _kept(store)
 

@@ -291,14 +291,15 @@ def emit_finish(exchange: GradientExchange, values: HeldValues, names: Sequence[
     return emit_link("finish", finish, chain, inputs, in_place=True)[0]
 
 
-def emit_barrier(job: Job, moment: str, chain: Any) -> Any:
-    """Insert a barrier of all ranks, with the job's timeout. It follows what is under way: an averaging that overlaps
-    has a barrier of its own, and two at a time would be met in another order on each rank."""
+def emit_barrier(job: Job, moment: str, chain: Any, *, in_steps: bool = False) -> Any:
+    """Insert a barrier of all ranks, with the job's timeout; ``in_steps``: with that of steps, which the profile gives.
+    It follows what is under way: an averaging that overlaps has a barrier of its own, and two at a time would be met in
+    another order on each rank."""
 
     def wait() -> None:
-        name = f"{moment} {job.count(moment)}"
-        barrier = job.engine.run_in_background(lambda: job.step_barrier(name, job.timeout_seconds))
-        job.engine.start(_nothing(), CallContext(name, name, job.timeout_seconds), barrier=barrier).result()
+        name, seconds = f"{moment} {job.count(moment)}", job.step_timeout_seconds if in_steps else job.timeout_seconds
+        barrier = job.engine.run_in_background(lambda: job.step_barrier(name, seconds))
+        job.engine.start(_nothing(), CallContext(name, name, seconds), barrier=barrier).result()
 
     return emit_link("barrier", wait, chain)[0]
 

@@ -118,7 +118,7 @@ class Job:
         self.trains = True
         """Whether the program that runs makes an update; False only in a run that is known not to."""
         self.arrival: StepArrival | None = None
-        """That of the current step; None outside of steps, and in those that have their barrier later."""
+        """The arrival at the current step's barrier; None outside of steps and where a step has its barrier later."""
         self._turn = (-1, 0)
         self._left = False
         self._has_reported = False
@@ -130,10 +130,10 @@ class Job:
 
     @contextlib.contextmanager
     def inside(self, call: str) -> Iterator[None]:
-        """In the body, errors about waiting for other ranks name ``call``; nested calls keep the outermost.
+        """Let errors about waiting for other ranks name ``call`` in the body; nested calls keep the outermost.
 
-        The device's work ends before: a copy to the host would wait for it with Python's lock, and so without a
-        watchdog."""
+        The device's work ends before: a copy would wait for it with Python's lock, and so without a watchdog.
+        """
         self.engine.drain(math.inf)
         before, self._call = self._call, self._call or call
         name = call.partition("(")[0]
@@ -209,7 +209,7 @@ class Job:
         return Passed(answer, time.perf_counter() - began)
 
     def step_gather(self, name: str, value: Any) -> dict[int, Any]:
-        """As ``step_barrier``, and every rank gets the JSON values of all."""
+        """Wait until every rank reaches the same barrier; every rank gets the JSON values of all, by rank."""
         assert self._barrier_store is not None
         event = recorder.begin("barrier")
         with self._remembering():
@@ -270,7 +270,7 @@ class Job:
         return []
 
     def carries_out(self, plan: CommPlan) -> bool:
-        """Asked when all ranks have the same plan: whether the program is to get its operators."""
+        """Whether the program is to get its operators; asked when all ranks have the same plan."""
         del plan
         return True
 

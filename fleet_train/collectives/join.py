@@ -15,7 +15,6 @@ from typing import Any
 import paddle
 
 import fleet_train
-from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.at_import import advise
 from fleet_train.cluster.cluster import is_number
@@ -33,6 +32,9 @@ from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, in
 from fleet_train.errors import ClusterError, ScheduleMismatch
 from fleet_train.plan.choose import MEASURED_BYTES, MeasuredLink, Sample, coarse, fit
 from fleet_train.plan.price import Link
+
+_GLANCE_SECONDS = 0.25
+"""How long the largest timed allreduces of a quick look at a link may take: they delay the start of a training."""
 
 
 def join(cluster: Cluster | PartialCluster, timeout_seconds: float) -> Job:
@@ -76,8 +78,8 @@ def choose_place(cluster: Cluster) -> Any:
 
 
 def chosen_gpu(environ: Mapping[str, str], local_rank: int, visible: int) -> int:
-    """Which of the ``visible`` GPUs a rank computes on: the one that its launcher has selected, the only visible one,
-    or that of its local rank. Raises ClusterError if there is none."""
+    """The number of the GPU, of ``visible`` ones, that a rank computes on: the one that its launcher has selected, the
+    only visible one, or that of its local rank. Raises ClusterError if there is none."""
     selected = environ.get("FLAGS_selected_gpus", "").split(",")[0].strip()
     if selected and not is_number(selected):
         raise ClusterError(f"FLAGS_selected_gpus={environ['FLAGS_selected_gpus']!r}: it takes GPU numbers, such as 0,1")
@@ -261,7 +263,7 @@ def glance(job: Job) -> Link:
     _timed_best(job, sweep, _SMALL_BYTES, 1)
     small = _slowest(job, sweep, _timed_best(job, sweep, _SMALL_BYTES, 8))
     scale = _slowest(job, sweep, _timed_best(job, sweep, _SCALE_BYTES, 2))
-    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < timeouts.GLANCE_SECONDS), _SCALE_BYTES)
+    large = next((n for n in _LARGE_BYTES if 3 * scale * n / _SCALE_BYTES < _GLANCE_SECONDS), _SCALE_BYTES)
     seconds = _slowest(job, sweep, _timed_best(job, sweep, large, 3)) if large > _SCALE_BYTES else scale
     samples = [Sample(_SMALL_BYTES, small), Sample(large, max(seconds, small))]
     return coarse(fit(samples, job.world_size).link)

@@ -39,7 +39,7 @@ class SampleNumbers:
     numbers: list[int] = field(default_factory=list)
 
     def before(self, rank: int) -> int:
-        """Those of the ranks below: the index of this rank's first sample."""
+        """The number of samples of the ranks below: the index of this rank's first sample."""
         return sum(self.numbers[:rank])
 
 
@@ -59,7 +59,7 @@ class JointValues:
         """The exchanges of one pass, in order: for the plan."""
 
     def connect(self) -> None:
-        """Not done while emitting: planning without a cluster emits as well."""
+        """Take the exchanges' process group; not done while emitting: planning without a cluster emits as well."""
         if self._group is None:
             self._group = self._job.communicators(1)[0]
 
@@ -140,7 +140,7 @@ class JointValues:
         return own
 
     def _emit(self, exchange: Any, values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """The operator gets its place in the chain at the end (``chain_in_program_order``)."""
+        """Emit an operator, which gets its place in the chain at the end (``chain_in_program_order``)."""
         return emit_link("joint", exchange, token(), values, outputs)[1:]
 
     def _name(self) -> str:
@@ -155,7 +155,7 @@ class JointValues:
         return job.engine.run_in_background(lambda: job.step_barrier(name, job.step_timeout_seconds))
 
     def _shapes(self, what: str, own: Any) -> Future[Mapping[int, list[int]]]:
-        """Those of all ranks' values."""
+        """Ask in the background for the shapes of all ranks' values."""
         job, name, shape = self._job, f"{what}: {self._name()}", list(own.shape)
         return job.engine.run_in_background(lambda: job.step_gather(name, shape))
 
@@ -173,7 +173,7 @@ class JointValues:
             return running.result()
 
     def _gathered(self, own: Any, shapes: Future[Mapping[int, list[int]]], samples: SampleNumbers) -> Stages[list[Any]]:
-        """Sent as bytes, so that any dtype works; ranks with fewer samples send zeros behind them."""
+        """Gather all ranks' samples as bytes, so that any dtype works; ranks with fewer send zeros behind them."""
         yield HAND_OVER
         by_rank = shapes.result()
         ranks = range(self._job.world_size)
@@ -194,7 +194,7 @@ class JointValues:
         return [first, paddle.concat(parts).cast(own.dtype)]
 
     def _summed(self, gradient: Any, samples: SampleNumbers) -> Stages[Any]:
-        """In float32 at least: Gloo's sum of float16 is infinite."""
+        """This rank's part of the sum of all gradients, in float32 at least: Gloo's sum of float16 is infinite."""
         rank = self._job.cluster.rank
         total = gradient.cast("float32" if gradient.element_size() < 4 else gradient.dtype).reshape([-1])
         if total.shape[0]:
@@ -204,7 +204,7 @@ class JointValues:
         return own.clone().cast(gradient.dtype)
 
     def _means(self, tensors: Sequence[Any]) -> Stages[list[Any]]:
-        """Of ranks with equal values, a rank's own bits."""
+        """The means of all ranks' tensors; where the ranks have equal values, a rank's own bits."""
         own = paddle.concat([tensor.reshape([-1]).cast("float64") for tensor in tensors])
         rows = yield from all_gathered(self._job, self._group, own)
         means = paddle.where((rows == own).all(0), own, rows.mean(0))
@@ -212,20 +212,20 @@ class JointValues:
         return [part.reshape(tensor.shape).cast(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _count(self, values: Sequence[Any], kind: str = "allgather", dtype: Any = paddle.float64) -> None:
-        """An unknown dimension counts as 1: of samples that are gathered, the bytes of one."""
+        """Count an exchange for the plan. An unknown dimension counts as 1: of gathered samples, the bytes of one."""
         item_bytes = ITEM_BYTES.get(str(dtype).rpartition(".")[2], 1)
         elements = sum(math.prod(max(size, 1) for size in value.shape) for value in values)
         self.exchanges.append(CollectiveSpec(kind, elements * item_bytes, item_bytes, flat=True))
 
 
 _samples: dict[str, SampleNumbers] = {}
-"""By the name of the operator that gathers them: Paddle cannot read such an operator's attributes."""
+"""The numbers of samples by the operator that gathers them: Paddle cannot read such an operator's attributes."""
 
 _of_programs: weakref.WeakKeyDictionary[Any, JointValues] = weakref.WeakKeyDictionary()
 
 
 def joint_values_of(program: Any, job: Job) -> JointValues:
-    """The one of a program, for all that exchanges values in it."""
+    """The joint values of a program, for all that exchanges values in it."""
     if program not in _of_programs:
         _of_programs[program] = JointValues(job)
     return _of_programs[program]

@@ -22,12 +22,12 @@ from fleet_train.log import log_once, logger
 PROOF_STEPS = 3
 _TOLERANCE = {paddle.float16: 1e-2, paddle.bfloat16: 1e-2}
 _EXACT_TO = 1e-5
-"""Relative to the largest result. Both sums have the same inputs on the same communicator, in the same order."""
+"""How much equal sums may differ, relative to the largest result: same inputs, communicator and order."""
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """``wrong``: int64 [], how many elements differ; on the device."""
+    """A comparison under way. ``wrong``: int64 [], how many elements differ; on the device."""
 
     context: CallContext
     wrong: Any

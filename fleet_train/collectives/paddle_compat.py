@@ -44,7 +44,7 @@ def ensured_dynamic_mode() -> contextlib.AbstractContextManager[None]:
 
 
 def _switch(tracer: Any) -> None:
-    """Not by assigning the attribute: that also sets the mode in which the script's threads start."""
+    """Switch one thread's mode: assigning Paddle's attribute would change it for the script's threads, too."""
     paddle.base.framework.global_var.__dict__["_dygraph_tracer_"] = tracer
     paddle.base.core._switch_tracer(tracer)
 
@@ -76,7 +76,7 @@ _operators = _OperatorsTracer()
 
 
 def _in_dynamic_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``dynamic_mode`` around ``function``, with the thread's cached tracer and without a generator."""
+    """Run a function as in ``dynamic_mode``, with the thread's cached tracer and without a generator."""
 
     def run(*values: Any) -> Any:
         before = paddle.base.framework.global_var._dygraph_tracer_
@@ -164,7 +164,7 @@ _TYPES = {paddle.float32: "<f4", paddle.float64: "<f8", paddle.uint8: "|u1", pad
 
 
 class _Memory:
-    """Gives numpy the address; the array keeps this object, and with it the tensor."""
+    """A tensor's memory for numpy, which gets the address; the array keeps this object, and with it the tensor."""
 
     def __init__(self, tensor: Any, elements: int, kind: str) -> None:
         self.tensor = tensor

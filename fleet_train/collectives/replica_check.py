@@ -45,7 +45,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def _weighted_sum(bits: Any) -> Any:
-    """In pieces: a large parameter's digest must not need a multiple of its memory."""
+    """A digest of bits, made in pieces: that of a large parameter must not need a multiple of its memory."""
     elements = bits.shape[0]
     pieces = range(0, elements, _PIECE) if elements else [0]
     return paddle.add_n([_weighted_piece(bits[at : at + _PIECE], at) for at in pieces])
@@ -66,7 +66,7 @@ class ReplicaCheck:
         self._steps = 0
         self._start_is_checked = False
         self._pending: list[tuple[str, Sequence[str], HostCopy]] = []
-        """(moment, names, digests on their way to the host)."""
+        """The comparisons under way: (moment, names, digests on their way to the host)."""
 
     @property
     def is_asked_for(self) -> bool:
@@ -96,7 +96,7 @@ class ReplicaCheck:
             compare_digests(self._job, moment, names, [int(digest) for digest in copy.read()])
 
     def _compare(self, moment: str, names: Sequence[str], tensors: Sequence[Any]) -> None:
-        """Now, or a step later where the host must not wait for the device."""
+        """Compare values now, or a step later where the host must not wait for the device."""
         engine = self._job.engine
         if engine.reads_values:
             with self._job.clock.exposed():
@@ -111,7 +111,7 @@ def compare(job: Job, moment: str, names: Sequence[str], tensors: Sequence[Any])
 
 
 def compare_digests(job: Job, moment: str, names: Sequence[str], mine: list[int]) -> None:
-    """As ``compare``, of values whose digests are ``mine``."""
+    """Compare the replicas by the digests of their values. Raises ScheduleMismatch if they differ."""
     whole = zlib.crc32(np.asarray(mine, np.int64).tobytes())
     if not job.compare(f"digest at {moment}", whole):
         return
@@ -123,7 +123,7 @@ def compare_digests(job: Job, moment: str, names: Sequence[str], mine: list[int]
 
 
 def explain_drift(job: Job, moment: str, names: Sequence[str], details: dict[int, list[int]]) -> str:
-    """Which parameter, and the ranks outside the majority: without one, nothing says whose value is the right one."""
+    """Name the parameter and the ranks outside the majority: without one, nothing says whose value is right."""
     for index, name in enumerate(names):
         values = [details[rank][index] for rank in range(job.world_size)]
         if len(set(values)) > 1:

@@ -47,7 +47,7 @@ class SamplesCheck:
         self.first_gradients = FirstGradients(job.engine.device, buckets)
         self._runs = 0
         self._sketches: dict[str, Sketch] = {}
-        """Of the rows of the largest array, `_SAMPLES`, and of other rows."""
+        """What was read, by name: the rows of the largest array under `_SAMPLES`, and other rows."""
         self._to_compare: tuple[int, dict[str, Read]] | None = None
         """A run, and what was read up to it; empty if that of `_SAMPLES` says nothing."""
         self._has_rows_of_its_own = False
@@ -56,7 +56,7 @@ class SamplesCheck:
         self._words = _GRADIENTS
 
     def fed(self, feed: Any) -> None:
-        """What the next run is fed, as `Executor.run` takes it."""
+        """Note what the next run is fed, as `Executor.run` takes it."""
         if self._is_over or self._runs > 2 * _LAST_RUN:
             return
         self._compare()
@@ -86,7 +86,8 @@ class SamplesCheck:
         return found if _SAMPLES in found and not is_early else {}
 
     def _compare(self) -> None:
-        """Once, as soon as rank 0 has come as far: where a step has communicated in between, that is so."""
+        """Compare with what rank 0 has read, once, as soon as rank 0 has come as far: where a step has communicated in
+        between, that is so."""
         if self._to_compare is None:
             return
         run, own = self._to_compare
@@ -109,7 +110,7 @@ class Sketch:
         self._kept: dict[int, int] = {}
         self._bound = _EVERYTHING
         self.runs = 0
-        """In which something was read."""
+        """The number of runs in which something was read."""
 
     @property
     def is_small(self) -> bool:
@@ -117,7 +118,7 @@ class Sketch:
         return sum(self._kept.values()) < _LEAST_SAMPLES
 
     def keep(self, numbers: Numbers) -> None:
-        """Read these."""
+        """Keep numbers of samples that were read."""
         self.runs += 1
         for number in numbers[numbers <= self._bound].tolist():
             self._kept[number] = self._kept.get(number, 0) + 1
@@ -133,7 +134,7 @@ class Sketch:
 
 
 def common(own: Read, other: Read) -> float:
-    """Which part of what a rank has read another one has read, too."""
+    """The part (0 to 1) of what a rank has read that another one has read, too."""
     bound = min(own[0], other[0])
     mine = {number for number in own[1] if number <= bound}
     return len(mine & set(other[1])) / len(mine) if len(mine) >= _LEAST_SAMPLES // 2 else 0.0
@@ -180,7 +181,7 @@ def _mixed(arrays: Sequence[NDArray[Any]], rows: int) -> Numbers:
 
 
 def _scattered(values: Numbers) -> Numbers:
-    """Source: the last step of SplitMix64."""
+    """Numbers scattered over all 64 bits, by the last step of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Numbers = values ^ (values >> np.uint64(31))

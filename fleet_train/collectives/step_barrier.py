@@ -10,6 +10,9 @@ from fleet_train.collectives.samples import SamplesCheck
 from fleet_train.errors import DataError
 from fleet_train.profile import Profile
 
+_EARLY_BARRIER_SECONDS = 5.0
+"""How long the slowest rank's step may take at most for ranks to reach the barrier at the start of a step."""
+
 # The first step compiles and connects, and its time is reported at the second step's barrier; the third one's compares
 # the first two steps' gradients.
 _FIRST_STEPS = 3
@@ -64,7 +67,7 @@ class StepBarrier:
         After the barrier Gloo waits for only 30 s, so this is for steps that are much shorter; all ranks have read the
         same times at the last barrier. Otherwise, and at the first step, the barrier is before the first bucket.
         """
-        is_early = self._job.notes.slowest_step_ms < 1e3 * timeouts.EARLY_BARRIER_SECONDS
+        is_early = self._job.notes.slowest_step_ms < 1e3 * _EARLY_BARRIER_SECONDS
         if is_early and self.is_due(step):
             self.running = self.begin(self.moment(step), step)
         self._job.arrival = StepArrival(self.moment(step), self.running) if is_early else None
@@ -75,7 +78,7 @@ class StepBarrier:
             self.running = self.begin(self.moment(step), step)
 
     def wait(self) -> None:
-        """Wait on the computing thread, where that enqueues the collectives itself."""
+        """Wait for the step's barrier on the computing thread, where that enqueues the collectives itself."""
         if self.running is not None and not self._job.engine.reads_values:
             with self._job.clock.exposed():
                 self.running.result()

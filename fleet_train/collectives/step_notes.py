@@ -29,10 +29,9 @@ class Communication:
 
     steps: int
     exposed_ms: float
-    """The executor waited: for buckets and in averagings."""
+    """Time for which the executor waited: for buckets and in averagings."""
     gate_wait_ms: float
-    """At step barriers, where ranks wait for one another; overlaps computing, except the part in ``exposed_ms``.
-    """
+    """Time at step barriers, where ranks wait for one another; overlaps computing, but for what is exposed."""
     bytes_sent: float
     """Payload that this rank sent per step, as planned for the steps made."""
     local_sgd_period: int
@@ -60,7 +59,7 @@ class StepNotes:
         self._last_barrier = 0
         self._read: dict[int, list[float]] = {}
         self.stop: str | None = None
-        """Which rank asked for a stop and why, once all ranks know it."""
+        """The rank that asked for a stop and why, in words, once all ranks know it; None if none has."""
         self.slowest_step_ms = math.inf
         """The slowest rank's own work per step, up to the last barrier; the same on every rank."""
 
@@ -131,7 +130,7 @@ class _Step:
 
 
 class StepClock:
-    """Where the time of this rank's steps goes. The computing thread makes all calls.
+    """A clock that says where the time of this rank's steps goes. The computing thread makes all calls.
 
     Counts twice: what the script has not read yet, and what has not been sent to the other ranks yet.
 
@@ -150,7 +149,7 @@ class StepClock:
         """Exposed time of a step that was read in the middle and had not passed then."""
 
     def begin_step(self) -> None:
-        """Only the first step needs it: every other step begins where the previous one ended."""
+        """Begin the first step; every other step begins where the previous one ended."""
         if self._step is None:
             self._step = _Step(self._moment())
 
@@ -180,7 +179,7 @@ class StepClock:
         self._unread.sent_bytes += nbytes
 
     def read(self) -> Times:
-        """What the script has not read yet; restarts the count and the current step.
+        """The times that the script has not read yet; restarts the count and the current step.
 
         So a script that reads before it continues training keeps an evaluation or a save out of its step times.
         """
@@ -192,7 +191,7 @@ class StepClock:
         return times
 
     def read_unsent(self) -> Times:
-        """What has not been sent to the other ranks yet; restarts the count."""
+        """The times that have not been sent to the other ranks yet; restarts the count."""
         self._count()
         times, self._unsent = self._unsent, Times()
         return times

@@ -61,7 +61,7 @@ class RankStatistics:
 
     def start(self) -> Any:
         """A token after a barrier of all ranks: Gloo would wait for a busy rank for only 30 s and not name it."""
-        return emit_barrier(self._job, self._moment, token())
+        return emit_barrier(self._job, self._moment, token(), in_steps=True)
 
     def combine(self, what: str, local: Sequence[LocalNorm], chain: Any) -> tuple[list[Statistics], Any]:
         """The statistics of all ranks' values, for each of the layers that share the exchange; and the next token."""

@@ -27,9 +27,10 @@ class Training:
     """One training of a converted program."""
 
     methods: list[BucketMethod]
-    """By bucket."""
+    """The buckets' methods, in their order."""
     sharded: list[ShardedMethod]
-    """By bucket; empty without a sharded optimizer. Of a bucket of tables not its method, but what shares its rows."""
+    """The sharded methods, in the order of buckets; empty without a sharded optimizer. For a bucket of tables it is not
+    its method, but what shares its rows."""
     barrier: StepBarrier
     check: ReplicaCheck
     boundaries: Boundaries
@@ -39,7 +40,7 @@ class Training:
     updates: bool = True
     """Whether the current run ends with an update."""
     equal_after: int | None = None
-    """See `GradientExchange.equal_after`."""
+    """The update after which all ranks' values were made equal from outside; see `GradientExchange.equal_after`."""
     has_begun: bool = False
     rows: dict[int, HostRows | StreamRows] = field(init=False)
     """The methods of the buckets of tables, by bucket."""
@@ -65,7 +66,7 @@ class Training:
         self.step += updates
 
     def drain_copies(self) -> None:
-        """See `GradientExchange.drain_copies`."""
+        """Read what the last step copied to the host; see `GradientExchange.drain_copies`."""
         if self._is_drained:
             return
         self._is_drained = True
@@ -74,14 +75,14 @@ class Training:
             self.averager.drain_copies()
 
     def drop_averaging(self) -> None:
-        """See `GradientExchange.drop_averaging`."""
+        """Forget an averaging under way; see `GradientExchange.drop_averaging`."""
         self.boundaries.forget()
         if self.averaging is not None:
             self.averaging.drop()
 
 
 class Trainings:
-    """Those of one program, by scope; one is ``current``. A scope that is freed takes its training with it.
+    """The trainings of one program, by scope; one is ``current``. A scope that is freed takes its training with it.
 
     Scopes and runs of startup programs follow one another in the script, so every rank chooses alike without a message.
     """
@@ -117,7 +118,7 @@ class Trainings:
         return scope in self._by_scope
 
     def forget(self, scope: Any) -> None:
-        """The next step in ``scope`` is the first one of a training. All ranks call it."""
+        """Forget the training of ``scope``: its next step is the first one of a training. All ranks call it."""
         old = self._by_scope.pop(scope, None)
         if old is not None:
             old.drain_copies()
@@ -126,7 +127,7 @@ class Trainings:
             self._current = None
 
     def begin(self) -> Training:
-        """The current one, at the start of a step. Its barriers name it: ranks that are in different ones differ."""
+        """The current training, at the start of a step. Its barriers name it, as ranks in different ones differ."""
         now = self.current
         if not now.has_begun:
             self._begun += 1

@@ -31,8 +31,8 @@ def broadcast_arrays(job: Job, arrays: Mapping[str, Array], root: int = 0) -> Ar
 
 
 def broadcast_each(job: Job, arrays: Mapping[str, Array], root: int = 0) -> Iterator[tuple[str, Array]]:
-    """The same, array by array: what a rank does not keep of one is gone before the next one arrives. All ranks take
-    all of them."""
+    """Yield the arrays of rank ``root``, one by one: what a rank does not keep of one is gone before the next one
+    arrives. All ranks take all of them."""
     if job.world_size == 1:
         yield from arrays.items()
         return

@@ -64,7 +64,7 @@ class QueueDataset:
         pipe_command: str = "cat",
         **settings: Any,
     ) -> None:
-        """The settings of Paddle 2.x at once; what cannot be carried out is refused by its name."""
+        """Set the settings of Paddle 2.x at once; what cannot be carried out is refused by its name."""
         self.set_batch_size(batch_size)
         self.set_use_var(use_var)
         self.set_pipe_command(pipe_command)
@@ -84,29 +84,29 @@ class QueueDataset:
                 raise ArgumentError(f"{type(self).__name__}: {name}={value!r}: {_OFF[name][1]}")
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Samples per step and rank; the last batch may have fewer."""
+        """Set the samples per step and rank; the last batch may have fewer."""
         if batch_size < 1:
             raise ArgumentError(f"set_batch_size was given {batch_size}; a batch has at least 1 sample")
         self._batch_size = batch_size
 
     def set_use_var(self, var_list: Sequence[Any]) -> None:
-        """The inputs, in the order of the slots of a line."""
+        """Set the inputs, in the order of the slots of a line."""
         self._inputs = list(var_list)
 
     def set_filelist(self, filelist: Sequence[str]) -> None:
-        """The files of this rank."""
+        """Set the files of this rank."""
         self._files = [str(path) for path in filelist]
 
     def set_pipe_command(self, pipe_command: str) -> None:
-        """A shell command that turns a file (its standard input) into lines in the MultiSlot format."""
+        """Set a shell command that turns a file (its standard input) into lines in the MultiSlot format."""
         self._command = pipe_command
 
     def set_thread(self, thread_num: int) -> None:
-        """How many threads Paddle read and trained with."""
+        """Accept how many threads Paddle read and trained with."""
         self.update_settings(thread_num=thread_num)
 
     def set_hdfs_config(self, fs_name: str, fs_ugi: str) -> None:
-        """Refused, unless both are empty."""
+        """Refuse the settings of HDFS, unless both are empty."""
         self.update_settings(fs_name=fs_name, fs_ugi=fs_ugi)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,14 +151,14 @@ class InMemoryDataset(QueueDataset):
         self.load_into_memory()
 
     def wait_preload_done(self) -> None:
-        """Nothing: ``preload_into_memory`` has waited."""
+        """Do nothing: ``preload_into_memory`` has waited."""
 
     def local_shuffle(self) -> None:
         """Shuffle this rank's samples, by Python's ``random``: ``random.seed`` repeats it."""
         random.shuffle(self._memory())
 
     def global_shuffle(self, fleet: Any = None, thread_num: int = 12) -> None:
-        """``local_shuffle``: samples stay on their rank, and rank 0 says so."""
+        """Do what ``local_shuffle`` does: samples stay on their rank, and rank 0 says so."""
         del thread_num
         notice = (
             "global_shuffle is mapped: each rank shuffles its own samples; to exchange them, shuffle the list of files"
@@ -273,7 +273,7 @@ _WINDOW = 16
 
 
 def _in_step(batches: Iterator[Feed]) -> Iterator[Feed]:
-    """As many batches as the rank with the fewest has."""
+    """Yield as many batches as the rank with the fewest has."""
     if not session.is_open():
         yield from batches
         return
@@ -334,5 +334,5 @@ def _parsed(line: bytes, dtypes: Sequence[str], where: str) -> Sample:
 
 
 def _note(message: str) -> None:
-    """Once, on rank 0."""
+    """Log a message once, on rank 0."""
     log_once([message], session.current().job.cluster.rank if session.is_open() else 0)

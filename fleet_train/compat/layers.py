@@ -229,7 +229,7 @@ elementwise_pow = _operation("pow", paddle.pow)
 
 
 def flatten(x: Any, axis: int = 1, name: str | None = None) -> Any:
-    """Two dimensions: the first ``axis`` of ``x`` as one, the others as one."""
+    """The values in two dimensions: the first ``axis`` of ``x`` as one, the others as one."""
     del name
     if axis == 0:
         return paddle.reshape(x, [1, -1])

@@ -43,7 +43,7 @@ class GeneratorLoader:
     def set_sample_generator(
         self, reader: Callable[[], Iterable[Any]], batch_size: int, drop_last: bool = True, places: Any = None
     ) -> GeneratorLoader:
-        """``reader()`` yields one sample at a time."""
+        """Feed from a generator: ``reader()`` yields one sample at a time."""
         del places
 
         def batches() -> Iterator[list[Any]]:
@@ -61,13 +61,13 @@ class GeneratorLoader:
     def set_sample_list_generator(
         self, reader: Callable[[], Iterable[Sequence[Any]]], places: Any = None
     ) -> GeneratorLoader:
-        """``reader()`` yields lists of samples, as ``paddle.batch`` does."""
+        """Feed from a generator: ``reader()`` yields lists of samples, as ``paddle.batch`` does."""
         del places
         self._batches = lambda: (self._feeder.feed(batch) for batch in reader())
         return self
 
     def set_batch_generator(self, reader: Callable[[], Iterable[Any]], places: Any = None) -> GeneratorLoader:
-        """``reader()`` yields whole batches: one array for each input."""
+        """Feed from a generator: ``reader()`` yields whole batches: one array for each input."""
         del places
         self._batches = lambda: (self._named(batch) for batch in reader())
         return self
@@ -144,7 +144,7 @@ _LOADERS = weakref.WeakSet[ProgramLoader]()
 
 
 def _feed_by_loaders(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: ask the loaders of the program for what is not fed by hand."""
+    """A hook before each run: ask the loaders of the program for what is not fed by hand."""
     main = program or paddle.static.default_main_program()
     block = main.global_block() if isinstance(main, paddle.static.Program) else None
     for loader in sorted(_LOADERS, key=lambda each: not each.is_started):
@@ -335,7 +335,7 @@ class _Values:
                 block.remove_op(new)
 
     def refuse_foreign_operands(self) -> None:
-        """Raises ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
+        """Raise ConversionError where the script has built on, in the copy, with values of the program: Paddle ends in
         an internal error, or aborts the process."""
         foreign = [
             (operator, index, value)
@@ -396,7 +396,7 @@ def _all_below(operators: list[Any]) -> Iterator[Any]:
 
 
 def _translate_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: fetch from a copy what the script knows as a value of the program.
+    """A hook before each run: fetch from a copy what the script knows as a value of the program.
 
     A value of another program that is fetched, or computed with, ends the process.
     """

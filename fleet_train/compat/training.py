@@ -111,7 +111,7 @@ class Executor(paddle.static.Executor):  # type: ignore[misc]
         super().__init__(place)
 
     def run(self, program: Any = None, feed: Any = None, fetch_list: Any = None, *args: Any, **named: Any) -> Any:
-        """See ``paddle.static.Executor.run``. Raises ConversionError for the name of a value that is no parameter."""
+        """Run a program like ``paddle.static.Executor``. Raises ConversionError for a name that is no parameter's."""
         results = super().run(program, feed, _without_names(program, fetch_list), *args, **named)
         return [_with_a_dimension(value) for value in results] if isinstance(results, list) else results
 

@@ -156,7 +156,7 @@ _ABSENT = {
         "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
     ),
 }
-"""Names, and the reason that they share."""
+"""Names that the facade does not have, and the reason that they share."""
 ABSENT = {name: reason for names, reason in _ABSENT.items() for name in names.split()}
 """Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 

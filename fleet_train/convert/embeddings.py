@@ -35,7 +35,8 @@ Pairs = Sequence[tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Table:
-    """``operands``: what the launch operator gets, as ``described`` says; ``rows``: as of `TensorSpec`."""
+    """A table whose rows are sent. ``operands``: what the launch operator gets, as ``described`` says; ``rows``: as of
+    `TensorSpec`."""
 
     parameter: Any
     operands: tuple[Any, ...]
@@ -57,7 +58,7 @@ def _table(parameter: Any, lookups: Sequence[Any], rows: int, rows_only: bool) -
 def find_tables(
     job: Job, profile: Profile, pairs: Pairs, optimizer: Any, *, is_ours: bool, plain: bool
 ) -> tuple[dict[str, Table], list[str]]:
-    """By parameter, the tables whose rows are sent, and sentences about embeddings that were asked for in vain.
+    """Find the tables whose rows are sent, by parameter, and sentences about embeddings that were asked for in vain.
 
     ``is_ours``: nobody else holds the gradients, so that they may be removed. ``plain``: nothing but the optimizer
     reads the averaged gradients.
@@ -136,8 +137,8 @@ def _leaves_others_alone(optimizer: Any) -> bool:
 
 
 def _positions(lookups: Sequence[Any]) -> int:
-    """Indices of a step with an assumed number of samples: the size of a batch may differ from rank to rank, and all
-    make the same plan."""
+    """The number of a step's indices, for an assumed number of samples: the size of a batch may differ from rank to
+    rank, and all make the same plan."""
     shapes = [list(each.operand_source(0).shape) for each in lookups]
     return ASSUMED_SAMPLES * sum(math.prod(max(int(size), 1) for size in shape[1:]) for shape in shapes)
 
@@ -162,5 +163,5 @@ def update_rows(optimizer: Any, parameter: Any, ids: Any, values: Any) -> tuple[
 
 
 def planned_rows(tables: Mapping[str, Table]) -> dict[str, int]:
-    """By parameter, the rows of a step that the plan counts with."""
+    """The number of rows of a step that the plan counts with, by parameter."""
     return {name: table.rows for name, table in tables.items()}

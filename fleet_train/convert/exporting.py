@@ -15,7 +15,7 @@ from fleet_train.files import sync_folder
 
 
 def as_list(values: Any) -> list[Any]:
-    """Paddle accepts a single value instead of a list, and so do we."""
+    """The values as a list: Paddle accepts a single value instead of one, and so do we."""
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
 

@@ -261,7 +261,7 @@ def request_stop(reason: str) -> None:
 
 
 def stop_requested() -> str | None:
-    """Which rank asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None if none has.
+    """The rank that asked for a stop and why, such as ``rank 1 (10.0.0.2:6171): SIGTERM``; None if none has.
 
     The same on every rank after the same step: the request is sent with the next step that communicates (LocalSGD: the
     next averaging or synchronous step; gradient merge: the next update) and has a barrier (`barrier_every_steps`). One
@@ -418,7 +418,7 @@ def all_gather_samples(value: Any) -> Any:
 
 
 def sample_offset(value: Any) -> Any:
-    """Where this rank's samples begin in ``all_gather_samples(value)``: a value of the program, int64, shape [1].
+    """The index of this rank's first sample in ``all_gather_samples(value)``: a value of the program, int64, shape [1].
 
     ``labels = fleet.sample_offset(keys) + paddle.arange(paddle.shape(keys)[0])``. One process: 0.
     """

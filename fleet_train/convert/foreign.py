@@ -150,7 +150,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def refuse_foreign_fetches(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """For `process.before_each_run`. Raises ConversionError for values that the program of the run does not have."""
+    """A hook before each run that raises ConversionError for values that the program of the run does not have."""
     running = paddle.static.default_main_program() if program is None else program
     fetched = fetch_list if isinstance(fetch_list, (list, tuple)) else [fetch_list]
     if isinstance(running, paddle.static.Program):

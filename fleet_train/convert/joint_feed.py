@@ -60,7 +60,7 @@ class JointFeed:
         return [0] * bool(shape) if self._is_fixed else [axis for axis, size in enumerate(shape) if size < 0]
 
     def _count(self) -> tuple[int, ...]:
-        """Most inputs tell it that have one such dimension, else the first ones of the others."""
+        """The number of samples: most inputs tell it that have one such dimension, else the first of the others."""
         fed = [name for name, shape in self._shapes.items() if list(shape) != [1] and not name.startswith(self._drawn)]
         axes = {name: self._axes(name) for name in fed if self._axes(name)}
         clear = [name for name in axes if len(axes[name]) == 1] or axes

@@ -111,7 +111,7 @@ class ExponentialMovingAverage:
 
 
 def replace_paddles() -> None:
-    """From now on ``paddle.static.ExponentialMovingAverage`` does what ours does, however a script has imported it."""
+    """Let ``paddle.static.ExponentialMovingAverage`` do what ours does from now on, wherever a script imports it."""
 
     def initialize(self: Any, *args: Any, **named: Any) -> None:
         self.ours = ExponentialMovingAverage(*args, **named)
@@ -139,7 +139,7 @@ def autoincreased_step_counter(counter_name: str | None = None, begin: int = 1, 
 
 
 _COUNTERS = "_fleet_train_counters"
-"""Of a program: its counters by name, each of which counts once."""
+"""The attribute of a program that has its counters by name, each of which counts once."""
 
 
 def _read(name: str) -> Array:

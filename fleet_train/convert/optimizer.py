@@ -331,7 +331,8 @@ class DistributedOptimizer(PaddleCalls):
 
     @property
     def _on_not_finite(self) -> str:
-        """As of `FiniteCheck`. A loss scale makes infinite gradients on purpose, and skips such updates itself."""
+        """What happens with a gradient that is not finite, as a reaction of `FiniteCheck`. A loss scale makes infinite
+        gradients on purpose, and skips such updates itself."""
         if self._passes.loss_scale is not None:
             return IGNORE
         return self._profile.nonfinite if self._skipping is None else SKIP
@@ -354,7 +355,7 @@ class DistributedOptimizer(PaddleCalls):
 
     @property
     def _is_untouched(self) -> bool:
-        """With one process and a profile without passes: Paddle's own path, operator by operator."""
+        """Whether Paddle's own path is taken, operator by operator: with one process and a profile without passes."""
         return self._job.world_size == 1 and leaves_one_process_alone(self._profile) and not self._wraps
 
     def _refuse_what_needs_the_program_alone(self, program: Any) -> None:
@@ -383,7 +384,8 @@ class DistributedOptimizer(PaddleCalls):
             )
 
     def _add_rows_alike(self) -> None:
-        """On GPUs Paddle's kernel adds rows in the order in which its threads come: not the same bits on every rank."""
+        """Make Paddle's kernel add the rows of embeddings in one order: on GPUs it would take them as its threads come,
+        not with the same bits on every rank."""
         flag = "FLAGS_embedding_deterministic"
         if not self._job.engine.reads_values and flag in paddle.base.core.globals().keys():  # noqa: SIM118
             process.set_flags({flag: 1})

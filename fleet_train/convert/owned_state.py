@@ -68,7 +68,7 @@ class OwnedState:
         return {whole_name(name): _joined(values, axes[name]) for name, values in parts.items()}
 
     def everywhere(self, arrays: Mapping[str, Array]) -> Arrays:
-        """The same on every rank."""
+        """Gather the whole state from its owners, on every rank."""
         return broadcast_arrays(self._job, self.gather(arrays))
 
     def own_part(self, name: str, array: Array) -> Array:
@@ -86,7 +86,7 @@ class OwnedState:
         return [*shape[:axis], self._exchange.rows_of(self._parameter_of(name))[2], *shape[axis + 1 :]]
 
     def _axis(self, name: str) -> int | None:
-        """Which axis of a variable has the rows of a parameter that is cut; None for none."""
+        """The axis of a variable that has the rows of a parameter that is cut; None for none."""
         if ROWS not in name:
             return None
         kept = self._exchange.kept.get(name)

@@ -23,10 +23,10 @@ _UPDATES_WITHOUT_MINIMIZE = ("step", "apply_optimize", "_apply_optimize", "_crea
 
 
 class PaddleCalls:
-    """A base of `DistributedOptimizer`."""
+    """The calls that Paddle's optimizers have, for `DistributedOptimizer`."""
 
     amp_level: str
-    """Of the profile: O0, O1 or O2."""
+    """The profile's level of mixed precision: O0, O1 or O2."""
     _rank: int
     _job: Job
     _profile: Profile
@@ -51,7 +51,7 @@ class PaddleCalls:
         use_fp16_test: bool = False,
         rewrite_master_weight: bool = False,
     ) -> None:
-        """Casts nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
+        """Cast nothing: parameters stay float32, which is said once. ConversionError without mixed precision."""
         del place, scope, rewrite_master_weight  # Paddle's signature
         if self.amp_level == "O0":
             raise ConversionError(
@@ -64,11 +64,11 @@ class PaddleCalls:
         log_once([text], self._rank)
 
     def get_loss_scaling(self) -> Any:
-        """Refused: the scale is a number, ``fleet.loss_scale()``, not a program value."""
+        """Refuse the call: the scale is a number, ``fleet.loss_scale()``, not a program value."""
         raise ConversionError("get_loss_scaling: use fleet.loss_scale(), the current loss scale")
 
     def get_scaled_loss(self) -> Any:
-        """Refused: fetch the loss itself."""
+        """Refuse the call: fetch the loss itself."""
         raise ConversionError("get_scaled_loss: fetch the loss itself, and multiply it by fleet.loss_scale()")
 
 

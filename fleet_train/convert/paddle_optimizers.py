@@ -60,7 +60,7 @@ class Unwrapped:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Knob -> value."""
+        """The settings that the wrappers ask for: knob -> value."""
         return {knob: value for knob, (value, _) in self.settings.items()}
 
     def added_to(self, profile: Profile) -> Profile:
@@ -129,7 +129,7 @@ def _kind(optimizer: Any) -> str:
 
 
 def _take_off_amp(result: Unwrapped) -> None:
-    """``paddle.static.amp.decorate`` and its bfloat16 reference."""
+    """Take off ``paddle.static.amp.decorate`` or its bfloat16 reference."""
     wrapper, name = result.optimizer, "paddle.static.amp.decorate"
     if hasattr(wrapper, "_use_pure_bf16"):
         level, dtype = ("O2" if wrapper._use_pure_bf16 else "O1"), "bfloat16"
@@ -260,8 +260,8 @@ _REFUSED = {
 
 
 def refuse_wrapping_ours() -> None:
-    """From now on Paddle's wrappers refuse what ``distributed_optimizer`` returned, with the way out: their own steps
-    around it would fail inside Paddle, or go on without the other ranks."""
+    """Let Paddle's wrappers refuse from now on what ``distributed_optimizer`` returned, with the way out: their own
+    steps around it would fail inside Paddle, or go on without the other ranks."""
     from paddle.static.amp import bf16, decorator
 
     def refused(optimizer: Any, wrapper: str) -> None:
@@ -354,7 +354,7 @@ def updates_each_alone(inner: Any) -> bool:
 
 
 _NORMS = (optimizer.Lamb, LarsMomentumOptimizer)
-"""Their update reads the norm of a whole parameter."""
+"""The optimizers whose update reads the norm of a whole parameter."""
 _ONE_BY_ONE = (
     *_EACH_ALONE,
     optimizer.NAdam,
@@ -425,7 +425,7 @@ def noting_state(optimizer: Any, kept: dict[str, Kept]) -> Iterator[None]:
 
 
 def _axis_of_rows(shape: Any, of_parameter: list[int]) -> int | None:
-    """See `Kept`. Without a shape, state has its parameter's."""
+    """The axis of a variable that has a parameter's rows, as in `Kept`. Without a shape, state has its parameter's."""
     if shape is None:
         return 0
     shape = list(shape)

@@ -191,8 +191,8 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _tensors_of(entries: Mapping[str, Any]) -> tuple[dict[str, dict[str, Content]], dict[str, str], int]:
-    """(tensors by file, kinds, number of ranks). Raises ValueError for anything that ``write_tensors`` does not
-    return."""
+    """Read a description: (tensors by file, kinds, number of ranks). Raises ValueError for anything that
+    ``write_tensors`` does not return."""
     kinds = entries.get("kinds")
     files = {name: _contents(entries["files"].get(name, {})) for name in (TENSORS, RANKS)}
     own = [_rank_and_name(name) for name in files[RANKS]]
@@ -345,7 +345,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _dtype(array: Array) -> str:
-    """Its name; CheckpointError for one that no file can have."""
+    """The name of an array's dtype; CheckpointError for one that no file can have."""
     if array.dtype.name not in _CODES or array.dtype.byteorder == ">":
         raise CheckpointError(f"tensors of dtype {array.dtype} cannot be saved")
     return str(array.dtype.name)

@@ -188,7 +188,7 @@ class ReadyGradient:
     value: Any
     position: int
     rows: int = 0
-    """Of an embedding's table: as of `TensorSpec`."""
+    """The number of an embedding's rows that are sent, as in `TensorSpec`; 0: the whole gradient."""
 
     @property
     def gradient(self) -> TensorSpec:
@@ -232,7 +232,7 @@ _OF_AN_UPDATE = ("learning_rate", "regularizer", "need_clip")
 
 
 def _in_attr(use: Any, field: str) -> Any:
-    """As ``ParamAttr`` was given it, comparable: a regularizer may be another object in each use."""
+    """A field as ``ParamAttr`` was given it, comparable: a regularizer may be another object in each use."""
     if field == "learning_rate":
         return (getattr(use, "optimize_attr", None) or {}).get("learning_rate", 1.0)
     if field == "need_clip":
@@ -244,7 +244,7 @@ def _in_attr(use: Any, field: str) -> Any:
 
 
 def _sum(pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Appended after the last of the values; a single value unchanged, None for no value."""
+    """The sum of values, appended after the last of them; a single value unchanged, None for no value."""
     values = [value for _, value in pairs if value is not None]
     if len(values) < 2:
         return values[0] if values else None
@@ -401,7 +401,7 @@ def agreed_plan(
 
 
 def _measured(job: Job) -> Network:
-    """The ranks communicate over the link between nodes, if there are several."""
+    """The measured link over which the ranks communicate: that between nodes, if there are several."""
     link = glance(job)
     return Network(link, PAPER.inside) if job.cluster.node_num > 1 else Network(PAPER.between, link)
 

@@ -107,7 +107,7 @@ def install() -> None:
 
 
 def watch(job: Job) -> None:
-    """From now on the end of this process is reported to ``job``."""
+    """Report the end of this process to ``job`` from now on."""
     global _job, _pid
     _job, _pid = job, os.getpid()
     install()
@@ -309,7 +309,7 @@ def set_flags(flags: Mapping[str, Any]) -> None:
 
 
 def before_each_run(hook: Hook, is_last: bool = False) -> None:
-    """From now on ``hook(program, feed, fetch_list)`` is called before a static program runs in this process, with the
+    """Call ``hook(program, feed, fetch_list)`` from now on before a static program runs in this process, with the
     arguments of ``Executor.run``; it returns the feed and the fetch list to use. ``is_last``: after all others."""
     _hook_runs()
     hooks = _last_hooks if is_last else _hooks
@@ -318,15 +318,15 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
 
 
 def on_each_run(act: Callable[[Any, Any], None]) -> None:
-    """From now on ``act(program, scope)`` is called before a static program runs in this process, and before all hooks:
-    never None."""
+    """Call ``act(program, scope)`` from now on before a static program runs in this process, and before all hooks;
+    neither argument is None."""
     _hook_runs()
     if act not in _on_runs:
         _on_runs.append(act)
 
 
 def after_each_run(take: Callable[[Any], Any]) -> None:
-    """From now on ``take(results)`` is called with what a run has fetched, and returns what the script gets of it. Call
+    """Call ``take(results)`` from now on with what a run has fetched; it returns what the script gets of it. Call
     `before_each_run` as well."""
     _after_runs.append(take)
 
@@ -374,7 +374,7 @@ def _hook_runs() -> None:
 
 
 def explain_failed_runs(explain: Callable[[Exception], FleetTrainError | None]) -> None:
-    """From now on ``explain(error)`` is asked when a run has failed; what it returns is raised instead. Call
+    """Ask ``explain(error)`` from now on when a run has failed; what it returns is raised instead. Call
     `before_each_run` as well."""
     _explanations.append(explain)
 

@@ -64,7 +64,7 @@ class ProgramState:
         self._program = program
 
     def read(self, names: Iterable[str], into: Mapping[str, Array] | None = None) -> Arrays:
-        """Copies; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten and reused."""
+        """Copies of the values; bfloat16 as its bits in uint16. Arrays of ``into`` that fit are overwritten, reused."""
         copies = {}
         for name in names:
             value, copy = borrowed(self.variables[name]), (into or {}).get(name)
@@ -80,7 +80,7 @@ class ProgramState:
             self.variables[name].set(array, place)
 
     def describe(self) -> dict[str, tuple[str, list[int], str]]:
-        """Kind, shape and numpy dtype of each."""
+        """Kind, shape and numpy dtype of each variable, by name."""
         return {
             name: (self.kinds[name], list(variable.shape()), _numpy_dtype(variable))
             for name, variable in self.variables.items()
@@ -147,7 +147,7 @@ def held_names(program: Any) -> list[str]:
 
 
 def missing_in_scope(program: Any) -> list[str]:
-    """Those that the current scope does not have."""
+    """The names of a program's variables that the current scope does not have."""
     scope = paddle.static.global_scope()
     return [name for name in held_names(program) if scope.find_var(name) is None]
 
@@ -185,7 +185,7 @@ def float_values(array: Array) -> Array:
 
 
 def not_finite(arrays: Iterable[tuple[str, Array]], constant: Collection[str]) -> Iterator[tuple[str, Array]]:
-    """Those that hold NaN, or infinity unless they are ``constant``: names and values in a float dtype."""
+    """The arrays that hold NaN, or infinity unless they are ``constant``: names and values in a float dtype."""
     for name, array in arrays:
         if not is_finite(array):
             values = float_values(array)
@@ -226,7 +226,7 @@ class SavedState:
 
     arrays: Arrays
     kinds: dict[str, str] = field(default_factory=dict)
-    """Of the program's tensors: parameter (and statistics), optimizer, or pass."""
+    """The kind of each tensor of the program: parameter (and statistics), optimizer, or pass."""
     ranks: list[Arrays] = field(default_factory=list)
     """What differs between the ranks, by rank; all have the same names. Empty if nothing differs."""
 
@@ -381,7 +381,7 @@ def refuse_damaged_position(arrays: Arrays, source: str) -> None:
 
 
 def _are_of_a_schedule(numbers: Array) -> bool:
-    """Period, steps since the averaging, first rate and first loss (which may be NaN)."""
+    """Whether numbers are a schedule's: period, steps since the averaging, first rate and first loss, perhaps NaN."""
     if numbers.shape != (4,) or numbers.dtype.kind != "f":
         return False
     period, steps = float(numbers[0]), float(numbers[1])

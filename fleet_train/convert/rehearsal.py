@@ -42,8 +42,8 @@ fleet.save_persistables(exe, "output/mlp")                         # in place of
 
 
 def not_converted(what: str, who: str = "", minimizes: str = "") -> ConversionError:
-    """For a script that trains, or would, without the other ranks. ``what``: what it was about to do, and where;
-    ``who``: the command that has ended it there, empty if it has ended by itself; ``minimizes``: the line that does."""
+    """The error for a script that trains, or would, without the other ranks. ``what``: what it was about to do, and
+    where; ``who``: the command that has ended it there, empty for none; ``minimizes``: the line that does."""
     ended = f" {who} has ended the script there: nothing was trained or saved." if who else ""
     alone = f", and {minimizes} minimizes without the other ranks" if minimizes else ""
     if who and paddle.in_dynamic_mode():
@@ -63,8 +63,8 @@ def not_converted(what: str, who: str = "", minimizes: str = "") -> ConversionEr
 
 
 def before_training_alone(stop: Callable[[ConversionError], None], who: str) -> None:
-    """Until a program is converted, ``stop`` is called before a program without communication updates parameters,
-    before a backward pass in dynamic mode, and before Paddle saves. It raises, ends the process, or lets it pass."""
+    """Call ``stop``, until a program is converted, before a program without communication updates parameters, before a
+    backward pass in dynamic mode, and before Paddle saves. It raises, ends the process, or lets it pass."""
 
     def refuse(what: str, minimizes: str = "") -> None:
         if not session.is_open() or not session.current().plans:
@@ -80,8 +80,8 @@ def before_training_alone(stop: Callable[[ConversionError], None], who: str) -> 
 
 
 def _updates_alone(program: Any) -> str:
-    """Where a program that is run updates parameters; empty if it does not. Scripts may wrap it (CompiledProgram); None
-    is the default main program."""
+    """The line at which a program that is run updates parameters; empty if it does not. Scripts may wrap it
+    (CompiledProgram); None is the default main program."""
     inner = getattr(program, "_program", program) or paddle.static.default_main_program()
     return updates_alone(inner, set()) if isinstance(inner, paddle.static.Program) else ""
 
@@ -95,7 +95,7 @@ def _before_dynamic_steps_and_saves(action: Callable[[str], None]) -> None:
 
 
 def _before(owner: Any, name: str, action: Callable[..., Any]) -> None:
-    """From now on ``action`` gets the arguments of each call of ``owner.name`` before it."""
+    """Give ``action`` the arguments of each call of ``owner.name`` before it, from now on."""
     original = getattr(owner, name)
 
     def replacement(*arguments: Any, **named: Any) -> Any:
@@ -143,7 +143,7 @@ def plans_of(action: Callable[[], Any], cluster: Cluster, network: Network = PAP
 def plans_of_script(
     script: Path, arguments: Sequence[str], cluster: Cluster, network: Network = PAPER
 ) -> list[Planned]:
-    """Those of a training script, run with these arguments up to its first step; ``network`` as in `plans_of`."""
+    """Make the plans of a training script, run with these arguments up to its first step; see `plans_of`."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -188,7 +188,7 @@ class _Watched:
         process.replace(atexit, "register", _without_the_scripts(atexit.register))
 
     def close(self) -> None:
-        """The script has ended: it is no longer watched."""
+        """Note that the script has ended: it is no longer watched."""
         global _watched
         if not self._planned and self._error is None:
             self._error = not_converted("the script has ended without a step", "", self._minimized_alone)
@@ -204,7 +204,7 @@ class _Watched:
         self._planned.append(Planned(plan, session.current().profile or Profile(), script_line()))
 
     def ended_with(self, error: BaseException) -> None:
-        """The script has ended before anything had to end it."""
+        """Note the error with which the script has ended before anything had to end it."""
         if self._planned:
             if not isinstance(error, SystemExit):
                 logger.warning(
@@ -228,7 +228,7 @@ class _Watched:
             self._stop()
 
     def writes(self, what: str) -> None:
-        """Something is about to be written, or a program to be started."""
+        """Called when something is about to be written, or a program to be started."""
         if self._planned and not self._refused:
             logger.info(f"ended at {script_line()}, before it writes ({what}); what it converts later is not shown")
         if self._refused or self._planned or self._minimized_alone:
@@ -322,7 +322,7 @@ _SAVES = (
     (paddle.base.core, "save_func"),
     (paddle.base.core, "save_combine_func"),
 )
-"""Whatever their names: the last three write in C++, which no audit hook sees."""
+"""Functions of Paddle that save, whatever their names: the last three write in C++, which no audit hook sees."""
 _WRITES = frozenset(
     "os.mkdir os.remove os.rmdir os.rename os.truncate os.link os.symlink os.system shutil.rmtree shutil.move "
     "subprocess.Popen".split()
@@ -339,7 +339,7 @@ _watched: _Watched | None = None
 
 @cache
 def _listen_for_writes() -> None:
-    """Once per process: an audit hook cannot be removed."""
+    """Add the audit hook, once per process: it cannot be removed."""
     sys.addaudithook(_on_audit)
 
 

@@ -202,7 +202,7 @@ def insert_gradient_norm(updated: UpdatedGradients) -> Any:
 
 
 def _norm_over_owners(updated: UpdatedGradients, squares: Sequence[Any]) -> Any:
-    """Inserted after the last wait, at the same place of the chain on every rank."""
+    """The norm over all owners' gradients, inserted after the last wait, at one place of the chain on all ranks."""
     assert updated.over_owners is not None
     waits = [each for each in updated.program.global_block().ops if is_wait(each)]
     _insert_after_last_of([*squares, waits[-1].result(0)])
@@ -223,7 +223,7 @@ def _dense(parameter: Any, value: Any) -> Any:
 
 
 def _sum_of_squares(gradient: Any) -> Any:
-    """The clip's sum, if it is in the main block: one in a conditional block does not exist in every step."""
+    """The sum of squares of a clip in the main block: one in a conditional block does not exist in every step."""
     block = gradient.get_defining_op().get_parent_block()
     for user in gradient.all_used_ops():
         if user.name() == _SQUARES and user.get_parent_block() == block:
@@ -238,7 +238,7 @@ def _squares(gradient: Any) -> Any:
 
 
 def _norm(squares: Sequence[Any], scale: Any) -> Any:
-    """Each of ``squares`` has one element; uses few operators, because there may be hundreds of small gradients."""
+    """The norm from ``squares`` of one element each, by few operators: there may be hundreds of small gradients."""
     parts = [each if each.dtype == paddle.float32 else each.astype("float32") for each in squares]
     norm = paddle.sqrt(paddle.stack(parts).sum()).reshape([1])
     return norm if scale is None else norm / scale.reshape([1])

@@ -204,11 +204,11 @@ class Captured:
     written."""
 
     state: SavedState
-    """Copies; empty on the other ranks."""
+    """Copies of the program's values; empty on the other ranks."""
     constant: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     schedule: Saved | None = None
-    """Where the program's learning-rate schedule stands."""
+    """The state of the program's learning-rate schedule; None if it has none."""
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, synced to the disk; on any thread. Raises OSError, and NotFinite
@@ -369,8 +369,8 @@ def _load(job: Job, program: Any, folder: Path) -> None:
 
 
 def _moved(job: Job, state: ProgramState, values: Arrays, others: Sequence[Converted]) -> list[Converted]:
-    """Those of ``others`` whose parameters ``values`` change on some rank: what they have under way is of the old ones.
-    The program that is loaded shares parameters with them, but does not continue their training."""
+    """Choose the programs of ``others`` whose parameters ``values`` change on some rank: what they have under way is of
+    the old ones. The program that is loaded shares parameters with them, but does not continue their training."""
     if not others:
         return []
     changes = [
@@ -423,7 +423,7 @@ def on_first_worker(job: Job, what: str, action: Callable[[], Any]) -> Any:
 
 
 def _words_of(error: Exception) -> str:
-    """Its message; with its kind, where that is neither ours nor the system's."""
+    """The message of an error; with its kind, where that is neither ours nor the system's."""
     if isinstance(error, (OSError, FleetTrainError)):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -480,7 +480,7 @@ def compare_replicas(
 
 
 def _average_statistics(job: Job, states: Mapping[str, ProgramState]) -> None:
-    """``states``: by the statistics' names, where they are."""
+    """Average the statistics that differ between ranks. ``states``: by the statistics' names, where they are."""
     if not states:
         return
     arrays = {name: states[name].read([name])[name] for name in sorted(states)}

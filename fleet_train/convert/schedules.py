@@ -19,7 +19,7 @@ from fleet_train.errors import CheckpointError, FleetTrainError, ProfileError
 from fleet_train.log import log_once
 
 Saved = dict[str, Any]
-"""``kind``: the class of the schedule; ``state``: of `_state`, in JSON."""
+"""A schedule as it is saved. ``kind``: its class; ``state``: of `_state`, in JSON."""
 _BESIDE = ("T_cur", "T_i")
 """What Paddle 3.3.1's CosineAnnealingWarmRestarts counts and leaves out of its state_dict."""
 
@@ -61,7 +61,7 @@ def _kind(schedule: Any) -> str:
 
 
 def _state(schedule: Any) -> dict[str, Any]:
-    """Where a schedule stands, with the schedule inside a LinearWarmup."""
+    """The state of a schedule, with that of the schedule inside a LinearWarmup."""
     inner = getattr(schedule, "learning_rate", None)
     return {
         **deepcopy(schedule.state_dict()),
@@ -81,7 +81,7 @@ def _set_state(schedule: Any, state: Mapping[str, Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Raises ValueError for what JSON has no value for."""
+    """A schedule's state as JSON has it. Raises ValueError for what JSON has no value for."""
     if isinstance(value, Mapping):
         return {str(name): _as_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -155,7 +155,7 @@ class _Restored:
 
 @dataclass
 class _Watched:
-    """``updates_every``: runs of an update. ``moves``: whether the schedule was moved before each of the last runs."""
+    """A schedule that is followed. ``updates_every``: runs of an update. ``moves``: whether the last runs moved it."""
 
     schedule: Any
     updates_every: int
@@ -164,7 +164,7 @@ class _Watched:
     has_said: bool = False
     restored: _Restored | None = None
     saved_rate: float | None = None
-    """With a load that restored no schedule: the learning rate of the last step before the save."""
+    """The learning rate of the last step before the save, where a load has restored no schedule."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Schedules:
     _programs: weakref.WeakKeyDictionary[Any, _Watched] = field(default_factory=weakref.WeakKeyDictionary)
 
     def watch(self, program: Any, accumulate_steps: int) -> None:
-        """From now on, if the program has a schedule."""
+        """Follow the learning-rate schedule of a program from now on, if it has one."""
         schedule = schedule_of(program)
         if isinstance(schedule, LRScheduler):
             self._programs[program] = _Watched(schedule, accumulate_steps, deque(maxlen=accumulate_steps))
@@ -213,7 +213,7 @@ class Schedules:
             log_once([text], self.rank)
 
     def before_run(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-        """A hook of `process.before_each_run`."""
+        """A hook before each run of a program: look at how far its schedule was moved."""
         watched = self._programs.get(paddle.static.default_main_program() if program is None else program)
         if watched is not None:
             if watched.restored is not None:

@@ -176,8 +176,8 @@ class Session:
         return None
 
     def feed_through_pinned_memory(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-        """For a device: the executor itself would copy arrays with Python's lock, after all that is enqueued, and no
-        watchdog could run meanwhile."""
+        """A hook before each run on a device: the executor itself would copy arrays with Python's lock, after all that
+        is enqueued, and no watchdog could run meanwhile."""
         del program
         if isinstance(feed, Mapping):
             with ensured_dynamic_mode():
@@ -203,13 +203,13 @@ class Session:
 
 
 prescribed_profile: Profile | None = None
-"""For trials: the profile that is used, whatever the script or the launcher names."""
+"""The profile of a trial, whatever the script or the launcher names; None: theirs."""
 offered_profile: Profile | None = None
-"""For spawned ranks: the profile if the script names none."""
+"""The profile of spawned ranks whose script names none."""
 _session: Session | None = None
 _has_left_a_job = False
 imagined_job: Callable[[], Job] | None = None
-"""For plans: the job that ``init`` joins."""
+"""What makes the job that ``init`` joins where only plans are made; None elsewhere."""
 
 
 def begin(role: Any, strategy: Any) -> Session:
@@ -243,7 +243,7 @@ def begin(role: Any, strategy: Any) -> Session:
 
 
 def _call_before(owner: Any, name: str, hook: Callable[[], None]) -> None:
-    """From now on ``hook`` is called before each call of a function of Paddle."""
+    """Call ``hook`` before each call of a function of Paddle, from now on."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -255,7 +255,7 @@ def _call_before(owner: Any, name: str, hook: Callable[[], None]) -> None:
 
 
 def trace_steps(first: int, last: int, folder: Path | None = None) -> None:
-    """See ``fleet.trace``."""
+    """Trace steps; see ``fleet.trace``."""
     job, folder = current().job, folder or log_folder(os.environ) or Path()
     if job.world_size == 1:
         log_once(["nothing is traced: a job of one process has no steps that communicate"], job.cluster.rank)
@@ -329,7 +329,7 @@ def exchanges_of(program: Any = None) -> list[Converted]:
 
 
 def before_first_runs(first_run: Callable[[Any], None]) -> None:
-    """From now on ``first_run`` is called with each program before it runs as it is now for the first time.
+    """Call ``first_run`` from now on with each program before it runs as it is now for the first time.
 
     A script that calls ``minimize`` before it wraps the optimizer, on the old variable, or on an optimizer that it
     never wraps, trains a separate model on each rank, and nothing fails. ``paddle.static.Executor.run`` runs every

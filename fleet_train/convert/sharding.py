@@ -172,8 +172,8 @@ def in_order_of_sums(plan: CommPlan) -> list[Bucket]:
 
 
 def _last_readers(operators: Sequence[Any]) -> dict[str, int]:
-    """By parameter, the position of the last operator that may read its memory, by whatever name: the results of
-    operators in place (``detach()`` is one) and of control flow can be what they were given."""
+    """The position of the last operator that may read a parameter's memory, by parameter; under whatever name: the
+    results of operators in place (``detach()`` is one) and of control flow can be what they were given."""
     readers: dict[str, int] = {}
     names: dict[int, set[str]] = {}
     for position, operator in enumerate(operators):
@@ -199,7 +199,7 @@ def _after_other_readers(parameters: Sequence[Any]) -> None:
 
 
 def sum_of_squares(gradients: Sequence[Any], dtype: str) -> Any:
-    """Of all elements, [1]; 0 for no gradients."""
+    """The sum of the squares of all elements, [1]; 0 for no gradients."""
     parts = [_C_ops.squared_l2_norm(gradient) for gradient in gradients]
     parts = [part if dtype_name(part.dtype) == dtype else part.astype(dtype) for part in parts]
     return paddle.stack(parts).sum().reshape([1]) if parts else paddle.zeros([1], dtype)

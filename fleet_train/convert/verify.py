@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleet_train import timeouts
 from fleet_train.cluster.installed import memory
 from fleet_train.collectives.host_ops import once_until_grown
 from fleet_train.collectives.job import Job
@@ -30,6 +29,9 @@ from fleet_train.convert.rewrite import initialized_tensor
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
 from fleet_train.profile import Profile
+
+_VERIFY_SECONDS = 1800.0
+"""How long rank 0 may compute with the joint batch, for which the other ranks wait: a step of all of them, twice."""
 
 Pairs = Sequence[tuple[Any, Any]]
 
@@ -46,11 +48,11 @@ _EXACT, _LOW = (1e-5, 1e-3), (2e-2, 1e-1)
 tenth as much. In float32, and where something has 16 bits."""
 
 current: Verification | None = None
-"""Of this process's job."""
+"""The verification of this process's job; None if none was asked for."""
 
 
 def begin(job: Job, steps: int) -> None:
-    """From now on converted programs are checked in their first ``steps`` runs."""
+    """Check converted programs in their first ``steps`` runs, from now on."""
     global current
     current = None
     if job.world_size == 1:
@@ -64,7 +66,7 @@ def begin(job: Job, steps: int) -> None:
 
 @dataclass
 class Check:
-    """Of one backward pass in a program; ``names``: of its parameters."""
+    """The check of one backward pass in a program; ``names``: of its parameters."""
 
     number: int
     main: Any
@@ -111,7 +113,7 @@ class Verification:
         self._marked: Callable[[Any], dict[str, list[Any]]] = once_until_grown(marked_in)
 
     def begin_check(self, loss: Any, profile: Profile) -> Check:
-        """Of a backward pass of ``loss``, which no pass has changed yet."""
+        """Begin the check of a backward pass of ``loss``, which no pass has changed yet."""
         joint = JointProgram(loss, profile, self._job.place)
         steps = 1 if profile.use_local_sgd else self._steps  # later, ranks have parameters of their own
         self._checks.append(Check(len(self._checks), loss.block.program, joint, profile, steps))
@@ -141,12 +143,12 @@ class Verification:
             log_once([f"{_UNTRIED}the script makes its gradients itself"], self._job.cluster.rank)
 
     def note_scope(self, program: Any, scope: Any) -> None:
-        """For `process.on_each_run`."""
+        """Keep the scope of a run; for `process.on_each_run`."""
         del program
         self._scope = scope
 
     def before(self, program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-        """For `process.before_each_run`."""
+        """Let a run fetch what its checks compare as well; for `process.before_each_run`."""
         running = paddle.static.default_main_program() if program is None else program
         self._open = []
         if any(check.left for check in self._checks) and isinstance(running, paddle.static.Program):
@@ -184,7 +186,7 @@ class Verification:
         return VerifiedRun(check, "", given, values, scope, 1.0 if scale is None else float(np.asarray(scale).item()))
 
     def after(self, results: Any) -> Any:
-        """For `process.after_each_run`."""
+        """Take what a run has fetched for its checks, and compare it; for `process.after_each_run`."""
         runs, self._open = self._open, []
         if not runs:
             return results
@@ -216,10 +218,10 @@ class Verification:
             except Exception as error:
                 outcome = {"untried": _last_line(error)}
         name = f"verified {job.count('verified')}"
-        self._say(run.check, job.broadcast(name, outcome, timeout_seconds=timeouts.VERIFY_SECONDS))
+        self._say(run.check, job.broadcast(name, outcome, timeout_seconds=_VERIFY_SECONDS))
 
     def _means(self, gradients: dict[str, Array]) -> dict[str, Array]:
-        """Over the ranks, on rank 0."""
+        """The means of a run's gradients over the ranks, on rank 0."""
         means = {}
         for name in sorted(gradients):
             if parts := gather_arrays(self._job, {name: gradients[name]}):
@@ -227,7 +229,7 @@ class Verification:
         return means  # type: ignore[return-value]
 
     def _feeds(self, feed: Mapping[str, Array], most: int) -> list[dict[str, Array]]:
-        """Those of all ranks, on rank 0; the largest needs ``most`` bytes."""
+        """Gather the feeds of all ranks on rank 0; the largest needs ``most`` bytes."""
         sent, parts = io.BytesIO(bytes(most)), []
         for array in feed.values():
             np.save(sent, array, allow_pickle=False)
@@ -271,7 +273,7 @@ def _last_line(error: Exception) -> str:
 
 
 class Comparison:
-    """On rank 0: of ``means``, over the ranks, with the gradient of one process that is fed all ``parts``."""
+    """The comparison, on rank 0, of the ranks' ``means`` with the gradient of one process that is fed all ``parts``."""
 
     def __init__(self, run: VerifiedRun, parts: Sequence[Mapping[str, Array]], means: Mapping[str, Array]) -> None:
         self._program, self._profile, self._scope = run.check.program, run.check.profile, run.scope
@@ -333,13 +335,13 @@ def _in_words(wrong: Mapping[str, float]) -> str:
 
 
 def _factor(found: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
-    """That by which all of ``wanted`` is nearest to ``found``."""
+    """The factor by which all of ``wanted`` is nearest to ``found``."""
     both = sum(float(np.vdot(found[name], each)) for name, each in wanted.items())
     return both / (sum(float(np.vdot(each, each)) for each in wanted.values()) or 1.0)
 
 
 def _differences(found: Mapping[str, Array], wanted: Mapping[str, Array]) -> dict[str, float]:
-    """By parameter, in parts of the wanted gradient's size."""
+    """The difference of each parameter's gradient, as a part of the wanted gradient's size."""
     sizes = {name: float(np.linalg.norm(each)) for name, each in wanted.items()}
     least = _SMALL * math.hypot(*sizes.values())
     return {

@@ -37,7 +37,7 @@ from fleet_train.data.sampler import (
 from fleet_train.data.workers import WorkerLoader
 
 Seat = Participant
-"""The former name."""
+"""The former name of `Participant`."""
 
 __all__ = [
     "AUGMENTATIONS",

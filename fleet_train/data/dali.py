@@ -41,7 +41,7 @@ class GraphInput(NamedTuple):
     start: NDArray[np.int32]
     """Top and left of the used part, in pixels."""
     size: NDArray[np.int32]
-    """Its height and width."""
+    """Height and width of the used part, in pixels."""
     changes: ImageChanges
 
 

@@ -37,7 +37,7 @@ class Dataset(Protocol):
     def num_classes(self) -> int: ...
 
     def arrays(self, indices: Indices) -> Arrays:
-        """`features` float32 [batch, *sample_shape] and `labels` int64 [batch], in the order of `indices`."""
+        """Samples in the order of `indices`: `features` float32 [batch, *sample_shape] and `labels` int64 [batch]."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class DataIdentity:
 
     samples: int
     digest: str = ""
-    """Of names and labels, or of contents: equal for equal data on every machine. "" = unknown."""
+    """A digest of names and labels, or of contents: equal for equal data on every machine. "" = unknown."""
     classes: tuple[str, ...] = ()
-    """Names in the order of the labels. () = unknown."""
+    """The classes' names in the order of the labels. () = unknown."""
 
 
 def identity_of(dataset: Any) -> DataIdentity | None:
-    """Of anything with `num_samples`, else None; the rest only if the dataset has it (see `Dataset`)."""
+    """The identity of anything with `num_samples`, else None; the rest only if the dataset has it (see `Dataset`)."""
     samples, fingerprint = getattr(dataset, "num_samples", None), getattr(dataset, "fingerprint", None)
     if samples is None:
         return None
@@ -101,8 +101,8 @@ class ArrayDataset:
         return {"features": self.features[indices], "labels": self.labels[indices]}
 
     def fingerprint(self) -> str:
-        """Of the shape, all labels, and at most 1024 features, evenly spaced and coarsely rounded: generated or
-        normalised ones may differ in their last bits between machines."""
+        """A digest of the shape, all labels, and at most 1024 features, evenly spaced and coarsely rounded: generated
+        or normalised ones may differ in their last bits between machines."""
         digest = hashlib.sha256(f"{self.features.shape} {self.num_classes}".encode())
         digest.update(self.labels.tobytes())
         step = -(-self.features.size // _VALUES_HASHED) or 1
@@ -168,7 +168,7 @@ class SyntheticImages:
         return {"features": self.pool[indices % len(self.pool)], "labels": indices * 7919 % self.num_classes}
 
     def fingerprint(self) -> str:
-        """The name says everything."""
+        """A digest of the data, whose name says everything."""
         return self.name
 
 

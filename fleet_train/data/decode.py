@@ -17,7 +17,7 @@ from fleet_train.errors import DataError, FleetTrainError
 from fleet_train.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""Whatever a file's name is. Pillow knows more: for PostScript it starts a program."""
+"""The formats that are read, whatever a file's name is. Pillow knows more: for PostScript it starts a program."""
 Pixels = NDArray[np.float32]
 _GRAY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
@@ -110,7 +110,7 @@ class ImageSettings:
 
     image_size: int = 224
     resize_size: int | None = None
-    """For evaluation: length of the shorter side before the middle is cut out. None = image_size * 256 / 224."""
+    """Pixels of the shorter side, in evaluation, before the middle is cut out. None = image_size * 256 / 224."""
     min_area: float = 0.08
     """Training crops cover at least this share of the image."""
     color_jitter: float = 0.4

@@ -38,9 +38,9 @@ class ImageFolder:
     name: str
     root: Path
     paths: tuple[str, ...]
-    """Relative to root."""
+    """The paths of the images, relative to the root."""
     labels: Indices
-    """int64 [num_samples]"""
+    """The labels of the images, int64 [num_samples]."""
     class_names: tuple[str, ...]
     settings: ImageSettings = field(default_factory=ImageSettings)
     max_corrupt: float = DEFAULT_MAX_CORRUPT
@@ -65,7 +65,7 @@ class ImageFolder:
         return CorruptImages(self.num_samples, self.max_corrupt, self.name)
 
     def fingerprint(self) -> str:
-        """Equal on machines that have the same files with the same labels (contents are not compared)."""
+        """A digest that is equal on machines with the same files and labels (contents are not compared)."""
         return self._fingerprint
 
     @cached_property
@@ -73,15 +73,15 @@ class ImageFolder:
         return _digest(f"{path}\0{label}" for path, label in zip(self.paths, self.labels.tolist(), strict=True))
 
     def classes_digest(self) -> str:
-        """Equal on machines on which equal labels mean equal classes."""
+        """A digest that is equal on machines on which equal labels mean equal classes."""
         return _digest(self.class_names)
 
     def arrays(self, indices: Indices) -> Arrays:
-        """Decoded for evaluation in this thread; the loaders do it with worker processes."""
+        """Images decoded for evaluation in this thread; the loaders do it with worker processes."""
         return self.augmented(Draws(0, 0, indices), "none", self.corrupt_images())
 
     def augmented(self, draws: Draws, augment: str, corrupt: CorruptImages) -> Arrays:
-        """Decoded in this thread with the named augmentation; unreadable images are replaced."""
+        """Images decoded in this thread with the named augmentation; unreadable ones are replaced."""
         decoder = ImageDecoder(self.settings, augment, draws.seed)
         features = np.empty((len(draws.indices), *self.sample_shape), np.float32)
         taken = np.array(draws.indices)
@@ -232,7 +232,7 @@ def _images(folder: os.DirEntry[str]) -> Iterator[str]:
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    """What is in it and not hidden. Raises DataError."""
+    """The entries of a folder that are not hidden. Raises DataError."""
     with _named(str(folder)), os.scandir(folder) as entries:
         return [entry for entry in entries if not entry.name.startswith(".")]
 

@@ -15,12 +15,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fleet_train import timeouts
 from fleet_train.data.datasets import Arrays, DataIdentity, Dataset, Draws, Indices, identity_of
 from fleet_train.data.decode import IMAGE_AUGMENTATIONS
 from fleet_train.data.images import CorruptImages, ImageFolder
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.errors import DataError
+
+_PREFETCH_PUT_SECONDS = 0.05
+"""How often a prefetch thread whose queue is full looks whether its consumer has gone."""
 
 # Prepare the next items in a thread while the current one is being used.
 
@@ -97,10 +99,10 @@ class Prefetcher(Generic[Item]):
             source.close()  # now, on the thread on which it ran
 
     def _put(self, item: Item | _End) -> bool:
-        """False if the consumer has gone: a plain put() would wait forever on a full queue."""
+        """Put an item into the queue; False if the consumer has gone: a plain put() would wait forever."""
         while not self._closing.is_set():
             try:
-                self._queue.put(item, timeout=timeouts.PREFETCH_PUT_SECONDS)
+                self._queue.put(item, timeout=_PREFETCH_PUT_SECONDS)
                 return True
             except queue.Full:
                 continue

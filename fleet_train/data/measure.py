@@ -31,9 +31,9 @@ _READ_AT_ONCE = 64
 _MOST_EPOCHS = 10_000
 _BATCH_SIZE = 32
 _STEADY = 0.1
-"""Two windows in a row that differ by less than this share of their speed: the start-up is over."""
+"""The share of their speed by which two windows in a row differ at most once the start-up is over."""
 _TOO_SLOW, _ENOUGH = 0.9, 1.1
-"""Of what training needs: between them a second measurement might say the opposite."""
+"""Shares of the speed that training needs: too slow below, enough above; between, a second measurement might differ."""
 _NAMES_SHOWN = 10
 
 
@@ -49,8 +49,8 @@ class Found:
 
 
 def describe(data: ImageFolder) -> tuple[str, int]:
-    """What is in it, in words, and the shorter side of its images; sizes are medians of up to 200 files distributed
-    over the folder (without unreadable ones)."""
+    """The contents of an image folder in words, and the shorter side of its images; sizes are medians of up to 200
+    files distributed over the folder (without unreadable ones)."""
     counts = np.bincount(data.labels, minlength=data.num_classes)
     least, most = int(counts.argmin()), int(counts.argmax())
     sizes = []
@@ -146,7 +146,7 @@ class Situation:
     cores: int
     image_size: int
     shorter_side: int
-    """Of the images in the files."""
+    """The smaller one of the images' median width and height, in pixels."""
 
 
 def examine(folder: str, needs: float, image_size: int, workers: int) -> list[Found]:

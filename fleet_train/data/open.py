@@ -45,7 +45,7 @@ class Participant:
 
     @classmethod
     def of(cls, rank: int, endpoints: Sequence[str]) -> Participant:
-        """From `fleet.worker_index()` and `fleet.worker_endpoints()` ("host:port" by rank)."""
+        """The participant from `fleet.worker_index()` and `fleet.worker_endpoints()` ("host:port" by rank)."""
         hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints]
         neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         return cls(rank, len(hosts), neighbours.index(rank), len(neighbours))
@@ -63,15 +63,16 @@ class LoaderSettings:
     augment: str = "auto"
     """One of AUGMENTATIONS, for training batches."""
     loader: str = "auto"
-    """auto = worker processes for image folders, a thread for data in memory."""
+    """What reads the data. auto = worker processes for image folders, a thread for data in memory."""
     workers: int | None = None
-    """Processes per rank. 0 = decode in a thread of the trainer. None = the cores of this rank, at most 8."""
+    """Worker processes per rank. 0 = decode in a thread of the trainer. None = the cores of this rank, at most 8."""
     prefetch_depth: int = 2
     """Batches prefetched while a step runs."""
     shard_by: str = "sample"
-    """sample = all machines have the same files and divide them; folder = every machine reads all of its own files."""
+    """How data is divided. sample = all machines have the same files and divide them; folder = every machine reads all
+    of its own files."""
     uneven: str = "truncate"
-    """With shard_by folder: how to handle machines with different amounts."""
+    """How to handle machines with different amounts of data, with shard_by folder."""
     last_batch: str = "merge"
     """How to handle a last batch of one sample per rank."""
 

@@ -186,7 +186,7 @@ def evaluation_batches(num_samples: int, batch_size: int, rank: int = 0, world_s
 
 
 def check_sizes(num_samples: int, batch_size: int, rank: int, world_size: int) -> None:
-    """DataError if the numbers leave no sample or no rank."""
+    """Raise DataError if the numbers leave no sample or no rank."""
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples}; at least 1 sample is needed")
     if batch_size < 1:

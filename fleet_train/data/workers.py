@@ -33,12 +33,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet_train import timeouts
 from fleet_train.data.datasets import Arrays, Indices
 from fleet_train.data.images import CorruptImages, ImageFolder
 from fleet_train.data.loader import Loader, Prefetcher
 from fleet_train.data.sampler import BatchSampler
 from fleet_train.errors import DataError, DataWorkersLost, printable
+
+_DECODE_TASK_SECONDS = 120.0
+"""How long one task (a few images) may take before its worker counts as hanging: a network file system may pause."""
+_WORKERS_REPLACED_SECONDS = 3600.0
+"""How long a replaced worker counts: too many within this time end the training."""
+_WORKERS_POLL_SECONDS = 0.5
+"""How long a loader waits for an answer before it looks for silent workers and for the end of its epoch."""
+_WORKERS_DRAIN_SECONDS = 3.0
+"""How long an epoch that is left may wait for the tasks that workers have begun, so that they can be kept."""
+_WORKER_END_SECONDS = 5.0
+"""How long a worker whose socket is closed may take to end, and a killed one to be gone."""
+_WORKER_CLOSE_SECONDS = 2.0
+"""How long a whole pool of workers that is closed may take to end: a user waits for it."""
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "fleet_train.data.decode_worker"
@@ -73,7 +85,7 @@ class WorkerLoader(Loader):
         prefetch_depth: int = 2,
         *,
         keep_workers: bool = True,
-        task_seconds: float = timeouts.DECODE_TASK_SECONDS,
+        task_seconds: float = _DECODE_TASK_SECONDS,
     ) -> None:
         super().__init__(dataset, sampler)
         self.images = dataset
@@ -213,10 +225,10 @@ class Task:
     row: int
     epoch: int
     images: list[tuple[str, int]]
-    """(path, dataset index) per row."""
+    """The images: (path, dataset index) per row."""
     number: int = 0
     failed: list[tuple[int, str]] = field(default_factory=list)
-    """(position in `images`, reason) of unreadable images; filled in when the task is done."""
+    """The unreadable images: (position in `images`, reason); filled in when the task is done."""
 
 
 class _Worker:
@@ -259,7 +271,7 @@ class _Worker:
             self.process.wait(grace_seconds)
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(timeouts.WORKER_END_SECONDS)
+            code = self.process.wait(_WORKER_END_SECONDS)
             return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return None
 
@@ -280,13 +292,13 @@ class WorkerPool:
     Methods raise DataWorkersLost if too many workers die, or one cannot be ended.
     """
 
-    def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = timeouts.DECODE_TASK_SECONDS) -> None:
+    def __init__(self, count: int, hello: dict[str, Any], task_seconds: float = _DECODE_TASK_SECONDS) -> None:
         if count < 1:
             raise DataError(f"--workers {count}: a pool needs at least 1 worker process")
         self._hello = hello
         self._task_seconds = task_seconds
         self._replaced: deque[float] = deque(maxlen=MOST_REPLACED)
-        """When (monotonic)."""
+        """The times at which workers were replaced, of ``time.monotonic``, in seconds."""
         self._waiting: deque[Task] = deque()
         self._next_number = 0
         self._workers: list[_Worker] = []
@@ -310,7 +322,7 @@ class WorkerPool:
     def done(self) -> list[Task]:
         """Tasks finished meanwhile; waits briefly for one if there is none."""
         finished: list[Task] = []
-        for key, _ in self._selector.select(timeout=min(timeouts.WORKERS_POLL_SECONDS, self._task_seconds)):
+        for key, _ in self._selector.select(timeout=min(_WORKERS_POLL_SECONDS, self._task_seconds)):
             finished += self._receive(key.data)
         self._replace_silent()
         self._hand_out()
@@ -320,7 +332,7 @@ class WorkerPool:
         """Drop tasks that no worker has begun and wait for the rest: then no slot is being written. False if a worker
         hangs."""
         self._waiting.clear()
-        deadline = time.monotonic() + timeouts.WORKERS_DRAIN_SECONDS
+        deadline = time.monotonic() + _WORKERS_DRAIN_SECONDS
         while any(worker.tasks for worker in self._workers):
             if time.monotonic() > deadline:
                 return False
@@ -373,7 +385,7 @@ class WorkerPool:
         """
         self._selector.unregister(worker.connection)
         worker.connection.close()
-        ended = worker.end(grace_seconds=0 if silent else timeouts.WORKER_END_SECONDS)
+        ended = worker.end(grace_seconds=0 if silent else _WORKER_END_SECONDS)
         what = (
             f"data worker {worker.number} of {len(self._workers)} (process {worker.process.pid}) {silent or ended} "
             f"while reading {worker.reading() or 'nothing'}"
@@ -382,7 +394,7 @@ class WorkerPool:
             raise DataWorkersLost(f"{what}, and cannot be killed; {_SILENT}")
         what += f"; {_SILENT if silent else worker.hint()}"
         now = time.monotonic()
-        if len(self._replaced) == MOST_REPLACED and now - self._replaced[0] < timeouts.WORKERS_REPLACED_SECONDS:
+        if len(self._replaced) == MOST_REPLACED and now - self._replaced[0] < _WORKERS_REPLACED_SECONDS:
             raise DataWorkersLost(
                 f"{what}; {MOST_REPLACED} workers of this rank have already been replaced within "
                 f"{now - self._replaced[0]:.0f} s"
@@ -394,7 +406,7 @@ class WorkerPool:
 
 
 def _environment() -> dict[str, str]:
-    """One thread per worker, and this same package, wherever the script was started."""
+    """The environment of a worker: one thread, and this same package, wherever the script was started."""
     package_parent = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -407,11 +419,11 @@ def _end(workers: list[_Worker], selector: selectors.BaseSelector) -> None:
         worker.connection.close()
     for worker in workers:
         try:
-            worker.process.wait(timeouts.WORKER_CLOSE_SECONDS)
+            worker.process.wait(_WORKER_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             worker.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(timeouts.WORKER_CLOSE_SECONDS)
+                worker.process.wait(_WORKER_CLOSE_SECONDS)
 
 
 # Memory that worker processes write and this process reads without a copy.

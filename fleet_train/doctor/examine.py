@@ -44,6 +44,11 @@ from fleet_train.log import logger
 from fleet_train.selftest.options import FAIL, TOGETHER, Result
 from fleet_train.selftest.options import Options as SelftestOptions
 
+_DOCTOR_RESERVE_SECONDS = 14.0
+"""Time that the doctor reserves for a pair that hangs, and for the exchange."""
+_DOCTOR_GROUP_SECONDS, _DOCTOR_GROUP_NEEDS_SECONDS = 25.0, 12.0
+"""How long a group of the doctor's may take before it is abandoned; the least time left with which one is started."""
+
 _DEFAULT_MTU = 1500
 
 
@@ -116,7 +121,7 @@ class Examiner:
             return replace(examined, difference=signpost.difference)
 
     def _met(self, meeting: Meeting, sockets: Sockets, facts: NodeFacts) -> Examination:
-        """Raises JoinTimeout and WorkerFailed without the store of node 0."""
+        """Meet the other nodes, measure, exchange results. Raises JoinTimeout, WorkerFailed without node 0's store."""
         doors = meeting.join(sockets.door, self._left(self.options.join_timeout_seconds))
         present = tuple(doors)
         self._own = self._report(meeting, sockets, facts, doors)
@@ -126,7 +131,7 @@ class Examiner:
         if "group" in self.options.groups:
             ports = {node: door.ports[-1] for node, door in doors.items()}  # the kernel's choice, free again
             group = self._form_group(ports, why_not="the report of a node did not arrive" if missing else "")
-            seconds = self._left(timeouts.DOCTOR_GROUP_SECONDS)
+            seconds = self._left(_DOCTOR_GROUP_SECONDS)
             meeting.share("group", asdict(group), set(present) - missing, seconds)
         reports, groups = meeting.read("report", NodeReport), meeting.read("group", GroupResult)
         meeting.leave(self._left(timeouts.DOCTOR_LEAVE_SECONDS))
@@ -143,7 +148,7 @@ class Examiner:
         return Signpost(node, self.participants.access, ["doctor"], facts)
 
     def _facts(self, held: dict[int, str]) -> NodeFacts:
-        """Of this node, as far as they are requested."""
+        """Measure the facts of this node, as far as they are requested."""
         groups, node, options = self.options.groups, self._node, self.options
         facts = NodeFacts(node.index, node.processes)
         if "machine" in groups:
@@ -189,7 +194,7 @@ class Examiner:
             awaited.difference_update(meeting.share(f"round {number}", True, awaited, timeouts.DOCTOR_ROUND_SECONDS))
             return set(present) - awaited  # they are waited for once
 
-        seconds = self._deadline - time.monotonic() - timeouts.DOCTOR_RESERVE_SECONDS
+        seconds = self._deadline - time.monotonic() - _DOCTOR_RESERVE_SECONDS
         pairs = Rounds(self._node, sockets, doors, meeting.read("tries", tuple[PortTry, ...]), late)
         pairs.measure(min(timeouts.DOCTOR_PAIRS_SECONDS, seconds))
         return NodeReport(facts, tries, tuple(pairs.echoes), datagrams, tuple(pairs.streams))
@@ -198,7 +203,7 @@ class Examiner:
         """One process per node forms a process group and adds exact integers: the selftest's subject."""
         if not why_not and len(ports) < 2:
             why_not = "no other node is present"
-        if not why_not and self._deadline - time.monotonic() < timeouts.DOCTOR_GROUP_NEEDS_SECONDS:
+        if not why_not and self._deadline - time.monotonic() < _DOCTOR_GROUP_NEEDS_SECONDS:
             why_not = "no time was left for it; --only group has more"
         if why_not:
             return GroupResult(True, "", skipped=why_not)
@@ -206,7 +211,7 @@ class Examiner:
         addresses = [self._node.addresses[node] for node in present]
         ranks = tuple(Rank(i, address, ports[present[i]], i, 0) for i, address in enumerate(addresses))
         cluster = Cluster(ranks, present.index(self._node.index), formed_by="the doctor")
-        seconds = self._left(timeouts.DOCTOR_GROUP_SECONDS) - timeouts.DOCTOR_LEAVE_SECONDS
+        seconds = self._left(_DOCTOR_GROUP_SECONDS) - timeouts.DOCTOR_LEAVE_SECONDS
         options = SelftestOptions(groups=("collectives",), join_timeout_seconds=seconds)
         environ = environ_of(cluster, seconds, os.environ)
         interface = interface_of(cluster.this.host, interface_addresses())

@@ -10,6 +10,10 @@ from fleet_train import timeouts
 from fleet_train.errors import JoinTimeout
 from fleet_train.selftest.options import chosen_groups
 
+_DOCTOR_WHOLE_SECONDS = 56.0
+"""How long the doctor takes from its start to the verdict, with the default ``--join_timeout``; the remaining time
+bounds each part."""
+
 UNLIMITED = -1
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
@@ -47,7 +51,7 @@ class Processors:
     quota: float = float(UNLIMITED)
     """The number of processors that the control groups' quota allows."""
     gflops: float = 0.0
-    """Of one processor: the best of many products of two small matrices. 0: not measured."""
+    """Speed of one processor in 1e9 operations a second: the best of many small matrix products; 0: unknown."""
     share: float = 1.0
     """The share of one processor that a busy thread got during the measurement."""
 
@@ -75,7 +79,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Route:
-    """To another node: interface and source address; empty: no route."""
+    """The route to another node: interface and source address; empty: no route."""
 
     interface: str
     source: str
@@ -114,7 +118,7 @@ class Gpu:
     name: str
     driver: str
     ecc_errors: int = 0
-    """Uncorrected since the driver was loaded."""
+    """Uncorrected ECC errors since the driver was loaded."""
     memory_used: int = 0
     links_down: int = 0
     """NVLinks that are inactive, if others of the GPU are active."""
@@ -148,7 +152,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine; None: not requested."""
+    """The facts of one machine; None: not requested."""
 
     index: int
     processes: int
@@ -160,7 +164,7 @@ class NodeFacts:
     network: Network | None = None
     gpus: Gpus | None = None
     data: tuple[Finding, ...] = ()
-    """Judged where it was measured; their hosts are left out."""
+    """Findings about a folder of data, judged where it was measured; their hosts are left out."""
 
 
 @dataclass(frozen=True)
@@ -232,14 +236,14 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Examination:
-    """The complete result, the same on every node. ``addresses``: of all nodes of the list."""
+    """The complete result of an examination, the same on every node. ``addresses``: of all nodes of the list."""
 
     addresses: tuple[str, ...]
     reports: dict[int, NodeReport]
     groups: dict[int, GroupResult] = field(default_factory=dict)
     started_port: int = 6170
     difference: str = ""
-    """In what the doctor of another node was started differently, so that the two did not meet; empty: in nothing."""
+    """What differs in the start of another node's doctor, so that the two did not meet; empty: nothing."""
     present: tuple[int, ...] = ()
     """The nodes that have come."""
     cut_off: str = ""
@@ -324,7 +328,7 @@ class Options:
     @property
     def whole_seconds(self) -> float:
         longer = max(0.0, self.join_timeout_seconds - timeouts.DOCTOR_JOIN_SECONDS)
-        return timeouts.DOCTOR_WHOLE_SECONDS + longer + (timeouts.DOCTOR_DATA_SECONDS if self.data else 0.0)
+        return _DOCTOR_WHOLE_SECONDS + longer + (timeouts.DOCTOR_DATA_SECONDS if self.data else 0.0)
 
 
 def chosen(only: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ DISK_FILES_FAIL, DISK_FILES_WARN = 100, 10_000
 WRITING_FAIL, WRITING_WARN = 1e6, 10e6
 """Bytes per second: a checkpoint of 100 MB would take 100 s, 10 s."""
 SPEED_FAIL, SPEED_WARN = 0.5, 0.8
-"""Of the median of all nodes: synchronous training runs at the speed of the slowest."""
+"""Shares of the median speed of all nodes: synchronous training runs at the speed of the slowest."""
 SHARE_WARN = 0.75
 """The share of a processor that a busy thread gets. The cause may be temporary: never more than suspicious."""
 GPU_MEMORY_WARN = 1 << 30
@@ -129,7 +129,7 @@ def open_files(host: str, limits: Limits, world: int) -> Finding:
 
 
 def locked_memory(host: str, limits: Limits) -> Finding:
-    """It matters only to InfiniBand, which registers the memory that it sends from."""
+    """The finding about locked memory, which matters only to InfiniBand: it registers the memory that it sends from."""
     is_unlimited = limits.locked_memory == UNLIMITED
     limit = "unlimited" if is_unlimited else size(limits.locked_memory)
     why = "" if limits.has_infiniband else "; only InfiniBand needs it, and there is none here"
@@ -180,7 +180,7 @@ def disk(host: str, folder: Folder) -> Finding:
 
 
 def space(host: str, folder: Folder) -> Finding:
-    """For a folder that was not written to."""
+    """The finding for a folder that was not written to."""
     return _machine(
         "disk", level_below(folder.free, DISK_FAIL, DISK_WARN), (host,),
         f"{folder.path} ({folder.purpose}): {size(folder.free)} free", size(DISK_FAIL),
@@ -189,7 +189,7 @@ def space(host: str, folder: Folder) -> Finding:
 
 
 def sharing(host: str, folder: Folder, others: set[int]) -> Finding:
-    """Either is valid, and matters for checkpoints; a folder that only some nodes share is suspicious."""
+    """The finding about who shares a folder, which matters for checkpoints: all or none; some are suspicious."""
     both = sorted(others.intersection(folder.shared_with))
     is_partial = 0 < len(both) < len(others)
     named = f"shared with {', '.join(f'node {other}' for other in both)}" if is_partial else "seen by all nodes"

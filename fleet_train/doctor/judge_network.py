@@ -25,15 +25,16 @@ from fleet_train.doctor.facts import (
 
 SPEEDS_DIFFER = 0.5
 _LEAST_MTU = 1280
-"""A smaller one ends IPv6 on an interface."""
+"""The least MTU in bytes: a smaller one ends IPv6 on an interface."""
 CLOCK_WARN, CLOCK_FAIL = 1.0, 60.0
 """Seconds: logs of several nodes cannot be put in order; newer checkpoints look older than older ones."""
 LATENCY_WARN, LATENCY_FAIL = 5e-3, 50e-3
 """Seconds of the fastest round trip (busy processors slow others down), of a network in one room; an
 allreduce of n nodes waits 2 (n - 1) times for half of it."""
 BANDWIDTH_SHARE, BANDWIDTH_LEAST, BANDWIDTH_ENOUGH = 0.5, 6.25e6, 312.5e6
-"""Of the median of all pairs; bytes per second (50 Mb/s), below which no strategy helps a model of usual size; and
-(2.5 Gb/s) beyond which pairs are not compared: one connection of one process then measures the processors."""
+"""Bandwidths that are judged: a share of the median of all pairs; bytes per second (50 Mb/s), below which no strategy
+helps a model of usual size; and (2.5 Gb/s) beyond which pairs are not compared: one connection of one process then
+measures the processors."""
 RETRANSMITS_WARN, RETRANSMITS_FAIL = 0.01, 0.05
 """Share of retransmitted segments: TCP's speed falls with the square root of the loss."""
 FEWEST_SEGMENTS = 100
@@ -224,7 +225,7 @@ def _pair(examined: Examination, source: int, target: int) -> tuple[str, str]:
 
 
 def ports(examined: Examination, index: int, tries: Sequence[PortTry]) -> Iterator[Finding]:
-    """Of one node to each other one: closed ports by how they are closed."""
+    """Findings of one node's connections to each other one: closed ports by how they are closed."""
     own, rule = examined.addresses[index], "every port of a job is open"
     for target in dict.fromkeys(attempt.target for attempt in tries):
         if target not in examined.reports and not examined.cut_off:
@@ -272,14 +273,14 @@ def mtu(examined: Examination, index: int, datagrams: Datagrams) -> Finding:
 
 
 def _interface(examined: Examination, index: int, target: int) -> str:
-    """The name of the one by which the route to the target leaves."""
+    """The name of the interface by which the route to the target leaves."""
     network = examined.reports[index].facts.network if index in examined.reports else None
     route = network.routes.get(target) if network else None
     return route.interface if route and route.interface else "IFACE"
 
 
 def _mtu_at(examined: Examination, index: int, towards: int) -> int:
-    """0: unknown."""
+    """The MTU of the interface towards a node, in bytes; 0: unknown."""
     network = examined.reports[index].facts.network if index in examined.reports else None
     name = _interface(examined, index, towards)
     return next((card.mtu for card in (network.interfaces if network else ()) if card.name == name), 0)

@@ -21,6 +21,11 @@ from fleet_train import timeouts
 from fleet_train.doctor.facts import FAIL, UNLIMITED, Finding, Folder
 from fleet_train.files import open_new
 
+_DOCTOR_WRITING_SECONDS, _DOCTOR_DISK_SECONDS = 3.0, 6.0
+"""How long the doctor writes into a folder; a disk that does not answer within the second hangs."""
+_DOCTOR_LEFT_BEHIND_SECONDS = 3600.0
+"""How old a file is that a killed doctor has left behind: a doctor ends within minutes."""
+
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _BYTES = 32 << 20
 _PIECE = 1 << 20
@@ -34,7 +39,7 @@ def nearest(folder: Path) -> Path:
 
 
 def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...]:
-    """Both, at the same time; one if they are, or will be, in the same place."""
+    """Examine both folders at the same time; one if they are, or will be, in the same place."""
     wanted = {"logs": log_dir, "output": output_dir}
     if nearest(log_dir) == nearest(output_dir):
         wanted = {"logs and output": log_dir}
@@ -45,9 +50,9 @@ def examine_all(log_dir: Path, output_dir: Path, mark: str) -> tuple[Folder, ...
 def examine(purpose: str, folder: Path, mark: str) -> Folder:
     """Write into it; the file ``mark`` stays."""
     try:
-        return Folder(purpose, **run_apart(timeouts.DOCTOR_DISK_SECONDS, "folder", str(folder.absolute()), mark))
+        return Folder(purpose, **run_apart(_DOCTOR_DISK_SECONDS, "folder", str(folder.absolute()), mark))
     except subprocess.TimeoutExpired:
-        return Folder(purpose, str(folder), error=f"did not answer within {timeouts.DOCTOR_DISK_SECONDS:g} s")
+        return Folder(purpose, str(folder), error=f"did not answer within {_DOCTOR_DISK_SECONDS:g} s")
     except ValueError:
         return Folder(purpose, str(folder), error="could not be examined")
 
@@ -101,7 +106,7 @@ def write_into(folder: Path, mark: str) -> dict[str, object]:
 def _remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{MARK}*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > timeouts.DOCTOR_LEFT_BEHIND_SECONDS:
+            if time.time() - path.lstat().st_mtime > _DOCTOR_LEFT_BEHIND_SECONDS:
                 path.unlink()
 
 
@@ -109,7 +114,7 @@ def _speed(path: Path) -> float:
     piece, written = os.urandom(_PIECE), 0
     began = time.perf_counter()
     with open_new(path) as file:
-        while written < _BYTES and time.perf_counter() - began < timeouts.DOCTOR_WRITING_SECONDS:
+        while written < _BYTES and time.perf_counter() - began < _DOCTOR_WRITING_SECONDS:
             written += file.write(piece)
         os.fsync(file.fileno())
     return written / (time.perf_counter() - began)

@@ -38,7 +38,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def memory() -> Memory:
-    """Without psutil: from /proc and the control groups."""
+    """This machine's memory, from /proc and the control groups: without psutil."""
     system = installed.memory()
     total, available = system.get("total_bytes", 0), system.get("available_bytes", 0)
     limit, left, kills = memory_quota()
@@ -51,7 +51,7 @@ def memory() -> Memory:
 
 
 def space_of(folder: Path) -> tuple[int, int]:
-    """(size, free bytes) of the file system; zeros if there is none."""
+    """The space of a folder's file system: (size, free bytes); zeros if there is none."""
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -74,7 +74,7 @@ def _or_unlimited(number: int) -> int:
 
 
 def processors() -> Processors:
-    """With the speed of one of them."""
+    """This machine's processors, with the speed of one of them."""
     gflops, share = 0.0, 1.0
     with contextlib.suppress(OSError, subprocess.TimeoutExpired, ValueError):  # a finding says that it is not known
         gflops, share = run_apart(timeouts.DOCTOR_SPEED_PROCESS_SECONDS, "speed")
@@ -82,7 +82,8 @@ def processors() -> Processors:
 
 
 def memory_quota(mounted: Path = CGROUPS, groups: Path = OWN_CGROUPS) -> tuple[int, int, int]:
-    """(limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n) without a limit."""
+    """The quota of memory: (limit, bytes left below it, processes ended by the OOM killer); (UNLIMITED, UNLIMITED, n)
+    without a limit."""
     limit, left, kills = UNLIMITED, UNLIMITED, 0
     for index, folder in enumerate(control_groups("memory", mounted, groups)):
         most = memory_limit(folder)
@@ -120,7 +121,7 @@ _LINKS = ("nvidia-smi", "nvlink", "--status")
 
 
 def gpus(devices: Path = Path("/dev")) -> Gpus | None:
-    """None if the machine has none."""
+    """This machine's NVIDIA GPUs; None if it has none."""
     if not any(devices.glob("nvidia[0-9]*")):
         return None
     table, error = _ask(_QUERY)
@@ -129,7 +130,7 @@ def gpus(devices: Path = Path("/dev")) -> Gpus | None:
 
 
 def _ask(command: Iterable[str]) -> tuple[str, str]:
-    """(its output, why there is none)."""
+    """Ask nvidia-smi: (its output, why there is none)."""
     try:
         done = subprocess.run(
             [*command], capture_output=True, text=True, timeout=timeouts.DOCTOR_NVIDIA_SMI_SECONDS, check=False
@@ -144,7 +145,7 @@ def _ask(command: Iterable[str]) -> tuple[str, str]:
 
 
 def parse_table(table: str, links_down: dict[int, int]) -> tuple[Gpu, ...]:
-    """From ``--query-gpu``; values that a GPU lacks are ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
+    """Read the table of ``--query-gpu``; what a GPU lacks is ``[N/A]`` or ``[Not Supported]`` there, and 0 here."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(table))]
     gpus = []
     for row in rows:
@@ -174,7 +175,7 @@ def parse_links(status: str) -> dict[int, int]:
 
 
 def nccl_version() -> str:
-    """Of the package that Paddle's GPU build installs with it; empty: unknown."""
+    """The version of the NCCL package that Paddle's GPU build installs with it; empty: unknown."""
     names = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
     return next(filter(None, map(installed.version_of, names)), "")
 
@@ -199,7 +200,7 @@ def software(strategy: str | None, script: str | None) -> Software:
 
 
 def package_digest(package: Path) -> str:
-    """Of every Python file of the package, with its name."""
+    """A digest of every Python file of the package, with its name."""
     return digest_of((str(path.relative_to(package)), path) for path in sorted(package.rglob("*.py")))
 
 

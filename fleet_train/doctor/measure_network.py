@@ -59,7 +59,7 @@ def _route(address: str, interfaces: dict[str, tuple[str, ...]]) -> Route:
 
 
 def _interface_by_route(address: str) -> str:
-    """From ``ip``, because a packet may leave by another interface than the one that has its source address."""
+    """Ask ``ip`` for the interface to an address: a packet may leave by another one than its source address's."""
     command = ["ip", "-o", "-4", "route", "get", address]
     match = re.search(r"\bdev (\S+)", addresses_here.output_of(command, timeouts.DOCTOR_IP_SECONDS))
     return match[1] if match else ""

@@ -24,35 +24,40 @@ from fleet_train.doctor.sockets import Door
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.log import logger
 
+_DOCTOR_PAUSE_SECONDS = 0.25
+"""Pause between two looks at which doctors have come."""
+_DOCTOR_FIRST_WORD_SECONDS, _DOCTOR_NEXT_WORD_SECONDS = 3.0, 5.0
+"""How long the doctor waits until a message names the missing nodes, and between two of these messages."""
+
 _GROUP, _OPEN = "doctor", "open"
 T = TypeVar("T")
 
 
 class Meeting:
-    """``free``: this node's ports of the job that are free; on node 0 the store takes the first one.
+    """The meeting of the nodes' doctors. ``free``: this node's ports of the job that are free; on node 0 the store
+    takes the first one.
 
     ``waits_in_vain``: whether it is known that a missing node will not come.
     """
 
     def __init__(self, there: Participants, free: Sequence[int], waits_in_vain: Callable[[], object]) -> None:
         self.port = 0
-        """The store's, once this node has connected to it."""
+        """The port of node 0's store, once this node has connected to it."""
         self.dialled: tuple[PortTry, ...] = ()
-        """The job's ports of the others, for as long as node 0 was not reached."""
+        """Connections to the job's ports of the others, for as long as node 0 was not reached."""
         self._there = there
         self._waits_in_vain = waits_in_vain
         self._client: StoreClient
         self._server: StoreServer | None = None
         self._closing = contextlib.ExitStack()
-        self._word_at = time.monotonic() + timeouts.DOCTOR_FIRST_WORD_SECONDS
+        self._word_at = time.monotonic() + _DOCTOR_FIRST_WORD_SECONDS
         if there.node.index == 0 and free:
             callers, count = Callers(there.node.addresses), len(there.node.addresses)
             self._server = StoreServer(there.node.address, free[0], there.access, callers, count).start()
             self._closing.callback(self._server.stop)
 
     def join(self, door: Door, seconds: float) -> dict[int, Door]:
-        """Publish this node's door; those of all present nodes, which are all, or who has come once one has waited so
-        long."""
+        """Publish this node's door; returns those of all nodes present, or come once one has waited so long."""
         if self._there.node.index == 0 and self._server is None:
             raise JoinTimeout("has no free port of the job for the store")
         deadline = time.monotonic() + seconds
@@ -70,13 +75,13 @@ class Meeting:
             if now > deadline + timeouts.DOCTOR_EXCHANGE_SECONDS:
                 raise JoinTimeout("has not said which nodes are present")
             self._say(missing, deadline)
-            time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
+            time.sleep(_DOCTOR_PAUSE_SECONDS)
         if self._there.node.index not in present:
             raise JoinTimeout("had begun without this node, which came too late")
         return {node: door for node, door in self.read("here", Door).items() if node in present}
 
     def _connected(self, deadline: float) -> StoreClient:
-        """To the store of node 0, at the first of its ports that has one: another program may have those before it."""
+        """Connect to node 0's store, at the first of its ports that has one: another program may have earlier ones."""
         there, refusals, turn = self._there, dict[int, str](), 0
         while True:
             outcomes = {each.port: each.outcome for each in dial(there.node, {0: there.ports[0]})}
@@ -98,7 +103,7 @@ class Meeting:
                 self.dialled = max(
                     self.dialled, dialled, key=lambda tries: sum(each.outcome == _OPEN for each in tries)
                 )
-            time.sleep(timeouts.DOCTOR_PAUSE_SECONDS)
+            time.sleep(_DOCTOR_PAUSE_SECONDS)
 
     def _client_at(self, port: int) -> StoreClient:
         node = self._there.node
@@ -115,13 +120,13 @@ class Meeting:
         )
 
     def _say(self, missing: Iterable[int], deadline: float) -> bool:
-        """From time to time; whether it has."""
+        """Log, from time to time, which nodes are missing; returns whether it has."""
         now = time.monotonic()
         if now <= self._word_at:
             return False
         names = ", ".join(map(self._there.node.describe, sorted(missing)[:5]))
         logger.info(f"waiting for {names} ({max(0.0, deadline - now):.0f} s more)")
-        self._word_at = now + timeouts.DOCTOR_NEXT_WORD_SECONDS
+        self._word_at = now + _DOCTOR_NEXT_WORD_SECONDS
         return True
 
     def share(self, kind: str, value: Any, nodes: Iterable[int], seconds: float) -> set[int]:
@@ -151,7 +156,7 @@ class Meeting:
         return values
 
     def leave(self, seconds: float) -> None:
-        """All is read. Node 0 waits for the others to say so, too, at most this long."""
+        """Leave when all is read. Node 0 waits for the others to say so, too, at most this long."""
         with contextlib.suppress(FleetTrainError):
             self._client.leave()
         deadline = time.monotonic() + seconds
@@ -159,5 +164,5 @@ class Meeting:
             time.sleep(timeouts.DOCTOR_POLL_SECONDS)
 
     def close(self) -> None:
-        """Whoever is still there has lost this node."""
+        """Close the connection and the store: whoever is still there has lost this node."""
         self._closing.close()

@@ -19,6 +19,9 @@ from fleet_train.doctor.facts import Datagrams, Echo, PortTry, Stream
 from fleet_train.doctor.sockets import Door, Sockets, outcome_of, received, sweep_packet_sizes, transfer
 from fleet_train.launch.node import Node
 
+_DOCTOR_PINGS_SECONDS = 0.4
+"""How long round trips of small messages to one node are measured."""
+
 _MOST_AT_ONCE = 64
 _PINGS = 40
 _READY, _PING, _NO_MORE = b"!", b"?", b"."
@@ -28,7 +31,7 @@ _CLOCK, _NUMBER = struct.Struct(">d"), struct.Struct(">I")
 def dial(
     node: Node, ports: Mapping[int, Iterable[int]], seconds: float = timeouts.DOCTOR_CONNECT_SECONDS
 ) -> tuple[PortTry, ...]:
-    """From this node: all of these ports of other nodes, by node, at once."""
+    """Connect from this node to all of these ports of other nodes, by node, at once."""
 
     def dial_one(other: int, port: int) -> PortTry:
         try:
@@ -79,7 +82,7 @@ class Rounds:
         self._clock = clock
 
     def measure(self, seconds: float) -> None:
-        """In these seconds, and at most one round longer."""
+        """Measure the pairs in these seconds, and at most one round longer."""
         own, nodes, began = self._node.index, sorted(self._doors), time.monotonic()
         flow = stream_seconds(len(nodes), seconds)
         for number in range(len(nodes)):
@@ -97,7 +100,7 @@ class Rounds:
                 self._attend(word, flow)
 
     def _call(self, way: tuple[int, int], word: bytes, seconds: float) -> None:
-        """What fails keeps the rest of this pair from being measured."""
+        """Measure a pair as the one that connects: what fails keeps the rest of this pair from being measured."""
         own, other = way
         here, there = self._node.address, self._node.addresses[other]
         try:
@@ -129,7 +132,7 @@ class Rounds:
         times: list[float] = []
         best = (float("inf"), 0.0)
         began = time.perf_counter()
-        while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < timeouts.DOCTOR_PINGS_SECONDS):
+        while len(times) < 3 or (len(times) < _PINGS and time.perf_counter() - began < _DOCTOR_PINGS_SECONDS):
             before, start = self._clock(), time.perf_counter()
             sock.sendall(_PING)
             (answer,) = _CLOCK.unpack(received(sock, _CLOCK.size))
@@ -151,7 +154,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def partner(nodes: Sequence[int], node: int, number: int) -> int:
-    """Of a node in a round: each pair meets in one of as many rounds as there are nodes; itself where it has none."""
+    """The partner of a node in a round: each pair meets in one of as many rounds as there are nodes; else itself."""
     return nodes[(number - nodes.index(node)) % len(nodes)]
 
 

@@ -21,8 +21,8 @@ from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
 
 @dataclass(frozen=True)
 class Participants:
-    """``node``: this one among all; ``ports``: of each node, those that a job listens on. ``is_named``: this node by a
-    name that resolves to 127.*"""
+    """The examined nodes. ``node``: this one among all; ``ports``: of each node, those that a job listens on.
+    ``is_named``: this node by a name that resolves to 127.*"""
 
     node: Node
     ports: tuple[tuple[int, ...], ...]
@@ -35,7 +35,8 @@ class Participants:
 
 
 def find(where: Where, join_timeout_seconds: float) -> Participants | None:
-    """None for a process that its launcher started next to another one on the same node, which does the work.
+    """Find the examined nodes. None for a process that its launcher started next to another one of the node, which does
+    the work.
 
     Raises ClusterError for flags or variables that describe no usable cluster.
     """

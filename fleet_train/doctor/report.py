@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.installed import text_of
 from fleet_train.doctor import judge, measure_apart, measure_machine
 from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
@@ -16,11 +15,14 @@ from fleet_train.doctor.measure_network import own_address
 from fleet_train.doctor.pairs import dial
 from fleet_train.launch.node import Node
 
+_DOCTOR_AFTER_FAILURE_SECONDS = 1.5
+"""How long a connection to another node may take after a failed job: less, because the launcher waits for it."""
+
 _MOST_SHOWN = 2
 
 
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Hosts that pass a check share one line, at the place of the check's first finding."""
+    """The findings as lines: hosts that pass a check share one, at the place of the check's first finding."""
     passed: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.level == PASS:
@@ -44,7 +46,7 @@ def _together(same: Sequence[Finding]) -> Finding:
 
 
 def matrix(examined: Examination) -> list[str]:
-    """Rows send, columns receive; below the bandwidth the round trip time of a small message."""
+    """The network as a matrix: rows send, columns receive; below the bandwidth a small message's round trip."""
     speeds = {
         (stream.source, stream.target): stream.error or rate(stream.bytes_per_second)
         for report in examined.reports.values()
@@ -101,7 +103,7 @@ class AfterFailure:
         self._kills = oom_kills()
 
     def line(self) -> str:
-        """At most one line; empty if nothing is found. Takes at most a few seconds, and raises nothing."""
+        """The first finding that fails, as a line; empty for none. Takes a few seconds at most, and raises nothing."""
         try:
             finding = next((finding for finding in self._findings() if finding.level == FAIL), None)
         except (OSError, ValueError, RuntimeError):
@@ -131,7 +133,7 @@ class AfterFailure:
         """Nodes that do not even refuse a connection: off, cut off, or behind a firewall."""
         port = self._node.store_port
         ports = dict.fromkeys(range(min(len(self._node.addresses), _MOST_DIALLED)), (port,))
-        for attempt in dial(self._node, ports, timeouts.DOCTOR_AFTER_FAILURE_SECONDS):
+        for attempt in dial(self._node, ports, _DOCTOR_AFTER_FAILURE_SECONDS):
             if attempt.outcome not in ("open", "refused"):
                 there, measured = self._node.describe(attempt.target), f"a connection to port {port}: {attempt.outcome}"
                 fix = f"ping {self._node.addresses[attempt.target]}"

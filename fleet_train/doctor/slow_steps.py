@@ -120,7 +120,7 @@ def _sums(step: TimelineStep) -> dict[tuple[str, str], float]:
 
 
 def _last_arrivals(followed: int, steps: dict[int, TimelineStep]) -> Arrivals:
-    """For each collective and barrier of the followed rank, and each packing: which rank began it last, and when."""
+    """The rank that began each collective, barrier and packing of the followed rank last, and when."""
     by_key: defaultdict[tuple[tuple[str, str, str], int], dict[int, Span]] = defaultdict(dict)
     for rank, step in steps.items():
         seen: Counter[tuple[str, str, str]] = Counter()
@@ -153,8 +153,8 @@ _ORDER = {"barrier": 1, "wire": 2, "code": 3}
 
 
 def _cause(wait: Span, followed: int, under_way: Sequence[Span], arrivals: Arrivals, at: float) -> Cause:
-    """The bucket's own event, else the barrier, which all buckets wait for, else another bucket's, which is before it
-    on the thread."""
+    """The cause of a wait: the bucket's own event, else the barrier, which all buckets wait for, else another bucket's,
+    which is before it on the thread."""
     chosen = min(under_way, key=lambda event: 0 if event.name == wait.name else _ORDER[event.kind], default=None)
     if chosen is None:
         return Cause(NOTHING, wait.name)

@@ -21,6 +21,13 @@ from dataclasses import dataclass
 from fleet_train import timeouts
 from fleet_train.cluster.network import port_is_free, port_owner
 
+_DOCTOR_STALLED_SECONDS = 2.5
+"""How long a connection may accept no byte before it has stalled."""
+_DOCTOR_PACKET_SECONDS = 0.35
+"""How long the answers to one round of packets of all sizes may take."""
+_DOCTOR_SELECT_SECONDS = 0.2
+"""How often the listener looks whether it is to end."""
+
 _BACKLOG = 1024
 KEY_BYTES = 16
 
@@ -55,17 +62,17 @@ class Sockets:
             self._udp.bind((address, 0))
             self._opened = opened.pop_all()
         for sock in (*self._tcp, self._udp):
-            sock.settimeout(timeouts.DOCTOR_SELECT_SECONDS)
+            sock.settimeout(_DOCTOR_SELECT_SECONDS)
         *tcp, udp = (int(sock.getsockname()[1]) for sock in (*self._tcp, self._udp))
         self.door = Door(tuple(tcp), udp, key)
         threading.Thread(target=self._answer_packets, name="doctor packets", daemon=True).start()
 
     def close(self) -> None:
-        """No port is open afterwards."""
+        """Close every port."""
         self._opened.close()
 
     def _answer_packets(self) -> None:
-        """Never with more bytes than they have."""
+        """Answer packets, never with more bytes than they have."""
         while self._udp.fileno() >= 0:
             with contextlib.suppress(OSError):
                 packet, sender = self._udp.recvfrom(1 << 16)
@@ -91,8 +98,8 @@ _MOST_NUMBER = 1e15
 
 
 def transfer(sock: socket.socket, sends: bool, seconds: float) -> tuple[float, float, int, int]:
-    """Bytes at full speed, in one direction; both ends call it, and get the same. Raises OSError, TimeoutError if the
-    path stalls.
+    """Measure bytes at full speed, in one direction; both ends call it, and get the same. Raises OSError, TimeoutError
+    if the path stalls.
 
     What the receiver has measured: bytes per second of everything after the first fifth, and of the best window; what
     the sender's kernel has counted: segments, and those that it has sent again.
@@ -108,7 +115,7 @@ def transfer(sock: socket.socket, sends: bool, seconds: float) -> tuple[float, f
 
 
 def received(sock: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes. Raises OSError."""
+    """Receive exactly so many bytes. Raises OSError."""
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))
@@ -124,18 +131,18 @@ _MORE, _LAST = b"\0", b"\1"
 # struct tcp_info of linux/tcp.h: total_retrans and segs_out.
 _RETRANSMITS_AT, _SEGMENTS_AT = 100, 136
 _TCP_NOTSENT_LOWAT, _UNSENT_BYTES = 25, 1 << 18
-"""Unsent bytes in the kernel: on a slow link more of them would outlast the measurement."""
+"""How many unsent bytes the kernel holds: on a slow link more of them would outlast the measurement."""
 _WINDOW_SECONDS, _WINDOW_BLOCKS = 0.05, 4
 _WARM_UP = 0.2
 """Share of the time that is not counted: a connection starts slowly."""
 
 
 def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
-    """(segments, retransmitted ones). Raises OSError, TimeoutError if the path stalls."""
+    """Send at full speed; returns (segments, retransmitted ones). Raises OSError, TimeoutError if the path stalls."""
     block = memoryview(_MORE + bytes(_BLOCK_BYTES - 1))
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     before = _counters(sock)
-    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
+    sock.settimeout(_DOCTOR_STALLED_SECONDS)
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         sock.sendall(block)
@@ -145,9 +152,9 @@ def send_stream(sock: socket.socket, seconds: float) -> tuple[int, int]:
 
 
 def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
-    """(bytes per second, those of the best window), from `send_stream`. Raises OSError, TimeoutError if no more bytes
-    arrive."""
-    sock.settimeout(timeouts.DOCTOR_STALLED_SECONDS)
+    """Receive what `send_stream` sends; returns (bytes per second, those of the best window). Raises OSError,
+    TimeoutError if no more bytes arrive."""
+    sock.settimeout(_DOCTOR_STALLED_SECONDS)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     began = time.perf_counter()
     counted, since, best = 0, 0.0, 0.0
@@ -171,12 +178,12 @@ def receive_stream(sock: socket.socket, seconds: float) -> tuple[float, float]:
             passed = now - since if since and counted else now - began
             mean = (counted or _BLOCK_BYTES) / max(passed, 1e-6)
             return mean, max(mean, best)
-        if now - began > seconds + 2 * timeouts.DOCTOR_STALLED_SECONDS:
+        if now - began > seconds + 2 * _DOCTOR_STALLED_SECONDS:
             raise TimeoutError("the other side does not end")
 
 
 def _counters(sock: socket.socket) -> tuple[int, int]:
-    """(segments, retransmitted ones) of the connection so far; zeros if the kernel does not report them."""
+    """The connection's counters so far: (segments, retransmitted ones); zeros if the kernel does not report them."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     except (OSError, AttributeError):
@@ -199,7 +206,8 @@ _HEAD = struct.Struct(">8sI")
 
 
 def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: int) -> tuple[int, int]:
-    """(largest packet that was answered, the path's MTU according to the kernel); 0: none, unknown.
+    """Send packets of many sizes: (largest one that was answered, the path's MTU according to the kernel); 0: none,
+    unknown.
 
     UDP with Don't Fragment set: each packet that arrives is answered with its size.
     """
@@ -231,7 +239,7 @@ def sweep_packet_sizes(address: str, port: int, source: str, nonce: bytes, mtu: 
 
 def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
     sizes: set[int] = set()
-    deadline = time.monotonic() + timeouts.DOCTOR_PACKET_SECONDS
+    deadline = time.monotonic() + _DOCTOR_PACKET_SECONDS
     while sizes != missing and (left := deadline - time.monotonic()) > 0:
         if not select.select([sock], [], [], left)[0]:
             break
@@ -245,14 +253,14 @@ def _answers(sock: socket.socket, nonce: bytes, missing: set[int]) -> set[int]:
 
 
 def answer_of(packet: bytes, nonce: bytes) -> bytes:
-    """For a packet of `sweep_packet_sizes`: its first bytes, which contain its size; nothing for any other."""
+    """The answer to a packet of `sweep_packet_sizes`: its first bytes, which contain its size; nothing for others."""
     if len(packet) < _HEAD.size or packet[:8] != nonce[:8]:
         return b""
     return packet[: _HEAD.size] if _HEAD.unpack_from(packet)[1] == len(packet) + HEADERS_BYTES else b""
 
 
 def held_ports(address: str, ports: Iterable[int]) -> dict[int, str]:
-    """Those that cannot be opened, or would refuse only a second listener, and their processes."""
+    """The ports that cannot be opened, or would refuse only a second listener, and their processes."""
     return {port: str(port_owner(port, address)) for port in ports if not port_is_free(address, port)}
 
 

@@ -38,7 +38,7 @@ class Here:
         self._seen: dict[int, Seen] = {}
 
     def stands(self, *, native: bool) -> list[list[Stand]]:
-        """By job."""
+        """Ask where this machine's ranks stand; a list for each job."""
         self._find()
         jobs: dict[int, list[Seen]] = {}
         for each in self._seen.values():
@@ -134,13 +134,13 @@ def _of_nodes(nodes: Sequence[str], port: int) -> tuple[str, Access]:
 
 
 def _access(address: str, job: str = "") -> Access:
-    """Where the store is on this machine, a connection to it comes from its own address: it may accept no other."""
+    """The access to a store. On this machine a connection to it comes from its own address: it may accept no other."""
     host = resolve(address.rpartition(":")[0])
     return Access.of(os.environ, host if is_local(host, local_addresses()) else "", job)
 
 
 def sampled(stands: Iterable[Sequence[Stand]]) -> list[str]:
-    """For several looks: in which lines each rank stood, the most frequent one first."""
+    """The lines in which each rank stood in several looks, the most frequent one first."""
     places: dict[tuple[int, int], Counter[str]] = {}
     for each in stands:
         for stand in each:

@@ -38,6 +38,8 @@ from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.terminal import beside_stdout
 
 _PROCESSES_WITHOUT_GPUS = 2
+_FOLLOW_SECONDS = 5.0
+"""How long the other subjects of a job have to end by themselves after one has failed."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class Peers:
 
     def _lost_another(self, failure: str) -> str:
         failed_at = self.noted(failure)
-        return _LOST if failed_at is not None and self.clock() > failed_at + timeouts.SUBJECTS_FOLLOW_SECONDS else ""
+        return _LOST if failed_at is not None and self.clock() > failed_at + _FOLLOW_SECONDS else ""
 
     def _check_others(self) -> None:
         """Raise WorkerFailed if another supervisor is gone."""

@@ -6,6 +6,6 @@ from fleet_train.plan.plan import CommPlan, first_difference
 from fleet_train.profile.methods.base import Bucket, TensorSpec
 
 Gradient = TensorSpec
-"""The former name."""
+"""The former name of `TensorSpec`."""
 
 __all__ = ["Bucket", "CommPlan", "Gradient", "TensorSpec", "build_plan", "explain", "first_difference"]

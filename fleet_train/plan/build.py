@@ -272,7 +272,7 @@ _PATTERNS: dict[str, Callable[[Sequence[list[int]], Sequence[TensorSpec], int], 
 
 @dataclass
 class LocalSgdSchedule:
-    """When LocalSGD averages: counts local steps and says when a period ends. Steps count from 1.
+    """The schedule of LocalSGD's averagings: counts local steps and says when a period ends. Steps count from 1.
 
     Schedules: constant; doubling 1, 2, 4 .. ``steps``; adaptive (AdaComm, Wang and Joshi 2018).
     """

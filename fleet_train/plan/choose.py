@@ -61,7 +61,7 @@ class ChoiceConditions:
 
 @dataclass(frozen=True)
 class Choice:
-    """``profile``: with numbers for the open settings. ``sentences``: rank 0's messages about them."""
+    """The outcome of a choice. ``profile``: with numbers for open settings. ``sentences``: rank 0's messages."""
 
     profile: Profile
     sentences: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def build_plan(
     statistics: Sequence[CollectiveSpec] = (),
     state_values_per_parameter: int = 0,
 ) -> CommPlan:
-    """`build_chosen` for any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
+    """Build the plan of any profile: open settings are chosen for `PAPER`, or for the link in the profile."""
     chosen = choose(profile, gradients, cluster, ChoiceConditions()).profile
     return build_chosen(gradients, cluster, chosen, averaged, statistics, state_values_per_parameter)
 
@@ -112,7 +112,7 @@ def is_worth_cutting(gradients: Sequence[TensorSpec], cluster: Cluster) -> bool:
 
 
 def _bytes(gradients: Sequence[TensorSpec]) -> int:
-    """Of those that are sent whole, in buckets that can be cut."""
+    """The bytes of the gradients that are sent whole, in buckets that can be cut."""
     return sum(gradient.nbytes for gradient in gradients if not gradient.rows)
 
 
@@ -137,7 +137,7 @@ def _candidates(
 
 
 def _on_communicators(buckets: Buckets, plan: CommPlan, number: int) -> tuple[Buckets, CommPlan]:
-    """The same buckets, assigned in turn to ``number`` communicators."""
+    """Assign the buckets in turn to ``number`` communicators."""
     taken = tuple(replace(bucket, communicator=bucket.index % number) for bucket in plan.buckets)
     return replace(buckets, communicators=number), replace(plan, buckets=taken, communicators=number)
 

@@ -284,7 +284,7 @@ def _barriers(every: int) -> list[Note]:
 
 
 def _fetching(every: int) -> str:
-    """For the trainer; a script's own training loop decides for itself and is not known here."""
+    """How often the loss is fetched, in words; a script's own training loop decides for itself, and is not known."""
     if every == 1:
         return "the reference trainer fetches the loss in every step, and fleet.should_fetch is true in every step"
     return (

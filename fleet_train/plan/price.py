@@ -25,21 +25,20 @@ class Costs:
     """
 
     collective_seconds: float = 0.0
-    """Per collective of a step: waking its threads, filling and draining its pipeline. Collectives on other
+    """Seconds per collective of a step: waking its threads, filling and draining its pipeline. Collectives on other
     communicators use the link meanwhile."""
     bucket_seconds: float = 0.0
-    """Per bucket on the computing thread: the host operators that start it and wait for it."""
+    """Seconds per bucket on the computing thread: the host operators that start it and wait for it."""
     handing_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the computing thread, before a bucket is passed to its communicator: copies."""
+    """Seconds on the computing thread before a bucket is passed to its communicator: copies."""
     codec_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """On the communicators' threads, in addition to the link's time: coding (quantised by compiled loops) and
-    copies."""
+    """Seconds on the communicators' threads besides the link's: coding (quantised by compiled loops) and copies."""
     waiting_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """How much longer that takes while computing: zero if enough processors are idle."""
+    """How much longer coding takes while computing: zero if enough processors are idle."""
     taken_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """How much longer the concurrent computing takes."""
+    """How much longer the computing takes while values are coded."""
     averaging_seconds_per_byte: float = 0.0
-    """For averaged parameters, on the computing thread: copies, the outer step, applying the mean."""
+    """Seconds for averaged parameters on the computing thread: copies, the outer step, applying the mean."""
 
     @property
     def share_processors(self) -> bool:
@@ -70,7 +69,7 @@ TYPICAL = Costs(
 """Paddle's Gloo with all processors computing: measured with two ranks on two cores of a 2020s server.
 `tools/bench.py prediction` compares what they predict with trials."""
 ENQUEUED = replace(TYPICAL, waiting_seconds_per_byte={}, taken_seconds_per_byte={})
-"""For collectives enqueued on a device's streams: how much they slow its computing is unknown."""
+"""Costs of collectives enqueued on a device's streams: how much they slow its computing is unknown."""
 
 
 BACKWARD_SHARE = 2 / 3
@@ -95,7 +94,7 @@ class Network:
 
 
 PAPER = Network(Link(1e-4, 1e9 / 8), Link(3e-5, 1e10 / 8))
-"""If nothing was measured or given: 1 Gb/s and 0.1 ms between nodes, 10 Gb/s and 0.03 ms inside one."""
+"""The network that is assumed unless measured or given: 1 Gb/s, 0.1 ms between nodes, 10 Gb/s, 0.03 ms inside."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +116,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, in seconds; LocalSGD: the mean of a period."""
+    """The predicted time of one step, in seconds; LocalSGD: the mean of a period."""
 
     compute: float
     communication: float
-    """From a collective's start to its end, summed over the step, each as if alone on the link."""
+    """The time from each collective's start to its end, summed over the step, each as if alone on the link."""
     exposed: float
     """The time that communication adds to the step."""
     step: float
     samples_per_second: float
-    """Of all ranks together; 0 when no batch size was given."""
+    """The samples per second of all ranks together; 0 when no batch size was given."""
 
 
 def predict(
@@ -285,7 +284,7 @@ def _handing(bucket: Bucket, costs: Costs) -> float:
 
 
 def _seconds(plan: CommPlan, exchanges: Sequence[CollectiveSpec], paths: Paths) -> float:
-    """One after the other, overlapping nothing."""
+    """Seconds of exchanges one after the other, overlapping nothing."""
     return fsum(phase.seconds for sent in exchanges for phase in paths.of(plan, sent))
 
 

@@ -42,7 +42,7 @@ class Pricing:
         return self.plan.averaging.period if self.plan.averaging else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes, seconds and bytes per second; everything is predicted."""
+        """The pricing as JSON: bytes, seconds and bytes per second; everything is predicted."""
         return {
             "steps_between_synchronisations": self.steps_between_synchronisations,
             "conditions": asdict(self.conditions),

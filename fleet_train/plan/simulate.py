@@ -26,7 +26,7 @@ Values = dict[str, Array]
 
 
 class SimulatedAveraging:
-    """Values by name, one mapping per rank, changed in place."""
+    """The averagings of LocalSGD in numpy. Values are given by name, one mapping per rank, and changed in place."""
 
     def __init__(self, profile: Profile, plan: CommPlan, wire: SimulatedWire, start: Mapping[str, Array]) -> None:
         assert plan.averaging is not None

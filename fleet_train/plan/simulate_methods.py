@@ -22,7 +22,7 @@ from fleet_train.profile.methods.rows import exchanges_of, most_rows, wire_dtype
 
 
 class DenseSimulation:
-    """Everything in one buffer, unchanged or in 16 bits."""
+    """The exchange of everything in one buffer, unchanged or in 16 bits."""
 
     def __init__(self, parts: SimulatedParts) -> None:
         self._parts = parts
@@ -68,7 +68,7 @@ class RowsSimulation:
         return results
 
     def _chosen(self, gradients: Gradients) -> tuple[list[bool], list[int]]:
-        """Of each table: whether it goes whole, and the most rows that a rank has."""
+        """Decide for each table whether it goes whole; also returns the most rows that a rank has."""
         most = [
             max(int(np.any(rank[i].reshape(rank[i].shape[0], -1), axis=1).sum()) for rank in gradients)
             for i in range(len(self._bucket.gradients))
@@ -79,7 +79,7 @@ class RowsSimulation:
 
 
 class QuantisedSimulation:
-    """Integers with a scale per block; between the local groups' leaders, if there are local groups."""
+    """The exchange of integers with a scale per block; between the local groups' leaders, if there are local groups."""
 
     def __init__(self, parts: SimulatedParts) -> None:
         bucket, plan = parts.bucket, parts.plan

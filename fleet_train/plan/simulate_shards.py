@@ -24,7 +24,7 @@ from fleet_train.profile.methods.quantised import BITS
 
 
 class ShardedSimulation:
-    """One bucket: every owner's sum, in the order of ranks, of its own values and what the others send it."""
+    """A sharded bucket in numpy: every owner's sum, in the ranks' order, of its own values and the others'."""
 
     def __init__(self, parts: SimulatedParts) -> None:
         bucket, plan = parts.bucket, parts.plan

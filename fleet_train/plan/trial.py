@@ -25,7 +25,7 @@ _NO_LESS_THAN = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """The result. Updates count from 1; deviations are relative: |found - exact| / |exact|, Euclidean."""
+    """The result of a trial. Updates count from 1; deviations are relative: |found - exact| / |exact|, Euclidean."""
 
     ranks: int
     updates: int

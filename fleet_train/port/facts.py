@@ -59,32 +59,32 @@ _OF_VALUES = ("input", "x", "y", "label", "logits", "index")
 
 @dataclass
 class Facts:
-    """One script."""
+    """What is known of one script."""
 
     is_fleet_script: bool = False
     is_fluid_script: bool = False
-    """Imports ``paddle.fluid``: of 1.x, in which programs were static unless a script said otherwise."""
+    """Whether the script imports ``paddle.fluid`` of 1.x, whose programs were static unless a script said otherwise."""
     wraps_optimizer: bool = False
-    """Calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
+    """Whether the script calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
     uses_paddle: bool = False
     is_dynamic: bool = False
     enables_static: bool = False
 
     @property
     def is_static(self) -> bool:
-        """Whether it builds programs, as far as can be seen."""
+        """Whether the script builds programs, as far as can be seen."""
         return not self.is_dynamic and (self.is_fluid_script or self.enables_static or self.makes_programs)
 
     makes_programs: bool = False
-    """Beside the default ones."""
+    """Whether the script makes programs beside the default ones."""
     makes_old_executor: bool = False
-    """Its executor is that of `fleet_train.compat`, or becomes it: fetched scalars have the dimension that they had."""
+    """Whether the executor is, or becomes, that of `fleet_train.compat`: fetched scalars keep their old dimension."""
     numpy: str = ""
     """The name by which the module knows numpy."""
     variables: dict[Kind, set[tuple[int, str]]] = field(default_factory=lambda: defaultdict(set))
-    """(id of the defining scope, name) of each variable of a kind."""
+    """The variables of each kind: (id of the defining scope, name)."""
     init_lines: list[tuple[int, int]] = field(default_factory=list)
-    """(id of the scope, line) of each call of fleet.init."""
+    """The calls of fleet.init: (id of the scope, line)."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Names(cst.MetadataDependent):
         return self.holds("program", call.func.value) or bool(_PROGRAM.search(source(call.func.value)))
 
     def defining_scopes(self, node: cst.BaseExpression) -> set[tuple[int, str]]:
-        """(id of scope, name) wherever this variable is assigned; empty for anything but a variable."""
+        """The scopes in which a variable is assigned: (id of scope, name); empty for anything but a variable."""
         scope = self.scope_of(node)
         if not isinstance(node, cst.Name) or scope is None:
             return set()
@@ -289,7 +289,7 @@ class FactFinder(Names, cst.CSTVisitor):
         return is_run(value) or self.holds("fetched values", value)
 
     def _kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Of a variable that is given ``value``."""
+        """The kind of a variable that is given ``value``; None if it is not known."""
         if is_run(value):
             return "fetched values"
         if isinstance(value, cst.Subscript) and index(value).lstrip("-").isdigit():

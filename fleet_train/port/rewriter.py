@@ -63,7 +63,7 @@ class Rewriter(Transformer):
         return unknown or (whole if meaning is not None and is_old(meaning.name) else None)
 
     def _is_no_reference(self, node: cst.CSTNode, parent: cst.CSTNode) -> bool:
-        """Attribute names, keywords, and names that are being assigned."""
+        """Whether a name refers to nothing: an attribute's, a keyword, or one that is being assigned."""
         if isinstance(parent, cst.Attribute):
             return parent.attr is node
         if isinstance(parent, (cst.Arg, cst.Param)):
@@ -75,7 +75,7 @@ class Rewriter(Transformer):
     def _rewritten_name(
         self, node: cst.CSTNode, updated: cst.BaseExpression, meaning: Meaning, rule: Rule | None
     ) -> cst.BaseExpression:
-        """A name that is not called."""
+        """The new form of a name that is not called."""
         if isinstance(rule, To) and rule.is_drop_in:
             return self._renamed(node, updated, meaning, rule.new)
         what = shown(meaning.name)
@@ -96,7 +96,7 @@ class Rewriter(Transformer):
         return self._todo(updated, meaning)
 
     def _todo(self, updated: cst.BaseExpression, meaning: Meaning) -> cst.BaseExpression:
-        """What stays by its old name; of Fleet's, below the new ``fleet``, which says what it does not have."""
+        """The form of what stays by its old name; Fleet's own below the new ``fleet``, which says what it lacks."""
         name = canonical(meaning.name)
         if (
             name.startswith(FLEET)
@@ -214,20 +214,20 @@ class Rewriter(Transformer):
         return updated_node
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
-        """``paddle.set_flags({"FLAGS_enable_pir_api": 0})``."""
+        """Rewrite ``paddle.set_flags({"FLAGS_enable_pir_api": 0})``."""
         if not special.is_pir_flag(source(original_node.key)):
             return updated_node
         return updated_node.with_changes(value=special.switched_on(self, original_node, updated_node.value))
 
     def _mark_build_field(self, target: cst.BaseExpression) -> None:
-        """A field that a BuildStrategy of today does not have; ours, in fleet scripts, knows the old ones."""
+        """Mark a field that a BuildStrategy of today does not have; ours, in fleet scripts, knows the old ones."""
         if self.facts.is_fleet_script or not isinstance(target, cst.Attribute) or target.attr.value in BUILD_FIELDS:
             return
         if self.holds("build strategy", target.value):
             self.mark(target, f"BuildStrategy.{target.attr.value}", "delete the line: Paddle 3 has no such field")
 
     def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.Subscript:
-        """``loss_now[0]`` of a fetched value, which may be a scalar: 1.x gave it one dimension, today it has none."""
+        """Rewrite ``loss_now[0]`` of a fetched value, perhaps a scalar: 1.x gave it a dimension, today it has none."""
         assigned = isinstance(self.parent_of(original_node), (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del))
         if index(original_node) != "0" or assigned or self.facts.makes_old_executor:
             return updated_node

@@ -18,7 +18,7 @@ class Parameter:
     missing: str | None = None
     """Source text that is written where the argument is not given: today's default is another one."""
     dropped: tuple[str, ...] | None = None
-    """Not there today: the source texts with which it may go, () = any."""
+    """The source texts with which a parameter that is gone today may go, () = any; None: it is there."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class To:
     act: str = ""
     """The parameter that names an activation, to be put around the call."""
     values: dict[str, dict[str, str]] = field(default_factory=dict)
-    """For a parameter: the source texts that it may have, and what each becomes."""
+    """The source texts that a parameter may have, and what each becomes, by parameter."""
     choose: tuple[str, dict[str, str]] | None = None
     """A parameter that chooses between names: source text (``""`` = not given) -> new name. It is dropped."""
     ordered: bool = True
@@ -46,7 +46,7 @@ class To:
     otherwise: str = ""
     """What takes the old arguments as they are, where the direct way cannot be shown to mean the same."""
     remark: str = ""
-    """Said in a TODO line although the call is rewritten."""
+    """What a TODO line says although the call is rewritten."""
     hand: str = ""
     """What to do by hand where the arguments do not allow the rewriting."""
 

@@ -62,7 +62,7 @@ def port(content: bytes, path: str) -> Ported:
 
 
 def _wants_static_mode(facts: Facts, code: str) -> bool:
-    """A script that runs programs, not a module of layers that others import."""
+    """Whether a script of 1.x runs programs: it is no module of layers that others import."""
     runs = "Executor(" in code or "default_main_program" in code or "program_guard" in code or "fleet.init" in code
     return facts.is_fluid_script and not (facts.enables_static or facts.is_dynamic) and runs and "paddle." in code
 
@@ -224,7 +224,7 @@ def _behind_future(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) 
 
 
 def _behind_paddle(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) -> int:
-    """Behind the first import of Paddle: what a script sets for Paddle in front of it has to stay in front."""
+    """The place behind the first import of Paddle: what a script sets for it in front has to stay there."""
     for at, statement in enumerate(body):
         if _is_import(statement) and re.search(r"\b(import|from) paddle\b", source(statement)):
             return at + 1
@@ -232,7 +232,7 @@ def _behind_paddle(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) 
 
 
 def _behind_imports(body: Sequence[cst.BaseStatement | cst.SimpleStatementLine]) -> int:
-    """Behind the last import before the first statement that does something else; behind `import paddle` at least."""
+    """The place behind the last import before another statement; behind `import paddle` at least."""
     at = last = 1 if body and _is_docstring(body[0]) else 0
     while at < len(body) and (_is_import(body[at]) or isinstance(body[at], (cst.Try, cst.If))):
         if _is_import(body[at]):

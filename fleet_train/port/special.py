@@ -16,7 +16,7 @@ from fleet_train.port.index import canonical
 
 
 def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """``fluid.layers.data``: with a shape in plain numbers it is known whether a batch dimension comes in front."""
+    """Rewrite ``fluid.layers.data``: a shape in plain numbers tells whether a batch dimension comes in front."""
     del script
     names = ("name", "shape", "append_batch_size", "dtype", "lod_level", "type", "stop_gradient")
     given: dict[str, cst.Arg] = {}
@@ -50,7 +50,7 @@ def layers_data(script: Transformer, original: cst.Call, updated: cst.Call) -> c
 
 
 def static_data(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """``paddle.static.data`` of 2.x, which stays unless it has levels of detail."""
+    """Rewrite ``paddle.static.data`` of 2.x, which stays unless it has levels of detail."""
     del script
     for given in (keyword(original, "lod_level"), *positional(original)[3:4]):
         if given is not None and source(given.value) != "0":
@@ -66,7 +66,7 @@ def _is_plain(shape: cst.Arg | None) -> bool:
 
 
 def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """1.8 cut off at two deviations from the mean, today's default is -2 and 2 whatever the deviation."""
+    """Write 1.8's truncation at two deviations from the mean: today's default is -2 and 2 whatever the deviation."""
     del script
     given = dict(zip(("loc", "scale", "seed"), positional(original), strict=False))
     given |= {keyword_of(argument): argument for argument in original.args if argument.keyword is not None}
@@ -86,7 +86,7 @@ def truncated_normal(script: Transformer, original: cst.Call, updated: cst.Call)
 
 
 def cuda_place(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """In a fleet script every rank has its device, on CPUs too; else the place stays."""
+    """Give every rank its own device in a fleet script, on CPUs too; else the place stays."""
     if not script.facts.is_fleet_script:
         return None
     mark_early_place(script, original)
@@ -102,7 +102,7 @@ def mark_early_place(script: Transformer, original: cst.Call) -> None:
 
 
 def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
-    """The program itself: there is one process per device, and the executor compiles what it runs."""
+    """Put the program itself in its place: there is one process per device, and the executor compiles what it runs."""
     if not updated.args or updated.args[0].star or updated.args[0].keyword is not None:
         raise Undecided("the program is not the first argument")
     outer = script.parent_of(original)
@@ -115,7 +115,7 @@ def compiled_program(script: Transformer, original: cst.Call, updated: cst.Call)
 
 
 Special = Callable[[Transformer, cst.Call, cst.Call], cst.BaseExpression | None]
-"""(script, original call, updated call) -> the new call; None: as the table says. Raises Undecided."""
+"""A rewriting: (script, original call, updated call) -> the new call; None: as the table says. Raises Undecided."""
 CALLS: dict[str, Special] = {
     "paddle.fluid.layers.data": layers_data,
     "paddle.static.data": static_data,
@@ -199,7 +199,7 @@ def _is_function(name: str) -> bool:
 
 
 def _from_dataset(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call | None:
-    """``exe.train_from_dataset(...)`` as ``compat``'s function of the executor; None if it may be another object's."""
+    """Rewrite ``exe.train_from_dataset(...)`` as ``compat``'s function; None if it may be another object's."""
     named = {keyword_of(argument) for argument in original.args if argument.keyword is not None}
     if any(argument.star for argument in original.args) or not named <= _DATASET_ARGUMENTS:
         return None
@@ -232,7 +232,7 @@ def mark_block(script: Transformer, node: cst.Attribute) -> None:
 
 
 def _clone(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-    """``main.clone()`` and ``main.clone(for_test=True)``."""
+    """Rewrite ``main.clone()`` and ``main.clone(for_test=True)``."""
     text, function = _literal(original, "for_test"), updated.func
     if keyword(original, "for_test") is None and not script.clones_program(original):
         return updated
@@ -335,7 +335,8 @@ def is_pir_flag(text: str) -> bool:
 
 
 def with_pir(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
-    """``os.environ.setdefault("FLAGS_enable_pir_api", "0")``, ``os.environ.update(FLAGS_enable_pir_api="0")``."""
+    """Rewrite ``os.environ.setdefault("FLAGS_enable_pir_api", "0")``,
+    ``os.environ.update(FLAGS_enable_pir_api="0")``."""
     sets = (
         len(original.args) == 2
         and isinstance(original.func, cst.Attribute)
@@ -384,7 +385,7 @@ def _is_rank_test(node: cst.BaseExpression) -> bool:
 
 
 def _without_rank(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
-    """(whether a rank was asked for, what is left of the condition; None = nothing)."""
+    """Take the test of a rank out of a condition: (whether a rank was asked for, what is left; None = nothing)."""
     if _is_rank_test(node):
         return True, None
     if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):

@@ -53,7 +53,7 @@ def _named_list(argument: cst.Arg) -> cst.Arg | None:
 
 
 def _may_list_names(argument: cst.Arg | None) -> bool:
-    """Not the parameters of a layer, which are values today as well."""
+    """Whether an argument may list names: not if it is a layer's parameters, which are values today as well."""
     return argument is not None and not re.search(r"^None$|\.parameters\(\)$", source(argument.value))
 
 
@@ -89,14 +89,14 @@ def truth(script: Transformer, original: cst.BaseExpression, updated: cst.BaseEx
 
 
 def negated(script: Transformer, original: cst.UnaryOperation, updated: cst.UnaryOperation) -> cst.BaseExpression:
-    """``not label``, wherever it stands."""
+    """Rewrite ``not label``, wherever it stands, for a value that may be None."""
     if script.facts.is_static and isinstance(original.operator, cst.Not) and _is_value(script, original.expression):
         return _compared(updated.expression, "is")
     return updated
 
 
 def mark_choice(script: Transformer, node: cst.BooleanOperation) -> None:
-    """``label or other`` where the value of the expression counts, and not its truth."""
+    """Mark ``label or other`` where the value of the expression counts, and not its truth."""
     outer: cst.CSTNode = node
     while isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation)):
         inner, outer = outer, script.parent_of(outer)
@@ -106,7 +106,7 @@ def mark_choice(script: Transformer, node: cst.BooleanOperation) -> None:
 
 
 def mark_loop(script: Transformer, node: cst.While) -> None:
-    """``while value:``, which never ended."""
+    """Mark ``while value:``, which never ended."""
     test = node.test.expression if isinstance(node.test, cst.UnaryOperation) else node.test
     if script.facts.is_static and (script.holds("value", test) or script.holds("condition", test)):
         script.mark(

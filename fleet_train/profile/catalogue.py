@@ -19,7 +19,7 @@ from fleet_train.profile.rules import suggestion, value_problems
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SUFFIXES = (".yaml", ".yml")
 MEASURED = "measured.json"
-"""Written by `tools/bench.py quote` from the records, which an installed package does not have."""
+"""The file with measurements that `tools/bench.py quote` writes from records, which an installed package lacks."""
 
 
 @cache
@@ -125,8 +125,8 @@ def laid_over(below: Profile, above: Profile) -> Profile:
 
 
 def shown_assignments(texts: Iterable[str]) -> str:
-    """For messages and comparisons between nodes: ``nccl_comm_num=2``; digests for the values of environment variables,
-    which may be secrets."""
+    """Assignments as messages and comparisons between nodes show them: ``nccl_comm_num=2``; digests for the values of
+    environment variables, which may be secrets."""
     settings = read_assignments(texts).settings
     variables = settings.pop("environment", {})
     words = [f"{name}={shown(value)}" for name, value in settings.items()]

@@ -12,7 +12,7 @@ from fleet_train.profile.methods.outer import OUTER_OPTIMIZERS, WITH_MOMENTUM
 
 
 class CommunicationKnobs(BaseModel):
-    """Buckets, communicators, local groups; names and executor before them."""
+    """Knobs of a profile's name and executor, of buckets, communicators and local groups."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -225,7 +225,7 @@ class CommunicationKnobs(BaseModel):
     )
     @classmethod
     def _auto_or_a_number(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        """The range is for numbers."""
+        """Check a value that may be ``auto``: the range is for numbers."""
         return AUTO if isinstance(value, str) and value == AUTO else read(value)
 
 
@@ -240,7 +240,7 @@ _WITH_MOMENTUM = OnlyWith("outer_optimizer", WITH_MOMENTUM, default_fits=True)
 
 
 class LocalSgdKnobs(CommunicationKnobs):
-    """When parameters are averaged, what is sent, and how the average is used."""
+    """Knobs that say when parameters are averaged, what is sent, and how the average is used."""
 
     use_local_sgd: bool = knob(
         False,
@@ -370,7 +370,7 @@ else:
 
 
 def _sent_parts() -> str:
-    """``all of it, half the bits (bf16, fp16), ..., or low-rank factors (powersgd)``."""
+    """What compressions send: ``all of it, half the bits (bf16, fp16), ..., or low-rank factors (powersgd)``."""
     names: dict[str, list[str]] = {}
     for compression in COMPRESSIONS.values():
         names.setdefault(compression.words, []).append(compression.name)
@@ -391,7 +391,7 @@ def _compression_reason() -> str:
 
 
 class CompressionChoice(LocalSgdKnobs):
-    """What is sent of a gradient."""
+    """The knob that says what is sent of a gradient, after those of LocalSGD."""
 
     compression: CompressionName = knob(
         "none",

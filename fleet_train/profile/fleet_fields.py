@@ -396,5 +396,5 @@ def outcome_of(path: str, value: Any) -> FieldOutcome:
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 1 is not True here."""
+    """Whether a value is equal to one of others and of the same type: 1 is not True here."""
     return any(type(value) is type(each) and value == each for each in known)

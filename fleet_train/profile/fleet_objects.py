@@ -20,10 +20,8 @@ MISSING = object()
 
 
 def asked_of_stock(stock: Any) -> dict[str, Any]:
-    """``{"localsgd_configs.k_steps": 4, ...}``: fields that differ, and knobs that were set to Fleet's own default.
-
-    Raises ProfileError if this is not a stock strategy.
-    """
+    """What a stock strategy asks for, ``{"localsgd_configs.k_steps": 4, ...}``: fields that differ, and knobs that were
+    set to Fleet's own default."""
     message = getattr(stock, "strategy", None)
     if not hasattr(message, "DESCRIPTOR"):
         given = type(stock).__module__ + "." + type(stock).__name__

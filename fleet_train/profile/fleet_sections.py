@@ -102,7 +102,7 @@ _FLOAT32 = frozenset(
     "reduce_sum reduce_mean mean sum exp log square cos_sim c_softmax_with_cross_entropy p_norm squared_l2_norm "
     "lookup_table lookup_table_v2 embedding linear_interp_v2 bilinear_interp_v2 nearest_interp_v2".split()
 )
-"""Of operators that run in float32 at both."""
+"""Names of operators that run in float32 at both levels."""
 _LISTS = {"amp_configs.custom_white_list": _LOW, "amp_configs.custom_black_list": _FLOAT32}
 
 

@@ -106,7 +106,7 @@ def _has_lost_its_switch(row: Knob, own: Mapping[str, Any]) -> bool:
 
 
 def _is_redundant(problem: Problem, unread: set[str]) -> bool:
-    """A contradiction with a switch that could not be read is no new information."""
+    """Whether a problem contradicts a switch that could not be read: it is no new information."""
     row = KNOBS.get(problem.key)
     if row is None:
         return False
@@ -128,7 +128,7 @@ def report_of(problems: list[Problem], source: Source, layer: Layer) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the working directory if that is shorter, else unchanged."""
+    """A path relative to the working directory if that is shorter, else unchanged."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except (ValueError, OSError, RuntimeError):  # elsewhere; a NUL in it; a symlink loop

@@ -51,20 +51,20 @@ class Profile(Settings):
         return frozenset(self.model_fields_set - DESCRIPTIVE)
 
     def origin(self, knob: str) -> str:
-        """Where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
+        """The place where a knob was set: ``strategies/a.yaml:7``, or ``default``."""
         return self._origins.get(knob, "default")
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where each setting, and each variable (``environment.NAME``), was written."""
+        """The place where each setting, and each variable (``environment.NAME``), was written."""
         return self._origins
 
     def settings(self) -> dict[str, Any]:
-        """Only the knobs that were set, with name and description: enough to rebuild this profile."""
+        """The knobs that were set, with name and description: enough to rebuild this profile."""
         return {name: value for name, value in self if name in self.model_fields_set}
 
     def shown_settings(self) -> dict[str, Any]:
-        """`settings` for display: only the names of the environment section, because values may be secrets."""
+        """The settings for display: only the names of the environment section, because values may be secrets."""
         settings = self.settings()
         return settings | ({"environment": hidden(self.environment)} if "environment" in settings else {})
 
@@ -254,7 +254,7 @@ def comparable(profile: Profile) -> dict[str, dict[str, Any]]:
 
 
 def _digest(name: str, value: str) -> str:
-    """Different for each variable, so that two variables with the same value do not reveal it."""
+    """A digest of a variable's value, different for each variable, so that equal values do not show as equal."""
     return hashlib.sha256(json.dumps([name, value]).encode()).hexdigest()
 
 

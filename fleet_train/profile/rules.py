@@ -57,7 +57,7 @@ def problems_in(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
-    """Wrong names, types, ranges, and values that are refused; nothing about combinations."""
+    """The problems of values: wrong names, types, ranges, and what is refused; nothing about combinations."""
     problems = _schema_problems(settings)
     bad = {problem.key for problem in problems}
     for name, value in settings.items():
@@ -74,7 +74,7 @@ def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) -> list[Problem]:
-    """Settings that are valid by themselves but would have no effect, or the opposite one, with the others."""
+    """The problems of settings that are valid by themselves but would have no effect, or the opposite one."""
     problems = []
     for name in settings:
         row = KNOBS.get(name)
@@ -176,7 +176,7 @@ def _fragment_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _loss_scale_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
-    """Not in the table of pairs: mixed precision goes with both, float16's loss scale with neither."""
+    """Contradictions of float16's loss scale; not in the table of pairs, as mixed precision goes with both knobs."""
     if settings.get("amp_level", "O0") == "O0" or settings.get("amp_dtype") != "float16":
         return []
     clash, problems = "does not go with amp_dtype: float16", []

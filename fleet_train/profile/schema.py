@@ -17,7 +17,7 @@ from fleet_train.profile.knobs import Knob, OnlyWith, knob, knob_of
 
 
 class ProgramKnobs(CompressionKnobs):
-    """Passes over the program."""
+    """Knobs of passes over the program."""
 
     accumulate_steps: int = knob(
         1,

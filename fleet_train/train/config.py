@@ -71,7 +71,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best evaluation, however old it is."""
+    """Whether the checkpoint with the best evaluation is kept as well, however old it is."""
     background_checkpoints: bool = False
     """Write checkpoints in a thread during training."""
     checkpoint_timeout: float = timeouts.CHECKPOINT_SECONDS
@@ -86,9 +86,9 @@ class TrainConfig(TrainerSettings, LoaderSettings):
     trace: str = ""
     """Steps to trace, such as ``100-104``, into the launcher's log folder, or output_dir without one. Empty = none."""
     prometheus_port: int | None = None
-    """Rank 0 serves its newest record there, for Prometheus. None = no server."""
+    """Port at which rank 0 serves its newest record, for Prometheus. None = no server."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens on."""
+    """Address that the server for Prometheus listens on."""
     resume: bool = False
     overwrite: bool = False
     """Start again in an output_dir with checkpoints, which are deleted after the first new one."""
@@ -139,7 +139,7 @@ class TrainConfig(TrainerSettings, LoaderSettings):
 
     @property
     def data_name(self) -> str:
-        """For people."""
+        """The name of the data in messages and reports."""
         return self.data if self.data_dir is None else self.data_dir
 
     def as_json(self) -> dict[str, Any]:

@@ -22,12 +22,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
-from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.errors import FleetTrainError, printable_line
 from fleet_train.files import lines_of, parse_json
 from fleet_train.log import logger
 from fleet_train.train import dashboard_server
+
+_VISUALDL_START_SECONDS = 30.0
+"""How long VisualDL may take until its page answers; importing it reads much from the disk."""
+_VISUALDL_ANSWER_SECONDS = 5.0
+"""How long one answer of VisualDL's page may take while its start is awaited."""
+_VISUALDL_POLL_SECONDS = 0.1
+"""Pause between two looks at whether VisualDL's page answers."""
+_VISUALDL_STOP_SECONDS = 5.0
+"""How long VisualDL's processes may take to end after SIGTERM."""
 
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _MOST = 1e300
@@ -82,7 +90,7 @@ def names_of(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
 
 
 class Dashboard:
-    """Use as a context manager: on exit, the server and its children are ended."""
+    """VisualDL's server, as a context manager: on exit, the server and its children are ended."""
 
     def __init__(
         self,
@@ -105,7 +113,7 @@ class Dashboard:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Dashboard:
-        """Raises DashboardUnusable if the page does not answer."""
+        """Start the server. Raises DashboardUnusable if the page does not answer."""
         if importlib.util.find_spec("visualdl") is None:
             raise DashboardUnusable("VisualDL is not installed: python -m pip install visualdl")
         self._output = tempfile.TemporaryFile()
@@ -128,7 +136,7 @@ class Dashboard:
         self.stop()
 
     def wait(self) -> None:
-        """Never returns; raises DashboardUnusable when the server has ended."""
+        """Wait forever; raises DashboardUnusable when the server has ended."""
         assert self._server is not None
         self._server.wait()
         raise DashboardUnusable(f"VisualDL's server has ended: {self._last_line()}")
@@ -140,26 +148,26 @@ class Dashboard:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._server.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._server.wait(timeouts.VISUALDL_STOP_SECONDS)
+                    self._server.wait(_VISUALDL_STOP_SECONDS)
         if self._output is not None:
             self._output.close()
 
     def _wait_until_the_page_answers(self) -> None:
         assert self._server is not None
-        deadline = time.monotonic() + timeouts.VISUALDL_START_SECONDS
+        deadline = time.monotonic() + _VISUALDL_START_SECONDS
         while not self._answers():
             if self._server.poll() is not None:
                 raise DashboardUnusable(f"VisualDL does not start: {self._last_line()}")
             if time.monotonic() > deadline:
-                raise DashboardUnusable(f"VisualDL's page does not answer within {timeouts.VISUALDL_START_SECONDS:g} s")
-            time.sleep(timeouts.VISUALDL_POLL_SECONDS)
+                raise DashboardUnusable(f"VisualDL's page does not answer within {_VISUALDL_START_SECONDS:g} s")
+            time.sleep(_VISUALDL_POLL_SECONDS)
 
     def _answers(self) -> bool:
         # It answers 500 to a client that sends no language; every browser sends one.
         request = urllib.request.Request(f"{self.address}/app/index", headers={"Accept-Language": "en"})
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(request, timeout=timeouts.VISUALDL_ANSWER_SECONDS) as answer:
+            with direct.open(request, timeout=_VISUALDL_ANSWER_SECONDS) as answer:
                 return b"VisualDL" in answer.read()
         except (urllib.error.URLError, OSError):
             return False

@@ -93,7 +93,8 @@ class OnlyForNames:
 
 
 class FewConnections(ThreadingMixIn):
-    """For a socket server: at most `most_connections` at a time, each with a thread that ends with the process.
+    """A mix-in for a socket server: at most `most_connections` at a time, each with a thread that ends with the
+    process.
 
     If there are as many, the oldest is closed for a new one, unless it is younger than 10 s. The handler needs a
     `timeout`: a client may send nothing, or half a request.

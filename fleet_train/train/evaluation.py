@@ -35,12 +35,12 @@ class Evaluation:
     """Means over all samples of a dataset, equal on every rank."""
 
     values: dict[str, float]
-    """By name, such as `loss` and `accuracy`."""
+    """The means by name, such as `loss` and `accuracy`."""
     num_samples: int
     confusion: NDArray[np.int64] | None = None
     """Counts [classes, classes]: row = true class, column = predicted class. None if not requested."""
     mistakes: list[Mistake] = field(default_factory=list)
-    """From rank 0's share, on rank 0 only: misclassified images, the most confident first."""
+    """Misclassified images from rank 0's share, on rank 0 only, the most confident first."""
 
     @property
     def loss(self) -> float:
@@ -107,7 +107,7 @@ class ProgramEvaluator:
 
 
 def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: NDArray[np.float32]) -> list[Mistake]:
-    """At most 24 of `mistakes` and those of one more batch, the most confident first.
+    """Choose at most 24 of `mistakes` and those of one more batch, the most confident first.
 
     `feed`: `features` [batch, channels, height, width], `labels` [batch]; `probabilities`: [batch, classes]. Features
     that are not images (another number of dimensions, or neither 1 nor 3 channels) give none.
@@ -125,7 +125,7 @@ def worst(mistakes: Sequence[Mistake], feed: Mapping[str, Any], probabilities: N
 
 @dataclass
 class Outcome:
-    """Equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
+    """The outcome of a run, equal on all ranks except for the speed. NaN where nothing was trained or evaluated."""
 
     steps: int = 0
     epochs: int = 0
@@ -137,7 +137,7 @@ class Outcome:
     train_seconds: float = 0.0
     checkpoint: Path | None = None
     skipped_updates: int = 0
-    """Since the beginning of the run; in LocalSGD's local steps the sum over the ranks."""
+    """Updates skipped since the beginning of the run; in LocalSGD's local steps the sum over the ranks."""
 
     @property
     def test_loss(self) -> float:
@@ -149,7 +149,7 @@ class Outcome:
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks, of the training steps of this call; the time excludes evaluation and checkpoints."""
+        """Samples per second over all ranks, of the training steps of this call, without evaluation and checkpoints."""
         return self.samples / self.train_seconds if self.train_seconds else 0.0
 
     def line(self) -> str:

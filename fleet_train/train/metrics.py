@@ -38,25 +38,25 @@ _MOST_LOG_BYTES = 1 << 36
 
 
 class MetricSink(Protocol):
-    """Tags look like `train/loss`: the part before the `/` groups them on VisualDL's pages."""
+    """A place for a run's metrics. In tags like `train/loss`, the part before `/` groups them on VisualDL's pages."""
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Points of curves. A value may be NaN or infinite."""
+        """Take points of curves. A value may be NaN or infinite."""
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """A text, as of that step."""
+        """Take a text, as of that step."""
 
     def hparams(self, settings: Settings, metrics: Sequence[str]) -> None:
-        """The settings of this run, once, and the tags of the scalars by which runs are compared."""
+        """Take the settings of this run, once, and the tags of the scalars by which runs are compared."""
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        """An image, uint8 [height, width, 3]."""
+        """Take an image, uint8 [height, width, 3]."""
 
     def close(self) -> None: ...
 
 
 class NullSink:
-    """For ranks that do not report, so that call sites need no `if rank == 0`."""
+    """A sink for ranks that do not report, so that call sites need no `if rank == 0`."""
 
     def write(self, step: int, scalars: Scalars) -> None:
         pass
@@ -125,17 +125,17 @@ class UserSink(Protocol):
     """The methods that your own sink must have. It may also have `text`, `hparams` and `image` of `MetricSink`."""
 
     def write(self, step: int, scalars: Scalars) -> None:
-        """Points of curves. A value may be NaN or infinite."""
+        """Take points of curves. A value may be NaN or infinite."""
 
     def close(self) -> None:
-        """Called once, when `Trainer.fit` has ended, with or without an error."""
+        """Close the sink; called once, when `Trainer.fit` has ended, with or without an error."""
 
 
 class UserSinks(TeeSink):
     """Sinks given to a trainer, which closes them. After a sink's first exception only its `close` is called."""
 
     def __init__(self, sinks: Sequence[UserSink]) -> None:
-        """Raises FleetTrainError for an object that is not a sink."""
+        """Take the sinks. Raises FleetTrainError for an object that is not a sink."""
         for sink in sinks:
             if isinstance(sink, type) or not all(callable(getattr(sink, name, None)) for name in ("write", "close")):
                 raise FleetTrainError(
@@ -144,7 +144,7 @@ class UserSinks(TeeSink):
                 )
         self._sinks = sinks
         self._broken: set[int] = set()
-        """Their indices."""
+        """The indices of sinks that have raised an exception."""
 
     def _call(self, name: str, *arguments: Any) -> None:
         for index, sink in enumerate(self._sinks):
@@ -178,14 +178,14 @@ def sinks_of(given: MetricSink | UserSink | Sequence[UserSink] | None, reporting
 
 
 def check_tags(tags: Mapping[str, Any] | Sequence[str]) -> None:
-    """Raises ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
+    """Raise ValueError for a tag that is empty or has a `%`, on which VisualDL's pages fail."""
     for tag in tags:
         if not tag or "%" in tag:
             raise ValueError(f"{tag!r} is not a tag: it must not be empty and must not contain a percent sign")
 
 
 class JsonLinesSink:
-    """One line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
+    """A sink with one line per record: `{"step": 10, "time": 1763640000.1, "train/loss": 0.5}`.
 
     Texts, settings and images have a `kind`; lines without one are scalars, NaN and infinity as null. An image's line
     names a PNG file of the folder: the newest of its tag, which overwrites earlier ones.
@@ -384,7 +384,7 @@ class AppendOnlyFile:
 
 
 def keep_logs(output: Path) -> None:
-    """Before the new run writes. Raises OSError."""
+    """Keep the logs of the earlier run, before the new one writes. Raises OSError."""
     images = [path for path in (output / "images").glob("*.png") if not path.name.startswith(_KEPT)]
     for log in (*_logs(output), *images):
         if log.is_file():
@@ -397,9 +397,7 @@ def keep_logs(output: Path) -> None:
 
 
 def restore_logs(output: Path) -> None:
-    """At a start: if the new run has ended without a checkpoint, the logs are again those of the earlier one. Raises
-    OSError.
-    """
+    """Restore the earlier run's logs, at a start after a run that has ended without a checkpoint. Raises OSError."""
     for kept in _kept_logs(output):
         os.replace(kept, kept.with_name(kept.name.removeprefix(_KEPT)))
 

@@ -76,8 +76,7 @@ class LossWatch:
         self._last_checked = 0
 
     def check(self, loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> None:
-        """Raises NotFinite naming rank, step and samples; if updates are skipped, this rank prints a message
-        instead."""
+        """Raise NotFinite naming rank, step and samples; if updates are skipped, this rank prints a message instead."""
         before, self._last_checked = self._last_checked, step
         if math.isfinite(loss):
             return
@@ -100,7 +99,7 @@ class LossWatch:
 
 
 def describe_loss(loss: float, step: int, indices: NDArray[np.int64], batch: Arrays) -> str:
-    """Which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
+    """Say which rank had which loss at which step, over which samples, and which samples were not finite themselves."""
     return f"the loss of rank {fleet.worker_index()} is {loss} at step {step}; {_batch_in_words(indices, batch)}"
 
 
@@ -128,7 +127,8 @@ def _listed(indices: NDArray[Any]) -> str:
 
 
 class WeightAverage:
-    """average = decay * average + (1 - decay) * weights after every update, for all parameters that are trained.
+    """The weights' moving average, average * decay + (1 - decay) * weights after every update, for all parameters that
+    are trained.
 
     It starts at zero and is read divided by 1 - decay**updates, so that early averages are unbiased. Updates
     that are skipped, and micro-batches without one, do not count. With LocalSGD each rank averages its own weights; the
@@ -145,7 +145,7 @@ class WeightAverage:
         self._program: Any = None
 
     def follow(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
-        """For `DistributedOptimizer.around_update`."""
+        """Update the parameters, and then the average; for `DistributedOptimizer.around_update`."""
         operators = update(pairs)
         for parameter, gradient in pairs:
             if gradient is None:

@@ -33,13 +33,13 @@ class Programs:
     scheduler: Any
     evaluation: Any
     evaluation_sums: dict[str, Any]
-    """Of one batch: sum of the losses (float32), number of correct predictions (int64) and of those in the top 5."""
+    """The sums over one batch: of the losses (float32), of correct predictions (int64) and of those in the top 5."""
     confusion: Any
-    """Of one batch: counts [classes, classes], row = true class; None if there are too many classes to display."""
+    """The counts of one batch [classes, classes], row = true class; None if there are too many classes to display."""
     average: WeightAverage | None
     skipping: SkipNotFinite | None
     gradient_norm: Any
-    """Of one update, float32 [1]; None if it is not recorded."""
+    """The norm of one update's gradient, float32 [1]; None if it is not recorded."""
     features: Any
     probabilities: Any
     """Input and output of the evaluation program, for exporting."""

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.errors import printable
+
+_PROGRESS_LINE_SECONDS = 10.0
+"""Pause between two progress lines within an epoch, in a log."""
 
 
 class Progress:
@@ -19,29 +21,29 @@ class Progress:
         self._clock = clock
         self._label = ""
         self._loss: float | None = None
-        """The last one that was fetched."""
+        """The loss that was fetched last."""
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int) -> None:
-        """An epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""
+        """Note that an epoch (counted from 0) of `steps` steps begins, `done` of them before a resume."""
         self._label = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
         self._began, self._made, self._samples = self._clock(), 0, 0
         self._left = steps - done + (epochs - epoch - 1) * steps
 
     def step(self, loss: float | None, samples: int) -> None:
-        """One step over `samples` of all ranks is done; its loss if it was fetched."""
+        """Note that one step over `samples` of all ranks is done; its loss if it was fetched."""
         self._made += 1
         self._samples += samples
         self._loss = loss if loss is not None else self._loss
 
     def end(self, summary: str) -> None:
-        """The epoch is done; `summary` is its one line."""
+        """Note that the epoch is done; `summary` is its one line."""
         self.say(f"{self._label}  {summary}")
 
     def say(self, message: str) -> None:
-        """A message, also within an epoch."""
+        """Show a message, also within an epoch; ranks that do not report show none."""
 
     def pace(self) -> str:
-        """`1234 samples/s, 0:12:05 left`: of all epochs, without evaluations and checkpoints."""
+        """The pace in words, `1234 samples/s, 0:12:05 left`: of all epochs, without evaluations and checkpoints."""
         seconds = self._clock() - self._began
         if not self._made or seconds <= 0:
             return ""
@@ -53,7 +55,7 @@ class LineProgress(Progress):
     """One line per epoch, and one per interval within an epoch that lasts longer. For logs and pipes."""
 
     def __init__(
-        self, interval_seconds: float = timeouts.PROGRESS_LINE_SECONDS, clock: Callable[[], float] = time.monotonic
+        self, interval_seconds: float = _PROGRESS_LINE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(clock)
         self._interval_seconds = interval_seconds

@@ -13,11 +13,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from fleet_train import __version__, fleet, timeouts
+from fleet_train import __version__, fleet
 from fleet_train.cluster.network import port_owner
 from fleet_train.errors import ClusterError, FleetTrainError, printable
 from fleet_train.train.agree import ask_first_worker
 from fleet_train.train.metrics import MetricSink, NullSink, Scalars, Settings
+
+_METRICS_ASK_AGAIN_SECONDS = 1.0
+"""Pause between two questions to the job's store which ranks are gone: scrapes may come more often."""
 
 DEFAULT_HOST = "127.0.0.1"
 PATH = "/metrics"
@@ -55,7 +58,7 @@ class PrometheusSink(NullSink):
             self._shown = replace(self._shown, step=step, recorded_at=time.time(), curves=curves)
 
     def ranks(self, step_ms: Sequence[float], wait_ms: Sequence[float]) -> None:
-        """0 for a rank without a report since the last record; its earlier value stays."""
+        """Take each rank's times, 0 for a rank without a report since the last record; its earlier value stays."""
         now = time.monotonic()
         with self._lock:
             reporting = [rank for rank, value in enumerate(step_ms) if value > 0 or len(step_ms) == 1]
@@ -77,7 +80,7 @@ class PrometheusSink(NullSink):
             self._shown = replace(self._shown, info=self._shown.info | labels)
 
     def close(self) -> None:
-        """Bounded; a second call does nothing."""
+        """Close the server within a bounded time; a second call does nothing."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -94,9 +97,9 @@ class PrometheusSink(NullSink):
         return families(replace(shown, rank_age_seconds=ages, rank_up=is_up))
 
     def _ask_who_is_gone(self) -> Mapping[int, str] | None:
-        """None if unknown: the job's store does not answer."""
+        """Ask which ranks are gone, and why; None if unknown: the job's store does not answer."""
         asked_at, gone = self._last_gone
-        if time.monotonic() - asked_at < timeouts.METRICS_ASK_AGAIN_SECONDS:
+        if time.monotonic() - asked_at < _METRICS_ASK_AGAIN_SECONDS:
             return gone
         try:
             gone = self._gone() if self._gone is not None else {}
@@ -107,8 +110,8 @@ class PrometheusSink(NullSink):
 
 
 def open_prometheus(port: int, host: str = DEFAULT_HOST) -> MetricSink:
-    """On rank 0 a `PrometheusSink` with the other ranks' state, elsewhere a `NullSink`. All ranks call it; if it cannot
-    listen, it raises ClusterError on all."""
+    """Open a `PrometheusSink` with the other ranks' state on rank 0, a `NullSink` elsewhere. All ranks call it; if it
+    cannot listen, it raises ClusterError on all."""
     made: list[MetricSink] = []
     ask_first_worker(lambda: made.append(PrometheusSink(port, host, fleet.gone_workers)))
     return made[0] if made else NullSink()
@@ -123,7 +126,7 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Metric:
-    """One family. A curve's value over `divisor` is in the base unit."""
+    """A family of Prometheus's metrics. A curve's value over `divisor` is in the base unit."""
 
     name: str
     meaning: str
@@ -194,9 +197,9 @@ class Snapshot:
 
     step: int | None = None
     recorded_at: float = 0.0
-    """Unix time."""
+    """The time of the record, in Unix seconds."""
     curves: dict[str, float] = field(default_factory=dict)
-    """The newest value of each."""
+    """The newest value of each curve."""
     info: dict[str, str] = field(default_factory=dict)
     rank_step_ms: dict[int, float] = field(default_factory=dict)
     rank_wait_ms: dict[int, float] = field(default_factory=dict)

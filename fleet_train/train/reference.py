@@ -141,7 +141,7 @@ def _train(config: TrainConfig, progress: Progress, prometheus: MetricSink, bega
 
 
 def _open_sinks(config: TrainConfig, first_step: int) -> MetricSink:
-    """Raises CheckpointError on every rank if rank 0 cannot write there."""
+    """Open the run's sinks. Raises CheckpointError on every rank if rank 0 cannot write there."""
     opened: list[MetricSink] = []
     ask_first_worker(lambda: opened.append(open_sinks(config.output_path, reporting=True, resume_step=first_step)))
     return opened[0] if opened else NullSink()

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fleet_train import fleet, timeouts
+from fleet_train import fleet
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.ring import read_ring, recorder
 from fleet_train.cluster.flight.timeline import common_steps, timelines
@@ -31,6 +31,9 @@ from fleet_train.train.step_picture import step_picture
 if TYPE_CHECKING:
     from fleet_train.convert.fleet import Communication
     from fleet_train.train.checkpoint.position import Position
+
+_STRAGGLER_SECONDS = 5.0
+"""The least time for which a rank must be slower than the others: less may be a checkpoint, or load for a moment."""
 
 
 # More curves are unreadable; the slowest and the median rank are always included.
@@ -79,7 +82,7 @@ class Reporter:
         self._communication()
 
     def _communication(self) -> Communication:
-        """Since the last reading; sent bytes are counted for every reader."""
+        """The communication since the last reading; sent bytes are counted for every reader."""
         read = fleet.communication()
         self._sent_bytes += max(read.steps, 1) * read.bytes_sent
         return read
@@ -133,7 +136,7 @@ class Reporter:
 
 
 def speed_scalars(speed: Speed, communication: Communication) -> dict[str, float]:
-    """Where the time of a step went, on this rank and over the ranks. Compute is the rest."""
+    """The parts of a step's time, on this rank and over the ranks, by tag. Compute is the rest."""
     data_ms = speed.step_ms * speed.data_wait_share
     exposed_ms = min(communication.exposed_ms, speed.step_ms - data_ms)
     compute_ms = speed.step_ms - data_ms - exposed_ms
@@ -202,7 +205,7 @@ class StragglerWatch:
         endpoints: Sequence[str],
         factor: float,
         intervals: int = 3,
-        seconds: float = timeouts.STRAGGLER_SECONDS,
+        seconds: float = _STRAGGLER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`endpoints`: host:port by rank. `factor` 0 = never report."""
@@ -216,8 +219,8 @@ class StragglerWatch:
         self._named: int | None = None
 
     def check(self, rank_step_ms: Sequence[float], rank_wait_ms: Sequence[float]) -> str | None:
-        """One interval: each rank's own time of a step and its time at barriers, ms per step; returns the message, if
-        any.
+        """Look at one interval: each rank's own time of a step and its time at barriers, ms per step; returns the
+        message, if any.
 
         Ranks without a report (0 ms: no barrier in the interval, as between two averagings) are ignored.
         """
@@ -247,14 +250,14 @@ class StragglerWatch:
 
 
 class Speed(NamedTuple):
-    """Of the steps since the last reading."""
+    """The speed of the steps since the last reading."""
 
     samples_per_second: float
-    """Over all ranks."""
+    """Samples per second over all ranks."""
     step_ms: float
-    """The time of an update: with gradient merge, of all its micro-batches."""
+    """Milliseconds of an update: with gradient merge, of all its micro-batches."""
     data_wait_share: float
-    """0 = data was always ready, 1 = only waiting."""
+    """The share of time spent on waiting for data: 0 = data was always ready, 1 = only waiting."""
 
 
 class StepMeter:
@@ -279,7 +282,7 @@ class StepMeter:
         self._waited = 0.0
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """The same batches; the time to get each one counts as waiting."""
+        """Yield the same batches, and count the time to get each one as waiting."""
         source = iter(batches)
         while True:
             asked = self._clock()

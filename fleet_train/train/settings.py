@@ -34,7 +34,8 @@ class TrainerSettings:
     stop_after_epochs: int | None = None
     """Epochs in this call; a later call with resume continues. None = all remaining ones."""
     resume_uncompared: bool = False
-    """Also continue from a checkpoint of several ranks whose values were not compared (divergence_check_steps: 0)."""
+    """Whether to continue also from a checkpoint of several ranks whose values were not compared
+    (divergence_check_steps: 0)."""
 
     accept_changed_data: bool = False
     """Resume on other training data than the checkpoint's, which is otherwise refused."""
@@ -65,11 +66,11 @@ class Schedule:
     total_steps: int
     warmup_steps: int = 0
     milestones: tuple[int, ...] = ()
-    """Of `step`: the steps from which on the rate is lower. None = a half and three quarters of the rest of the run."""
+    """Steps from which on the rate of the shape `step` is lower. () = at a half and three quarters of the rest."""
     decay: float = 0.1
-    """Of `step`: the factor at each milestone."""
+    """The factor of the shape `step` at each milestone."""
     power: float = 2.0
-    """Of `polynomial`."""
+    """The power of the shape `polynomial`."""
 
     def __post_init__(self) -> None:
         if self.milestones and self.shape != "step":
@@ -87,7 +88,7 @@ class Schedule:
         return _SHAPES[self.shape](self, step)
 
     def of_updates(self, batches: int) -> Schedule:
-        """The same schedule for steps of this many batches, which are the steps of this one."""
+        """This schedule for steps of so many batches each, where its own steps are the batches."""
         milestones = {max(1, round(milestone / batches)) for milestone in self.milestones}
         return replace(
             self,

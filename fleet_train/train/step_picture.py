@@ -30,12 +30,13 @@ _COLOURS = {
     OTHER_RUN: (140, 150, 160),
     "call": (180, 120, 140),
 }
-"""Of each kind of piece and event; also the order in the legend."""
+"""The colour of each kind of piece and event; also the order in the legend."""
 _TICKS = (1, 2, 5)
 
 
 def step_picture(ranks: Sequence[RankTimeline], number: int) -> NDArray[np.uint8]:
-    """Below each other the ranks, each with its program and its communicators' threads: uint8 [height, width, 3].
+    """A picture with the ranks below each other, each with its program and its communicators' threads: uint8 [height,
+    width, 3].
 
     Of more than 16 ranks, those that wait least are shown: the others wait for them.
     """
@@ -74,11 +75,11 @@ class _Canvas:
         self._began, self._scale = began, scale
 
     def _x(self, at: float) -> float:
-        """What ends after the step ends at the edge."""
+        """The horizontal place of a time; what ends after the step ends at the edge."""
         return min(max(0.0, _LEFT + (at - self._began) * self._scale), float(_WIDTH))
 
     def row(self, spans: Sequence[Span], top: int, height: int) -> None:
-        """A span gets its words where they fit."""
+        """Draw spans in a row, with their words where they fit."""
         for span in spans:
             left, right = self._x(span.began), self._x(span.ended)
             colour = _COLOURS.get(span.kind, (128, 128, 128))
@@ -90,7 +91,7 @@ class _Canvas:
                 self._draw.text(centre, span.words, fill=ink, font=self._font, anchor="mm")
 
     def axis(self, ended: float, bottom: int) -> None:
-        """A line at every round number of milliseconds, at most 14 of them."""
+        """Draw a line at every round number of milliseconds, at most 14 of them."""
         length = 1e3 * (ended - self._began)
         tick = next(t for power in range(-3, 19) for t in (each * 10.0**power for each in _TICKS) if length / t <= 14)
         for index in range(int(length / tick) + 1):

@@ -41,6 +41,11 @@ from fleet_train.train.progress import Progress
 from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
 
+_COPIES_STOP_SECONDS = 20.0
+"""How long other nodes have to write their checkpoints at a graceful stop: less than the launcher's grace of 30 s."""
+_SAME_KEY_SECONDS = 0.2
+"""How far apart Ctrl-C that was typed once may come twice: from the terminal, and from a program that passes it on."""
+
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -282,7 +287,8 @@ class Trainer:
         return self._checkpoints is not None and every > 0 and step % every == 0
 
     def _save(self) -> None:
-        """Raises NotFinite instead of saving NaN; in the background the next save raises it, or the end."""
+        """Save a checkpoint. Raises NotFinite instead of saving NaN; of a save in the background the next one raises
+        it, or the end."""
         if self._checkpoints is not None:
             saved = self._checkpoints.save(self._exe, self._state(), score=_score(self.outcome.evaluation))
             self.outcome.checkpoint = saved or self.outcome.checkpoint
@@ -323,7 +329,7 @@ class Trainer:
             saved, lacking = None, ""
             try:
                 if self._checkpoints is not None:
-                    saved, lacking = self._checkpoints.wait(timeouts.COPIES_STOP_SECONDS)
+                    saved, lacking = self._checkpoints.wait(_COPIES_STOP_SECONDS)
             except NotSaved as error:
                 raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
             self._reporter.saved(self.position, self._copies_made())
@@ -452,7 +458,7 @@ def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
                 os.write(2, b"\nfleet_train: Ctrl-C: stopping after this step; a second one ends it at once\n")
             return
         typed_twice = number == asked[0][0] == signal.SIGINT
-        same_seconds = timeouts.SAME_KEY_SECONDS if typed_twice else timeouts.SAME_STOP_SECONDS
+        same_seconds = _SAME_KEY_SECONDS if typed_twice else timeouts.SAME_STOP_SECONDS
         if time.monotonic() - asked[0][1] > same_seconds:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -29,22 +29,22 @@ _MANY_FAULTS = 8, 50  # in all, and per second
 # A thread that has run so long, or so often, could have let go of Python's lock, or taken it.
 _ENOUGH_SECONDS, _ENOUGH_TURNS = 0.1, 20
 Turns = Mapping[int, "Turn"]
-"""By the thread's native id."""
+"""The turns of a process's threads, by a thread's native id."""
 
 
 class Turn(NamedTuple):
-    """Of a thread, in seconds since it began."""
+    """What a thread has had of processors, in seconds since it began."""
 
     ran: float
     ready: float
-    """It waited for a processor."""
+    """Seconds in which the thread waited for a processor."""
     turns: int
     is_ready: bool
-    """Now, or it runs: the kernel adds a wait to ``ready`` when that is over."""
+    """Whether the thread is ready or runs now: the kernel adds a wait to ``ready`` when that is over."""
 
 
 def turns_of(pid: int) -> Turns:
-    """How long its threads ran, and waited for a processor; empty where the kernel does not tell."""
+    """How long a process's threads ran, and waited for a processor; empty where the kernel does not tell."""
     turns = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -56,8 +56,8 @@ def turns_of(pid: int) -> Turns:
 
 
 def lacks_processor(before: Turns, later: Turns, helper: int, seconds: float) -> str:
-    """In words, whether a process lacked a processor for ``seconds`` in which ``helper``, its recorder's thread, did
-    not get Python's lock; else empty, and some native code keeps it.
+    """Say in words that a process lacked a processor for ``seconds`` in which ``helper``, its recorder's thread, did
+    not get Python's lock; empty if it did not, and some native code keeps the lock.
 
     The recorder's thread wakes up 200 times a second while it waits for the lock: where it got to run as often, another
     thread has the lock; and that one could have let go of it if it ran itself.
@@ -79,7 +79,8 @@ def lacks_processor(before: Turns, later: Turns, helper: int, seconds: float) ->
 
 
 def _waited(before: Turn, later: Turn, seconds: float) -> float:
-    """A wait that has not ended is not counted yet: of a thread that is ready at the end, all that it did not run."""
+    """Seconds in which a thread waited. A wait that has not ended is not counted yet: of a thread that is ready at the
+    end, all that it did not run."""
     counted = later.ready - before.ready
     is_waiting = later.is_ready and (before.is_ready or later.turns - before.turns < _ENOUGH_TURNS)
     return min(seconds, max(counted, seconds - (later.ran - before.ran)) if is_waiting else counted)
@@ -87,18 +88,19 @@ def _waited(before: Turn, later: Turn, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """``letter``: of its main thread, as in ``ps``; empty if it has ended. ``at``: of ``time.perf_counter``."""
+    """The state of a process. ``letter``: of its main thread, as in ``ps``; empty if it has ended. ``at``: of
+    ``time.perf_counter``."""
 
     pid: int
     at: float
     letter: str = ""
     parent: int = 0
     memory_bytes: int = 0
-    """Resident, on the host."""
+    """Bytes of the process that are resident on the host."""
     faults: int = 0
-    """Pages that its threads had to read from a disk."""
+    """Pages that the process's threads had to read from a disk."""
     lacks_processor: str = ""
-    """See the function of this name, where it was asked."""
+    """What the function `lacks_processor` says of the process, where it was asked."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessState:
@@ -113,7 +115,7 @@ class ProcessState:
 
     @property
     def has_ended(self) -> bool:
-        """Or only waits for its parent to read its exit code."""
+        """Whether the process has ended, or only waits for its parent to read its exit code."""
         return self.letter in ("", "Z", "X")
 
     @property
@@ -150,12 +152,12 @@ class ProcessState:
         return ""
 
     def words_of_unknown(self) -> str:
-        """Of a process that records nothing."""
+        """The state in words of a process that records nothing."""
         return self.words(self, keeps_lock=False) or f"has not imported fleet_train yet (state {self.letter})"
 
 
 def _call_of(pid: int) -> str:
-    """``read of /mnt/data/part-7``, ``futex``; empty if it is in none, or that may not be read."""
+    """The call of the kernel that a process is in: ``read of /mnt/data/part-7``; empty if none can be seen."""
     words = _first_line(f"/proc/{pid}/task/{pid}/syscall").split()
     if len(words) < 2 or not words[0].isdecimal():
         return ""
@@ -167,7 +169,7 @@ def _call_of(pid: int) -> str:
 
 
 def _stat(path: str) -> list[str]:
-    """The fields behind the command's name, which may hold anything."""
+    """The fields of ``stat`` behind the command's name, which may hold anything."""
     return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 

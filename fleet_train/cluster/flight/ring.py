@@ -24,14 +24,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 
-from fleet_train import timeouts
 from fleet_train.cluster.cluster import is_number
 from fleet_train.errors import printable_line
 
+_RECORDER_POLL_SECONDS = 0.25
+"""Pause between two looks of the recorder's thread: as long as a question for stacks may wait, and as old as a
+heartbeat is at most."""
+
 FILE_NAME = "fleet_train rank"
-"""Of the anonymous file, as ``/proc/<pid>/fd`` shows it."""
+"""The name of the anonymous file with the events, as ``/proc/<pid>/fd`` shows it."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""A real-time signal: scripts use SIGUSR1 and SIGUSR2."""
+"""The signal that asks for stacks, a real-time one: scripts use SIGUSR1 and SIGUSR2."""
 EVENTS = 2048
 KINDS = (
     *("run", "barrier", "copy", "code", "wire", "wait", "call"),
@@ -66,7 +69,7 @@ _SHORTEST_SECONDS = 50e-6
 
 @dataclass(frozen=True)
 class Event:
-    """Times are of CLOCK_MONOTONIC (``time.perf_counter``), in seconds; 0 in ``ended``: it has not ended."""
+    """An event of a rank. Times are of CLOCK_MONOTONIC (``time.perf_counter``), in seconds; ``ended``: 0 until then."""
 
     kind: str
     name: str
@@ -77,11 +80,11 @@ class Event:
     began: float
     ended: float
     thread: int
-    """Its native id, as in ``/proc/<pid>/task``."""
+    """The thread's native id, as in ``/proc/<pid>/task``."""
 
     @property
     def words(self) -> str:
-        """``barrier``, ``wire bucket 2``."""
+        """The event in words, such as ``barrier`` or ``wire bucket 2``."""
         return f"{self.kind} {self.name}".rstrip()
 
 
@@ -91,7 +94,7 @@ class Ring:
 
     pid: int
     rank: int
-    """-1 until it is known."""
+    """The rank's number; -1 until it is known."""
     world_size: int
     helper: int
     main_ident: int
@@ -100,7 +103,7 @@ class Ring:
     clock_offset: float
     clock_error: float
     endpoint: str
-    """Empty until it is known."""
+    """The rank's endpoint; empty until it is known."""
     traced: tuple[int, int]
     """First and last step of what `merged` has made; (0, 0): it is no trace."""
     events: tuple[Event, ...]
@@ -113,7 +116,7 @@ class Ring:
 
     @property
     def waits(self) -> bool:
-        """Whether that is a wait for other ranks."""
+        """Whether the innermost event that has not ended is a wait for other ranks."""
         return self.doing is not None and self.doing.kind in _WAITS
 
     @property
@@ -197,7 +200,7 @@ def has_joined(file: int) -> bool:
 
 
 def has_answered(file: int) -> bool:
-    """Whether they are all there."""
+    """Whether all stacks that were asked for are there."""
     written = os.pread(file, _ASKED.size, _ASKED_AT)
     return len(written) == _ASKED.size and written[: _COUNT.size] == written[_COUNT.size :]
 
@@ -224,7 +227,7 @@ class Recorder:
         self.step = 0
         """The update under way, for the events that begin from now on; 0 before the first."""
         self.shortest_seconds = _SHORTEST_SECONDS
-        """What `add` leaves out; a trace has all."""
+        """The length in seconds below which `add` leaves events out; a trace has all."""
         self._map: mmap | None = None
         self._file = -1
         self._count = itertools.count()
@@ -261,7 +264,7 @@ class Recorder:
         os.register_at_fork(after_in_child=self._forget)
 
     def join(self, rank: int, world_size: int, job: int, endpoint: str) -> None:
-        """This process is a rank of a job, which all processes of its machine know by this number (not 0)."""
+        """Note that this process is a rank of a job, which all processes of its machine know by this number (not 0)."""
         self.start(rank, world_size)
         if self._map is not None:
             written = endpoint.encode(errors="replace")[: _NAMES_AT - _ENDPOINT_AT]
@@ -270,14 +273,14 @@ class Recorder:
             _JOB.pack_into(self._map, _JOB_AT, job)
 
     def set_clock(self, offset: float, error: float) -> None:
-        """This machine's ``time.perf_counter`` minus the job's clock, and how wrong that may be; in seconds."""
+        """Note this machine's ``time.perf_counter`` minus the job's clock, and how wrong that may be; in seconds."""
         if self._map is not None:
             _CLOCK.pack_into(self._map, _CLOCK_AT, time.perf_counter(), offset, error)
 
     def begin(
         self, kind: str, name: str = "", nbytes: int = 0, group: str = "", enqueued: float = 0.0, began: float = 0.0
     ) -> int:
-        """An event begins now, or began; returns what `end` takes. Names beyond the room for them are empty."""
+        """Begin an event, now or when it began; returns what `end` takes. Names beyond the room for them are empty."""
         ring = self._map
         if ring is None:
             return -1
@@ -308,19 +311,19 @@ class Recorder:
         return number
 
     def add(self, kind: str, name: str, began: float, *, is_worth_it: bool = False) -> None:
-        """An event that began at this ``time.perf_counter`` has ended now. Short ones are not worth their time, but
-        where they show that a step has ended."""
+        """Record an event that began at this ``time.perf_counter`` and ends now. Short ones are not worth their time,
+        but where they show that a step has ended."""
         if self._map is not None and (is_worth_it or time.perf_counter() - began >= self.shortest_seconds):
             self.end(self.begin(kind, name, began=began))
 
     def end(self, number: int) -> None:
-        """The event ends now; nothing is written if newer events have taken its place."""
+        """End an event now; nothing is written if newer events have taken its place."""
         ring = self._map
         if ring is not None and 0 <= number > self._newest - EVENTS:
             _pack_time(ring, _ENDED_AT + number % EVENTS * _EVENT_BYTES, time.perf_counter())
 
     def event(self, kind: str, name: str = "", nbytes: int = 0, group: str = "") -> Ending:
-        """For ``with``: the event begins now, and ends with the body."""
+        """A context for ``with``: the event begins now, and ends with the body."""
         return Ending(self, self.begin(kind, name, nbytes, group))
 
     def copy(self) -> bytes:
@@ -356,10 +359,10 @@ class Recorder:
                 os.write(self._file, "".join(names).encode(errors="replace"))
                 faulthandler.dump_traceback(self._file, all_threads=True)
                 _COUNT.pack_into(ring, _ASKED_AT + _COUNT.size, asked)
-            time.sleep(timeouts.RECORDER_POLL_SECONDS)
+            time.sleep(_RECORDER_POLL_SECONDS)
 
     def _forget(self) -> None:
-        """In a forked child: it has no place in the job."""
+        """Close the recorder in a forked child, which has no place in the job."""
         if self._map is not None:
             self._map, self._thread = None, threading.local()
             with suppress(OSError):
@@ -369,7 +372,7 @@ class Recorder:
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 
 recorder = Recorder()
-"""Of this process."""
+"""The flight recorder of this process."""
 
 _RANK_VARIABLES = ("PADDLE_TRAINER_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 

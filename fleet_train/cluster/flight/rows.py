@@ -8,15 +8,20 @@ from itertools import groupby, pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from fleet_train import timeouts
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import Event, Ring
 from fleet_train.cluster.flight.stands import from_json, harmless
 
+_TOP_LONG_SECONDS = 2.0
+"""How long a rank is in something before ``top`` says so, and that others wait for it: steps are shorter, or it is
+worth a look."""
+_TOP_SILENT_SECONDS = 3.0
+"""How old a silent rank's heartbeat is: it comes four times a second, or late on a busy machine."""
+
 UPDATES = 10
-"""Of which the times are shown: the last ones."""
+"""How many updates, the last ones, the shown times are of."""
 _SLOWER = 1.1
-"""Than the other ranks' median: less is noise."""
+"""How many times the other ranks' median a slow rank takes at least: less is noise."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,11 @@ class Row:
     exposed_ms: float | None
     loader_ms: float | None
     busy_ms: float | None
-    """Of an update, without waiting for buckets."""
+    """Milliseconds of an update without waiting for buckets."""
     memory_bytes: int
     state: str
     waits: bool
-    """For a second or longer, for other ranks."""
+    """Whether the rank has waited for other ranks for a second or longer."""
     is_slowest: bool = False
     is_waited_for: bool = False
 
@@ -45,12 +50,12 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Any) -> Row:
-        """Of another process. Raises ValueError for anything else."""
+        """Read a row that another process has sent. Raises ValueError for anything else."""
         return from_json(cls, harmless(data))
 
 
 def rows_of(looked: Iterable[tuple[Ring, ProcessState]]) -> list[Row]:
-    """Of the ranks of a machine. A rank's children, and what started it, may be recorded as well: left out."""
+    """The rows of a machine's ranks. A rank's children, and what started it, may be recorded as well: left out."""
     every = list(looked)
     joined = {process.pid: process.parent for ring, process in every if ring.has_joined}
     return marked(
@@ -61,7 +66,7 @@ def rows_of(looked: Iterable[tuple[Ring, ProcessState]]) -> list[Row]:
 
 
 def row_of(ring: Ring, process: ProcessState) -> Row:
-    """Without what only all ranks together show: see `marked`."""
+    """The row of one rank, without what only all ranks together show: see `marked`."""
     pace = None if process.has_ended else _pace(ring)
     step, exposed, loader, busy = (None if pace is None else round(ms, 3) for ms in pace or (0.0,) * 4)
     return Row(
@@ -81,7 +86,7 @@ def row_of(ring: Ring, process: ProcessState) -> Row:
 
 
 def marked(rows: Iterable[Row]) -> list[Row]:
-    """By job and rank, with the slowest rank and those that others wait for."""
+    """The rows by job and rank, with the slowest rank and those that others wait for marked."""
     every = sorted(rows, key=lambda row: (row.job, row.rank, row.pid))
     return [row for _, job in groupby(every, key=lambda row: row.job) for row in _marked(list(job))]
 
@@ -109,7 +114,7 @@ class _Pace(NamedTuple):
 
 
 def _pace(ring: Ring) -> _Pace | None:
-    """Of spans from the begin of a `run` to that of the first one after the next update. None while there are none."""
+    """Measure the last updates, each from the begin of a `run` to that of the first one after it; None without any."""
     runs = [event for event in ring.events if event.kind == "run"]
     starts: list[Event] = []
     # An event that was being written has a step out of order, and is the first or the last one.
@@ -122,7 +127,7 @@ def _pace(ring: Ring) -> _Pace | None:
         return None
 
     def spent(kind: str) -> list[float]:
-        """Of each span, per update."""
+        """Milliseconds of events of a kind in each span, per update."""
         took = [(each.began, 1e3 * (each.ended - each.began)) for each in ring.events if each.kind == kind]
         return [
             sum(max(ms, 0.0) for began, ms in took if since <= began < until) / updates
@@ -135,9 +140,9 @@ def _pace(ring: Ring) -> _Pace | None:
 
 
 def is_silent(ring: Ring, process: ProcessState) -> bool:
-    """Whether its recorder's thread, which nothing but Python's lock and the processor keeps, writes nothing."""
+    """Whether a rank's recorder, which nothing but Python's lock and the processor keeps, writes nothing."""
     is_able = ring.heartbeat and process.letter in ("R", "S")
-    return bool(is_able) and process.at - ring.heartbeat >= timeouts.TOP_SILENT_SECONDS
+    return bool(is_able) and process.at - ring.heartbeat >= _TOP_SILENT_SECONDS
 
 
 def state_of(ring: Ring, process: ProcessState) -> str:
@@ -155,7 +160,7 @@ def state_of(ring: Ring, process: ProcessState) -> str:
     what, since = "in the script", max(event.ended for event in ring.events)
     if (doing := ring.doing) is not None:
         what, since = doing.words, doing.began
-    is_long = process.at - since >= timeouts.TOP_LONG_SECONDS
+    is_long = process.at - since >= _TOP_LONG_SECONDS
     return f"{what} for {process.at - since:.0f} s" if is_long else "running"
 
 
@@ -163,4 +168,4 @@ def _waits_for_others(ring: Ring, process: ProcessState) -> bool:
     doing = ring.doing
     if doing is None or not ring.waits or process.has_ended:
         return False
-    return process.at - doing.began >= timeouts.TOP_LONG_SECONDS
+    return process.at - doing.began >= _TOP_LONG_SECONDS

@@ -42,13 +42,13 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Of this package, wherever the rank has imported it from."""
+        """Whether the frame is of this package, wherever the rank has imported it from."""
         _, found, name = self.file.rpartition(f"/{_PACKAGE.name}/")
         return bool(found) and _is_module(name)
 
     @property
     def is_users(self) -> bool:
-        """Neither Python's, an installed package's, nor ours."""
+        """Whether the frame is neither Python's, an installed package's, nor ours."""
         return not self.is_ours and not _LIBRARY.search(self.file)
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class Frame:
         return f"{os.path.basename(self.file)}:{self.line}{source}"
 
     def in_stack(self) -> str:
-        """A line of a stack; the user's are marked."""
+        """The frame as a line of a stack; the user's are marked."""
         mark, source = ">" if self.is_users else " ", f": {self.source}" if self.source else ""
         return f"    {mark} {self.file}:{self.line} in {self.function}{source}"
 
 
 @dataclass(frozen=True)
 class Thread:
-    """``frames``: the innermost one first."""
+    """A thread and its stack; ``frames``: the innermost one first."""
 
     name: str
     is_main: bool
@@ -71,7 +71,7 @@ class Thread:
 
     @property
     def is_ours(self) -> bool:
-        """A thread of this package in which no code of the user runs."""
+        """Whether it is a thread of this package in which no code of the user runs."""
         return not self.is_main and (self.name.startswith("fleet_train") or any(frame.is_ours for frame in self.frames))
 
     @property
@@ -82,15 +82,15 @@ class Thread:
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
+    """What keeps a rank, and where. ``state``: what ``/proc`` says, in words; empty for a process that can answer."""
 
     rank: int
     pid: int
     step: int
     doing: str
-    """What it is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
+    """What the rank is in, by the events that have not ended, such as ``barrier`` or ``wire bucket 2``."""
     waits: bool
-    """Whether that is, or was when it ended, a wait for other ranks, and nothing else keeps it."""
+    """Whether the rank only waits for other ranks, or did when it ended, and nothing else keeps it."""
     state: str
     threads: tuple[Thread, ...]
     native: str = ""
@@ -127,7 +127,7 @@ class Stand:
 
     @classmethod
     def from_json(cls, data: Any) -> Stand:
-        """Of another process. Raises ValueError for anything else."""
+        """Read a stand that another process has sent. Raises ValueError for anything else."""
         return from_json(cls, harmless(data))
 
 
@@ -216,7 +216,7 @@ def harmless(data: Any) -> Any:
 
 
 def _reader(kind: type[Any]) -> Any:
-    """Created once per kind: that takes longer than parsing."""
+    """The reader of a kind of dataclass, created once: that takes longer than parsing."""
     from pydantic import TypeAdapter  # heavy: not for --help
 
     if kind not in _readers:

@@ -35,7 +35,7 @@ class Span:
     nbytes: int = 0
     thread: int = 0
     is_unfinished: bool = False
-    """``ended`` is then the end of the rank's recording."""
+    """Whether the span had not ended; ``ended`` is then the end of the rank's recording."""
 
     @property
     def seconds(self) -> float:
@@ -48,14 +48,14 @@ class Span:
 
 @dataclass(frozen=True)
 class TimelineStep:
-    """Of one rank."""
+    """One step of one rank; times in seconds."""
 
     number: int
     began: float
     ended: float
     pieces: tuple[Span, ...]
     events: tuple[Span, ...]
-    """What began in it on communicators' threads."""
+    """Events that began in the step on communicators' threads."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ class TimelineStep:
 
     @property
     def waited(self) -> float:
-        """Seconds in which its program waited for other ranks."""
+        """Seconds in which the rank's program waited for other ranks."""
         return sum(piece.seconds for piece in self.pieces if piece.kind == "wait")
 
 
@@ -77,7 +77,7 @@ class RankTimeline:
     clock_error: float
     events: tuple[Span, ...]
     steps: dict[int, TimelineStep]
-    """Those that have ended, and whose beginning is known."""
+    """The rank's steps that have ended and whose beginning is known, by number."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,8 @@ class RankTimeline:
 
 
 def timelines(rings: Iterable[Ring]) -> list[RankTimeline]:
-    """By rank. Ranks of one host have one clock: the measurement with the least error is that of all of them."""
+    """The timelines of all ranks, by rank. Ranks of one host have one clock: the measurement with the least error is
+    that of all of them."""
     chosen: dict[str, Ring] = {}
     rings = sorted(rings, key=lambda ring: ring.rank)
     for ring in sorted(rings, key=lambda ring: ring.clock_error):
@@ -139,7 +140,7 @@ def _steps(events: Sequence[Span], ends: dict[int, Span]) -> dict[int, TimelineS
 
 
 def _pieces(within: Sequence[Span], began: float, ended: float) -> list[Span]:
-    """The step without gaps; of what is inside something else, only a run's own parts count."""
+    """The pieces of a step without gaps; of what is inside something else, only a run's own parts count."""
     pieces: list[Span] = []
     at = began
     for span in within:
@@ -155,7 +156,7 @@ def _pieces(within: Sequence[Span], began: float, ended: float) -> list[Span]:
 
 
 def _of_run(run: Span, within: Sequence[Span]) -> list[Span]:
-    """Forward and backward pass, in which buckets are copied; then waits and updates in turn."""
+    """The parts of a run: forward and backward pass, in which buckets are copied; then waits and updates in turn."""
     inside = [event for event in within if run.began <= event.began and event.ended <= run.ended]
     waits = [event for event in inside if event.kind == "wait"]
     if not waits:

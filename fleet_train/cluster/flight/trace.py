@@ -13,9 +13,9 @@ from fleet_train.files import publish
 from fleet_train.log import logger
 
 MOST_STEPS = 200
-"""A copy of the ring for each stays in memory until the last one has ended."""
+"""The most steps of a trace: a copy of the ring for each stays in memory until the last one has ended."""
 MOST_TRACE_BYTES = (MOST_STEPS + 3) * RING_BYTES
-"""With the copy before the first step, and the one at the end."""
+"""The most bytes of a trace, with the copy before the first step, and the one at the end."""
 
 
 def trace_name(rank: int) -> str:
@@ -36,13 +36,13 @@ def read_steps(text: str, name: str = "--trace") -> tuple[int, int]:
 
 
 class Trace:
-    """Of this rank. ``clock``: measures this machine's clock, as `recorder.Recorder.set_clock` takes it."""
+    """The trace of this rank. ``clock``: measures this machine's clock, as `recorder.Recorder.set_clock` takes it."""
 
     def __init__(
         self, first: int, last: int, folder: Path, rank: int, clock: Callable[[], tuple[float, float]]
     ) -> None:
         self.data = b""
-        """What was written, once the last step has ended."""
+        """The bytes that were written, once the last step has ended."""
         self._first, self._last = first, last
         self._folder, self._rank = folder, rank
         self._clock = clock
@@ -50,7 +50,7 @@ class Trace:
         self._copied = -1
         """The step of the newest copy."""
         self._traced = 0
-        """Steps so far."""
+        """The number of steps traced so far."""
         self._is_over = False
 
     def after_run(self) -> None:
@@ -96,7 +96,7 @@ class Trace:
 
 
 current: Trace | None = None
-"""The one asked for last in this process."""
+"""The trace that was asked for last in this process; None without one."""
 
 
 def begin(trace: Trace) -> None:
@@ -106,6 +106,6 @@ def begin(trace: Trace) -> None:
 
 
 def after_run() -> None:
-    """See `Trace.after_run`."""
+    """Tell the current trace, if there is one, that a run of a program has ended."""
     if current is not None:
         current.after_run()

@@ -39,6 +39,24 @@ from fleet_train.cluster.flight.stands import Stand, parse
 from fleet_train.errors import printable
 from fleet_train.files import publish
 
+_STACKS_ANSWER_SECONDS = 1.0
+"""How long the recorder's thread has to get Python's lock and to write: then a signal makes it write without."""
+_STACKS_SIGNAL_SECONDS, _STACKS_QUIET_SECONDS = 2.0, 0.2
+"""How long a rank's handler of that signal has to write, which takes milliseconds where the machine is not busy; and
+how long after its last word it counts as done."""
+_STACKS_LOCK_SECONDS = 2.0
+"""How long a process that asks a rank for its stacks waits for another one that asks the same rank."""
+_STACKS_POLL_SECONDS = 0.02
+"""Pause between two looks at whether a rank has written its stacks, or another process has asked it."""
+_STACKS_RECENT_SECONDS = 15.0
+"""How long the stacks seen at a failure stand for it: a rank's report and the launchers' patience take no longer."""
+_WITNESS_FIRST_SECONDS, _WITNESS_LAST_SECONDS = 0.5, 10.0
+"""Pause between two searches for ranks that have not begun to record, at first and at most."""
+_STACKS_NATIVE_SECONDS = 10.0
+"""How long py-spy may take, which reads the symbols of all libraries."""
+_TOP_TURNS_SECONDS = 0.3
+"""How long ``top`` watches a silent rank to see whether it runs, or only waits for a processor."""
+
 _libc, _TGKILL = ctypes.CDLL(None, use_errno=True), 234 if os.uname().machine == "x86_64" else 131
 _MOST_TEXT_BYTES = 1 << 20
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -46,12 +64,12 @@ T = TypeVar("T")
 
 
 STACKS, ROWS, FAILURE = "stacks", "rows", "failure"
-"""What is asked. After a failure, a stopped rank goes on, to show its stack."""
+"""Questions to a witness. After a failure, a stopped rank goes on, to show its stack."""
 _WANTED, _WITNESS = "stacks/wanted/", "stacks/witness/"
 
 
 class Client(Protocol):
-    """What is needed of the store's client."""
+    """The part of the store's client that a witness needs."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -61,7 +79,7 @@ class Client(Protocol):
 
 
 class Witness:
-    """Answers for the ranks of a node, which ``find`` finds, when a rank elsewhere asks over the job's store."""
+    """The witness of a node's ranks, which ``find`` finds: answers when a rank elsewhere asks over the job's store."""
 
     def __init__(
         self,
@@ -81,15 +99,15 @@ class Witness:
         self._running = running
         self._write = write
         self.stands: dict[int, Stand] = {}
-        """Where each rank stood when it was last asked."""
+        """The stand of each rank when it was last asked."""
         self._seen: list[Seen] = []
         self._answered: dict[str, Any] = {}
         self._all_joined = False
         self._look_again_at = 0.0
         self._failed_at: dict[int, float] = {}
-        self._pause = timeouts.WITNESS_FIRST_SECONDS
+        self._pause = _WITNESS_FIRST_SECONDS
         self._node: int | None = node
-        """Not yet announced in the store."""
+        """The node that is not yet announced in the store; None once it is."""
 
     def answer(self) -> None:
         """Called a few times a second. Raises FleetTrainError if the store does not answer."""
@@ -123,7 +141,7 @@ class Witness:
         self._all_joined = self._all_joined or sum(each.has_joined() for each in self._seen) >= self._processes
         if not self._all_joined and (now or time.monotonic() >= self._look_again_at):
             self._look_again_at = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, timeouts.WITNESS_LAST_SECONDS)
+            self._pause = min(2 * self._pause, _WITNESS_LAST_SECONDS)
             known = {each.pid for each in self._seen}
             found = self._find()
             for each in found:
@@ -133,13 +151,13 @@ class Witness:
         return self._seen
 
     def look(self, ranks: Collection[int] | None = None, *, resume: bool = False) -> list[Stand]:
-        """Where the node's ranks stand, or these; see the function of this name.
+        """Find out where the node's ranks stand, or only ``ranks``; see the function of this name.
 
         ``resume`` means a failure. Where ranks stood a moment ago, when the first of them asked, is kept then: since
         then they have learned of the failure, or have gone on.
         """
         now = time.monotonic()
-        kept = {rank for rank, at in self._failed_at.items() if resume and now - at < timeouts.STACKS_RECENT_SECONDS}
+        kept = {rank for rank, at in self._failed_at.items() if resume and now - at < _STACKS_RECENT_SECONDS}
         asked = [each for each in self.seen(now=True) if ranks is None or each.ring().rank in ranks]
         new = look([each for each in asked if each.ring().rank not in kept], resume=resume)
         known = {each.ring().rank for each in self.seen()}
@@ -160,9 +178,9 @@ class Witness:
 
 
 def ask(client: Client, what: str) -> list[Any]:
-    """For a visitor: the `Stand` or the `Row` of each rank of a job, by rank; without those whose witness does not
-    answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our answer.
-    """
+    """Ask as a visitor for the `Stand` or the `Row` of each rank of a job, by rank; without those whose witness does
+    not answer within seconds. ``what``: STACKS or ROWS. Another visitor who asks at the same time may get our
+    answer."""
     told = [client.get(key) for key in client.keys(_WITNESS)]
     count = sum(each for each in told if type(each) is int)  # whoever may connect to the store may write anything
     read = Row.from_json if what == ROWS else Stand.from_json
@@ -170,7 +188,8 @@ def ask(client: Client, what: str) -> list[Any]:
 
 
 def ask_about(client: Client, failure: str, ranks: Collection[int], nodes: Collection[int]) -> list[Stand]:
-    """Where ranks of these nodes stand whom others miss, without those whose witness does not answer within seconds.
+    """Ask where ranks of these nodes stand whom others miss; without those whose witness does not answer within
+    seconds.
 
     ``failure``: the same text for all that ask for the same reason, who then share the answer.
     """
@@ -201,7 +220,7 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_name(rank: int) -> str:
-    """The ring of its flight recorder, which ``timeline`` reads."""
+    """The name of a file with the ring of a rank's flight recorder, which ``timeline`` reads."""
     return f"flight.{rank}.bin"
 
 
@@ -222,7 +241,7 @@ def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> 
 
 
 def write_if_possible(folder: Path | None, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:
-    """The same where there is a folder: one that cannot be written is no reason to end the job."""
+    """Write what `write_files` does if there is a folder: one that cannot be written is no reason to end the job."""
     if folder is not None:
         with contextlib.suppress(OSError):
             write_files(folder, stands, seen)
@@ -263,12 +282,12 @@ class Seen:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _lock(self) -> None:
-        until = time.monotonic() + timeouts.STACKS_LOCK_SECONDS
+        until = time.monotonic() + _STACKS_LOCK_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            time.sleep(timeouts.STACKS_POLL_SECONDS)
+            time.sleep(_STACKS_POLL_SECONDS)
 
     def has_answered(self) -> bool:
         """Whether its recorder's thread has written the stacks that were asked for."""
@@ -280,7 +299,7 @@ class Seen:
         return lacks_processor(turns, turns_of(self.pid), self.ring().helper, time.monotonic() - since)
 
     def take_back(self) -> None:
-        """Its recorder's thread is not to write at the same time as a handler."""
+        """Take the question for stacks back: the recorder's thread is not to write at the same time as a handler."""
         ask_for_stacks(self._file, not_any_more=True)
 
     def text(self) -> str:
@@ -349,7 +368,7 @@ def one_of_each(seen: Iterable[Seen]) -> list[Seen]:
 
 
 def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) -> list[Stand]:
-    """Where these ranks stand; takes a second or two where one does not answer.
+    """Find out where these ranks stand; takes a second or two where one does not answer.
 
     ``resume``: a rank that is stopped goes on (SIGCONT) and can answer: it is going to be ended anyway. ``native``:
     with C++ frames, by py-spy, where that is installed.
@@ -361,7 +380,7 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
             asked.enter_context(each.asked())
         silent = [each for each in alive if not before[each.pid].is_stopped]
         since, turns = time.monotonic(), {each.pid: turns_of(each.pid) for each in silent}
-        silent = _await(silent, Seen.has_answered, timeouts.STACKS_ANSWER_SECONDS)
+        silent = _await(silent, Seen.has_answered, _STACKS_ANSWER_SECONDS)
         kept = {each.pid: each.lack(turns[each.pid], since) for each in silent}
         for each in alive:
             if resume and before[each.pid].is_stopped:
@@ -371,7 +390,7 @@ def look(seen: Sequence[Seen], *, resume: bool = False, native: bool = False) ->
                     os.kill(each.pid, signal.SIGCONT)
                 silent.append(each)
         silent = [each for each in silent if each.pid not in kept or each.signal()]
-        _await(silent, _is_whole(), timeouts.STACKS_SIGNAL_SECONDS)
+        _await(silent, _is_whole(), _STACKS_SIGNAL_SECONDS)
         return [_stand(each, before[each.pid], kept.get(each.pid), native) for each in seen]
 
 
@@ -381,7 +400,7 @@ def looked_at(seen: Sequence[Seen]) -> list[tuple[Ring, ProcessState]]:
     since = time.monotonic()
     turns = {each.pid: turns_of(each.pid) for each, ring, process in looked if is_silent(ring, process)}
     if turns:
-        time.sleep(timeouts.TOP_TURNS_SECONDS)
+        time.sleep(_TOP_TURNS_SECONDS)
     return [
         (ring, replace(process, lacks_processor=each.lack(turns[each.pid], since)) if each.pid in turns else process)
         for each, ring, process in looked
@@ -389,10 +408,10 @@ def looked_at(seen: Sequence[Seen]) -> list[tuple[Ring, ProcessState]]:
 
 
 def _await(seen: Iterable[Seen], is_done: Callable[[Seen], bool], seconds: float) -> list[Seen]:
-    """Those that were not done in time."""
+    """Wait until all ranks are done; returns those that were not done in time."""
     until, waiting = time.monotonic() + seconds, list(seen)
     while waiting and time.monotonic() < until:
-        time.sleep(timeouts.STACKS_POLL_SECONDS)
+        time.sleep(_STACKS_POLL_SECONDS)
         waiting = [each for each in waiting if not is_done(each)]
     return waiting
 
@@ -408,13 +427,13 @@ def _is_whole() -> Callable[[Seen], bool]:
         threads = parse(text, each.ring().main_ident)
         frames = next((thread.frames for thread in threads if thread.is_main), ())
         is_outermost = bool(frames) and frames[-1].function in _OUTERMOST and text.endswith("\n")
-        return is_outermost or (bool(frames) and now - sizes[each.pid][1] >= timeouts.STACKS_QUIET_SECONDS)
+        return is_outermost or (bool(frames) and now - sizes[each.pid][1] >= _STACKS_QUIET_SECONDS)
 
     return is_whole
 
 
 def _stand(each: Seen, before: ProcessState, lack: str | None, native: bool) -> Stand:
-    """``lack``: None for a rank that has answered; else whether it lacked a processor, in words."""
+    """The stand of a rank. ``lack``: None if it has answered; else whether it lacked a processor, in words."""
     ring, now = each.ring(), replace(ProcessState.of(each.pid), lacks_processor=lack or "")
     threads = parse(each.text(), ring.main_ident) if not before.has_ended else ()
     what = "" if ring.doing is None else ring.doing.words
@@ -424,12 +443,12 @@ def _stand(each: Seen, before: ProcessState, lack: str | None, native: bool) -> 
 
 
 def _signals_caught(pid: int) -> int:
-    """A bit for each signal that it has a handler of."""
+    """The signals that a process has a handler of, a bit for each."""
     return int(_status(pid, "SigCgt") or "0", 16)
 
 
 def _status(pid: int, field: str) -> str:
-    """What ``/proc`` says of it. Raises OSError."""
+    """The text of a process's ``/proc/<pid>/status``. Raises OSError."""
     lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return next((line.partition(":")[2] for line in lines if line.startswith(f"{field}:")), "")
 
@@ -437,6 +456,6 @@ def _status(pid: int, field: str) -> str:
 def _native(pid: int) -> str:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ["py-spy", "dump", "--native", "--nonblocking", "--pid", str(pid)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.STACKS_NATIVE_SECONDS)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_STACKS_NATIVE_SECONDS)
         return ended.stdout.strip() if ended.returncode == 0 else ""
     return ""

@@ -17,19 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.store.wire import VERSION, Header, ProtocolError
 from fleet_train.errors import ClusterError
 from fleet_train.files import open_regular
 from fleet_train.log import logger
 
+_NAMES_SECONDS = 2.0
+"""Pause between two attempts to resolve host names of the node list; a strange connection must not cause more."""
+
 JOB_ID = "FLEET_TRAIN_JOB_ID"
 
 
 @dataclass(frozen=True)
 class Access:
-    """``source``: this node's own address, from which its connections come (empty: the kernel chooses)."""
+    """What tells a job's connections from others. ``source``: this node's own address, from which its connections come
+    (empty: the kernel chooses)."""
 
     job: str = ""
     secret: bytes | None = field(default=None, repr=False)
@@ -43,19 +46,19 @@ class Access:
         job: str = "",
         warns: bool = False,
     ) -> Access:
-        """From this process's environment. ``warns``: as of ``job_secret``; raises ClusterError as that does."""
+        """Read this process's environment. ``warns``: as of ``job_secret``; raises ClusterError as that does."""
         environ = os.environ if environ is None else environ
         return cls(environ.get(JOB_ID, "") or job, job_secret(environ, warns), source)
 
 
 def access_of(cluster: Cluster, environ: Mapping[str, str] | None = None) -> Access:
-    """For one rank of a job: its launcher, ours or the stock one, has given it the job's id."""
+    """The access of one rank of a job, whose launcher, ours or the stock one, has given it the job's id."""
     environ = os.environ if environ is None else environ
     return Access.of(environ, cluster.this.host, environ.get("PADDLE_JOB_ID", ""))
 
 
 def number_of_job(cluster: Cluster) -> int:
-    """The same on all ranks of a job, and never 0; tells jobs of one machine apart."""
+    """A number that is the same on all ranks of a job, and never 0; tells jobs of one machine apart."""
     named = f"{access_of(cluster).job} {cluster.store_endpoint} {' '.join(cluster.endpoints)}"
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "little") | 1
 
@@ -188,7 +191,7 @@ class Callers:
         self._resolving: threading.Thread | None = None
 
     def hears(self, address: str) -> bool:
-        """Whether it is one of theirs, as far as is known now."""
+        """Whether an address is one of the hosts', as far as is known now."""
         if address not in self._known and self._names:
             self._resolve_again()
         return address in self._known
@@ -200,7 +203,7 @@ class Callers:
 
     def _resolve_again(self) -> None:
         is_resolving = self._resolving is not None and self._resolving.is_alive()
-        if not is_resolving and time.monotonic() - self._resolved_at >= timeouts.NAMES_SECONDS:
+        if not is_resolving and time.monotonic() - self._resolved_at >= _NAMES_SECONDS:
             self._resolved_at = time.monotonic()
             self._resolving = threading.Thread(target=self._resolve, name="fleet_train names", daemon=True)
             self._resolving.start()

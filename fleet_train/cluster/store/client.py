@@ -52,7 +52,7 @@ _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_after_fork(thing: Any) -> None:
-    """A child that this process forks inherits it: there its ``close_in_child`` is called."""
+    """Call ``close_in_child`` of an object in each child that this process forks, and that inherits it."""
     _inherited.add(thing)
 
 
@@ -73,9 +73,9 @@ class StepNote(NamedTuple):
     busy_ms: float
     wait_ms: float
     stop: str | None = None
-    """Why it asks all members to stop."""
+    """Why the member asks all members to stop; None if it does not."""
     gradients: int | None = None
-    """A digest of its own gradients, in a program's first steps."""
+    """A digest of the member's own gradients, in a program's first steps."""
 
 
 class StepAnswer(NamedTuple):
@@ -107,7 +107,7 @@ class StoreClient:
         answer_seconds: float = timeouts.STORE_ANSWER_SECONDS,
     ) -> None:
         self.endpoint = endpoint
-        """With the namespace: what another connection to the same store is given."""
+        """The store's endpoint with the namespace: what another connection to the same store is given."""
         self.member = member
         self.group = group
         self._sock = sock
@@ -121,7 +121,7 @@ class StoreClient:
         """Why the server has not answered; every further call raises WorkerFailed with it."""
         self._reports: list[tuple[dict[str, Json], float]] = []
         self._times = [0.0, 0.0, 0.0]
-        """Of this member's notes so far: steps, milliseconds of own work, milliseconds at barriers."""
+        """Sums of this member's notes so far: steps, milliseconds of own work, milliseconds at barriers."""
         close_after_fork(self)
 
     @classmethod
@@ -204,7 +204,7 @@ class StoreClient:
     def broadcast(
         self, name: str, value: Json, source: int, count: int, timeout_seconds: float, call: str = ""
     ) -> Json:
-        """As ``all_gather``, but every member gets the value of ``source`` only; other values are not sent."""
+        """Give every member the value of ``source``; other values are not sent. Waits as ``all_gather`` does."""
         own = to_json(value) if self.member == source else b""
         named = f"{name} from {source}"  # whoever means another source waits elsewhere, and is named
         return self._gather(
@@ -212,7 +212,7 @@ class StoreClient:
         )
 
     def compare(self, name: str, value: Json, count: int, timeout_seconds: float, call: str = "") -> Variants:
-        """As ``all_gather``, but only compares the values: returns an empty list if they are equal.
+        """Compare the values of all members, waiting as ``all_gather`` does: returns an empty list if they are equal.
 
         Else ``(ranges of members, their value)`` for each value, the one of the lowest member first; ``None`` is used
         for the values beyond the first four. Hashes are gathered, and values only if these differ.
@@ -337,10 +337,10 @@ class StoreClient:
     # the connection
 
     def close_in_child(self) -> None:
-        """In a process that was forked from ours: close the connection, without a message to the server.
+        """Close the connection in a process that was forked from ours, without a message to the server.
 
-        While a child holds it too, the server does not notice our death. No lock is taken: a thread of the
-        parent may have held it.
+        While a child holds it too, the server does not notice our death. No lock is taken: a thread of the parent may
+        have held it.
         """
         self._is_in_child = True
         with contextlib.suppress(OSError):

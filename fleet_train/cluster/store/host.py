@@ -31,12 +31,20 @@ from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 if TYPE_CHECKING:
     from fleet_train.cluster.store.server import StoreServer
 
+_STORE_OUTLIVES_SECONDS = 300.0
+"""How long the store's process stays for connected members after its parent has ended."""
+_STORE_QUIET_SECONDS = 0.5
+"""How long the store's process, whose parent has ended, stays without members: one that lost its connection may
+reconnect to report."""
+_STORE_POLL_SECONDS = 0.05
+"""Pause between two looks of the store's process, whose parent has ended, at whether members are connected."""
+
 _READY = "listening"
 
 
 @dataclass(frozen=True)
 class BindAddress:
-    """Where a node's server listens and, unless it is the root, where its parent does."""
+    """The address at which a node's server listens and, unless it is the root, that of its parent."""
 
     host: str
     port: int
@@ -63,12 +71,12 @@ class BindAddress:
 
 
 def needs_relays(cluster: Cluster) -> bool:
-    """A few ranks connect to the root directly, which is the shortest path."""
+    """Whether relays are between ranks and root: a few ranks connect to the root directly, the shortest path."""
     return cluster.world_size > FAN_IN and cluster.node_num > 1
 
 
 def endpoint_of(cluster: Cluster) -> str:
-    """The store's server for this rank."""
+    """The endpoint of the store's server for this rank."""
     if cluster.store_endpoint:
         return cluster.store_endpoint
     node = cluster.this.node_index if needs_relays(cluster) else 0
@@ -83,15 +91,16 @@ def is_host(cluster: Cluster) -> bool:
 
 
 def has_helper(cluster: Cluster) -> bool:
-    """Whether this rank starts such a process: no launcher of ours has, and it is the first of its node."""
+    """Whether this rank starts the process beside it: no launcher of ours has, and it is the first of its node."""
     return not cluster.store_endpoint and cluster.local_rank == 0
 
 
 class StoreHost:
-    """The parent's handle. Raises ClusterError if the address cannot be bound, or the parent cannot be reached."""
+    """The handle of the process beside a rank. Raises ClusterError if the address cannot be bound, or the parent cannot
+    be reached."""
 
     def __init__(self, place: BindAddress | None, job_id: str) -> None:
-        """Without ``place`` it hosts nothing, and is a witness only."""
+        """Start the process. Without ``place`` it hosts nothing, and is a witness only."""
         root = str(Path(__file__).resolve().parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "fleet_train.cluster.store.host", json.dumps(place and vars(place))]
@@ -117,12 +126,12 @@ class StoreHost:
 
     @classmethod
     def of(cls, cluster: Cluster, timeout_seconds: float) -> StoreHost:
-        """For the node of this rank, in a cluster whose ranks are all known."""
+        """The host for the node of this rank, in a cluster whose ranks are all known."""
         place = BindAddress.of(cluster, timeout_seconds) if is_host(cluster) else None
         return cls(place, access_of(cluster).job)
 
     def watch(self, cluster: Cluster, log_dir: Path | None) -> None:
-        """From now on it is the witness of the ranks of this node, and writes what it sees into ``log_dir``."""
+        """Make the process the witness of this node's ranks from now on; it writes what it sees into ``log_dir``."""
         node = cluster.this.node_index
         ranks = Watched(
             store=endpoint_of(cluster),
@@ -160,7 +169,7 @@ class Watched:
 
 
 class NodeWitness:
-    """Answers for these ranks, as a member of the job's store beside them."""
+    """A witness that answers for a node's ranks, as a member of the job's store beside them."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -236,7 +245,7 @@ def _serve(place: BindAddress | None) -> None:
         return
     print(_READY, flush=True)
     witness = _witness_while_parent_lives()
-    deadline = time.monotonic() + timeouts.STORE_OUTLIVES_SECONDS
+    deadline = time.monotonic() + _STORE_OUTLIVES_SECONDS
     quiet_since = None
     while time.monotonic() < deadline:
         if witness is not None:
@@ -246,15 +255,16 @@ def _serve(place: BindAddress | None) -> None:
             quiet_since = None
         elif quiet_since is None:
             quiet_since = time.monotonic()
-        elif time.monotonic() - quiet_since > timeouts.STORE_QUIET_SECONDS:
+        elif time.monotonic() - quiet_since > _STORE_QUIET_SECONDS:
             break
-        time.sleep(timeouts.STORE_POLL_SECONDS)
+        time.sleep(_STORE_POLL_SECONDS)
     if server is not None:
         server.stop()
 
 
 def _witness_while_parent_lives() -> NodeWitness | None:
-    """Until the parent ends, however it does. It may say, in a line, which ranks to be the witness of."""
+    """Serve as witness until the parent ends, however it does. It may say, in a line, which ranks to be the witness
+    of."""
     witness: NodeWitness | None = None
     said = b""
     while True:

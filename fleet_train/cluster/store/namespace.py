@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.store.reports import checked_report
 from fleet_train.cluster.store.wire import (
     KINDS,
@@ -38,6 +37,9 @@ from fleet_train.cluster.store.wire import (
     unpack_times,
 )
 
+_CROSSED_SECONDS = 1.0
+"""How long all members may wait at different barriers before that is an error and no coincidence."""
+
 # How many bytes members may store under keys, and how many keys.
 _MOST_STORED_BYTES = 64 << 20
 _MOST_KEYS = 1 << 18
@@ -52,7 +54,7 @@ Reply = Callable[[Header, Body], None]
 
 @dataclass
 class Waiter:
-    """``mask``: its members; ``deadline``: on the loop's clock."""
+    """A participant's wait at a barrier. ``mask``: its members; ``deadline``: on the loop's clock."""
 
     mask: int
     deadline: float
@@ -68,21 +70,21 @@ class Barrier:
     payload: Payload
     arrived: int = 0
     withdrawn: int = 0
-    """Arrived, and left after their own timeout: not responsible if others arrived shortly after them."""
+    """Members that arrived and left after their own timeout: not responsible if others arrived shortly after them."""
     calls: dict[str, int] = field(default_factory=dict)
     """The calls in the members' scripts -> the members that gave them; others are in a step of training."""
     waiters: dict[StoreParticipant, Waiter] = field(default_factory=dict)
     is_reported: bool = False
-    """Of a relay: whether its parent knows of some members."""
+    """In a relay: whether its parent knows of some of the barrier's members."""
     report_at: float | None = None
-    """Of a relay: when its parent is sent who has arrived so far."""
+    """In a relay: when its parent is sent who has arrived so far; None: not planned."""
 
     @property
     def missing(self) -> int:
         return all_members(self.count) & ~self.arrived
 
     def add(self, arrival: Arrival, now: float) -> None:
-        """Raises ProtocolError, TooLarge for the members' data; then they have not arrived."""
+        """Add an arrival. Raises ProtocolError, TooLarge for the members' data; then they have not arrived."""
         self.payload.add(arrival)
         self.arrived |= arrival.mask
         self.withdrawn &= ~arrival.mask
@@ -106,7 +108,7 @@ class StoreNamespace(ABC):
         self._grace_seconds = grace_seconds
 
     def arrive(self, arrival: Arrival) -> None:
-        """Raises ProtocolError for the members' data."""
+        """Let members arrive at a barrier. Raises ProtocolError for their data."""
         barrier = self.pending.get(arrival.key)
         if barrier is None:
             payload = KINDS[arrival.key.kind]()
@@ -131,7 +133,7 @@ class StoreNamespace(ABC):
 
     @abstractmethod
     def _on_timeout(self, barrier: Barrier, late: list[StoreParticipant]) -> None:
-        """The timeout of these has expired."""
+        """Answer the participants ``late``, whose timeout has expired."""
 
     def tick(self, now: float) -> None:
         """Called every few hundredths of a second."""
@@ -146,14 +148,14 @@ class StoreNamespace(ABC):
         self.ask({"do": "depart", "via": via, "how": how}, b"", lambda _, __: None)
 
     def forget(self, participant: StoreParticipant) -> None:
-        """Its connection has ended: its data stays while others wait."""
+        """Stop waiting for a participant whose connection has ended: its data stays while others wait."""
         for barrier in list(self.pending.values()):
             if barrier.waiters.pop(participant, None) is not None and not barrier.waiters:
                 del self.pending[barrier.key]
 
     def _withdraw(self, barrier: Barrier, late: list[StoreParticipant], frame: bytes) -> None:
-        """Their timeout has expired: they no longer count as arrived, so that a later use of this barrier starts clean;
-        the others continue to wait."""
+        """Answer participants whose timeout has expired: they no longer count as arrived, so that a later use of this
+        barrier starts clean; the others continue to wait."""
         for participant in late:
             mask = barrier.waiters.pop(participant).mask
             barrier.withdrawn |= mask
@@ -163,7 +165,7 @@ class StoreNamespace(ABC):
             self.pending.pop(barrier.key, None)
 
     def _finish(self, barrier: Barrier, frame: bytes) -> None:
-        """The same bytes for all."""
+        """End a barrier with the same bytes for all who wait at it."""
         self.pending.pop(barrier.key, None)
         waiters, barrier.waiters = barrier.waiters, {}
         for participant in waiters:
@@ -175,19 +177,19 @@ class Group:
     """The members of one group."""
 
     present: dict[int, list[str]] = field(default_factory=dict)
-    """Member -> its machine, and the connections by which it is present."""
+    """The members that are present: member -> its machine, and the connections by which it is present."""
     gone: dict[int, str] = field(default_factory=dict)
-    """Member -> ``left``, or how it was lost."""
+    """The members that are gone: member -> ``left``, or how it was lost."""
     barriers: int = 0
     """How many step barriers were completed."""
     times: deque[tuple[int, Body]] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
-    """What the members said about their times at the last ones, by number."""
+    """What the members said about their times at the last step barriers, by the barrier's number."""
     crossed_at: float | None = None
     """Since when all members wait at different barriers."""
 
 
 class Root(StoreNamespace):
-    """The namespace itself."""
+    """The namespace itself, to which other nodes' servers relay."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -201,12 +203,12 @@ class Root(StoreNamespace):
         return self._groups.setdefault(name, Group())
 
     def present(self, group: str) -> set[int]:
-        """Other threads may ask (a racy reading)."""
+        """The members of a group that are present; other threads may ask (a racy reading)."""
         return set(self._groups[group].present.copy()) if group in self._groups else set()
 
     @property
     def has_members(self) -> bool:
-        """Other threads may ask (a racy reading)."""
+        """Whether any member is present; other threads may ask (a racy reading)."""
         return any(group.present for group in self._groups.copy().values())
 
     # barriers
@@ -254,7 +256,7 @@ class Root(StoreNamespace):
                 group.crossed_at = None
             elif group.crossed_at is None:
                 group.crossed_at = now
-            elif now - group.crossed_at >= timeouts.CROSSED_SECONDS:
+            elif now - group.crossed_at >= _CROSSED_SECONDS:
                 self._report_crossed(pending)
 
     def _report_crossed(self, pending: list[Barrier]) -> None:
@@ -315,7 +317,7 @@ class Root(StoreNamespace):
         return self._group(fields.text("group", most=MOST_NAME)), fields.integer("member", 0, MOST_MEMBERS - 1)
 
     def put(self, key: str, body: Body) -> bool:
-        """Whether there was room for it; where not, what was there before stays."""
+        """Store a value; returns whether there was room for it: where not, what was there before stays."""
         stored = self._stored_bytes + len(body) - len(self._values.get(key, b""))
         keys = len(self._values) + (key not in self._values)
         if stored > _MOST_STORED_BYTES or keys > _MOST_KEYS:

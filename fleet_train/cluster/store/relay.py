@@ -35,12 +35,19 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError
 
+_RELAY_PARTIAL_SECONDS = 1.0
+"""How long members may be late before a relay's parent gets a list of those that have arrived."""
+_RELAY_UPDATE_SECONDS = 0.1
+"""How long a relay collects further arrivals after that list, before it sends them to its parent as well."""
+_RELAY_GRACE_SECONDS = 2.0
+"""How much longer than a waiter's timeout a relay waits for its parent to name the missing members."""
+
 _BEATS_PER_SILENCE = 4
 
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a relay's parent listens, and which members the relay serves."""
+    """The server above a relay: its address, and which members the relay serves."""
 
     host: str
     port: int
@@ -58,7 +65,7 @@ class Parent:
         return f"{self.host}:{self.port}"
 
     def dial(self, timeout_seconds: float) -> socket.socket:
-        """Raises ClusterError if the parent does not accept this relay in that time."""
+        """Connect to the parent. Raises ClusterError if it does not accept this relay in that time."""
         identity = {"role": "relay", "namespace": self.namespace, "group": "relay", "member": self.number}
         identity |= {"machine": self.machine, "silence": self.silence_seconds}
         try:
@@ -71,7 +78,7 @@ class Relay(StoreNamespace):
     """A node's part of a namespace whose root is elsewhere."""
 
     def __init__(self, clock: Callable[[], float], parent: Parent) -> None:
-        super().__init__(clock, grace_seconds=timeouts.RELAY_GRACE_SECONDS)
+        super().__init__(clock, grace_seconds=_RELAY_GRACE_SECONDS)
         self.parent = parent
         self.link = RelayLink(self)
         self._asked: dict[int, Reply] = {}
@@ -79,7 +86,7 @@ class Relay(StoreNamespace):
         self._lost = ""
 
     def parent_lost(self, why: str) -> None:
-        """Report it to all that wait, or ask from now on."""
+        """Report the loss of the parent to all that wait, or ask from now on."""
         self._lost = self._lost or f"{self.parent.endpoint}, the parent of this node's relay: {why}"
         for barrier in list(self.pending.values()):
             self._finish(barrier, barrier.frame({"error": "store", "why": self._lost}))
@@ -96,7 +103,7 @@ class Relay(StoreNamespace):
         elif barrier.count != arrival.count or not expected & ~barrier.arrived:
             self._report(barrier, arrival.count)
         elif barrier.report_at is None:
-            delay = timeouts.RELAY_UPDATE_SECONDS if barrier.is_reported else timeouts.RELAY_PARTIAL_SECONDS
+            delay = _RELAY_UPDATE_SECONDS if barrier.is_reported else _RELAY_PARTIAL_SECONDS
             barrier.report_at = self.clock() + delay
 
     def tick(self, now: float) -> None:
@@ -133,7 +140,7 @@ class Relay(StoreNamespace):
     # from the parent
 
     def heard(self, head: bytes, body: Body) -> None:
-        """A frame of the parent: an answer to a barrier or a request. Raises ProtocolError.
+        """Read a frame of the parent: an answer to a barrier or a request. Raises ProtocolError.
 
         ``head``: its header as it came.
         """
@@ -168,7 +175,7 @@ def _key(parts: object) -> Key:
 
 
 class Connection(asyncio.Protocol):
-    """``hear`` is given every frame; what it raises, or a frame that is too long, ends the connection."""
+    """A connection of a server. ``hear`` is given every frame; what it raises, or a frame that is too long, ends it."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.clock = clock
@@ -177,11 +184,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def hear(self, head: bytes, body: Body) -> None:
-        """A frame: its header as it came, and its body. Raises ProtocolError."""
+        """Read a frame: its header as it came, and its body. Raises ProtocolError."""
         raise NotImplementedError
 
     def broken(self, why: str) -> None:  # noqa: ARG002
-        """The other side violates the protocol: its messages cannot be trusted."""
+        """End the connection: the other side violates the protocol, so that its messages cannot be trusted."""
         self.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -54,9 +54,9 @@ class FailureReport:
     exit_code: int
     """The job's exit code if the process's own end gives none."""
     traceback: tuple[str, ...] = ()
-    """Its last lines."""
+    """The last lines of the failed rank's traceback."""
     seconds: float = 0.0
-    """When it arrived, since the ranks were started: on the store's clock, so the same number on every node."""
+    """Seconds from the ranks' start to the report's arrival: on the store's clock, so the same number on every node."""
 
     @property
     def is_own(self) -> bool:

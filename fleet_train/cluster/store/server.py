@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.store.access import Access, Callers, Refused, Strangers, accept, challenge
 from fleet_train.cluster.store.namespace import Root, StoreNamespace, via_of
 from fleet_train.cluster.store.relay import Connection, Parent, Relay
@@ -41,6 +40,15 @@ from fleet_train.cluster.store.wire import (
 )
 from fleet_train.errors import ClusterError
 from fleet_train.log import logger
+
+_STORE_TICK_SECONDS = 0.05
+"""How exactly the store keeps timeouts."""
+_STORE_REQUEST_SECONDS = 10.0
+"""How long the store's thread may take for a request of another thread: it does nothing that takes longer."""
+_STORE_INNER_NAMESPACE_SECONDS = 30.0
+"""How long a relay tries to open a namespace within another one: its parent answers already."""
+_STRANGERS_SECONDS = 5.0
+"""How long a connection to the store may take to prove that it belongs to the job: one exchange of messages."""
 
 # The most unauthenticated connections: beyond these the oldest one is closed.
 _MOST_STRANGERS = 256
@@ -116,7 +124,7 @@ class StoreServer:
         """Close the port and every connection; returns when the thread has ended."""
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=timeouts.STORE_REQUEST_SECONDS)
+            self._thread.join(timeout=_STORE_REQUEST_SECONDS)
 
     def connected_members(self, group: str = "rank", namespace: str = "") -> set[int]:
         """The members of ``group`` that are connected now to a namespace whose root is here (a racy reading)."""
@@ -156,14 +164,14 @@ class StoreServer:
         self._do(lambda: self._close_namespace(name))
 
     def _do(self, work: Callable[[], object]) -> None:
-        """In the server's thread; waits for it, also for a coroutine."""
+        """Do some work in the server's thread, and wait for it, also for a coroutine."""
 
         async def done() -> None:
             answer = work()
             if asyncio.iscoroutine(answer):
                 await answer
 
-        asyncio.run_coroutine_threadsafe(done(), self._loop).result(timeouts.STORE_REQUEST_SECONDS)
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(_STORE_REQUEST_SECONDS)
 
     # the thread
 
@@ -213,8 +221,8 @@ class StoreServer:
         return self._loop.time()
 
     def _tick(self) -> None:
-        """One clock for all timeouts."""
-        self._loop.call_later(timeouts.STORE_TICK_SECONDS, self._tick)
+        """Let time pass for all connections and namespaces: one clock for all timeouts."""
+        self._loop.call_later(_STORE_TICK_SECONDS, self._tick)
         now = self.clock()
         for session in [*self._strangers, *self._known]:
             session.tick(now)
@@ -236,7 +244,7 @@ class StoreServer:
     # connections; from here on only the loop's thread calls
 
     def admit(self, session: StoreSession, address: str) -> bool:
-        """Whether a connection from there may authenticate itself."""
+        """Whether a connection from an address may authenticate itself."""
         if self._callers is None or self._callers.hears(address):
             self._strangers.add(session)
             return True
@@ -281,10 +289,11 @@ class StoreServer:
         return self.root(name)
 
     def _open_inner(self, parent: Parent) -> None:
-        """In a thread of its own. Whoever asks meanwhile is refused for now, and asks again."""
+        """Open a relay's namespace, in a thread of its own. Whoever asks meanwhile is refused for now, and asks
+        again."""
         try:
             with suppress(ClusterError, OSError, RuntimeError, TimeoutError):
-                self.open_relay(parent, timeouts.STORE_INNER_NAMESPACE_SECONDS)
+                self.open_relay(parent, _STORE_INNER_NAMESPACE_SECONDS)
         finally:
             self._opening.discard(parent.namespace)
 
@@ -315,11 +324,11 @@ class StoreSession(Connection):
         self._server = server
         self._challenge = challenge(server.access)
         self._name = next(server.names)
-        """Distinguishes this connection from all others of the job: its members are present by way of it."""
+        """The name that tells this connection from all others of the job: its members are present by way of it."""
         self._began = server.clock()
         self._namespace: StoreNamespace | None = None
         self._group: str | None = None
-        """None before its hello."""
+        """The group of the connection's members; None before its hello."""
         self._member = -1
         self._is_relay = False
         self._is_watched = False
@@ -330,7 +339,8 @@ class StoreSession(Connection):
 
     @property
     def stands_for_members(self) -> bool:
-        """Of a relay's members only the root knows who is left: see ``Root.has_members``."""
+        """Whether the connection is of members that are still there. Of a relay's members only the root knows who is
+        left: see ``Root.has_members``."""
         return self._is_watched or (self._is_relay and isinstance(self._namespace, Relay))
 
     # the connection
@@ -364,12 +374,12 @@ class StoreSession(Connection):
             self._namespace.depart(self._name, how)
 
     def tick(self, now: float) -> None:
-        """Close it if it does not greet in time. Treat it as lost, and all members on the same machine, once it is
-        silent for too long."""
+        """Close the connection if it does not greet in time. Treat it as lost, and all members on the same machine,
+        once it is silent for too long."""
         if not self.is_open:
             return
         if self._namespace is None:
-            if now - self._began >= timeouts.STRANGERS_SECONDS:
+            if now - self._began >= _STRANGERS_SECONDS:
                 self.close()
         elif self._silence is not None and now - self.heard_at > self._silence:
             how = f"not heard of for {self._silence:g} s"

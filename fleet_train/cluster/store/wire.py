@@ -29,7 +29,7 @@ Header = dict[str, Any]
 Body = bytes
 
 VERSION = 4
-"""Of the protocol; a server names it first, and all members of a job have the same."""
+"""The version of the protocol; a server names it first, and all members of a job have the same."""
 LENGTHS = struct.Struct(">II")
 # Before a connection is authenticated, then after.
 STRANGERS_BYTES = 4096
@@ -125,7 +125,7 @@ class Fields(dict[str, Any]):
         return value
 
     def number(self, name: str, most: float = 1e12) -> float:
-        """From 0 on."""
+        """Read a field that is a number from 0 to ``most``."""
         value: Any = self.get(name)
         if type(value) not in (int, float) or not 0 <= value <= most:
             raise ProtocolError(f"{name} is not a number from 0 to {most:g}")
@@ -216,7 +216,7 @@ class TooLarge(Exception):
 
 
 class Key(NamedTuple):
-    """Of a barrier."""
+    """The key of a barrier."""
 
     group: str
     kind: str
@@ -238,18 +238,18 @@ class Arrival:
     mask: int
     count: int
     timeout: float
-    """How long they wait, in seconds."""
+    """How long the members wait, in seconds."""
     calls: dict[str, int]
     """The members' calls in their scripts that led here, if they gave any: call -> members."""
     fields: Fields
     body: Body
     again: bool = False
-    """Whether it has been sent before, with fewer members."""
+    """Whether the arrival has been sent before, with fewer members."""
 
     @classmethod
     def read(cls, fields: Fields, body: Body, participant: StoreParticipant, own: tuple[str, int] | None) -> Arrival:
-        """``own``: the participant's group and number if it is a member, the only one of its own; a relay names the
-        members that it speaks for, and their group. Raises ProtocolError."""
+        """Read an arrival. ``own``: the participant's group and number if it is a member, the only one of its own; a
+        relay names the members that it speaks for, and their group. Raises ProtocolError."""
         if own and not fields.keys().isdisjoint(("members", "group", "again")):
             raise ProtocolError("a member speaks for another")
         group, members = (own[0], [[own[1], own[1]]]) if own else (fields.text("group", most=MOST_NAME), None)
@@ -291,7 +291,7 @@ class Reduced:
     slowest: float | None = 0.0
     stop: tuple[int, str] | None = None
     digest: int | None = None
-    """``_DIFFERENT`` once a member gave another one than the others, or none."""
+    """The digest that all members gave; ``_DIFFERENT`` once a member gave another one than the others, or none."""
     times: bytearray = field(default_factory=bytearray)
     """What each member says about its time so far (see ``pack_times``). It goes up to the root, and only there."""
 
@@ -354,7 +354,7 @@ class Values:
     masks: dict[Body, int] = field(default_factory=dict)
     """A value -> the members that have it."""
     size: int = 0
-    """Of all members' values: every member gets a value of each."""
+    """The bytes of all members' values: every member gets a value of each."""
     _known: int = 0
 
     def add(self, arrival: Arrival) -> None:

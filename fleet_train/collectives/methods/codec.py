@@ -42,7 +42,7 @@ class Codec(Protocol):
 
 
 def make_codec(settings: QuantisedSettings, on_host: bool) -> Codec:
-    """``on_host``: tensors are in the host's memory, and the host may read them.
+    """The codec for the place of tensors. ``on_host``: they are in the host's memory, and the host may read them.
 
     The first host codec compiles its loops, which takes seconds the first time on a machine.
     """
@@ -67,7 +67,7 @@ _PIECE_ELEMENTS = 65536
 
 
 class HostCodec:
-    """For tensors in the host's memory: numpy reads and writes them in place, in pieces."""
+    """The codec for tensors in the host's memory: numpy reads and writes them in place, in pieces."""
 
     def __init__(self, settings: QuantisedSettings) -> None:
         self._settings = settings
@@ -170,19 +170,19 @@ def _pack(lowest: Array, levels: Array) -> None:
 
 
 def offset_of(settings: QuantisedSettings) -> Any:
-    """Added to a number in units of its scale (float32), it puts the level into the lowest byte."""
+    """The number that, added to one in units of its scale (float32), puts the level into the lowest byte."""
     return np.float32(WHOLE if settings.bits == 8 else WHOLE + 8)
 
 
 def cut(wire: Array, settings: QuantisedSettings) -> tuple[Array, Array]:
-    """(levels [blocks, bytes of a block], uint8; scales [blocks], float32): views of the wire."""
+    """The parts of a wire as views: (levels [blocks, bytes of a block], uint8; scales [blocks], float32)."""
     size = settings.block * settings.bits // 8
     blocks = wire.size // settings.block_bytes
     return wire[: blocks * size].reshape(blocks, size), wire[blocks * size :].view(np.float32)
 
 
 def pieces(blocks: int, settings: QuantisedSettings) -> Iterator[slice]:
-    """Of this many blocks, in order."""
+    """The pieces of this many blocks, in order."""
     step = _piece_blocks(settings)
     return (slice(first, min(first + step, blocks)) for first in range(0, blocks, step))
 
@@ -198,7 +198,7 @@ def _piece_blocks(settings: QuantisedSettings) -> int:
 
 
 class CompiledCodec(HostCodec):
-    """With compiled loops: encoding reads each block once; decoding reads it once for all wires."""
+    """The host's codec with compiled loops: encoding reads each block once; decoding reads it once for all wires."""
 
     def __init__(self, settings: QuantisedSettings, loops: Loops) -> None:
         super().__init__(settings)
@@ -235,7 +235,7 @@ def find_loops() -> Loops | str:
 
 
 class DeviceCodec:
-    """For tensors on a device, with Paddle's operators; the host waits for none of them.
+    """The codec for tensors on a device, with Paddle's operators; the host waits for none of them.
 
     Gives the bits of `HostCodec`, except for its own random numbers.
     """
@@ -291,7 +291,7 @@ class DeviceCodec:
         return paddle.concat([number - 16.0 * upper, upper], axis=1) - 8.0
 
     def _dither(self, random: np.random.Generator, shape: Sequence[int]) -> Any:
-        """As on the host; drawn on the device, in a different order."""
+        """Uniform random numbers from -0.5 to 0.5, drawn on the device, in a different order than on the host."""
         seed = int(random.integers(1, 2**31 - 1))
         return paddle.uniform(list(shape), "float32", min=-0.5, max=0.5, seed=seed)
 

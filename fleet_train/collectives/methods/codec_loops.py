@@ -118,7 +118,7 @@ def _read_8(levels: Any, scale: Any, row: Any, is_first: bool) -> None:
 
 @_inlined  # type: ignore[untyped-decorator]
 def _read_4(levels: Any, scale: Any, row: Any, is_first: bool) -> None:
-    """One loop per half row: the writes are contiguous, so that the compiler can vectorize them."""
+    """Decode 4-bit levels, one loop per half row: contiguous writes, which the compiler can vectorize."""
     half = levels.size
     if is_first:
         for j in range(half):
@@ -152,14 +152,14 @@ def _decode(wires: Any, total: Any, bits: int, factor: Any, is_first: bool) -> N
 
 @dataclass(frozen=True)
 class Loops:
-    """Compiled: `_encode` and `_decode`, with their arguments."""
+    """The compiled `_encode` and `_decode`, with their arguments."""
 
     encode: Callable[..., None]
     decode: Callable[..., None]
 
 
 def compile_loops() -> Loops:
-    """Compiled now, or read from this user's cache, which is separate for each processor type and source.
+    """Compile the loops now, or read them from this user's cache, which is separate for each processor type and source.
 
     Without a writable folder they are compiled again; a folder with unreadable files is removed.
     """
@@ -184,8 +184,9 @@ def _compile(cache: bool) -> Loops:
 
 
 def _cache_folder() -> Path | None:
-    """Of this user, this source and this kind of processor: numba's own index is not safe when processes write
-    different entries at the same time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` selects the parent folder."""
+    """The cache's folder of this user, this source and this kind of processor: numba's own index is not safe when
+    processes write different entries at the same time. ``NUMBA_CACHE_DIR`` or ``XDG_CACHE_HOME`` selects the parent
+    folder."""
     parts = [Path(__file__).read_text(encoding="utf-8"), numba.__version__, binding.get_host_cpu_name()]
     parts.append(binding.get_host_cpu_features().flatten())
     name = f"fleet_train-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"

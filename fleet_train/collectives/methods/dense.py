@@ -45,7 +45,7 @@ class BucketMethod(Remembers, Protocol):
     """Averages a bucket's gradients. ``average`` runs in dynamic mode; one bucket's calls never overlap."""
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        """From local gradients (eager tensors, the bucket's shapes and dtype) to their averages, in the same order.
+        """Average local gradients (eager tensors, the bucket's shapes and dtype) over all ranks, in the same order.
 
         Before its ``HAND_OVER`` it runs while the backward pass waits for it; after that it must no longer read
         ``gradients``. Every rank gets the same bits.
@@ -53,7 +53,7 @@ class BucketMethod(Remembers, Protocol):
 
 
 class Stateless:
-    """Keeps nothing between steps."""
+    """A base of methods that keep nothing between steps."""
 
     kind = "stateless"
     own_state: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Allreduce(Protocol):
 
     @property
     def averages(self) -> bool:
-        """As of `Engine`."""
+        """Whether a sum is divided before values are added, as an `Engine` may do."""
 
     def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
         """The sums over all ranks of ``buffers`` ([elements] each, any dtype that the backend sums), in that order.
@@ -153,12 +153,12 @@ class FlatAllreduce:
 
 
 def divided(buffers: Sequence[Any], by: int) -> list[Any]:
-    """In place."""
+    """Divide buffers in place by a number."""
     return [buffer if by == 1 else buffer.scale_(1.0 / by) for buffer in buffers]
 
 
 class CastAllreduce:
-    """Another dtype on the wire. The backend computes the sum in that dtype, too."""
+    """An allreduce with another dtype on the wire. The backend computes the sum in that dtype, too."""
 
     def __init__(self, inner: Allreduce, wire_dtype: str, cast: Cast) -> None:
         self.inner = inner
@@ -185,7 +185,8 @@ class CastAllreduce:
 
 
 class HierarchicalAllreduce:
-    """Reduce to the leader of this rank's local group, allreduce between the leaders, broadcast inside the local group.
+    """An allreduce in three stages: reduce to the leader of this rank's local group, allreduce between the leaders,
+    broadcast inside the local group.
 
     Between local groups, only leaders send. Source: Fleet 1.8's ``use_hierarchical_allreduce``.
     """
@@ -216,12 +217,12 @@ class HierarchicalAllreduce:
         return divided(buffers, divide_by)
 
     def without_cast(self) -> HierarchicalAllreduce:
-        """The same groups, with the buffer's own dtype between the leaders as well."""
+        """A copy over the same groups, with the buffer's own dtype between the leaders as well."""
         between = self._between.inner if isinstance(self._between, CastAllreduce) else self._between
         return self.with_between(between)
 
     def with_between(self, between: Allreduce) -> HierarchicalAllreduce:
-        """The same local groups, with another allreduce between the leaders."""
+        """A copy over the same local groups, with another allreduce between the leaders."""
         return HierarchicalAllreduce(self._local_group, self._leader, self._is_leader, between, self.averages)
 
     def _inside(self, kind: str, buffers: Sequence[Any], more: bool) -> Stage:
@@ -237,7 +238,7 @@ class HierarchicalAllreduce:
 
 
 def without_cast(allreduce: Allreduce) -> Allreduce:
-    """For parameters: compression of gradients between leaders must not round them."""
+    """An allreduce for parameters: compression of gradients between leaders must not round them."""
     return allreduce.without_cast() if isinstance(allreduce, HierarchicalAllreduce) else allreduce
 
 
@@ -263,7 +264,7 @@ def _hierarchical(job: Job, members: Sequence[Sequence[int]], between_dtype: str
 _PIECE = 1 << 16
 """Elements rounded at a time: they and their temporaries stay in the processor's cache."""
 _NAN = np.uint16(0x7FFF)
-"""Paddle's result for every NaN."""
+"""The bits of Paddle's result for every NaN."""
 
 
 class Cast(Protocol):
@@ -275,7 +276,7 @@ class Cast(Protocol):
 
 
 def cast_for(on_host: bool) -> Cast:
-    """``on_host``: tensors are in the host's memory, and the host may read them."""
+    """The cast for the place of tensors. ``on_host``: they are in the host's memory, and the host may read them."""
     return cast_on_host if on_host else _cast
 
 
@@ -285,8 +286,8 @@ def _cast(tensor: Any, dtype: str, into: Any = None) -> Any:
 
 
 def cast_on_host(tensor: Any, dtype: str, into: Any = None) -> Any:
-    """See `Cast`; ``tensor`` [...], of any dtype, on the CPU. Between float32 and bfloat16: the bits of Paddle's
-    ``cast``, in a fifth of its time."""
+    """Cast ``tensor`` [...], of any dtype, on the CPU, as `Cast` says. Between float32 and bfloat16: the bits of
+    Paddle's ``cast``, in a fifth of its time."""
     if dtype == "bfloat16" and tensor.dtype == paddle.float32:
         narrow = paddle.empty(tensor.shape, dtype) if into is None else into
         _round(host_view(tensor.contiguous()), host_view(narrow))

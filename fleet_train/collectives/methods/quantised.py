@@ -113,7 +113,7 @@ class QuantisedAllreduce:
     averages = False
 
     def sum(self, buffers: Sequence[Any], more: bool = False, divide_by: int = 1) -> Stages[list[Any]]:
-        """As `Allreduce.sum`, of one buffer [elements]."""
+        """The sum of one buffer [elements] over all ranks, in a list, as `Allreduce.sum` gives it."""
         (buffer,) = buffers
         self.add([buffer])
         total = yield from self.sum_added(1.0 / divide_by, more)
@@ -314,7 +314,8 @@ def rounds(members: int) -> list[dict[int, int]]:
 
 
 def make_all_to_all(job: Job, group: Any, ranks: Sequence[int], *, for_two: bool = False) -> AllToAll:
-    """How ``ranks`` exchange parts over ``group`` and, on Gloo, over two groups for each pair, created here.
+    """The way in which ``ranks`` exchange parts over ``group`` and, on Gloo, over two groups for each pair, created
+    here.
 
     All ranks of the job call it in the same order, including those outside ``ranks``, which must not use the result.
     ``for_two``: two ranks exchange as well, instead of gathering everything.

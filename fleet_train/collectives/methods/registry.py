@@ -47,7 +47,7 @@ class Parts:
     allreduce: Allreduce
     quantised: QuantisedSums | None = None
     lookups: Mapping[str, Any] = field(default_factory=dict)
-    """Of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""
+    """The lookups of embeddings' tables, by parameter: a `fleet_train.collectives.methods.rows.Lookups`."""
 
     @property
     def reads_values(self) -> bool:
@@ -101,7 +101,7 @@ class _FromStages(Stateless):
 
 
 def dense(parts: Parts) -> BucketMethod:
-    """All of a gradient, or 16 bits of it."""
+    """The method that sends all of a gradient, or 16 bits of it."""
     return DenseMethod(parts.bucket, allreduce_of(parts), parts.plan.world_size, parts.cut)
 
 
@@ -115,7 +115,7 @@ def allreduce_of(parts: Parts) -> Allreduce:
 
 
 def quantised(parts: Parts) -> BucketMethod:
-    """Integers of a few bits with a scale per block."""
+    """The method that sends integers of a few bits with a scale per block."""
     bucket = parts.bucket
     if parts.quantised is None:
         raise ConversionError(f"compression: {bucket.compression} was planned without links for quantised sums")
@@ -129,7 +129,8 @@ Methods = Sequence[tuple[Bucket, Remembers]]
 
 
 def read_state(methods: Methods) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(state that is equal on all ranks, this rank's own state): saved on one cluster, loaded on another.
+    """Read the methods' state: (state that is equal on all ranks, this rank's own state), saved on one cluster, loaded
+    on another.
 
     Names are ``<kind>/<parameter>.<what>`` and ``<kind>/step``, without the bucket: another profile may form other
     buckets.

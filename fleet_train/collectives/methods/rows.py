@@ -136,7 +136,7 @@ class _TablesOfABucket:
         raise NotImplementedError
 
     def _operands(self, values: Sequence[Any]) -> list[tuple[Any, list[tuple[Any, Any, int]]]]:
-        """Of each table: itself, and (indices [positions], gradient [positions, width], padding) of its lookups."""
+        """List for each table: itself, and (indices [positions], gradient [positions, width], padding) of lookups."""
         found, start = [], 0
         for lookups, width in zip(self._lookups, self._widths, strict=True):
             own = values[start : start + lookups.operands]
@@ -158,7 +158,7 @@ class _TablesOfABucket:
 
 
 class HostRows(_TablesOfABucket):
-    """Each touched row once, with counts first; added in float32 in the order of ranks, on every rank alike."""
+    """Rows by way of the host: each touched row once, with counts first; added in float32 in the ranks' order."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -168,7 +168,7 @@ class HostRows(_TablesOfABucket):
             RowChoice(table, limit, is_auto, rank) for table, limit in zip(self._tables, self._limits, strict=True)
         ]
         self._kept: list[list[TableRows]] = [[] for _ in self._tables]
-        """Of each table, those of the micro-batches since the last update."""
+        """The rows of each table in the micro-batches since the last update."""
 
     def average(self, values: Sequence[Any]) -> Stages[list[Any]]:
         local = self._own(values)
@@ -259,7 +259,7 @@ class HostRows(_TablesOfABucket):
         ]
 
     def _coded(self, local: Sequence[TableRows], most: Sequence[int]) -> Any:
-        """Of each table the indices, then the values, padded to ``most`` rows: flat uint8."""
+        """This rank's rows as flat uint8: of each table the indices, then the values, padded to ``most`` rows."""
         dtype, parts = wire_dtype(self._bucket), []
         for own, table, width, rows in zip(local, self._tables, self._widths, most, strict=True):
             ids = np.zeros(rows, index_dtype(table))
@@ -297,7 +297,7 @@ class HostRows(_TablesOfABucket):
 
 
 def _gradient(ids: Any, table: Any, gradient: Any) -> Any:
-    """Of ``table``'s shape: ``gradient`` [positions, width] added up in its rows ``ids`` [positions]."""
+    """A gradient of ``table``'s shape: ``gradient`` [positions, width] added up in its rows ``ids`` [positions]."""
     made: Any = _C_ops.embedding_grad
     return made(ids, table, gradient, -1, False)
 
@@ -324,7 +324,7 @@ def touched(lookups: Sequence[tuple[Any, Any, int]], width: int) -> TableRows:
 
 
 def added(parts: Sequence[TableRows]) -> TableRows:
-    """The sum, in the order of ``parts``; the same part if there is one."""
+    """The sum of rows, in the order of ``parts``; the same part if there is one."""
     if len(parts) == 1:
         return parts[0]
     ids, places = np.unique(np.concatenate([part.ids for part in parts]), return_inverse=True)
@@ -340,7 +340,7 @@ def nothing(width: int) -> TableRows:
 
 
 def filled_up(total: TableRows, height: int) -> TableRows:
-    """With as many zeros for an untouched row as `Lookups.rows_only` says; at least one row if there is none."""
+    """Rows with as many zeros for an untouched row as `Lookups.rows_only` says; at least one row if there is none."""
     number = total.ids.size
     fill = (height - number) % 8 or 8 * (number == 0)
     if not fill:
@@ -396,7 +396,7 @@ class StreamRows(_TablesOfABucket):
         return results
 
     def local(self, values: Sequence[Any]) -> list[Any]:
-        """As of `HostRows`."""
+        """The results of a step in which nothing is sent: this rank's own gradients, like the tables."""
         with paddle.no_grad():
             tables = [table for table, _ in self._operands(values)]
             return [
@@ -405,7 +405,7 @@ class StreamRows(_TablesOfABucket):
             ]
 
     def state(self) -> dict[str, Any]:
-        """As of `HostRows`."""
+        """``<table>.merged``, as of `HostRows`: the sum of the micro-batches since the last update. Ranks differ."""
         if not self._kept[0]:
             return {}
         with dynamic_mode(), paddle.no_grad():
@@ -446,7 +446,7 @@ class StreamRows(_TablesOfABucket):
         return own
 
     def _padded(self, own: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """With zeros for row 0 up to the number of positions that the ranks agree on in the first step."""
+        """Pad with zeros for row 0 up to the number of positions that the ranks agree on in the first step."""
         positions = [int(ids.shape[0]) for ids, _ in own]
         if not self._capacity:
             as_last = [self._merged * last if self._has_sums else 0 for last in self._last]

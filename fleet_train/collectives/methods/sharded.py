@@ -48,7 +48,7 @@ class Owners:
 
 
 def make_owners(job: Job, plan: CommPlan) -> list[Owners]:
-    """One per communicator; called by all ranks in the same order."""
+    """The owners' groups, one for each communicator; called by all ranks in the same order."""
     return [_owners(job, plan, whole) for whole in job.communicators(plan.communicators)]
 
 
@@ -85,7 +85,7 @@ class ShardedMethod(Stateless):
         self._cast, self._cut = cast_for(self._on_host), cut_for(self._on_host)
 
     def average(self, gradients: Sequence[Any]) -> Stages[list[Any]]:
-        """As of `BucketMethod`, for what this rank owns: in the order of its pieces, in their shapes."""
+        """Average gradients over all ranks; returns what this rank owns, in the order and the shapes of its pieces."""
         wires = self.to_wires([_C_ops.reshape(gradient, [-1]) for gradient in gradients])
         yield HAND_OVER
         total = yield from self.summed(wires)
@@ -167,7 +167,7 @@ class ShardedMethod(Stateless):
         return _C_ops.slice(flat, [0], [piece.first * width], [(piece.first + piece.rows) * width], [1], [])
 
     def _with_padding(self, flats: Sequence[Any]) -> list[Any]:
-        """With zeros up to a wire's length."""
+        """The flat gradients with zeros up to a wire's length."""
         missing = self.bucket.part_elements - sum(flat.shape[0] for flat in flats)
         return [*flats, *([paddle.zeros([missing], self.bucket.dtype)] if missing else [])]
 
@@ -186,8 +186,8 @@ class ShardedMethod(Stateless):
 
 
 class QuantisedShardedMethod(ShardedMethod):
-    """The same with integers of a few bits on the way to the owners, who add their own values unrounded. Each rank
-    keeps the rounding errors of what it sends."""
+    """A sharded optimizer's exchange with integers of a few bits on the way to the owners, who add their own values
+    unrounded. Each rank keeps the rounding errors of what it sends."""
 
     kind = "quantised"
     own_state = (".error",)
@@ -217,7 +217,7 @@ class QuantisedShardedMethod(ShardedMethod):
         return self._codec.decode(received, 1.0, mine)[:length]
 
     def state(self) -> dict[str, Any]:
-        """As of `KeptErrors`."""
+        """The number of sums and, with error feedback, each gradient's error, named as by `KeptErrors`."""
         with dynamic_mode(), paddle.no_grad():
             state = {f"{self.bucket.gradients[0].name}.sums": paddle.to_tensor([self._step], dtype="int64")}
             if self._layout.settings.error_feedback:

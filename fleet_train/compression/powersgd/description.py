@@ -84,7 +84,7 @@ class PowerSgdSettings:
     warm_start: bool = True
     error_feedback: bool = True
     seed: int = 0
-    """Of the first random factors; must be equal on every rank."""
+    """The seed of the first random factors; must be equal on every rank."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,11 @@ def random_factor(seed: int, name: str, shape: tuple[int, ...], step: int = 0) -
 
 
 class PowerSgd(Compression):
-    """Two allreduces: left factors with all uncompressed gradients, then right factors."""
+    """PowerSGD as a compression. Two allreduces: left factors with all uncompressed gradients, then right factors."""
 
     def on_streams(self, profile: Any) -> str:
-        """With several columns the factors are made orthonormal by Paddle's qr."""
+        """Why the GPU's streams are waited for, in words: Paddle's qr makes several columns orthonormal; empty for one
+        column."""
         if profile.powersgd_rank == 1:
             return ""
         return (

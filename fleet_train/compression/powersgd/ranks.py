@@ -28,7 +28,7 @@ from fleet_train.plan import Bucket
 
 
 class PowerSgdMethod:
-    """Two allreduces per step: left factors with all uncompressed gradients, then right factors.
+    """PowerSGD of a bucket. Two allreduces per step: left factors with all uncompressed gradients, then right factors.
 
     Large matrices are handled one by one (a stacked copy costs more than all products together), their thin factors in
     batches of equal shape. The factors are orthonormalised from sums that are bit-equal on every rank, so ranks on
@@ -125,7 +125,7 @@ class PowerSgdMethod:
         return self._errors[matrix.name].add_(values)
 
     def _reduce_left(self, matrices: list[list[Any]], rest: Any) -> Stages[tuple[list[Any], list[Any]]]:
-        """(per family the sum of left factors [matrices, rows, rank]; the averages of uncompressed gradients)."""
+        """Reduce left factors: (per family their sum [matrices, rows, rank]; averages of uncompressed gradients)."""
         products = [
             paddle.matmul(matrix, factors[i], transpose_y=True).reshape([-1])
             for family, factors in zip(matrices, self._start_factors(), strict=True)
@@ -165,7 +165,8 @@ class PowerSgdMethod:
         return result.reshape(list(self._bucket.gradients[matrix.position].shape))
 
     def _give_up(self, whole: list[Any]) -> list[Any]:
-        """For an infinity or NaN on any rank: return NaN gradients, which a loss scaler skips, and do not keep them."""
+        """Treat an infinity or NaN on any rank: return NaN gradients, which a loss scaler skips, and do not keep
+        them."""
         self._errors, self._factors = {}, []
         results = dict(zip(self._whole, whole, strict=True))
         for matrix in (matrix for family in self._families for matrix in family):

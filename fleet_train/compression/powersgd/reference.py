@@ -16,7 +16,7 @@ from fleet_train.plan.simulate_methods import Array, Gradients, SimulatedParts, 
 
 
 def simulation(parts: SimulatedParts) -> PowerSgdSimulation:
-    """With the profile's settings."""
+    """The simulation of all ranks, with the profile's settings."""
     return PowerSgdSimulation(parts.bucket, parts.plan.world_size, powersgd_settings(parts.profile))
 
 

@@ -41,7 +41,7 @@ def mean_with_gradient(value: Any) -> Any:
 
 
 def mean_over_ranks(value: Any) -> Any:
-    """As ``mean_with_gradient``, for a value that all ranks compute with alike: its gradient is the incoming one."""
+    """``value``, which all ranks compute with alike, once converted its mean; its gradient is the incoming one."""
     return _number(value, NUMBER)
 
 
@@ -148,7 +148,7 @@ def _value_of_zeros(zeros: Any) -> Any:
 
 
 def _number(value: Any, mark: str) -> Any:
-    """A ``slice`` has at least one dimension."""
+    """Mark a value without a batch dimension, as one with a dimension: a ``slice`` has at least one."""
     marked = _marked(value if value.shape else value.reshape([1]), mark, TO_THE_END, _INFERRED)
     return marked if value.shape else marked.reshape([])
 
@@ -164,7 +164,7 @@ def _marks(program: Any) -> list[Any]:
 
 
 def _is_exchanged(value: Any) -> bool:
-    """Also what recompute keeps of it."""
+    """Whether a value is exchanged, or what recompute keeps of one."""
     maker = value.get_defining_op()
     return maker is not None and "fleet_train_" in maker.name()
 

@@ -122,7 +122,7 @@ class JointProgram:
 
     @property
     def own_statistics(self) -> str:
-        """Which operator is a batch norm over the batch, and its line; empty for none."""
+        """The line of an operator that is a batch norm over the batch, or else its name; empty for none."""
         for norm in self._operators:
             if changes_statistics(norm):
                 return line_of(norm) or "a batch norm"
@@ -186,7 +186,7 @@ def _refuse(operator: Any) -> None:
 
 
 def summed(fetched: Iterable[tuple[tuple[str, Any], Any]]) -> dict[str, Array]:
-    """By name, the float64 sums of what was fetched: of a parameter that is used in several places, one gradient."""
+    """The float64 sums of what was fetched, by name: of a parameter that is used in several places, one gradient."""
     sums: dict[str, Array] = {}
     for (name, value), got in fetched:
         array = np.asarray(got)

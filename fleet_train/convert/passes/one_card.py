@@ -34,8 +34,8 @@ _what_drifts: Callable[[Any], str] = lambda _: ""  # noqa: E731
 
 
 def leave_out_host_operators(what_drifts: Callable[[Any], str]) -> None:
-    """From now on Paddle writes converted programs as programs of one card. ``what_drifts``: which values of a program
-    are one rank's own, in words."""
+    """Let Paddle write converted programs as programs of one card from now on. ``what_drifts``: which values of a
+    program are one rank's own, in words."""
     global _original, _what_drifts
     _what_drifts = what_drifts
     _original = process.replace(paddle.base.core, "serialize_pir_program", _serialize)
@@ -103,12 +103,12 @@ def _bypass(operator: Any, local: dict[str, list[Any]]) -> None:
 
 
 def exchanges_values(operator: Any) -> bool:
-    """Whether it exchanges values inside a program's passes, which a rank alone has its own of."""
+    """Whether an operator exchanges values inside a program's passes, which a rank alone has its own of."""
     return _kind(operator)[0] in ("counts", "joint")
 
 
 def read_own_values(operator: Any) -> None:
-    """Let what reads the results of such an operator read its inputs. Does nothing with others."""
+    """Let what reads the results of an operator that exchanges values read its inputs. Does nothing with others."""
     if exchanges_values(operator):
         given = operator.operands_source()
         for old, new in zip(operator.results(), given, strict=False):  # a token; ``counts`` gives nothing else
@@ -116,7 +116,7 @@ def read_own_values(operator: Any) -> None:
 
 
 _lookups: dict[str, Sequence[Lookups]] = {}
-"""By the name of a launch operator, which is unique in a process: Paddle cannot read such an operator's attributes."""
+"""The lookups by the unique name of a launch operator: Paddle cannot read such an operator's attributes."""
 
 
 def mark_lookups(launch: Any, tables: Sequence[Lookups]) -> None:
@@ -161,7 +161,8 @@ class RowsUpdate:
 
 
 def _kind(operator: Any) -> tuple[str, str]:
-    """``wait`` and ``1_0``, bucket 0 of conversion 1, for ``py_op.fleet_train_wait_1_0_12_-664...``."""
+    """The kind and the number of a host operator: ``wait`` and ``1_0``, bucket 0 of conversion 1, for
+    ``py_op.fleet_train_wait_1_0_12_-664...``."""
     match = _NAME.search(operator.name())
     return (match[1], match[2] or "") if match else ("", "")
 

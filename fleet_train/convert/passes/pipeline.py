@@ -180,7 +180,8 @@ class ProgramPasses:
 
 @dataclass(frozen=True)
 class MergedGradients:
-    """``pairs``: parameter and mean gradient of the micro-batches since the last update (of fewer, between updates).
+    """The gradients of merged micro-batches. ``pairs``: parameter and mean gradient of those since the last update (of
+    fewer, between updates).
 
     ``boundary``: bool, shape [1]: true in the step that ends with an update; on every rank in the same step. None
     when every step does.

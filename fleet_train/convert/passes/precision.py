@@ -169,7 +169,7 @@ def in_float32(value: Any) -> Any:
 
 
 def give_out_float32() -> None:
-    """From now on `in_float32` is what executors fetch, and what Paddle's functions export."""
+    """Give executors that fetch, and Paddle's functions that export, what `in_float32` gives, from now on."""
     process.before_each_run(_fetch_float32)
     process.before_each_run(_refuse_no_rows)
     for module in (paddle.static.io, paddle.static.pir_io):
@@ -258,7 +258,7 @@ LOW = frozenset(
 fused operators, which only later passes create."""
 
 FLOAT32_RESULT_ON_CPU = frozenset({"pd_op.conv2d", "pd_op.depthwise_conv2d"})
-"""On CPU their bfloat16 kernels return float32 declared as bfloat16: a cast can read that, other operators fail."""
+"""Operators whose bfloat16 kernels on CPU return float32 declared as bfloat16: only a cast can read that."""
 
 
 def is_right_on_cpu(operator: Any) -> bool:
@@ -372,6 +372,7 @@ def _registered_kernels() -> dict[str, Any]:
 
 
 def _serves(kernel: str, dtype: str, on_gpu: bool) -> bool:
-    """``kernel``: '{data_type[::phi::dtype::bfloat16]; data_layout[ONEDNN]; place[Place(cpu)]; ...}'."""
+    """Whether Paddle's ``kernel`` computes in ``dtype`` on the device; it is like '{data_type[::phi::dtype::bfloat16];
+    data_layout[ONEDNN]; place[Place(cpu)]; ...}'."""
     place = "Place(gpu" if on_gpu else "Place(cpu"
     return place in kernel and f"dtype::{dtype}]" in kernel

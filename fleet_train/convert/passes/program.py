@@ -36,7 +36,7 @@ def draws(operator: Any) -> bool:
 
 
 def is_random(operator: Any) -> bool:
-    """Whether it does so with its settings, in training."""
+    """Whether an operator draws at random with its settings, in training."""
     if not draws(operator):
         return False
     rates = [operator.attrs()[name] for name in ("dropout_prob", "dropout") if operator.has_attr(name)]
@@ -82,7 +82,7 @@ def inputs_of(operator: Any) -> list[Any]:
 
 
 def all_inputs_of(operator: Any) -> list[Any]:
-    """Those of ``operator`` and of the operators in its sub-blocks."""
+    """The inputs of ``operator`` and of the operators in its sub-blocks."""
     users = [operator, *(nested_operators(operator) if operator.num_regions() else ())]
     return [source for user in users for source in inputs_of(user)]
 
@@ -156,7 +156,7 @@ def script_line() -> str:
 
 
 def updates_alone(program: Any, converted: set[str]) -> str:
-    """Where a program updates parameters without the other ranks, as words for a message; empty if nowhere.
+    """The place where a program updates parameters without the other ranks, in words for a message; empty if nowhere.
 
     ``converted``: the parameters that this process's converted programs update.
     """
@@ -169,7 +169,7 @@ def updates_alone(program: Any, converted: set[str]) -> str:
 
 
 def _updates(operator: Any) -> bool:
-    """Whether it changes a parameter in place by a gradient; only Paddle's own operators can name their operands."""
+    """Whether an operator changes a parameter in place by a gradient; only Paddle's own can name their operands."""
     name = operator.name()
     return name.startswith("pd_op.") and name.endswith("_") and set(operator.get_input_names()) >= {"param", "grad"}
 

@@ -180,7 +180,7 @@ def _trigger(first: Any, in_backward: set[int]) -> Any:
 
 
 def _is_cheap(operator: Any) -> bool:
-    """Parameters and constants: they always exist, and nothing starts from them alone."""
+    """Whether a value is a parameter or a constant: they always exist, and nothing starts from them alone."""
     return str(operator.name()).startswith(("builtin.parameter", "pd_op.full"))
 
 
@@ -198,12 +198,12 @@ def _is_repeatable(operator: Any) -> bool:
 
 
 def _moves_no_average(operator: Any) -> bool:
-    """Whether it is a synchronised batch norm, which writes nothing in place."""
+    """Whether an operator is a synchronised batch norm, which writes nothing in place."""
     return operator.name() in BATCH_NORMS and operator.has_attr(FORWARD_MARK)
 
 
 def _touches_array(operator: Any) -> bool:
-    """A tensor array is filled in place, also by loops: a second one would stay empty."""
+    """Whether an operator has a tensor array, filled in place, also by loops: a second one would stay empty."""
     results = [result for result in operator.results() if result.initialized()]
     return any(value.is_dense_tensor_array_type() for value in (*inputs_of(operator), *results))
 

@@ -31,7 +31,8 @@ class SkipNotFinite:
         """float32 [1]: above 0 in the steps that all ranks skip; None if the averages alone decide."""
 
     def guard(self, update: Callable[[Pairs], Any], pairs: Pairs) -> Any:
-        """For `DistributedOptimizer.around_update`; add it last, so that nothing else sees such gradients."""
+        """Skip an update with NaN or infinity; for `DistributedOptimizer.around_update`. Add it last, so that nothing
+        else sees such gradients."""
         present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
         values, is_broken = checked_values([gradient for _, gradient in present])
         if self.spoilt is not None:
@@ -81,7 +82,7 @@ def _counter(name: str) -> Any:
 
 
 def of_feeds(feed: Any) -> str:
-    """Which of the arrays that a run was fed hold NaN or infinity, as the end of a message; "" if there are none."""
+    """The fed arrays that hold NaN or infinity, or that none does, as the end of a message; "" if that is not known."""
     given = feed[0] if isinstance(feed, list | tuple) and feed else feed
     if not isinstance(given, Mapping):
         return ""
@@ -100,7 +101,7 @@ _NAMED_ROWS = 8
 
 
 def finite_rows(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows of an array hold neither NaN nor infinity, as bool [rows]."""
+    """The rows of an array that hold neither NaN nor infinity, as bool [rows]."""
     finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
     return np.asarray(finite.reshape(len(values), -1).all(axis=1))
 

@@ -136,7 +136,8 @@ def _keep_results(operator: Any, statistics: Statistics, replaced: Mapping[int, 
 
 
 def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
-    """``inputs``: values, scale and bias. ``mean`` [channels]: scale and bias are like it if the layer has none."""
+    """The batch norm of ``inputs``: values, scale and bias. ``mean`` [channels]: ones and zeros like it stand for a
+    scale and a bias that the layer does not have."""
     attributes, (x, scale, bias) = operator.attrs(), inputs
     scale = scale if scale.initialized() else paddle.ones(mean.shape, mean.dtype)
     bias = bias if bias.initialized() else paddle.zeros(mean.shape, mean.dtype)
@@ -146,7 +147,7 @@ def _norm_of(operator: Any, inputs: Sequence[Any], mean: Any) -> Norm:
 def _replace_forward(
     group: Sequence[Any], exchange: RankStatistics, arithmetic: Arithmetic, chain: Any
 ) -> tuple[dict[int, Statistics], Any]:
-    """Batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
+    """Replace batch norms that share an exchange; returns {id of an operator: its statistics} and the next token."""
     norms, local = [], []
     for operator in group:
         x, running_mean, running_variance, scale, bias = operator.operands_source()
@@ -180,7 +181,7 @@ _HELD: dict[tuple[int, int], Any] = {}
 
 
 def _give_held_statistics(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: the running mean and variance, and the batch's mean, where a script reads them of the operator."""
+    """A hook before each run: give the running statistics, and the batch's mean, to a script that fetches them."""
     running = paddle.static.default_main_program() if program is None else program
     if isinstance(running, paddle.static.Program):
         _read_what_was(running)
@@ -224,8 +225,8 @@ def _replace_backward(
     arithmetic: Arithmetic,
     chain: Any,
 ) -> tuple[dict[int, Any], Any]:
-    """Returns {old result: new value} and the next token. The gradients of scale and bias are those of this rank
-    alone."""
+    """Replace gradients of batch norms; returns {old result: new value} and the next token. The gradients of scale and
+    bias are those of this rank alone."""
     paddle.pir.set_insertion_point(group[0])
     norms = [
         _norm_of(operator, operator.operands_source()[:3], forward.mean)
@@ -296,7 +297,7 @@ def _groups_of_forward(operators: Sequence[Any], norms: Sequence[Any]) -> list[l
 
 
 def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[list[Any]]:
-    """The same for gradient operators."""
+    """``norms``, gradients of batch norms among ``operators`` in their order, by the exchange that they share."""
     position = {operator.id(): number for number, operator in enumerate(operators)}
     groups: list[list[Any]] = []
     for operator in norms:
@@ -309,7 +310,7 @@ def _groups_of_backward(operators: Sequence[Any], norms: Sequence[Any]) -> list[
 
 
 def _alike(operator: Any, other: Any) -> bool:
-    """An exchange has one dtype."""
+    """Whether two batch norms can share an exchange, which has one dtype."""
     return bool(operator.operand_source(0).dtype == other.operand_source(0).dtype)
 
 
@@ -344,7 +345,8 @@ class Norm:
 
 
 class Composed:
-    """Composed of single operators, in float32. Like `Kernels`, emits them at the current insertion point."""
+    """The arithmetic of a batch norm composed of single operators, in float32. Like `Kernels`, emits them at the
+    current insertion point."""
 
     def local(self, norm: Norm) -> LocalNorm:
         """The statistics of this rank's ``x``."""
@@ -372,7 +374,7 @@ class Composed:
 
 
 class Kernels:
-    """With Paddle's CPU kernels, in the dtype of ``x`` (float32 or float64, the only ones they have)."""
+    """The arithmetic of a batch norm with Paddle's CPU kernels, in ``x``'s dtype (they have float32 and float64)."""
 
     def local(self, norm: Norm) -> LocalNorm:
         """The running statistics of a batch norm with a momentum of 0.
@@ -401,7 +403,8 @@ class Kernels:
         return bias_gradient, scale_gradient, x_gradient
 
     def x_gradient(self, norm: Norm, statistics: Statistics, begun: Any, means: tuple[Any, Any]) -> Any:
-        """Minus (mean gradient + normalised * mean product) * scale / deviation, which is also a batch norm."""
+        """The gradient of ``x``: ``begun`` minus (mean gradient + normalised * mean product) * scale / deviation, which
+        is also a batch norm."""
         factor = paddle.rsqrt(statistics.variance + norm.epsilon) * norm.scale
         mean_gradient, mean_product = means
         return begun - _normalised(norm, statistics, factor * mean_product, factor * mean_gradient)

@@ -13,7 +13,7 @@ from fleet_train.profile.methods.quantised import INT4, INT8
 from fleet_train.profile.methods.rows import ROWS, TOUCHED_ROWS
 
 _FOLDERS = ("powersgd",)
-"""In `fleet_train.compression`, each with ``COMPRESSIONS`` in its ``description.py``. A copy may be without one."""
+"""Folders in `fleet_train.compression`, each with ``COMPRESSIONS`` in its ``description.py``. A copy may lack one."""
 _FOUND = {name: part_if_there(f"fleet_train.compression.{name}.description") for name in _FOLDERS}
 _LISTED: tuple[Compression, ...] = (
     *(NONE, BF16, FP16, INT8, INT4),
@@ -26,7 +26,7 @@ NOT_HERE = {
 }
 """Compressions that this copy is without, and the reason of their refusal."""
 COMPRESSIONS: dict[str, Compression] = {compression.name: compression for compression in _LISTED}
-"""By the value of the knob, in the order of the documentation."""
+"""All compressions by the value of the knob, in the order of the documentation."""
 FAMILIES: tuple[Family, ...] = tuple(
     dict.fromkeys(compression.family for compression in _LISTED if compression.family is not None)
 )

@@ -52,12 +52,12 @@ class Combination:
 
 
 def goes(words: str) -> Combination:
-    """They may be combined; ``words``: how they work together."""
+    """Two strategies may be combined; ``words``: how they work together."""
     return Combination(True, words)
 
 
 def refused(reason: str, instead: str) -> Combination:
-    """They cannot be combined, for this reason; ``instead``: what to do."""
+    """Two strategies cannot be combined, for this reason; ``instead``: what to do."""
     return Combination(False, f"{reason}; {instead}")
 
 
@@ -83,7 +83,7 @@ class TensorSpec:
     dtype: str
     is_whole: bool = False
     rows: int = 0
-    """Of an embedding's table whose touched rows are sent: as many as a rank's step is planned to touch; 0 = whole."""
+    """Rows that a rank's step is planned to touch in an embedding's table of which rows are sent; 0 = sent whole."""
 
     @property
     def elements(self) -> int:
@@ -140,12 +140,12 @@ class CollectiveSpec:
     between_item_bytes: int = 0
     """Bytes of an item between the leaders of a hierarchical allreduce; 0 = item_bytes."""
     flat: bool = False
-    """Over all ranks at once, even if the plan has local groups."""
+    """Whether it goes over all ranks at once, even if the plan has local groups."""
     quantised: QuantisedSettings | None = None
     owners: int = 0
-    """Only within each group of so many neighbours, the owners of a sharded optimizer; 0 = over all ranks."""
+    """How many neighbours, the owners of a sharded optimizer, it stays among; 0 = it goes over all ranks."""
     copies: bool = False
-    """Instead between the ranks of all these groups that own the same."""
+    """Whether it goes instead between the ranks of all these groups that own the same."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Piece:
     rows: int = 0
 
     def of(self, gradient: TensorSpec) -> TensorSpec:
-        """Its own name and shape."""
+        """The piece of a gradient with its own name and shape."""
         return replace(gradient, shape=(self.rows, *gradient.shape[1:])) if self.rows else gradient
 
 
@@ -222,13 +222,13 @@ class CodingCosts:
     computing (``python tools/bench.py coding``). By default those of float32."""
 
     handing: float = 0.12e-9
-    """On the computing thread, before a bucket is passed to its communicator: copies."""
+    """Cost on the computing thread, before a bucket is passed to its communicator: copies."""
     codec: float = 0.05e-9
-    """On the communicators' threads: coding (quantised by compiled loops) and copies."""
+    """Cost on the communicators' threads: coding (quantised by compiled loops) and copies."""
     waiting: float = 3.5e-9
-    """How much longer that takes while computing: zero if enough processors are idle."""
+    """How much longer coding takes while computing: zero if enough processors are idle."""
     taken: float = 4e-9
-    """How much longer the concurrent computing takes."""
+    """How much longer the computing takes while values are coded."""
 
 
 class NumpyReference(Protocol):
@@ -247,13 +247,13 @@ class Family:
     name: str
     title: str
     with_buckets: Combination
-    """Fused buckets, several communicators, waiting for each bucket."""
+    """The combination with fused buckets, several communicators, waiting for each bucket."""
     with_local_groups: Combination
-    """A hierarchical allreduce."""
+    """The combination with a hierarchical allreduce."""
     with_local_sgd: Combination
-    """LocalSGD, with or without outer momentum."""
+    """The combination with LocalSGD, with or without outer momentum."""
     with_sharding: Combination = NOT_SHARDED
-    """A sharded optimizer."""
+    """The combination with a sharded optimizer."""
     reason: str = ""
     """How it is carried out: a sentence of the knob."""
     sources: str = ""
@@ -270,9 +270,9 @@ class Compression:
     words: str
     """What is sent of a gradient, for the knob's text."""
     family: Family | None = None
-    """None for the only one that is no strategy: all of a gradient."""
+    """The family of strategies that it belongs to; None for the only one that is no strategy: all of a gradient."""
     knobs: type[BaseModel] | None = None
-    """Its settings: knobs of the profile, with their texts."""
+    """The compression's settings: knobs of the profile, with their texts."""
     wire_dtype: str = ""
     """The dtype on the wire; empty = the gradient's own. With local groups, only between their leaders."""
     has_error_feedback: bool = False

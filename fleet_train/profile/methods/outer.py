@@ -19,18 +19,19 @@ class OuterOptimizer:
 
     name: str
     words: str = ""
-    """What it is, for the knob's text."""
+    """What the optimizer is, for the knob's text."""
     source: str = ""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
-        """(what is subtracted from the last agreed values, the next velocity). ``velocity``: None before the first;
-        ``rate``: the inner optimizer's learning rate; ``lr``, ``momentum``: `outer_lr` and `outer_momentum`."""
+        """The step after an averaging: (what is subtracted from the last agreed values, the next velocity).
+        ``velocity``: None before the first; ``rate``: the inner optimizer's learning rate; ``lr``, ``momentum``:
+        `outer_lr` and `outer_momentum`."""
         del rate, lr, momentum
         return difference, velocity
 
 
 class SlowMo(OuterOptimizer):
-    """u = m u + difference / rate; lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019, algorithm 1)."""
+    """Slow momentum: u = m u + difference / rate; lr * rate * u (Wang, Tantia, Ballas and Rabbat 2019, algorithm 1)."""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         scale = 1.0 / rate if rate > 0 else 1.0
@@ -39,7 +40,7 @@ class SlowMo(OuterOptimizer):
 
 
 class DiLoCo(OuterOptimizer):
-    """u = m u + difference; lr * (difference + m u), Nesterov (Douillard et al. 2023)."""
+    """Nesterov's momentum: u = m u + difference; lr * (difference + m u) (Douillard et al. 2023)."""
 
     def step(self, difference: Any, velocity: Any, rate: float, lr: float, momentum: float) -> tuple[Any, Any]:
         del rate
@@ -57,10 +58,10 @@ _LISTED = (
     DiLoCo("diloco", "Nesterov on the averaged difference", "Douillard et al. 2023 (DiLoCo)"),
 )
 OUTER_OPTIMIZERS: dict[str, OuterOptimizer] = {optimizer.name: optimizer for optimizer in _LISTED}
-"""By the value of the knob ``outer_optimizer``."""
+"""All outer optimizers by the value of the knob ``outer_optimizer``."""
 WITH_MOMENTUM = tuple(name for name in OUTER_OPTIMIZERS if name != "none")
 
 
 def outer_optimizer_of(name: str) -> OuterOptimizer:
-    """By the knob's value. Raises ConversionError for an unknown one."""
+    """The outer optimizer of a knob's value. Raises ConversionError for an unknown one."""
     return entry_of("outer_optimizer", name, OUTER_OPTIMIZERS, "formula")

@@ -26,7 +26,7 @@ from fleet_train.profile.methods.base import (
 )
 
 BITS = {"int8": 8, "int4": 4}
-"""By the value of ``compression`` and of ``local_sgd_dtype``."""
+"""Bits of an element by the value of ``compression`` and of ``local_sgd_dtype``."""
 _IS_STOCHASTIC = {"nearest": False, "stochastic": True}
 WHOLE = 12582912.0
 """1.5 * 2**23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer (ties to even),
@@ -96,12 +96,12 @@ class QuantisedLayout:
 
     @property
     def padded_elements(self) -> int:
-        """Whole blocks for every part."""
+        """Elements of all parts, each padded to whole blocks."""
         return self.parts * self.part_elements
 
 
 def averaging_settings(profile: Any) -> QuantisedSettings | None:
-    """Of ``local_sgd_dtype: int8`` or ``int4``; None for others."""
+    """The settings of ``local_sgd_dtype: int8`` or ``int4``; None for others."""
     return quantised_settings(profile, profile.local_sgd_dtype) if profile.local_sgd_dtype in BITS else None
 
 

@@ -23,9 +23,9 @@ ROWS = "rows"
 """The algorithm of a bucket of tables."""
 COUNT_BYTES = 8
 ASSUMED_SAMPLES = 1024
-"""Samples of a rank's step, to plan with."""
+"""Samples of a rank's step that plans assume."""
 WIRE_DTYPES = {compression.name: compression.wire_dtype for compression in (NONE, BF16, FP16)}
-"""By the compressions that rows go with; empty = their own."""
+"""The dtype of rows on the wire by the compressions that they go with; empty = their own."""
 
 
 class TouchedRows(Compression):

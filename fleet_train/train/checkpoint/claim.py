@@ -22,12 +22,18 @@ from fleet_train.log import logger
 from fleet_train.train.agree import together
 from fleet_train.train.checkpoint import storage
 
+_FOLDER_ELSEWHERE_SECONDS = 120.0
+"""How long to wait for a process of another machine that has the folder of checkpoints: a file server releases the lock
+of one that lost its power after a minute and a half."""
+_FOLDER_POLL_SECONDS = 0.2
+"""Pause between two attempts to lock the folder of checkpoints."""
+
 _held: dict[tuple[int, int], BinaryIO | None] = {}
 """The locks of this process, by device and inode of the folder."""
 
 
 def _leave_to_parent() -> None:
-    """In a forked process, which may outlive its parent: closing a copy does not release the parent's lock."""
+    """Drop the locks in a forked process, which may outlive its parent: closing a copy does not release the lock."""
     while _held:
         if (file := _held.popitem()[1]) is not None:
             file.close()
@@ -44,7 +50,7 @@ def claim(checkpoints: Path, is_mine: bool, seconds: float, *, must_be_writable:
     long a disk may take.
     """
     work = partial(_lock, checkpoints, must_be_writable) if is_mine else None
-    outcomes = together(work, seconds + timeouts.FOLDER_ELSEWHERE_SECONDS)
+    outcomes = together(work, seconds + _FOLDER_ELSEWHERE_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome["problem"] is not None:
             where = "" if rank == 0 else f"rank {rank} ({fleet.worker_endpoints()[rank]}): "
@@ -53,7 +59,7 @@ def claim(checkpoints: Path, is_mine: bool, seconds: float, *, must_be_writable:
 
 
 def release(checkpoints: Path) -> None:
-    """Another process may have the folder."""
+    """Unlock the folder: another process may have it."""
     with suppress(OSError):
         if (file := _held.pop(_key(checkpoints), None)) is not None:
             file.close()
@@ -74,7 +80,7 @@ def _lock(checkpoints: Path, must_be_writable: bool) -> bool:
             if until is None:
                 is_here = who.endswith(f" of {socket.gethostname()}")
                 is_brief = is_here and attempt(os.environ) == 0
-                most = timeouts.FOLDER_HERE_SECONDS if is_brief else timeouts.FOLDER_ELSEWHERE_SECONDS
+                most = timeouts.FOLDER_HERE_SECONDS if is_brief else _FOLDER_ELSEWHERE_SECONDS
                 until = time.monotonic() + most
                 logger.info("%s is in use by %s; waiting for its end, at most %g s", checkpoints, who, most)
             if time.monotonic() > until:
@@ -82,7 +88,7 @@ def _lock(checkpoints: Path, must_be_writable: bool) -> bool:
                     f"{checkpoints} is in use by {who}: two runs in one folder would replace each other's checkpoints; "
                     "end that run, or give another folder (--output_dir)"
                 ) from None
-            time.sleep(timeouts.FOLDER_POLL_SECONDS)
+            time.sleep(_FOLDER_POLL_SECONDS)
         except OSError as error:
             if must_be_writable and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise CheckpointError(

@@ -139,7 +139,7 @@ class Copies:
             raise CheckpointError(f"{describe(damaged[0][0].rank)}: {damaged[0][1]}")
 
     def _broken(self, held: Sequence[HeldCheckpoint]) -> dict[HeldCheckpoint, str]:
-        """Those that have changed since they were written, and how. Each node reads its own."""
+        """Find the checkpoints that have changed since they were written, and how. Each node reads its own."""
         mine = [each for each in held if each.rank == fleet.worker_index()]
 
         def check() -> dict[str, str]:
@@ -174,7 +174,7 @@ class Copies:
         return None
 
     def _send(self, holder: int, name: str, receivers: Sequence[int]) -> dict[int, str]:
-        """Over the job's own connections; the receivers that did not get it, and why. All ranks take part."""
+        """Send a checkpoint over the job's connections; returns who did not get it, and why. All ranks call it."""
         rank, folder, problem = fleet.worker_index(), self._checkpoints / name, ""
         draft = storage.copy_of(self._checkpoints, storage.name_of(folder))
         sizes: dict[str, int] = fleet.gather(_sizes_of(folder) if rank == holder else {})[holder]
@@ -222,7 +222,7 @@ class Copies:
                     self._report(f"no copy on {describe(rank)}: {problem}; {words}")
 
     def lacking(self, name: str) -> str:
-        """Which nodes lack the last checkpoint, ``name``, and why; empty if none does."""
+        """Name the nodes that lack the last checkpoint, ``name``, and say why; empty if none does."""
         unusable = self._unusable if len(self._members) < self._number else {}
         behind = {**self._behind, **unusable}
         if not behind:
@@ -235,7 +235,7 @@ class Copies:
         )
 
     def scalars(self) -> dict[str, float]:
-        """For the metrics: counted since this process started; empty if no other node writes."""
+        """Counts of copies for the metrics, since this process started; empty if no other node writes."""
         if not self._members[1 : self._number]:
             return {}
         return {"checkpoint/copies": float(self.made), "checkpoint/copies_failed": float(self.failed)}
@@ -329,14 +329,14 @@ def _sizes_of(folder: Path) -> dict[str, int]:
 
 
 def _read_into(piece: Any, path: Path, start: int) -> None:
-    """What cannot be read stays zero, and is found to be damaged where it arrives."""
+    """Read a piece of a file. What cannot be read stays zero, and is found to be damaged where it arrives."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(start)
         file.readinto(memoryview(piece))
 
 
 def _append(piece: Any, path: Path) -> str:
-    """The problem, or nothing."""
+    """Append a piece to a file; returns the problem, or nothing."""
     try:
         with path.open("ab") as file:
             file.write(memoryview(piece))
@@ -346,7 +346,7 @@ def _append(piece: Any, path: Path) -> str:
 
 
 def who_keeps(number: int, nodes: int, own: Sequence[str]) -> str:
-    """Which nodes keep checkpoints, if ``number`` are requested: ``nodes`` could, ``own`` have their own folder."""
+    """Say which nodes keep checkpoints, if ``number`` are requested: ``nodes`` could, ``own`` have their own folder."""
     if len(own) >= number:
         return f"checkpoints are kept on {', '.join(own[:number])}"
     if len(own) > 1:

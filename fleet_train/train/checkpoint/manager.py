@@ -24,6 +24,9 @@ from fleet_train.train.checkpoint.copies import Copies
 from fleet_train.train.checkpoint.newest import latest_run, report_of
 from fleet_train.train.settings import at_least
 
+_COPIES_FINISH_SECONDS = 300.0
+"""How long other nodes have to write their checkpoints at the end of a training."""
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -31,7 +34,7 @@ class TrainState:
     batches."""
 
     epoch: int
-    """Finished epochs."""
+    """The number of finished epochs."""
     step: int
     """Finished steps (optimizer updates) since the beginning of the run."""
     steps_per_epoch: int
@@ -44,7 +47,7 @@ class TrainState:
     consumed_samples: int = 0
     """Samples of the current epoch that all ranks together have trained on; 0 between epochs."""
     epoch_losses: list[list[float]] = field(default_factory=list)
-    """By rank: sum and number of the losses fetched in the current epoch."""
+    """The sum and the number of the losses fetched in the current epoch, by rank."""
     batches: int | None = None
     """Batches (micro-batches) of each rank since the beginning of the run. None: those of its steps."""
     pending_batches: int = 0
@@ -267,7 +270,7 @@ class Checkpoints:
 
         self._attempt = _Attempt(self.folder, step, write, tidy, self._timeout_seconds, self._report)
 
-    def finish(self, copy_seconds: float = timeouts.COPIES_FINISH_SECONDS) -> Path | None:
+    def finish(self, copy_seconds: float = _COPIES_FINISH_SECONDS) -> Path | None:
         """Wait for a write in the background. Returns the folder of this process's last `save`, None without one.
 
         Call it before the process ends. NotSaved on every rank if the last `save` failed, or if a node lacks its copy
@@ -280,9 +283,8 @@ class Checkpoints:
         return written
 
     def wait(self, copy_seconds: float) -> tuple[Path | None, str]:
-        """`finish` for a job that may end without copies: also which nodes lack the last checkpoint and why, the same
-        on every rank; empty if none does.
-        """
+        """Wait as `finish` does, for a job that may end without copies: returns which nodes lack the last checkpoint
+        and why, the same on every rank; empty if none does."""
         written = self._written()
         lacking = "" if self._copies is None else self._await_copies(self._copies, copy_seconds)
         ask_first_worker(self._refuse_unsaved)
@@ -323,7 +325,7 @@ class Checkpoints:
         return copies.lacking(name) if name else ""
 
     def _refuse_unsaved(self) -> None:
-        """On rank 0. Raises NotSaved if the last write failed."""
+        """Raise NotSaved on rank 0 if the last write failed."""
         if self._attempt is None or not self._attempt.problem:
             return
         try:
@@ -456,7 +458,7 @@ class _Attempt:
         return not self._thread.is_alive()
 
     def _finish_at_exit(self) -> None:
-        """In a script that does not call `finish`."""
+        """Finish the last write at the exit of a script that does not call `finish`."""
         if self._ends_within(self._timeout_seconds) and self._error is not None:
             self._report(self._message(self._error))
 

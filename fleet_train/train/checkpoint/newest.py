@@ -25,7 +25,7 @@ class HeldCheckpoint(NamedTuple):
     progress: TrainingProgress
     rank: int
     run: TrainingRun | None
-    """None if its marker cannot be read."""
+    """The run that wrote the checkpoint; None if its marker cannot be read."""
     name: str
 
 
@@ -121,6 +121,6 @@ def read_record(checkpoints: Path) -> TrainingRun:
 
 
 def write_record(checkpoints: Path, run: TrainingRun) -> None:
-    """Write it atomically, synced to the disk."""
+    """Write the record atomically, synced to the disk."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     publish(checkpoints / RECORD, json.dumps(run.as_json()).encode(), f".{RECORD}", synced=True)

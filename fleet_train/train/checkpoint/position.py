@@ -26,7 +26,7 @@ _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors")
 
 @dataclass
 class Position:
-    """Counted from the beginning of the run, the same on every rank."""
+    """The position of a run, counted from its beginning, the same on every rank."""
 
     epoch: int = 0
     """Finished epochs."""
@@ -61,10 +61,10 @@ class EpochLoss:
 
 
 def resumed(state: TrainState, batches_per_epoch: int) -> tuple[Position, EpochLoss]:
-    """Where this call, which may have another number of ranks, continues.
+    """The position at which this call, which may have another number of ranks, continues, and the epoch's loss so far.
 
-    With a different number of batches per epoch (other ranks, another batch size), the run continues at the same
-    share of the epoch. The current epoch's losses go to their rank, or all to rank 0 if the number of ranks differs.
+    With a different number of batches per epoch (other ranks, another batch size), the run continues at the same share
+    of the epoch. The current epoch's losses go to their rank, or all to rank 0 if the number of ranks differs.
     """
     done, pending = _batches(state)
     inside = max(0, done - state.epoch * state.steps_per_epoch)
@@ -126,7 +126,7 @@ class RunData:
         return self._own.done_after(at.consumed_samples) if at.consumed_samples else 0
 
     def record(self, at: Position, done: list[int | None]) -> dict[str, Any] | None:
-        """For `TrainState.data`; ``done``: of all ranks. None if a loader does not describe its data."""
+        """The entry of `TrainState.data`; ``done``: of all ranks. None if a loader does not describe its data."""
         if self._lists is None:
             return None
         epoch, absent = self._absent
@@ -219,7 +219,7 @@ class RunData:
         return [f"note: {'; '.join(changes)}"] if changes else []
 
     def _continue(self, checkpoint: StoredCheckpoint, lists: dict[str, Any], at: Position) -> None:
-        """In the middle of an epoch, each machine continues at its own place of its own list."""
+        """Let each machine continue at its own place of its own list, in the middle of an epoch."""
         state = checkpoint.state
         was_own = any(entry["done"] is not None for entry in lists.values())
         if lists and was_own != (self._own is not None):

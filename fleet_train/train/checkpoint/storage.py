@@ -34,7 +34,7 @@ from fleet_train.files import sync_folder
 MARKER = persistables.DESCRIPTION
 _MOST_MARKER_BYTES = 256 << 20
 RECORD = "run.json"
-"""Next to the checkpoints: the last run known to this node, even if it keeps no checkpoint of it."""
+"""The file next to the checkpoints with the last run known to this node, even if it keeps no checkpoint of it."""
 _MOST_GENERATIONS = 1 << 53
 _WRITING, _COPYING, _REPLACED, _REMOVING = ".writing-", ".copying-", ".replaced-", ".removing-"
 _PUBLISHED = re.compile(r"(?:\.replaced-)?(step-\d{8,})", re.ASCII)
@@ -49,7 +49,8 @@ class TrainingRun:
     """
 
     generation: int = 0
-    """One more than that of the latest run known where it began. 0 = written by a version without generations."""
+    """The number of the run's generation: one more than that of the latest run known where it began. 0 = written by a
+    version without generations."""
     began: float = 0.0
     """Unix seconds, on the clock of the rank 0 that began it. 0 = written by a version without runs."""
     id: str = ""
@@ -74,17 +75,17 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def draft_of(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is published."""
+    """The folder in which a checkpoint is written before it is published."""
     return checkpoints / f"{_WRITING}step-{step:08d}"
 
 
 def copy_of(checkpoints: Path, name: str) -> Path:
-    """Where a checkpoint of another node is written before it counts."""
+    """The folder in which a checkpoint of another node is written before it counts."""
     return checkpoints / f"{_COPYING}{name}"
 
 
 def _replaced_path(final: Path) -> Path:
-    """Where an earlier checkpoint of the same step is kept while the new one replaces it."""
+    """The folder in which an earlier checkpoint of the same step is kept while the new one replaces it."""
     return final.with_name(f"{_REPLACED}{final.name}")
 
 
@@ -94,7 +95,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def begin_draft(draft: Path) -> Path:
-    """Create that empty folder in the folder of the checkpoints."""
+    """Create an empty draft in the folder of the checkpoints."""
     _remove(draft)
     draft.mkdir(parents=True)
     sync_folder(draft.parent.parent)
@@ -204,9 +205,8 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def of_latest_run(checkpoints: Path) -> list[Path]:
-    """Those of `complete` that belong to the run begun last, or that are damaged. Others are there if a process was
-    killed between the first checkpoint of a run and the removal of the one that it replaces.
-    """
+    """The published checkpoints that belong to the run begun last, or that are damaged. Others are there if a process
+    was killed between the first checkpoint of a run and the removal of the one that it replaces."""
     runs = {path: None if saved is None else saved.run for path, saved in published(checkpoints).items()}
     latest = max((run for run in runs.values() if run is not None), default=None)
     return [path for path, run in runs.items() if run in (latest, None)]
@@ -225,7 +225,7 @@ def assumed_progress(name: str, known: Iterable[tuple[str, TrainingProgress]]) -
 
 
 def refuse_no_folder(path: Path) -> None:
-    """Raises CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
+    """Raise CheckpointError if something other than a folder has this name, such as a link to an unmounted disk."""
     if not os.path.lexists(path) or path.is_dir():  # in this order: another rank may be making it
         return
     if path.is_symlink():

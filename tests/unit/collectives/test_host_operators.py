@@ -145,7 +145,13 @@ def test_ranks_pass_a_named_barrier_within_the_jobs_timeout(main: Any) -> None:
     assert len({operator.name() for operator in operators}) == 2
     run(main, [chain])
     behind = "behind what is under way"
-    assert job.did == [behind, ("before the epoch 0", 9.0), "passed", behind, ("before the epoch 1", 9.0), "passed"]
+    job.did, did = [], job.did
+    with paddle.static.program_guard(paddle.static.Program()):
+        chain = emit_barrier(job, "statistics", token(), in_steps=True)
+        job.step_timeout_seconds = 4.0  # known when the program runs
+        run(paddle.static.default_main_program(), [chain])
+    assert job.did == [behind, ("statistics 0", 4.0), "passed"]
+    assert did == [behind, ("before the epoch 0", 9.0), "passed", behind, ("before the epoch 1", 9.0), "passed"]
 
 
 @pytest.mark.parametrize(

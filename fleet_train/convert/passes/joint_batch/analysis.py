@@ -69,7 +69,7 @@ class Analysis:
         return self._numbers.found
 
     def kind(self, value: Any) -> BatchKind:
-        """Of a value behind the loss."""
+        """What is known of a value behind the loss."""
         return self._known.get(value.id, CONSTANT)
 
     def _join_counts(self) -> None:
@@ -114,7 +114,7 @@ class Analysis:
             self._known |= {result.id: kind for result in results}
 
     def _begin(self, value: Any) -> BatchKind:
-        """Of a variable, or of what is fed."""
+        """The kind of a variable, or of what is fed."""
         if value.persistable or value.get_defining_op().name() == "builtin.parameter":
             return BatchKind(learned=not value.stop_gradient)
         shape = list(value.shape)
@@ -157,7 +157,7 @@ class Analysis:
             self._numbers.result_of(step)
 
     def _unseen(self, step: Operation, result: Any) -> BatchKind:
-        """Of a block, or of an operator of the script: what it computes of samples is not known."""
+        """The kind of a block's result, or of a script's own operator's: what it computes of samples is not known."""
         axes: Axes = {}
         if any(kind.axes for kind in step.kinds) and result.is_dense_tensor_type():
             axes = {axis: (SampleCount(result, axis, axis == 0),) for axis, size in enumerate(result.shape) if size < 0}
@@ -171,7 +171,7 @@ class Analysis:
 
 
 def _operands(operator: Any) -> list[Operand]:
-    """Those that are there, through ``combine``."""
+    """The operands of an operator that are there, through ``combine``."""
     found = []
     for index, value in enumerate(operator.operands_source()):
         maker = value.get_defining_op() if value.initialized() else None

@@ -25,23 +25,23 @@ class SampleCount:
 
     @property
     def is_fed(self) -> bool:
-        """Whether it is the number of samples that were fed."""
+        """Whether the number is the number of samples that were fed."""
         maker = self.value.get_defining_op()
         return self.axis is not None and maker is not None and maker.name() == "pd_op.data"
 
     @property
     def is_in_program(self) -> bool:
-        """Whether it is the same in every step."""
+        """Whether the number is the same in every step."""
         return self.axis is not None and self.value.shape[self.axis] >= 0
 
     @property
     def is_static(self) -> bool:
-        """Whether it is so on every rank."""
+        """Whether the number is the same in every step, and on every rank."""
         return self.is_alike and self.is_in_program
 
 
 def key_of(roots: Sequence[SampleCount]) -> tuple[Any, ...]:
-    """Equal for equal products of numbers. All that is fed has as many samples."""
+    """A key that is equal for equal products of numbers. All that is fed has as many samples."""
     varying = [root for root in roots if not root.is_in_program] or roots
     return tuple(
         "samples" if root.is_fed and root.of_batch else (root.value.id, root.axis, root.weights is not None)
@@ -184,7 +184,7 @@ def _chosen(mask: Any, axes: Axes) -> SampleCount:
 
 
 def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[SampleCount, ...]]:
-    """Of a part: along these dimensions it has a size of its own."""
+    """The batch dimensions of a part of a value: along the dimensions ``where`` it has a size of its own."""
     parts = dict(axes)
     for axis in axes.keys() & set(where):
         this, alike = {axis: axes[axis]}, all(root.is_alike for root in axes[axis])
@@ -194,7 +194,7 @@ def _cut(result: Any, axes: Axes, where: Iterable[int]) -> dict[int, tuple[Sampl
 
 
 def _without(axes: Axes, gone: set[int]) -> dict[int, tuple[SampleCount, ...]]:
-    """What is left where the dimensions ``gone`` are taken out."""
+    """The axes that are left where the dimensions ``gone`` are taken out."""
     return {axis - sum(each < axis for each in gone): roots for axis, roots in axes.items() if axis not in gone}
 
 
@@ -245,7 +245,7 @@ def _gathered(operator: Any, sources: Sequence[Any], given: Sequence[Axes]) -> d
 def _multiplied(
     operator: Any, shape: list[int], sources: Sequence[Any], given: Sequence[Axes]
 ) -> dict[int, tuple[SampleCount, ...]]:
-    """Of a matrix product: the leading dimensions of both, the rows of the first, the columns of the second."""
+    """The batch dimensions of a matrix product: the leading ones of both, the first's rows, the second's columns."""
     found: dict[int, tuple[SampleCount, ...]] = {}
     for source, axes, contracted in zip(sources[:2], given[:2], contracted_axes(operator, sources), strict=True):
         rank = len(source.shape)

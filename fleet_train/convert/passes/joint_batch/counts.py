@@ -18,7 +18,7 @@ _DECLARES = ("pd_op.data", "builtin.parameter", "pd_op.full", "pd_op.full_int_ar
 
 
 class Counts:
-    """Those of one loss: what is to be divided by is their mean over ranks."""
+    """The counts of one loss: what is to be divided by is their mean over ranks."""
 
     def __init__(
         self, analysis: Analysis, values: JointValues, known: Collection[tuple[int, bool, bool]], *, is_merged: bool
@@ -32,7 +32,7 @@ class Counts:
         self._raw: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Insert what computes them, ahead of everything else, and what starts their exchange."""
+        """Insert what computes the counts, ahead of everything else, and what starts their exchange."""
         found = self._analysis.found
         joined = {use.operand.value.id: use.operand.value for use in found.uses if use.is_joined and not use.learned}
         joined = {
@@ -158,7 +158,7 @@ def _makers(value: Any) -> list[Any]:
 
 
 def _may_move(operator: Any) -> bool:
-    """Not what draws at random: numbers that are drawn in another order are others."""
+    """Whether an operator may be moved: not one that draws at random, whose numbers in another order are others."""
     name = operator.name()
     if name.endswith("_"):
         return name in ("pd_op.assign_value_", "pd_op.share_data_")
@@ -170,7 +170,7 @@ def _read_by(root: SampleCount) -> list[Any]:
 
 
 def _product(roots: Sequence[SampleCount]) -> Any:
-    """Insert their product, float64 []."""
+    """Insert the product of values, float64 []."""
     number = _number(roots[0])
     for root in roots[1:]:
         number = number * _number(root)

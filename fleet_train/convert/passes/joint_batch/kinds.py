@@ -14,7 +14,7 @@ Divisors = tuple["Operand | tuple[SampleCount, ...]", ...]
 
 @dataclass(frozen=True)
 class BatchKind:
-    """``axes``: as of `Axes`; empty for a number of the batch, or what does not depend on it.
+    """What is known of a value. ``axes``: as of `Axes`; empty for a number of the batch, or what does not depend on it.
 
     ``degree``: what has been taken over the batch is the joint batch's after that many multiplications by the number of
     ranks: 1 for a sum, 0 for a mean; None if that is not known.
@@ -40,7 +40,7 @@ class BatchKind:
 
     @property
     def is_of_feed(self) -> bool:
-        """Whether it depends on what is fed."""
+        """Whether the value depends on what is fed."""
         return bool(self.axes or self.own or self.fed or self.degree != 0 or self.shared or self.sizes is not None)
 
 
@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def sizes(self) -> tuple[tuple[SampleCount, ...], ...] | None:
-        """Where the sizes among its operands come from."""
+        """The sources of the sizes among an operator's operands; None for none."""
         return tuple(size for kind in self.kinds for size in kind.sizes or ()) or None
 
     @property
@@ -93,7 +93,7 @@ class Operation:
 
     @property
     def values(self) -> Operation:
-        """Without the operands that only say how large its result is."""
+        """The operator without the operands that only say how large its result is."""
         sized_by = SIZED_BY.get(self.name, ())
         left = [place for place in range(len(self.operands)) if place not in sized_by]
         operands, kinds = [self.operands[place] for place in left], [self.kinds[place] for place in left]
@@ -102,7 +102,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Use:
-    """What an operand is to be.
+    """What an operator is to read instead of an operand.
 
     ``is_joined``: the mean over ranks; of an integer the sum. ``back``: its gradient the mean of the ranks', too.
     ``power``: then times the number of ranks to this power.
@@ -135,7 +135,7 @@ class Findings:
     divisors: Divisors = ()
     """The counts by whose product the loss is divided."""
     power: int = 0
-    """The loss is to be multiplied by the number of shares to this power."""
+    """The power of the number of shares that the loss is to be multiplied by."""
 
 
 # Linear in a number, or only moving its elements.
@@ -186,7 +186,7 @@ def is_float(value: Any) -> bool:
 
 
 def total(degrees: Iterable[int | None]) -> int | None:
-    """Their sum; None if one is not known."""
+    """The sum of degrees; None if one is not known."""
     found = 0
     for degree in degrees:
         if degree is None:
@@ -196,5 +196,5 @@ def total(degrees: Iterable[int | None]) -> int | None:
 
 
 def difference(first: BatchKind, second: BatchKind) -> int | None:
-    """Of their degrees."""
+    """The difference of two kinds' degrees; None if one is not known."""
     return total((first.degree, None if second.degree is None else -second.degree))

@@ -48,8 +48,8 @@ class Numbers:
         return replace(kind, fed=step.fed if not kind.own or step.name in (*SCALES, *MOVES) else ())
 
     def of_gathered(self, step: Operation) -> BatchKind:
-        """Of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered. Such a
-        number by the number of shares is a factor of a sum that is spread over them."""
+        """The kind of an operator that reads nothing of the batch, but perhaps numbers of what all ranks have gathered.
+        Such a number by the number of shares is a factor of a sum that is spread over them."""
         spread, gathered = step.spread, any(kind.gathered for kind in step.kinds)
         if gathered and step.name in SCALES:
             numbers = [float(shares) ** power for shares in self._shares if shares > 1 for power in (1, -1)]
@@ -131,7 +131,7 @@ class Numbers:
         return result
 
     def _of_sizes(self, step: Operation) -> BatchKind:
-        """Integers that are computed of sizes: they stay this rank's, because they may be sizes again."""
+        """The kind of integers that are computed of sizes: they stay this rank's, because they may be sizes again."""
         degree = total(kind.degree for kind in step.kinds) if step.name == "multiply" else None
         if step.name in MOVES:
             degree = step.kinds[0].degree
@@ -177,7 +177,7 @@ class Numbers:
         return step.is_shared or (not own and any(kind.own and kind.learned for kind in step.kinds))
 
     def _scaled(self, step: Operation) -> BatchKind:
-        """Times a constant, plus a constant."""
+        """The kind of a number times a constant, plus a constant."""
         kind, operator = replace(step.kinds[0], learned=step.learned), step.operator
         factor = constant(step.sources[1]) if len(step.sources) > 1 else None
         if kind.degree and operator.attrs()["bias"]:
@@ -188,7 +188,7 @@ class Numbers:
         return kind if factor is None or kind.degree != 1 else self._counted(operator, kind, factor)
 
     def _counted(self, operator: Any, kind: BatchKind, factor: float) -> BatchKind:
-        """A sum over the batch times a constant, which may be one over a number of samples, or the number of shares."""
+        """The kind of a sum over the batch times a constant: perhaps one over a count of samples, or that of shares."""
         inverse = 1 / abs(factor) if factor else 0.0
         is_whole = inverse >= _LEAST_COUNT and abs(inverse - round(inverse)) < 1e-4 * inverse
         if factor in self._shares and factor != 1.0:
@@ -204,7 +204,7 @@ class Numbers:
         return replace(kind, degree=0 if kind.learned else None)
 
     def divisors(self, step: Operation) -> Divisors | None:
-        """Of an operator's results."""
+        """What an operator's results are divided by; None if that is not known."""
         kinds = step.kinds
         if step.name == "divide":
             return self._divided(step)
@@ -245,7 +245,8 @@ class Numbers:
         return (*first.divisors, step.operands[1])
 
     def unspread(self, kind: BatchKind) -> BatchKind:
-        """Of a loss or a term of it: what is multiplied by the number of shares there does not grow with them."""
+        """The kind of a loss, or of a term of it, without the factor for its spreading: what is multiplied by the
+        number of shares there does not grow with them."""
         if kind.spread is None or kind.degree != 1:
             return replace(kind, spread=None)
         factor = next(filter(None, map(constant, kind.spread.operands_source())))
@@ -253,7 +254,7 @@ class Numbers:
         return replace(kind, degree=0, spread=None)
 
     def _unspread_beside_others(self, step: Operation) -> Operation:
-        """Beside a term that does not grow with the batch, and not beside sums and constants."""
+        """Take off the factor of terms beside one that does not grow with the batch, and not beside sums."""
         sums = [kind for kind in step.kinds if kind.degree == 1 and kind.spread is None]
         terms = [kind for kind in step.kinds if kind.degree == 0 and kind.learned]
         if not sums and terms:
@@ -276,7 +277,7 @@ class Numbers:
         return highest
 
     def shifted(self, step: Operation) -> int | None:
-        """Samples plus a constant."""
+        """The degree of samples to which a constant is added, as is noted."""
         degree = step.kinds[0].degree
         if degree:
             self.found.biases[step.operator.id()] = degree
@@ -299,14 +300,14 @@ def has_gradient(value: Any, kind: BatchKind) -> bool:
 
 
 def _keys(divisors: Divisors | None) -> Any:
-    """Equal for equal numbers."""
+    """Keys that are equal for equal numbers."""
     if divisors is None:
         return None
     return tuple(sorted(str(each.value.id if isinstance(each, Operand) else key_of(each)) for each in divisors))
 
 
 def _of_size(step: Operation) -> BatchKind:
-    """As many elements as a number of the batch says."""
+    """The kind of a value that has as many elements as a number of the batch says."""
     result = step.operator.result(0)
     unknown = [axis for axis, size in enumerate(result.shape) if size < 0]
     roots = tuple(root for size in step.sizes or () for root in size)
@@ -316,7 +317,7 @@ def _of_size(step: Operation) -> BatchKind:
 
 
 def _of_shape(step: Operation) -> BatchKind:
-    """Some of the sizes of a value."""
+    """The kind of some of the sizes of a value."""
     sizes = step.kinds[0].sizes or ()
     if step.name == "slice" and len(step.sources) > 2:
         starts, ends = (integers(value) for value in step.sources[1:3])

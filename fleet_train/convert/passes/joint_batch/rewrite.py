@@ -31,7 +31,7 @@ class Rewritten:
     replaced: dict[int, Any] = field(default_factory=dict)
     """What operators behind a loss read instead of a value, by its id."""
     joined: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
-    """By the id of a value, whether its gradient is averaged over the ranks, and whether something is divided by it."""
+    """The joined values by a value's id, whether its gradient is averaged, and whether something is divided by it."""
     shown: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """What is fetched instead of a value, by its id, and times the number of ranks to which power: its plain mean over
     the ranks is the joint batch's."""
@@ -39,7 +39,7 @@ class Rewritten:
     """The number of ranks, a value of the program: it is 1 on one card, and where a copy is evaluated."""
 
     def insert_ranks(self, program: Any, job: Job) -> None:
-        """At the beginning of the program, once."""
+        """Insert the number of ranks at the beginning of the program, once."""
         if self.ranks is None:
             paddle.pir.set_insertion_point(program.global_block().ops[0])
             self.ranks = joint_values_of(program, job).number_of_ranks(paddle.ones([], "float64"))
@@ -122,7 +122,7 @@ def take_over_ranks(loss: Any, job: Job, micro_batches: int) -> JointLoss:
 
 
 def _fetch_shares(program: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
-    """Before a run: fetch the joint batch's values, where a script holds those that it was converted from."""
+    """A hook before each run: fetch the joint batch's values, where a script holds those that it was converted from."""
     running = paddle.static.default_main_program() if program is None else program
     state = _programs.get(running) if isinstance(running, paddle.static.Program) else None
     if state is None:

@@ -170,7 +170,7 @@ class Samples:
 
 
 def _single(results: Iterable[Any]) -> Iterator[Any]:
-    """Those that are there, also of lists."""
+    """The tensors among an operator's results that are there, also those of lists."""
     for result in results:
         if result.initialized() and result.is_dense_tensor_type():
             yield result
