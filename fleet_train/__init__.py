@@ -1,7 +1,7 @@
 """fleet_train: static-graph Paddle programs on many machines after five changed lines.
 
 ``from fleet_train import fleet, role_maker, DistributedStrategy`` is the whole public surface of a training script;
-``fleet_train.spawn`` starts ranks on this machine without the launcher.
+``fleet_train.spawn`` calls a function in ranks on this machine.
 The names are loaded on first use, so that the command line starts without importing Paddle. Under the stock launcher's
 legacy mode, the import corrects the variables that give this process's rank.
 """

@@ -64,7 +64,7 @@ LOST_NODE_SECONDS = 20.0
 GRACEFUL_STOP_SECONDS = 30.0
 """Default of ``--grace_seconds``, for ranks to save their state after SIGTERM; as long as Kubernetes waits."""
 WATCH_TICK_SECONDS = 0.05
-"""How often a launcher, and ``spawn``, looks at its ranks, and a selftest's supervisor at its subject."""
+"""How often a launcher looks at its ranks, and a selftest's supervisor at its subject."""
 ASK_STORE_SECONDS = 0.5
 """How often supervisors of ranks ask the job's store for reports (seldomer in a job of many nodes), and for other
 supervisors."""
@@ -79,7 +79,7 @@ FAILED_RANK_EXIT_SECONDS = 5.0
 threads may take longer; then the launcher stops it."""
 FOLLOWERS_SECONDS = 2.0
 """How long ranks that lose another one have to report it and to print their last line. A rank that they miss (frozen,
-in a loop) does not exit by itself; and an error of ``spawn`` shows how they followed."""
+in a loop) does not exit by itself."""
 OTHERS_LAST_LINE_SECONDS = 1.0
 """How long a process that misses a rank has to print its message, before the launchers stop it."""
 FAILURE_NEWS_SECONDS = 3.0

@@ -82,7 +82,7 @@ def command(
     are listened on meanwhile, on this machine's own address, for the listed machines only.
     """
     from fleet_train.doctor.examine import start
-    from fleet_train.selftest.ranks import Where
+    from fleet_train.launch.on_ranks import Where
 
     if data is None and (needs is not None or "data" in only):
         raise click.UsageError("--needs and --only data are about a folder of data: give --data")

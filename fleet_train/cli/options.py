@@ -177,7 +177,7 @@ def quieten(environ: MutableMapping[str, str]) -> None:
 
 
 def where(ranks: str) -> Callable[[Command], Command]:
-    """The fields of `fleet_train.selftest.ranks.Where`. ``ranks``: the ranks of a machine without --nproc."""
+    """The fields of `fleet_train.launch.on_ranks.Where`. ``ranks``: the ranks of a machine without --nproc."""
     return all_of(
         click.option(
             "--nproc",

@@ -77,8 +77,8 @@ def command(
     of them. Excluded profiles are listed with the reason, and trials that contradict their predictions are named. A
     trial that fails or hangs is stopped.
     """
+    from fleet_train.launch.on_ranks import Where
     from fleet_train.recommend.report import start
-    from fleet_train.selftest.ranks import Where
 
     options = Options(script, arguments, allow, seconds, trials, settings=settings)
     sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

@@ -74,8 +74,8 @@ def command(
     Each rank is a supervisor that starts the processes under test, so that one of them can be stopped or killed.
     Rank 0 prints. The record contains no addresses, names or paths, so it can be attached to a report.
     """
+    from fleet_train.launch.on_ranks import Where
     from fleet_train.selftest.ladder import Ladder
-    from fleet_train.selftest.ranks import Where
     from fleet_train.selftest.supervisor import Supervisor, start
 
     if ladder and (only or skip):

@@ -18,6 +18,7 @@ _SCONTROL_SECONDS = 20.0
 
 ENGINE = "FLEET_TRAIN_ENGINE"
 MASTER = "FLEET_TRAIN_MASTER"
+STARTER = "FLEET_TRAIN_STARTER"  # who has set RANK and WORLD_SIZE, for messages
 DEFAULT_PORT = 6170
 OWN_ALIASES = ("127.0.0.1", "127.0.1.1")
 """Addresses to which Debian's /etc/hosts maps a machine's own name: other machines cannot use them."""
@@ -41,7 +42,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Started | None:
     return of.started(
         "RANK",
         "WORLD_SIZE",
-        by="" if by_torchrun else "whoever set RANK and WORLD_SIZE",
+        by="" if by_torchrun else of.text(STARTER) or "whoever set RANK and WORLD_SIZE",
         local_index=of.number("LOCAL_RANK") or 0,
         local_count=of.number("LOCAL_WORLD_SIZE"),
         node=of.number("GROUP_RANK"),

@@ -172,6 +172,13 @@ def port_is_free(address: str, port: int) -> bool:
         return True
 
 
+def free_port(address: str) -> int:
+    """A port of this machine without a listener now."""
+    with socket.socket() as holder:
+        holder.bind((address, 0))
+        return int(holder.getsockname()[1])
+
+
 def connections_at(endpoints: Iterable[tuple[str, int]]) -> frozenset[str]:
     """This machine's TCP connections from or to these addresses and ports, also those that ended less than a minute ago
     (TIME_WAIT); without listening sockets."""

@@ -7,6 +7,7 @@
 # ruff: noqa: E402 (the installed Paddle is checked before anything imports it)
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -158,7 +159,9 @@ def _who_started(cluster: Cluster) -> str:
     """One line about an engine that has started the ranks, or should have."""
     if cluster.world_size == 1:
         return alone_in_allocation(os.environ)
-    started = detect(os.environ)
+    started = None
+    with contextlib.suppress(ClusterError):  # joining has removed torchrun's MASTER_ADDR, which Paddle would take
+        started = detect(os.environ)
     if started is None or cluster.formed_by != started.engine:  # an inner launcher has started the ranks
         return ""
     return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"

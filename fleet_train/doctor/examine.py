@@ -37,13 +37,12 @@ from fleet_train.doctor.pairs import Rounds, dial, sweep
 from fleet_train.doctor.participants import Participants, find
 from fleet_train.doctor.sockets import KEY_BYTES, Door, Sockets, held_ports
 from fleet_train.errors import JoinTimeout, WorkerFailed, printable
+from fleet_train.launch.on_ranks import Subject, Where, environ_of
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
 from fleet_train.launch.signpost import Signpost
 from fleet_train.log import logger
-from fleet_train.selftest.child import Child, environ_of
 from fleet_train.selftest.options import FAIL, TOGETHER, Result
 from fleet_train.selftest.options import Options as SelftestOptions
-from fleet_train.selftest.ranks import Where
 
 _DOCTOR_RESERVE_SECONDS = 14.0
 """Time that the doctor reserves for a pair that hangs, and for the exchange."""
@@ -220,7 +219,7 @@ class Examiner:
             environ = interface_variables(interface) | environ
         began = time.monotonic()
         log = self.options.log_dir / f"doctor.{self._node.index}.log"
-        child = Child(TOGETHER, options.to_json(), environ, log)
+        child = Subject(TOGETHER, options.to_json(), environ, log, "fleet_train.selftest.subject")
         try:
             has_ended = child.wait(seconds) is not None
             results = [Result.from_json(entry["result"]) for entry in child.reports() if "result" in entry]

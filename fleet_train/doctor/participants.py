@@ -14,9 +14,9 @@ from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError
 from fleet_train.launch.node import Node, look_around, place
+from fleet_train.launch.on_ranks import Where, is_rank
 from fleet_train.launch.prepare import with_nodes_of_engine
 from fleet_train.launch.request import DEFAULT_HOST, LaunchRequest
-from fleet_train.selftest.ranks import Where, is_rank
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fleet_train.files import hold, holder, open_new, publish, read_regular
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import end_of
 from fleet_train.launch.report import last_lines
+from fleet_train.launch.supervise import RankProcess
 from fleet_train.launch.terminal import without_startup_lines
-from fleet_train.launch.workers import RankProcess
 from fleet_train.log import logger
 
 

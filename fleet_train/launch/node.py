@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from fleet_train import __version__, timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import ADVICE, advice_for_rank, advise, advised, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
-from fleet_train.cluster.environment import CHECKS, SETTINGS, TRACE, rank_variables
+from fleet_train.cluster.environment import CHECKS, SETTINGS, TRACE, is_strict, rank_variables
 from fleet_train.cluster.installed import installed_paddle
 from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
@@ -288,7 +288,7 @@ DISTRIBUTED_TRAINER_ENDPOINTS COLLECTIVE_MASTER_IP TRAINER_PORTS_NUM TRAINER_IP_
 FLAGS_selected_gpus FLAGS_selected_cpus FLAGS_selected_xpus FLAGS_START_PORT FLAGS_FIXED_PORT
 RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE
 PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT
-FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE
+FLEET_TRAIN_MASTER FLEET_TRAIN_NNODES FLEET_TRAIN_NODE_RANK FLEET_TRAIN_ENGINE FLEET_TRAIN_STARTER
 FLEET_TRAIN_STORE FLEET_TRAIN_STRATEGY FLEET_TRAIN_SET FLEET_TRAIN_JOIN_TIMEOUT FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED
 FLEET_TRAIN_ADVICE
 """
@@ -323,53 +323,51 @@ def build_environment(
     node: Node,
     machine: Machine,
     environ: Mapping[str, str],
+    request: LaunchRequest,
     *,
     profile: Mapping[str, str],
-    join_timeout_seconds: float,
     strategy: str | None = None,
     import_path: Path | None = None,
     job_id: str = "",
-    secret_file: Path | None = None,
     hidden: frozenset[str] = frozenset(),
-    strict: bool = False,
-    settings: Sequence[str] = (),
-    trace: str = "",
-    checks: int = 0,
 ) -> LaunchEnvironment:
     """What to set and what to remove. The user's own variables override the profile's and our advice.
 
     ``profile``: the variables of its environment section, whose names are ``hidden``, and of its knobs. ``strategy``:
-    its name or absolute path. ``import_path``: the package's folder if it is not installed. ``settings``: the texts of
-    ``--set``; ``trace``: that of ``--trace``; ``checks``: the steps of
-    ``--verify_joint_batch``.
+    its name or absolute path. ``import_path``: the package's folder if it is not installed.
     """
-    refused = sorted(SCRUBBED & profile.keys())
-    if refused:
-        raise ProfileError(
-            f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
-        )
+    refuse_ours(profile)
     of_others = (SCRUBBED & environ.keys()) | advised(environ)
     users = {name: value for name, value in environ.items() if name not in of_others}
     kept = tuple(name for name, value in profile.items() if name in users and users[name] != str(value))
     advice = {name: value for name, value in _advice(node, machine).items() if name not in users.keys() | profile}
     ours = {name: str(value) for name, value in profile.items() if name not in users}
     advise(ours, advice)
-    ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{join_timeout_seconds:g}"}
-    if strict:
+    ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{request.join_timeout_seconds:g}"}
+    if request.strict or is_strict(environ):
         ours["FLEET_TRAIN_STRICT"] = "1"
-    if checks:
-        ours[CHECKS] = str(checks)
-    if trace:
-        ours[TRACE] = trace
+    if request.verify_joint_batch:
+        ours[CHECKS] = str(request.verify_joint_batch)
+    if request.trace:
+        ours[TRACE] = request.trace
     if job_id:
         ours[JOB_ID] = job_id
-    if secret_file is not None:
-        ours[SECRET_FILE] = str(secret_file)
-    if settings:
-        ours[SETTINGS] = json.dumps(settings)
+    if request.secret_file is not None:
+        ours[SECRET_FILE] = str(request.secret_file)
+    if request.settings:
+        ours[SETTINGS] = json.dumps(request.settings)
     if strategy:
         ours["FLEET_TRAIN_STRATEGY"] = strategy
     return LaunchEnvironment(ours, of_others, kept, import_path, hidden)
+
+
+def refuse_ours(profile: Mapping[str, str]) -> None:
+    """Raise ProfileError for a profile's variable that each rank gets from what starts it."""
+    refused = sorted(SCRUBBED & profile.keys())
+    if refused:
+        raise ProfileError(
+            f"environment: {refused[0]} is set by the launcher for every rank; remove it from the profile"
+        )
 
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:
@@ -388,8 +386,9 @@ def appended(path: str, folder: str) -> str:
     return ":".join(parts if folder in parts else [*parts, folder])
 
 
-def variables_of_rank(cluster: Cluster, *, on_gpu: bool, selected_gpu: int | None = None) -> dict[str, str]:
-    """What ``paddle.distributed.launch`` sets for one rank. ``selected_gpu``: by position among the visible ones."""
+def variables_of_rank(cluster: Cluster, selected_gpu: int | None) -> dict[str, str]:
+    """What ``paddle.distributed.launch`` sets for one rank. ``selected_gpu``: by position among the visible ones; None:
+    it computes on processors."""
     rank = cluster.this
     variables = rank_variables(cluster) | {
         "PADDLE_MASTER": cluster.endpoints[0],
@@ -400,8 +399,5 @@ def variables_of_rank(cluster: Cluster, *, on_gpu: bool, selected_gpu: int | Non
         "PADDLE_LOCAL_RANK": str(rank.local_index),
         "PADDLE_AUTO_CLUSTER": "0",
     }
-    if not on_gpu:
-        variables["PADDLE_DISTRI_BACKEND"] = "gloo"
-    elif selected_gpu is not None:
-        variables["FLAGS_selected_gpus"] = str(selected_gpu)
-    return variables
+    gpu = {"PADDLE_DISTRI_BACKEND": "gloo"} if selected_gpu is None else {"FLAGS_selected_gpus": str(selected_gpu)}
+    return variables | gpu

@@ -76,7 +76,7 @@ class Launch:
         if node.devices is not None:
             assert self.visible_gpus is not None
             gpu = self.visible_gpus.index(node.devices[local])
-        variables = variables_of_rank(node.cluster(node.ranks[local]), on_gpu=gpu is not None, selected_gpu=gpu)
+        variables = variables_of_rank(node.cluster(node.ranks[local]), gpu)
         return variables | {"PADDLE_LOG_DIR": str(self.log_dir)}
 
     def command(self) -> list[str]:
@@ -114,33 +114,32 @@ class Launch:
         return f"job id {self.access.job}, its connections are authenticated by {by}"
 
 
-def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
-    """Every check, then the launch. Raises FleetTrainError with one line that says what to change."""
+def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile | None = None) -> Launch:
+    """Every check, then the launch. Raises FleetTrainError with one line that says what to change.
+
+    ``offered``: instead of the request's strategy, a profile that the ranks get in another way: here it only sets their
+    environment.
+    """
     request = with_nodes_of_engine(request, environ)
     machine = look_around(environ)
     check_program(request)
-    strategy, profile = load_strategy(request.strategy, request.settings)
+    strategy, profile = (None, offered) if offered else load_strategy(request.strategy, request.settings)
     node = place(request, machine)
     check_ports(node)
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
-    strict = request.strict or is_strict(environ)
+    whole = strategy is not None or offered is not None
     environment = build_environment(
         node,
         machine,
         environ,
-        profile=profile.worker_environment() if profile and strategy else profile.environment if profile else {},
-        join_timeout_seconds=request.join_timeout_seconds,
+        request,
+        profile={} if profile is None else profile.worker_environment() if whole else profile.environment,
         strategy=strategy,
         import_path=import_path_for_ranks(),
         job_id=access.job,
-        secret_file=request.secret_file,
         hidden=frozenset([*profile.environment, SETTINGS]) if profile and profile.environment else frozenset(),
-        strict=strict,
-        settings=request.settings,
-        trace=request.trace,
-        checks=request.verify_joint_batch,
     )
     check_faults(request.faults, node)
     return Launch(
@@ -151,7 +150,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str]) -> Launch:
         environment=environment,
         facts=facts_of(node, machine, profile, request),
         access=access,
-        strict=strict,
+        strict=request.strict or is_strict(environ),
         settings=shown_settings(request.settings),
         visible_gpus=machine.gpus,
     )

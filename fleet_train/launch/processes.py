@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -79,7 +79,6 @@ class Process:
         environ: Mapping[str, str],
         output: Any,
         *,
-        pass_fds: Collection[int] = (),
         ties_itself: bool = False,
     ) -> None:
         """``output``: for stdout and stderr, as in subprocess. ``ties_itself``: the child calls `die_with_parent`, as
@@ -96,7 +95,6 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=tuple(pass_fds),
             start_new_session=True,
             preexec_fn=None if ties_itself else dying_with_us(),
         )
@@ -154,15 +152,12 @@ class Process:
             self._set_ended(-signal.SIGKILL, time.monotonic())
 
 
-def stop(processes: Iterable[Process], goes_on: Callable[[], bool] | None = None) -> None:
-    """SIGTERM for those that run; after 3 s SIGKILL, also for what they have started. All have ended afterwards.
-
-    ``goes_on`` is called while it waits, and may take a moment; False: SIGKILL now.
-    """
+def stop(processes: Iterable[Process]) -> None:
+    """SIGTERM for those that run; after 3 s SIGKILL, also for what they have started. All have ended afterwards."""
     running = [each for each in processes if not each.has_ended]
     for each in running:
         each.ask_to_stop()
-    _await(running, timeouts.STOP_GRACE_SECONDS, goes_on)
+    _await(running, timeouts.STOP_GRACE_SECONDS)
     for each in running:
         if not each.has_ended:
             each.kill_group()
@@ -171,13 +166,10 @@ def stop(processes: Iterable[Process], goes_on: Callable[[], bool] | None = None
         each.give_up()
 
 
-def _await(processes: Sequence[Process], seconds: float, goes_on: Callable[[], bool] | None = None) -> None:
+def _await(processes: Sequence[Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not all(each.has_ended for each in processes) and time.monotonic() < deadline:
-        if goes_on is None:
-            time.sleep(timeouts.PROCESS_POLL_SECONDS)
-        elif not goes_on():
-            return
+        time.sleep(timeouts.PROCESS_POLL_SECONDS)
 
 
 def kill_descendants() -> None:

@@ -18,11 +18,18 @@ from fleet_train.launch.attempts import Kind, RunResult
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.prepare import Launch
-from fleet_train.launch.processes import Stopping, StopRequested, asked_by, request_name, why_not_started
+from fleet_train.launch.processes import (
+    Stopping,
+    StopRequested,
+    adopt_orphans,
+    asked_by,
+    kill_descendants,
+    request_name,
+    why_not_started,
+)
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
-from fleet_train.launch.terminal import Follower, StartupLines, show_lines
-from fleet_train.launch.workers import (
+from fleet_train.launch.supervise import (
     Cause,
     GracefulStop,
     Monitor,
@@ -32,6 +39,7 @@ from fleet_train.launch.workers import (
     WaitingNodes,
     witness_of,
 )
+from fleet_train.launch.terminal import Follower, StartupLines, show_lines
 from fleet_train.log import logger
 
 
@@ -54,7 +62,7 @@ class WorkerGroup:
         self.logs = logs
         self.environ = environ
         self.stopping = stopping
-        self.ranks = Ranks(node, self._start_rank, owns_descendants=True)
+        self.ranks = Ranks(node, self._start_rank)
         passing = None if request.verbose else StartupLines()
         self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
         self.connections = Connections(node)
@@ -85,10 +93,14 @@ class WorkerGroup:
         except StopRequested as request:
             return self._stopped(request.number, request.exit_code)
         finally:
+            if self.ranks.running():
+                self._stop_ranks()
             self.ranks.close()
             self.witness.close()
 
     def _start(self) -> None:
+        """This process starts nothing but ranks: what they start ends with them."""
+        adopt_orphans()
         try:
             self.ranks.start()
         except OSError as error:
@@ -142,8 +154,12 @@ class WorkerGroup:
     def _end(self) -> list[WorkerResult]:
         """Stop everything; returns how every rank of this node ended, with its last lines and where it stood."""
         self.witness.look(resume=True)
-        self.ranks.stop()
+        self._stop_ranks()
         return self._report_ends()
+
+    def _stop_ranks(self) -> None:
+        self.ranks.stop()
+        kill_descendants()
 
     def _report_ends(self) -> list[WorkerResult]:
         """Show the rest of the output; report to the other nodes how the ranks of this one ended."""

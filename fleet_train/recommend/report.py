@@ -16,6 +16,7 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.environment import asked_settings
 from fleet_train.errors import ClusterError, ConversionError, FleetTrainError
 from fleet_train.files import publish_where_linked
+from fleet_train.launch.on_ranks import Peers, RankCommand, Where, start_on_ranks
 from fleet_train.plan.build import build_chosen
 from fleet_train.plan.price import Link
 from fleet_train.plan.shards import memory_of
@@ -25,7 +26,6 @@ from fleet_train.profile.profile import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate
 from fleet_train.recommend.options import RISKS, Options
 from fleet_train.recommend.supervisor import Results, Supervisor, Tried
-from fleet_train.selftest.ranks import Command, Peers, Where, start_on_ranks
 
 MEGABYTE = 2**20
 _WIDTH = 118
@@ -250,7 +250,7 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
     check_assignments(options.settings)
-    command = Command(
+    command = RankCommand(
         "recommend", arguments_of(options, folder, output), folder, options.join_timeout_seconds, as_json, outcome
     )
     return start_on_ranks(command, where, lambda peers: _supervise(peers, options, folder, output))

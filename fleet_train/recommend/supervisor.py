@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train import timeouts
-from fleet_train.errors import ConversionError, FleetTrainError, WorkerFailed
+from fleet_train.errors import ConversionError, FleetTrainError
+from fleet_train.launch.on_ranks import Peers, first_to_fail
 from fleet_train.plan import TensorSpec
 from fleet_train.plan.choose import MOST_COMMUNICATORS
 from fleet_train.plan.trial import short_periods, short_warm_ups
@@ -18,8 +19,6 @@ from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.recommend.candidates import Candidate, Measurements, RuledOut, consider, network_of
 from fleet_train.recommend.options import Options
-from fleet_train.selftest.child import describe_code
-from fleet_train.selftest.ranks import Peers
 
 _COMPUTING = "computing"
 _COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS, _MOST_LOCAL_STEPS = 40, 8, 40, 100
@@ -139,45 +138,22 @@ class Supervisor:
     def _trial(self, job: str, task: Mapping[str, Any], limit_seconds: float) -> dict[int, dict[str, Any]]:
         """The reports of every rank's subject. Raises TrialFailed if one did not complete, ConversionError for a script
         that is not converted."""
-        reports: list[dict[str, Any]] = []
-
-        def others_have_failed() -> str:
-            failed_at = self.peers.noted(f"failure of {job}")
-            is_over = failed_at is not None and self.peers.clock() > failed_at + 10 * timeouts.ASK_STORE_SECONDS
-            return _LOST if is_over else ""
-
-        ended, _ = self.peers.run(job, task, limit_seconds, reports.append, others_have_failed)
-        report = next((entry for entry in reversed(reports) if "steps" in entry), None)
-        failure = ""
-        refused = next((entry["refused"] for entry in reports if "refused" in entry), "")
-        if ended.why_killed:
-            failure = f"{ended.why_killed} and was stopped"
-            if ended.why_killed != _LOST:
-                failure += f": the {task['steps']} steps of a trial, and what the script does before them, have to"
-        elif ended.exit_code:
-            failure = f"ended with {ended.how}: {ended.last_words}"
-        elif report is None:
-            failure = "ended without a step of a converted program"
-        if failure and ended.why_killed != _LOST:
-            self.peers.note(f"failure of {job}")
-        everybody = self.peers.gather(
-            f"end of {job}", [report, failure, refused], limit_seconds + timeouts.RECOMMEND_START_SECONDS
-        )
-        if refused := next((words for _, _, words in everybody.values() if words), ""):
-            raise ConversionError(refused)
-        failures = {rank: words for rank, (_, words, _) in everybody.items() if words}
-        if failures:
-            # A rank that lost another one is not the cause.
-            rank, words = min(failures.items(), key=lambda item: (_is_loss(item[1]), item[0]))
-            raise TrialFailed(f"{self.cluster.describe(rank)} {words}")
-        return {rank: content for rank, (content, _, _) in everybody.items()}
-
-
-_LOST = "waited for a rank that had failed"
-
-
-def _is_loss(words: str) -> bool:
-    return words.startswith(_LOST) or describe_code(WorkerFailed.exit_code) in words
+        ends, _ = self.peers.run(job, task, limit_seconds)
+        for end in ends.values():
+            for report in end.reports:
+                if "refused" in report:
+                    raise ConversionError(report["refused"])
+        rank = first_to_fail(ends)
+        if rank is not None:
+            words = f"{self.cluster.describe(rank)} {ends[rank].failure}"
+            if ends[rank].why_killed:
+                words += f"; the {task['steps']} steps of a trial, and what the script does before them, have to"
+            raise TrialFailed(words)
+        found = {rank: [report for report in end.reports if "steps" in report] for rank, end in ends.items()}
+        for rank, reports in found.items():
+            if not reports:
+                raise TrialFailed(f"{self.cluster.describe(rank)} ended without a step of a converted program")
+        return {rank: reports[-1] for rank, reports in found.items()}
 
 
 def _local_only(settings: Sequence[str] = ()) -> Profile:

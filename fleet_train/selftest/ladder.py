@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_train import timeouts
-from fleet_train.selftest.child import End
+from fleet_train.launch.on_ranks import SubjectEnd, first_to_fail
 from fleet_train.selftest.options import FAIL, MEMORY_OF, SKIP, Result, failed
-from fleet_train.selftest.supervisor import Supervisor, first_to_fail, judge_ends
+from fleet_train.selftest.supervisor import Supervisor, judge_ends
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Ladder(Supervisor):
                 self.peers.show(f"      {line}")
         return passes
 
-    def _run_checks(self, name: str) -> dict[int, End]:
+    def _run_checks(self, name: str) -> dict[int, SubjectEnd]:
         limit = timeouts.SELFTEST_STEP_SECONDS + timeouts.SELFTEST_SECONDS_PER_RANK * self.cluster.world_size
         ends, subjects = self.run_job(name, limit)
         self.add(replace(result, name=name) for result in judge_ends(subjects, ends))
@@ -86,7 +86,7 @@ def advised(result: Result, advice: str) -> Result:
     return replace(result, words=f"{result.words}; what to do: {advice}") if result.status == FAIL else result
 
 
-def lines_of_nccl(ends: Mapping[int, End]) -> tuple[str, ...]:
+def lines_of_nccl(ends: Mapping[int, SubjectEnd]) -> tuple[str, ...]:
     """Of the rank that failed first, or of rank 0 if only a result is wrong."""
     rank = first_to_fail(ends)
     return ends[rank or 0].lines_of_nccl if ends else ()

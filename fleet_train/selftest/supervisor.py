@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.errors import WorkerFailed
+from fleet_train.launch.on_ranks import Peers, RankCommand, SubjectEnd, Where, first_to_fail, start_on_ranks
 from fleet_train.selftest import record
-from fleet_train.selftest.child import End
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, TOGETHER, TOGETHER_GROUPS, Options, Result, verdict
-from fleet_train.selftest.ranks import Command, Peers, Where, start_on_ranks
 
 FAULT_KINDS = ("skips a collective", "is stopped", "is killed")
 
@@ -44,12 +42,12 @@ def start(
     return start_on_ranks(command_of(options, folder, as_json, outcome), where, supervise)
 
 
-def command_of(options: Options, folder: Path, as_json: bool = False, outcome: Path | None = None) -> Command:
+def command_of(options: Options, folder: Path, as_json: bool = False, outcome: Path | None = None) -> RankCommand:
     arguments = ["--record", str(folder.absolute())]
     arguments += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
     arguments += ["--ladder"] if options.ladder else []
     arguments += ["--quick"] if options.is_quick else []
-    return Command("selftest", arguments, folder, options.join_timeout_seconds, as_json, outcome)
+    return RankCommand("selftest", arguments, folder, options.join_timeout_seconds, as_json, outcome)
 
 
 class Supervisor:
@@ -89,7 +87,7 @@ class Supervisor:
             self.results.append(result)
             self.peers.show(result.line)
 
-    def run_fault(self, kind: str) -> dict[int, End]:
+    def run_fault(self, kind: str) -> dict[int, SubjectEnd]:
         """A job in which the last rank fails in this way; returns how the others ended."""
         began = time.monotonic()
         ends, subjects = self.run_job(kind, timeouts.SELFTEST_FAULT_COMES_SECONDS)
@@ -105,7 +103,7 @@ class Supervisor:
     def _at_fault(self) -> int:
         return self.cluster.world_size - 1
 
-    def run_job(self, job: str, limit_seconds: float) -> tuple[dict[int, End], Cluster]:
+    def run_job(self, job: str, limit_seconds: float) -> tuple[dict[int, SubjectEnd], Cluster]:
         """Start this rank's subject and wait for its end; returns how all ranks' subjects ended, and their cluster.
 
         ``limit_seconds``: when it is killed, unless a fault has been recorded: then soon after the bound for that.
@@ -120,10 +118,7 @@ class Supervisor:
         def why_over() -> str:
             return "its time after a fault is over" if self._is_over(job) else ""
 
-        end, subjects = self.peers.run(job, self.options.to_json(), limit_seconds, on_report, why_over)
-        self.peers.note(f"end of {job} {self.cluster.rank}")
-        ends = self.peers.gather(f"ends of {job}", asdict(end), limit_seconds)
-        return {rank: End.from_json(content) for rank, content in ends.items()}, subjects
+        return self.peers.run(job, self.options.to_json(), limit_seconds, on_report, why_over)
 
     def _is_over(self, job: str) -> bool:
         """Whether this rank's subject can be stopped: all others have ended, or its time after a fault is over."""
@@ -143,22 +138,14 @@ class Supervisor:
         )
 
 
-def judge_ends(cluster: Cluster, ends: Mapping[int, End]) -> list[Result]:
+def judge_ends(cluster: Cluster, ends: Mapping[int, SubjectEnd]) -> list[Result]:
     """The failures of subjects that should have ended with 0: names the first one that ended without having lost
     another. The failed group is ``began`` of its end."""
     rank = first_to_fail(ends)
     if rank is None:
         return []
     end = ends[rank]
-    how = "did not end and was killed" if end.why_killed else f"ended with {end.how}"
-    return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {how}: {end.last_words}")]
-
-
-def first_to_fail(ends: Mapping[int, End]) -> int | None:
-    wrong = {rank: end for rank, end in ends.items() if end.exit_code != 0}
-    return min(
-        wrong, key=lambda rank: (wrong[rank].exit_code == WorkerFailed.exit_code, wrong[rank].ended_at), default=None
-    )
+    return [Result(end.began, end.began, FAIL, f"{cluster.describe(rank)} {end.failure}")]
 
 
 def not_done(groups: Sequence[str], failed: str) -> list[Result]:
@@ -169,7 +156,7 @@ def not_done(groups: Sequence[str], failed: str) -> list[Result]:
     ]
 
 
-def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
+def _no_fault(cluster: Cluster, kind: str, others: dict[int, SubjectEnd]) -> Result:
     """The ranks did not reach the fault."""
     failures = judge_ends(cluster, others)
     why = failures[0].words if failures else "no rank reported why"
@@ -177,7 +164,7 @@ def _no_fault(cluster: Cluster, kind: str, others: dict[int, End]) -> Result:
 
 
 def judge_faults(
-    cluster: Cluster, kind: str, options: Options, ends: Mapping[int, End], fault_at: float, seconds: float
+    cluster: Cluster, kind: str, options: Options, ends: Mapping[int, SubjectEnd], fault_at: float, seconds: float
 ) -> Result:
     """How soon the others ended when one rank failed, and whether they name it.
 
@@ -202,7 +189,7 @@ def judge_faults(
     return Result("faults", label, OK, words, seconds, figures)
 
 
-def _wrong(end: End, seconds: float, root_cause: str, bound: float) -> str:
+def _wrong(end: SubjectEnd, seconds: float, root_cause: str, bound: float) -> str:
     if end.why_killed:
         return f"had not ended {seconds:.1f} s after the fault and was killed"
     if end.exit_code != WorkerFailed.exit_code:

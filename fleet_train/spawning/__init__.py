@@ -1,1 +1,1 @@
-"""``fleet_train.spawn``: starts one machine's ranks as children of a script or a notebook, without the launcher."""
+"""``fleet_train.spawn``: a function in ranks of this machine, from a script or a notebook; and in Ray's workers."""

@@ -17,7 +17,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.spawning.ray_workers import Attempt, InWorker, become_rank, endpoints_of
+from fleet_train.spawning.ray_workers import Attempt, InWorker, become_rank
 from fleet_train.spawning.spawn import profile_of
 
 
@@ -84,10 +84,10 @@ class FleetBackend(Backend):  # type: ignore[misc]
         self._attempts: dict[str, int] = {}
 
     def on_start(self, worker_group: Any, backend_config: FleetConfig) -> None:
-        """Send every worker its rank, the others' addresses, and the attempt's number."""
+        """Send every worker its rank, where rank 0 is, and the attempt's number."""
         number = self._attempts.get(backend_config.launched, -1) + 1
         self._attempts[backend_config.launched] = number
-        endpoints = endpoints_of(worker_group.execute(where_we_are))
+        places = worker_group.execute(where_we_are)
         attempt = Attempt(
             job=f"ray-{backend_config.launched}-{number}",
             secret=secrets.token_hex(24),
@@ -99,7 +99,7 @@ class FleetBackend(Backend):  # type: ignore[misc]
         environment = {} if profile is None else profile.worker_environment()
         ray.get(
             [
-                worker_group.execute_single_async(rank, become_rank, endpoints, rank, attempt, environment)
+                worker_group.execute_single_async(rank, become_rank, places, rank, attempt, environment)
                 for rank in range(len(worker_group))
             ]
         )

@@ -1,25 +1,20 @@
-"""Converts the addresses of Ray's workers to the environment of each rank. No Ray, no Paddle."""
+"""What makes a worker of Ray one rank of a job: the variables that other engines set. No Ray, no Paddle."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.cluster import network
-from fleet_train.cluster.cluster import Cluster, from_endpoints
+from fleet_train.cluster.at_import import advise_this_process, advised
+from fleet_train.cluster.engines import ENGINE, STARTER
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
-from fleet_train.launch.node import (
-    Machine,
-    Node,
-    build_environment,
-    choose_interface,
-    look_around,
-    variables_of_rank,
-)
+from fleet_train.launch.node import SCRUBBED, refuse_ours
+from fleet_train.spawning.rank_main import cause_reported, offer
 
-_LAST_PORT = 65535
+_OF_TORCHRUN = frozenset({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"})
 
 
 @dataclass(frozen=True)
@@ -36,68 +31,42 @@ class Attempt:
     join_timeout_seconds: float
 
 
-def endpoints_of(places: Sequence[tuple[str, int]]) -> list[str]:
-    """``host:port`` per worker from its address and a port that was free there; all different.
-
-    Rank 0 (above 32 ranks, each node's first one) listens on its own; the others' only distinguish them.
-    """
-    taken: set[tuple[str, int]] = set()
-    endpoints = []
-    for address, port in places:
-        while (address, port) in taken:
-            port = port + 1 if port < _LAST_PORT else 1024
-        taken.add((address, port))
-        endpoints.append(f"{address}:{port}")
-    return endpoints
-
-
-def variables(
-    endpoints: Sequence[str],
+def become_rank(
+    places: Sequence[tuple[str, int]],
     rank: int,
     attempt: Attempt,
     profile_environment: Mapping[str, str],
-    machine: Machine,
-    environ: Mapping[str, str],
-) -> tuple[dict[str, str], frozenset[str]]:
-    """(variables to set for a rank, variables to remove). A user's own variables override advice."""
-    cluster = Cluster(from_endpoints(list(endpoints)), rank, formed_by="Ray Train")
-    node = _node(cluster, machine)
-    base = build_environment(
-        node, machine, environ, profile=profile_environment, join_timeout_seconds=attempt.join_timeout_seconds
-    )
-    ours = base.ours | variables_of_rank(cluster, on_gpu=node.devices is not None)
-    ours |= {
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """In a worker's process, before its training function is loaded: it becomes this rank.
+
+    ``places``: of each worker, its node's address and a port that was free there; rank 0 listens on its own. A user's
+    own variables override the profile's and our advice.
+    """
+    refuse_ours(profile_environment)
+    for name in SCRUBBED | _OF_TORCHRUN | advised(environ) | {SECRET_FILE}:
+        environ.pop(name, None)
+    for name, value in profile_environment.items():
+        environ.setdefault(name, str(value))
+    (master, port), (address, _) = places[0], places[rank]
+    local = [index for index, (other, _) in enumerate(places) if other == address]
+    variables = {
+        ENGINE: "torchrun",
+        STARTER: "Ray Train",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(places)),
+        "LOCAL_RANK": str(local.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(port),
+        "FLEET_TRAIN_JOIN_TIMEOUT": f"{attempt.join_timeout_seconds:g}",
         "FLEET_TRAIN_ATTEMPT": str(attempt.number),
         "FLEET_TRAIN_LAUNCHED": attempt.launched,
         JOB_ID: attempt.job,
         SECRET: attempt.secret,
     }
-    del ours["FLEET_TRAIN_STORE"]  # rank 0 hosts it in a child process
-    return ours, base.removed | {SECRET_FILE, "FLEET_TRAIN_STORE"}
-
-
-def _node(cluster: Cluster, machine: Machine) -> Node:
-    hosts = tuple(cluster.ranks[cluster.ranks_on_node(node)[0]].host for node in range(cluster.node_num))
-    index = cluster.this.node_index
-    interface = choose_interface(hosts, index, machine, network.interface_towards)
-    local = len(cluster.ranks_on_node(index))
-    # Ray shows each worker only its own GPU.
-    return Node(hosts, index, cluster.this.port, local, machine.gpus or None, interface)
-
-
-def become_rank(
-    endpoints: Sequence[str], rank: int, attempt: Attempt, profile_environment: Mapping[str, str]
-) -> tuple[str, ...]:
-    """In a worker's process, before its training function is loaded: become this rank. Returns what was set."""
-    ours, removed = variables(endpoints, rank, attempt, profile_environment, look_around(os.environ), os.environ)
-    apply(os.environ, ours, removed)
-    return tuple(sorted(ours))
-
-
-def apply(environ: MutableMapping[str, str], ours: Mapping[str, str], removed: frozenset[str]) -> None:
-    for name in removed:
-        environ.pop(name, None)
-    environ.update(ours)
+    environ.update(variables)
+    advise_this_process(environ)
 
 
 class InWorker:
@@ -110,21 +79,12 @@ class InWorker:
         self._profile = profile
 
     def __enter__(self) -> None:
-        if self._profile is not None:
-            from fleet_train.convert import session
-
-            session.offered_profile = self._profile
+        offer(self._profile)
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        import sys
-
-        if "fleet_train.convert.process" not in sys.modules:
-            return
-        from fleet_train.convert import process, session
-
-        if error is None:
-            session.end()
-            return
-        cause = process.report_caught(error)
-        if cause is not error:  # the executor has turned it into a SystemError
-            raise cause from error
+        if error is not None:
+            cause = cause_reported(error)
+            if cause is not error:  # the executor has turned it into a SystemError
+                raise cause from error
+        elif "fleet_train.convert.session" in sys.modules:
+            sys.modules["fleet_train.convert.session"].end()

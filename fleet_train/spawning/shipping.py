@@ -1,19 +1,18 @@
 """Serialization of functions and results between processes, by cloudpickle; errors name what cannot be pickled.
 
-A parent and a rank's process write to each other once, a JSON header and a body, in a file in memory (`create`).
+Two processes write to each other once, in a file in memory (`created`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import linecache
-import mmap
 import os
-import struct
+import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fleet_train.errors import ClusterError, FleetTrainError
@@ -30,7 +29,7 @@ class NotSerializable(FleetTrainError):
 def ship(train: Callable[..., Any], args: tuple[Any, ...], extra: Any = None) -> bytes:
     """A call of ``train(*args)`` as bytes. Raises NotSerializable naming the variable that cannot be pickled."""
     try:
-        return _dumped((train, args, extra))
+        return dumped((train, args, extra))
     except Exception as error:
         for what, value in _parts(train, args):
             if (why := _why_not(value)) is not None:
@@ -44,7 +43,7 @@ def ship(train: Callable[..., Any], args: tuple[Any, ...], extra: Any = None) ->
 def ship_result(result: Any, name: str) -> bytes:
     """A rank's result as bytes. Raises NotSerializable."""
     try:
-        return _dumped(result)
+        return dumped(result)
     except Exception as error:
         what, value = next(_broken_parts(result), ("", result))
         raise NotSerializable(
@@ -112,7 +111,8 @@ def shown(value: Any) -> str:
     return f"a value of type {text}"[:_LONGEST_SHOWN]
 
 
-def _dumped(value: Any) -> bytes:
+def dumped(value: Any) -> bytes:
+    """For `unship`; of an object that can be pickled."""
     import cloudpickle
 
     return bytes(cloudpickle.dumps(value))
@@ -121,7 +121,7 @@ def _dumped(value: Any) -> bytes:
 def _why_not(value: Any) -> str | None:
     """Why a value cannot be pickled; None if it can."""
     try:
-        _dumped(value)
+        dumped(value)
     except Exception as error:
         return _reason(error)
     return None
@@ -179,32 +179,42 @@ def _broken_parts(result: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"{what} is {shown(value)}", value) for what, value in members if _why_not(value) is not None)
 
 
-_SIZES = struct.Struct("!QQ")  # bytes of the header, bytes of the body; written last
-
-Message = tuple[dict[str, Any], bytes]
-
-
-def create() -> int:
+@contextmanager
+def created() -> Iterator[int]:
     """The descriptor of a new, empty file without a name: it disappears with the last process that has it open."""
-    return os.memfd_create("fleet_train spawn")
+    descriptor = os.memfd_create("fleet_train spawn")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def write(descriptor: int, header: dict[str, Any], body: bytes = b"") -> None:
-    text = json.dumps(header).encode()
+def path_of(descriptor: int) -> str:
+    """The path under which another process of this user opens it, as long as this one has it open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+@contextmanager
+def opened(path: str) -> Iterator[int]:
+    """The file that another process has created, under its `path_of`; what this process starts does not inherit it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write(descriptor: int, content: Any) -> None:
+    """Write it there, once."""
     with open(descriptor, "wb", closefd=False) as file:
-        file.seek(_SIZES.size)
-        file.write(text)
-        file.write(body)
-    os.pwrite(descriptor, _SIZES.pack(len(text), len(body)), 0)
+        file.write(dumped(content))
 
 
-def read(descriptor: int) -> Message | None:
-    """None if it has not been written completely."""
-    if os.fstat(descriptor).st_size < _SIZES.size:
-        return None
-    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
-        header, body = _SIZES.unpack_from(content)
-        start = _SIZES.size + header
-        if not header or len(content) < start + body:
+def read(descriptor: int) -> Any:
+    """What another process of this spawn has written; None if it has not, or not completely."""
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        try:
+            return unship(file.read())
+        except (EOFError, pickle.UnpicklingError):
             return None
-        return json.loads(content[_SIZES.size : start]), content[start : start + body]

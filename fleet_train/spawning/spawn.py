@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from fleet_train import timeouts
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.cluster.engines import detect
-from fleet_train.cluster.flight.witness import write_if_possible
-from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE, Access
-from fleet_train.cluster.store.server import StoreServer
-from fleet_train.errors import ClusterError, WorkerFailed
-from fleet_train.launch.logs import log_name
-from fleet_train.launch.node import (
-    LaunchEnvironment,
-    Machine,
-    Node,
-    build_environment,
-    look_around,
-    variables_of_rank,
-)
-from fleet_train.launch.prepare import check_log_dir, check_paddle, import_path_for_ranks
-from fleet_train.launch.processes import Stopping
-from fleet_train.launch.rendezvous import Rendezvous
-from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Ranks, witness_of
+from fleet_train.cluster.network import free_port
+from fleet_train.cluster.store.access import SECRET, SECRET_FILE
+from fleet_train.errors import ClusterError
+from fleet_train.launch.node import look_around
+from fleet_train.launch.prepare import prepare
+from fleet_train.launch.request import LaunchRequest
 from fleet_train.spawning import shipping
-from fleet_train.spawning.ranks import Output, SpawnedRank, end, interrupts_held, results, show
+from fleet_train.spawning.launching import run
+from fleet_train.spawning.outcome import results
 from fleet_train.spawning.shipping import name_of, shown
 
 
@@ -60,52 +48,63 @@ def spawn(
     """
     refuse_within_a_rank(os.environ)
     arguments = check_call(train, args)
-    machine = look_around(os.environ)
-    devices = check_ranks(nprocs, machine)
+    check_ranks(nprocs, look_around(os.environ).gpus)
     timeout_seconds = check_seconds("join_timeout_seconds", join_timeout_seconds)
-    logs = _log_dir(log_dir)
     profile = profile_of(strategy)
-    check_paddle(machine, profile)
     body = shipping.ship(train, arguments, profile)
     with ExitStack() as stack:
-        node, access, rendezvous = stack.enter_context(rendezvous_of(nprocs, devices))
-        base = build_environment(
-            node,
-            machine,
-            os.environ,
-            profile=profile.worker_environment() if profile else {},
-            join_timeout_seconds=timeout_seconds,
-            import_path=import_path_for_ranks(),
-        )
-        if base.kept:
-            names = ", ".join(base.kept)
+        logs = Path(stack.enter_context(TemporaryDirectory(prefix="fleet_train.")) if log_dir is None else log_dir)
+        greeting, *answers = (stack.enter_context(shipping.created()) for _ in range(1 + nprocs))
+        shipping.write(greeting, _greeting(train, answers) | {"call": body, "keeps_logs": log_dir is not None})
+        request = request_of(shipping.path_of(greeting), nprocs, logs, timeout_seconds)
+        environ = environ_of(os.environ)
+        launch = prepare(request, environ, profile)
+        if launch.environment.kept:
+            names = ", ".join(launch.environment.kept)
             show(f"fleet_train: {names}: the environment's value is used, not the profile's; unset it to use that\n")
-        greeting = shipping.create()
-        stack.callback(os.close, greeting)
-        shipping.write(greeting, _greeting(train), body)
-        every, output = environs(base, node, access, os.environ), Output(show)
-
-        def start_rank(index: int) -> SpawnedRank:
-            rank = SpawnedRank(index, every[index], greeting, None if logs is None else logs / log_name(index))
-            output.add(rank)
-            return rank
-
-        ranks = Ranks(node, start_rank, owns_descendants=False)
-        try:
-            _start(ranks)
-            stop = GracefulStop(ranks, rendezvous, Stopping(), math.inf)
-            witness = witness_of(ranks, rendezvous.client, partial(write_if_possible, logs))
-            stack.callback(witness.close)
-            monitor = Monitor(
-                ranks, rendezvous, stop, wait=output.read, followers_seconds=timeouts.FOLLOWERS_SECONDS, witness=witness
-            )
-            verdict = monitor.watch()
-        finally:
-            outcomes = end(ranks, output, rendezvous.start)
-        if verdict.cause is Cause.STORE_LOST:
-            raise WorkerFailed(verdict.message)
-        returned = results(outcomes, rendezvous.reports(), node, "" if logs is None else str(logs))
+        ended = run(launch, environ, show)
+        returned = results(ended, [shipping.read(answer) for answer in answers], log_dir is not None)
     return [shipping.unship(result) for result in returned]
+
+
+def request_of(greeting: str, nprocs: int, logs: Path, join_timeout_seconds: float) -> LaunchRequest:
+    """The launch of ranks of this machine, with an address (all of 127.0.0.0/8 are this machine's), a port and a name
+    of their own, so that two spawns cannot interfere."""
+    host = f"127.{'.'.join(str(1 + secrets.randbelow(254)) for _ in range(3))}"
+    return LaunchRequest(
+        command=("fleet_train.spawning.rank_main", greeting),
+        is_module=True,
+        hosts=(host,),
+        started_port=free_port(host) - nprocs,  # the job store's is the one behind the ranks'
+        processes_per_node=nprocs,
+        log_dir=logs.absolute(),
+        log_flag="log_dir",
+        join_timeout_seconds=join_timeout_seconds,
+        job_id=f"spawn-{secrets.token_hex(6)}",
+        run=secrets.token_hex(8),
+    )
+
+
+def environ_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with a secret of this spawn's own."""
+    others = {name: value for name, value in environ.items() if name not in (SECRET, SECRET_FILE)}
+    return others | {SECRET: secrets.token_hex(24)}
+
+
+def show(text: str) -> None:
+    """Write to the Python-level stdout, which in a notebook is the cell's output and not a file descriptor."""
+    stream = sys.stdout
+    if stream is None:
+        return
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except (OSError, ValueError):
+        pass  # the reader is gone; the job continues
 
 
 def refuse_within_a_rank(environ: Mapping[str, str]) -> None:
@@ -139,71 +138,17 @@ def _caller() -> tuple[str, str]:
     return str(frame.f_globals.get("__name__", "?")), f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_HOST = "127.0.0.1"
-_ROUND = 0
-
-
-@contextmanager
-def rendezvous_of(nprocs: int, devices: tuple[str, ...] | None) -> Iterator[tuple[Node, Access, Rendezvous]]:
-    """A store on this machine's loopback address, on a port chosen by the kernel, with a secret of its own, so that two
-    spawns cannot interfere; and this process in it, as the only launcher of the job."""
-    access = Access(f"spawn-{secrets.token_hex(6)}", secrets.token_hex(24).encode(), _HOST)
-    with ExitStack() as stack:
-        server = StoreServer(_HOST, 0, access, members=nprocs + 1).start()
-        stack.callback(server.stop)
-        server.open_root(str(_ROUND))
-        # The ranks' own ports are only names: the store alone listens, on the one after them.
-        node = Node((_HOST,), 0, server.port - nprocs, nprocs, devices, "lo")
-        rendezvous = Rendezvous(node, _ROUND, timeouts.STORE_ANSWER_SECONDS, access=access)
-        stack.callback(rendezvous.close)
-        rendezvous.join({}, 0, timeouts.STORE_ANSWER_SECONDS)
-        yield node, access, rendezvous
-
-
-def environs(base: LaunchEnvironment, node: Node, access: Access, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """One environment per rank: the same as under the launcher, and nothing of another job."""
-    common = base.over({name: value for name, value in environ.items() if name not in (SECRET, SECRET_FILE)})
-    common |= {
-        "FLEET_TRAIN_STORE": f"{node.store_endpoint}/{_ROUND}",
-        "FLEET_TRAIN_ATTEMPT": "0",
-        "FLEET_TRAIN_LAUNCHED": secrets.token_hex(8),
-        JOB_ID: access.job,
-        SECRET: (access.secret or b"").decode(),
-        "PYTHONUNBUFFERED": "1",
-    }
-    # By position among the visible GPUs: CUDA_VISIBLE_DEVICES stays as it is.
-    on_gpu = node.devices is not None
-    return [common | variables_of_rank(node.cluster(index), on_gpu=on_gpu, selected_gpu=index) for index in node.ranks]
-
-
-def _start(ranks: Ranks[SpawnedRank]) -> None:
-    """Start them all. A Ctrl-C meanwhile is raised once all can be stopped."""
-    with interrupts_held():
-        try:
-            ranks.start()
-        except OSError as error:
-            index, count = len(ranks.started), ranks.node.processes
-            raise ClusterError(f"rank {index} of {count} could not be started: {error}") from error
-
-
-def _greeting(train: Callable[..., Any]) -> dict[str, Any]:
-    """Sent to a rank with the function: where modules are found, and the source of cells for tracebacks."""
+def _greeting(train: Callable[..., Any], answers: Sequence[int]) -> dict[str, Any]:
+    """Sent to the ranks with the function: where modules are found, the source of cells for tracebacks, and the files
+    for their answers."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     return {
         "train": shipping.name_of(train),
         "path": path,
         "argv": [str(word) for word in sys.argv],
         "sources": shipping.sources(),
+        "answers": [shipping.path_of(answer) for answer in answers],
     }
-
-
-def _log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
-    if log_dir is None:
-        return None
-    path = Path(log_dir)
-    check_log_dir(path, "log_dir")
-    path.mkdir(parents=True, exist_ok=True)
-    return path.absolute()
 
 
 _MOST_RANKS = 1024
@@ -249,22 +194,19 @@ def _wants_its_rank(signature: inspect.Signature, args: Any) -> str:
     return "; spawn passes a function its args and no rank: get it from fleet.worker_index() or PADDLE_TRAINER_ID"
 
 
-def check_ranks(nprocs: Any, machine: Machine) -> tuple[str, ...] | None:
-    """The devices of the ranks; None on a build without GPU code. Raises ClusterError for an invalid number."""
+def check_ranks(nprocs: Any, gpus: Sequence[str] | None) -> None:
+    """Raise ClusterError for an invalid number; ``gpus``: the visible ones, None on a build without GPU code."""
     if isinstance(nprocs, bool) or not isinstance(nprocs, int):
         raise ClusterError(f"nprocs={nprocs!r} is not a whole number; it is how many ranks to start on this machine")
     if nprocs < 1:
         raise ClusterError(f"nprocs={nprocs} is too few; give 1 or more, the number of ranks to start on this machine")
     if nprocs > _MOST_RANKS:
         raise ClusterError(f"nprocs={nprocs} is more than the limit of {_MOST_RANKS} ranks on one machine")
-    if not machine.gpus:
-        return None
-    if nprocs > len(machine.gpus):
+    if gpus and nprocs > len(gpus):
         raise ClusterError(
-            f"nprocs={nprocs}, but the visible GPUs are {','.join(machine.gpus)} ({len(machine.gpus)}): there is one "
-            "rank per GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+            f"nprocs={nprocs}, but the visible GPUs are {','.join(gpus)} ({len(gpus)}): there is one rank per GPU; see "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    return machine.gpus[:nprocs]
 
 
 def check_seconds(name: str, value: Any) -> float:

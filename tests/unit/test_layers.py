@@ -183,7 +183,7 @@ def test_files_are_never_read_as_pickles_or_as_yaml_with_objects() -> None:
     pickles = r"\b(?:c?pickle|cloudpickle|dill|joblib|marshal)\.(?:loads?|Unpickler)\b"
     others = r"\byaml\.(?:unsafe_load|full_load|load\((?!.*Safe))|\b(?:np|numpy|paddle|torch)\.load\("
     assert found_in_sources(f"{pickles}|{others}") == {
-        "spawning/shipping.py": {"cloudpickle.loads"}  # from the socket pair of the process that it has started
+        "spawning/shipping.py": {"cloudpickle.loads"}  # from files in memory of this spawn's processes
     }
 
 

@@ -13,7 +13,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
-from fleet_train.launch.workers import Cause, GracefulStop, Monitor, Verdict
+from fleet_train.launch.supervise import Cause, GracefulStop, Monitor, Verdict
 from tests.unit.launch.conftest import missed, own
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
@@ -35,7 +35,6 @@ class World:
     ended: dict[int, WorkerResult] = field(default_factory=dict)
     word: dict[str, Any] | None = None
     reports: list[FailureReport] = field(default_factory=list)
-    answers: list[FailureReport] = field(default_factory=list)
     store_is_lost: bool = False
     notice: dict[str, Any] | None = None
     announced: list[tuple[str, float, bool]] = field(default_factory=list)
@@ -53,9 +52,6 @@ class World:
 
     def ends(self, _: float) -> dict[int, WorkerResult]:
         return dict(self.ended)
-
-    def own_reports(self, _: float) -> list[FailureReport]:
-        return self.answers
 
     def failures(self, _: object = None) -> tuple[dict[str, Any] | None, list[FailureReport]]:
         if self.store_is_lost:
@@ -102,11 +98,9 @@ def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
     assert seen == [0.0, 10.0, 25.0]
 
 
-def test_a_failed_rank_ends_the_job_at_once_or_with_time_for_followers_a_little_later() -> None:
+def test_a_failed_rank_ends_the_job_at_once() -> None:
     world = World(ended={1: end(1, 1, code=3)})
-    verdict = Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
-    assert look_at(world, monitored(world), 1.0) == verdict
-    assert looks(world, monitored(world, followers_seconds=2.0), 1.0, 2.9, 3.1) == [None, None, verdict]
+    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_this_or_another_node_and_not_for_ever() -> None:
@@ -148,7 +142,7 @@ def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_cod
 @pytest.mark.parametrize(
     ("world", "root_cause_at"),
     [
-        (World(answers=[own(1, 0.9)]), 6.1),  # told to its parent alone
+        (World(reports=[own(1, 0.9)]), 6.1),  # it does not exit
         (World(reports=[missed(1, 0.9)], ended={0: end(0, 1.0, code=11)}), 3.1),  # others have missed it
         (World(reports=[missed(1, 0.9, "left")], ended={1: end(1, 0.8, code=0)}), 2.1),  # whoever misses it says a line
     ],

@@ -135,8 +135,9 @@ TWO_NODES = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 GPU_NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, ("0", "1"), "eth0")
 
 
-def built(node: Node, environ: dict[str, str], **asked: Any) -> LaunchEnvironment:
-    return build_environment(node, AMD, environ, **{"profile": {}, "join_timeout_seconds": 300.0, **asked})
+def built(node: Node, environ: dict[str, str], settings: tuple[str, ...] = (), **asked: Any) -> LaunchEnvironment:
+    request = LaunchRequest(("train.py",), settings=settings)
+    return build_environment(node, AMD, environ, request, **{"profile": {}, **asked})
 
 
 def test_what_a_cpu_node_sets() -> None:
@@ -216,8 +217,8 @@ def test_the_import_path_is_added_and_the_users_path_is_not_shown() -> None:
 
 
 def test_settings_reach_the_ranks_and_a_variables_value_is_not_shown() -> None:
-    asked = {"profile": {"TOKEN": "abc"}, "hidden": frozenset({"TOKEN", SETTINGS}), "settings": ("a=1",)}
-    environment = built(TWO_NODES, {SETTINGS: "an outer job's"}, **asked)
+    asked = {"profile": {"TOKEN": "abc"}, "hidden": frozenset({"TOKEN", SETTINGS})}
+    environment = built(TWO_NODES, {SETTINGS: "an outer job's"}, ("a=1",), **asked)
     ours = environment.over({SETTINGS: "an outer job's"})
     assert asked_settings(ours) == ("a=1",)
     assert (environment.shown()[SETTINGS], environment.shown()["TOKEN"]) == ("(set)", "(set)")
@@ -240,8 +241,8 @@ def test_a_rank_gets_the_variables_of_paddles_own_launcher() -> None:
         "PADDLE_AUTO_CLUSTER": "0",
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
     }
-    assert variables_of_rank(rank_3, on_gpu=False) == common | {"PADDLE_DISTRI_BACKEND": "gloo"}
-    assert variables_of_rank(rank_3, on_gpu=True, selected_gpu=0) == common | {"FLAGS_selected_gpus": "0"}
+    assert variables_of_rank(rank_3, None) == common | {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert variables_of_rank(rank_3, 0) == common | {"FLAGS_selected_gpus": "0"}
 
 
 def machine(paddle: str = "3.3.1 (paddlepaddle)") -> Machine:

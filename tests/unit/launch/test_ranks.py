@@ -19,27 +19,27 @@ from fleet_train.launch import logs, processes
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Process, StopRequested, stopping_signals, why_not_started
-from fleet_train.launch.workers import RankProcess, Ranks
+from fleet_train.launch.supervise import RankProcess, Ranks
 from tests.support.processes import clean_environ, python, until
 
 NODE = Node(("127.0.0.2", "127.0.0.3"), 1, 6170, 1, None, None)
-Starter = Callable[..., Ranks[RankProcess]]
+Starter = Callable[..., Ranks]
 NAMES = ("workerlog.0", "workerend.0.json", "workerend.0.json.tmp")
 
 
-def ranks_of(folder: Path, command: list[str]) -> Ranks[RankProcess]:
-    """The only rank of node 1; the process of the test has other descendants."""
+def ranks_of(folder: Path, command: list[str]) -> Ranks:
+    """The only rank of node 1."""
     logs = LogFolder(NODE, folder)
-    return Ranks(NODE, lambda local: logs.start_rank(local, command, clean_environ()), owns_descendants=False)
+    return Ranks(NODE, lambda local: logs.start_rank(local, command, clean_environ()))
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Starter]:
     """Starts the only rank of node 1; ``said`` of the result has what was reported."""
-    every: list[Ranks[RankProcess]] = []
+    every: list[Ranks] = []
     (tmp_path / "logs").mkdir()
 
-    def start(code: str, *arguments: str) -> Ranks[RankProcess]:
+    def start(code: str, *arguments: str) -> Ranks:
         (tmp_path / "script.py").write_text(code)
         ranks = ranks_of(tmp_path / "logs", python("-u", str(tmp_path / "script.py"), *arguments))
         every.append(ranks)
@@ -51,7 +51,7 @@ def started(tmp_path: Path) -> Iterator[Starter]:
         ranks.close()
 
 
-def ended(ranks: Ranks[RankProcess]) -> Any:
+def ended(ranks: Ranks) -> Any:
     until(lambda: ranks.running() == 0)
     return ranks.ends(0.0)[0]
 
@@ -192,14 +192,17 @@ import sys
 from pathlib import Path
 from fleet_train.launch.logs import LogFolder
 from fleet_train.launch.node import Node
-from fleet_train.launch.workers import Ranks
+from fleet_train.launch.processes import adopt_orphans, kill_descendants
+from fleet_train.launch.supervise import Ranks
 folder = Path(sys.argv[1])
 node = Node(("127.0.0.1",), 0, 6170, 1, None, None)
 logs, command = LogFolder(node, folder), [sys.executable, str(folder / "script.py"), str(folder / "ready")]
-ranks = Ranks(node, lambda local: logs.start_rank(local, command, {}), owns_descendants=True)
+ranks = Ranks(node, lambda local: logs.start_rank(local, command, {}))
+adopt_orphans()
 ranks.start()
 ranks.started[0].wait()
 ranks.stop()
+kill_descendants()
 """
 
 

@@ -17,16 +17,21 @@ from click.testing import CliRunner
 from fleet_train.cli.selftest import command
 from fleet_train.cluster.cluster import Cluster, assign
 from fleet_train.errors import ClusterError, WorkerFailed
+from fleet_train.launch.on_ranks import SubjectEnd, Where, request_of
 from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_memory, check_profiles, record, supervisor
-from fleet_train.selftest.child import Child, End
 from fleet_train.selftest.ladder import STEPS, Ladder, lines_of_nccl
 from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, Options, Result, chosen, exit_code, verdict
-from fleet_train.selftest.ranks import Where, is_rank, request_of
 from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
+
+
+def ended(
+    code: int, at: float, why_killed: str, began: str, lines: tuple[str, ...] = (), nccl: tuple[str, ...] = ()
+) -> SubjectEnd:
+    return SubjectEnd(code, at, why_killed, ({"begins": began},), lines, nccl)
 
 
 def result(name: str, status: str) -> Result:
@@ -78,7 +83,7 @@ def test_a_check_that_is_no_more_is_refused_with_what_to_use(flag: str) -> None:
 
 
 class TestFaults:
-    GOOD = End(WorkerFailed.exit_code, 103.0, "", "", ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
+    GOOD = ended(WorkerFailed.exit_code, 103.0, "", "", ("noise", "fleet_train: rank 3 (10.0.0.2:6171) is gone"))
 
     def judged(self, **changes: Any) -> Result:
         if "seconds" in changes:
@@ -112,30 +117,29 @@ class TestFaults:
 class PlayedPeers:
     """Supervisors whose ranks all see what rank 0 does. ``results``: of a step's job; ``ends``: of its ranks."""
 
-    FAULT = End(WorkerFailed.exit_code, 101.0, "", "", ("fleet_train: rank 1 (10.0.0.1:6171) was lost",))
+    FAULT = ended(WorkerFailed.exit_code, 101.0, "", "", ("fleet_train: rank 1 (10.0.0.1:6171) was lost",))
 
-    def __init__(self, ranks: int, results: dict[str, list[Result]], ends: dict[str, list[End]]) -> None:
+    def __init__(self, ranks: int, results: dict[str, list[Result]], ends: dict[str, list[SubjectEnd]]) -> None:
         self.cluster = Cluster(assign(["10.0.0.1"], ranks, 6170), 0)
         self.shown: list[str] = []
         self.jobs: dict[str, float] = {}
-        self._results, self._ends, self._job = results, ends, ""
+        self._results, self._ends = results, ends
 
-    def run(self, job: str, argument: Any, limit: float, on_report: Any, _: Any) -> tuple[End, Cluster]:
+    def run(
+        self, job: str, argument: Any, limit: float, on_report: Any, _: Any
+    ) -> tuple[dict[int, SubjectEnd], Cluster]:
         assert argument["ladder"]
-        self.jobs[job], self._job = limit, job
+        self.jobs[job] = limit
         if job.startswith("is killed"):
-            self._ends.setdefault(job, [self.FAULT, End(-9, 100.0, "", "", ())])
+            self._ends.setdefault(job, [self.FAULT, ended(-9, 100.0, "", "", ())])
         else:
             for result in self._results.get(job, [Result("devices", job, OK, "good")]):
                 on_report({"result": result.to_json()})
-        return self._ends_now()[0], self.cluster
+        good = [ended(0, 1.0, "", "")] * self.cluster.world_size
+        return dict(enumerate(self._ends.get(job, good))), self.cluster
 
-    def _ends_now(self) -> list[End]:
-        return self._ends.get(self._job, [End(0, 1.0, "", "", ())] * self.cluster.world_size)
-
-    def gather(self, name: str, value: Any = None, _: float | None = None) -> dict[int, Any]:
-        values = self._ends_now() if name.startswith("ends of") else [value] * self.cluster.world_size
-        return {rank: vars(one) if isinstance(one, End) else one for rank, one in enumerate(values)}
+    def gather(self, _: str, value: Any = None, __: float | None = None) -> dict[int, Any]:
+        return dict.fromkeys(range(self.cluster.world_size), value)
 
     def note(self, key: str) -> None: ...
 
@@ -153,7 +157,10 @@ class TestLadder:
     NAMES = tuple(step.name for step in STEPS)
 
     def climbed(
-        self, ranks: int = 2, results: dict[str, list[Result]] | None = None, ends: dict[str, list[End]] | None = None
+        self,
+        ranks: int = 2,
+        results: dict[str, list[Result]] | None = None,
+        ends: dict[str, list[SubjectEnd]] | None = None,
     ) -> tuple[list[Result], PlayedPeers]:
         peers: Any = PlayedPeers(ranks, results or {}, ends or {})
         found, _ = Ladder(peers, chosen([], [], quick=True, ladder=True)).run()
@@ -203,8 +210,8 @@ class TestLadder:
         assert exit_code(results) == 1
 
     def test_a_rank_that_crashes_or_hangs_fails_its_step_and_nccls_lines_are_shown(self) -> None:
-        crashed = End(-11, 5.0, "", "own", ("Segmentation fault",), ("NCCL WARN Cuda failure",))
-        lost = End(WorkerFailed.exit_code, 4.0, "", "own", ("rank 1 was lost",), ("NCCL INFO comm destroyed",))
+        crashed = ended(-11, 5.0, "", "own", ("Segmentation fault",), ("NCCL WARN Cuda failure",))
+        lost = ended(WorkerFailed.exit_code, 4.0, "", "own", ("rank 1 was lost",), ("NCCL INFO comm destroyed",))
         results, peers = self.climbed(ends={"own": [lost, crashed]})
         failed = next(result for result in results if result.status == FAIL)
         assert failed.line.startswith(
@@ -212,9 +219,9 @@ class TestLadder:
         )
         assert "      NCCL WARN Cuda failure" in peers.shown
         assert not any("comm destroyed" in line for line in peers.shown)
-        hangs = End(-9, 500.0, "did not end within 320 s", "start", ())
+        hangs = ended(-9, 500.0, "did not end within 320 s", "start", ())
         results, _ = self.climbed(results={"dtypes": []}, ends={"dtypes": [hangs, hangs]})
-        assert results[1].line.startswith("FAIL  dtypes: rank 0 (10.0.0.1:6170) did not end and was killed")
+        assert results[1].line.startswith("FAIL  dtypes: rank 0 (10.0.0.1:6170) did not end within 320 s and was")
 
     def test_a_step_without_a_result_has_not_passed(self) -> None:
         results, _ = self.climbed(results={"own": []})
@@ -223,7 +230,7 @@ class TestLadder:
     def test_a_kill_that_the_others_survive_for_too_long_fails(self) -> None:
         slow = replace(PlayedPeers.FAULT, ended_at=130.0, lines_of_nccl=("NCCL INFO waits",))
         kind = "is killed in a save"
-        results, peers = self.climbed(ends={kind: [slow, End(-9, 100.0, "", "", ())]})
+        results, peers = self.climbed(ends={kind: [slow, ended(-9, 100.0, "", "", ())]})
         failed = next(result for result in results if result.status == FAIL)
         assert failed.words.startswith("rank 0 (10.0.0.1:6170) ended after 30.0 s, 14 s are allowed; rank 1")
         assert "was killed in a save; what to do: " in failed.words
@@ -231,7 +238,7 @@ class TestLadder:
         assert peers.shown[peers.shown.index(failed.line) + 1] == "      NCCL INFO waits"
 
     def test_nccls_lines_are_those_of_who_failed_first_or_of_rank_0(self) -> None:
-        good = End(0, 1.0, "", "", (), ("of 0",))
+        good = ended(0, 1.0, "", "", (), ("of 0",))
         assert lines_of_nccl({0: good, 1: replace(good, lines_of_nccl=("of 1",))}) == ("of 0",)
         assert lines_of_nccl({0: good, 1: replace(good, exit_code=1, lines_of_nccl=("of 1",))}) == ("of 1",)
         assert lines_of_nccl({}) == ()
@@ -283,17 +290,17 @@ class TestStreams:
 
 
 class TestEnds:
-    GOOD = End(0, 9.0, "", "", ("done",))
+    GOOD = ended(0, 9.0, "", "", ("done",))
 
     def test_who_has_lost_another_is_not_blamed(self) -> None:
         assert judge_ends(CLUSTER, dict.fromkeys(range(4), self.GOOD)) == []
-        lost = End(WorkerFailed.exit_code, 1.0, "", "profiles", ("rank 2 was lost",))
-        crashed = End(-11, 2.0, "", "profiles", ("", "Segmentation fault"))
+        lost = ended(WorkerFailed.exit_code, 1.0, "", "profiles", ("rank 2 was lost",))
+        crashed = ended(-11, 2.0, "", "profiles", ("", "Segmentation fault"))
         (result,) = judge_ends(CLUSTER, {0: self.GOOD, 1: lost, 2: crashed, 3: lost})
         assert (result.group, result.status) == ("profiles", FAIL)
         assert result.words == "rank 2 (10.0.0.2:6170) ended with signal 11: Segmentation fault"
-        (result,) = judge_ends(CLUSTER, {0: End(-9, 900.0, "did not end within 9 s", "profiles", ())})
-        assert result.words == "rank 0 (10.0.0.1:6170) did not end and was killed: it printed nothing"
+        (result,) = judge_ends(CLUSTER, {0: ended(-9, 900.0, "did not end within 9 s", "profiles", ())})
+        assert result.words == "rank 0 (10.0.0.1:6170) did not end within 9 s and was killed: it printed nothing"
 
     def test_what_comes_behind_is_not_done(self) -> None:
         groups = tuple(GROUPS)
@@ -456,20 +463,6 @@ def test_backend_is_paddles_build_or_what_the_environment_asks_for(monkeypatch: 
     assert record.backend_of({}) == "gloo"
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, False),
-        ({"PADDLE_LOCAL_RANK": "0"}, True),
-        ({"PADDLE_RANK_IN_NODE": "0"}, True),
-        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1"}, True),
-        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1", "PADDLE_TRAINERS": "a,b"}, False),  # a pod of PaddleCloud
-    ],
-)
-def test_a_rank_is_distinguished_from_a_shell(environ: dict[str, str], expected: bool) -> None:
-    assert is_rank(environ) is expected
-
-
 def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     options = chosen([], ["collectives", "profiles"], quick=True)
     command = command_of(options, tmp_path / "out")
@@ -482,18 +475,6 @@ def test_our_launcher_is_asked_for_the_same_checks(tmp_path: Path) -> None:
     skipped = [words[place + 1] for place, word in enumerate(words) if word == "--skip"]
     assert chosen([], skipped, "--quick" in words) == options
     assert request_of(command, Where(), tmp_path).processes_per_node == 2
-
-
-def test_nccls_lines_are_kept_and_its_chatter_hides_no_error(tmp_path: Path) -> None:
-    text = "fleet_train: rank 1 was lost\n" + "".join(f"node:1:2 [0] NCCL INFO line {i}\n" for i in range(20))
-    script = tmp_path / "talks.py"
-    script.write_text(f"print({text + 'node:1:2 NCCL WARN failure'!r})")
-    child = Child("job", {}, {"PYTHONPATH": str(tmp_path)}, tmp_path / "a.log", "talks")
-    assert child.wait(30) == 0
-    assert child.last_lines() == ("fleet_train: rank 1 was lost", "node:1:2 NCCL WARN failure")
-    assert child.lines_of_nccl()[0] == "node:1:2 [0] NCCL INFO line 11"
-    assert child.lines_of_nccl()[-1] == "node:1:2 NCCL WARN failure"
-    child.kill()
 
 
 def test_a_record_is_sent_to_the_address_of_the_packages_metadata(

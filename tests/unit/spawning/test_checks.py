@@ -7,6 +7,7 @@ import linecache
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,25 @@ import pytest
 import fleet_train.ray
 from fleet_train.cluster import Cluster
 from fleet_train.cluster.environment import attempt, cluster_from_environ
+from fleet_train.cluster.partial import PartialCluster
 from fleet_train.convert.strategy import DistributedStrategy
-from fleet_train.errors import ClusterError, FleetTrainError
-from fleet_train.launch.node import Machine, Node, build_environment
+from fleet_train.errors import ClusterError, FleetTrainError, ProfileError
+from fleet_train.launch.prepare import Launch, prepare
+from fleet_train.profile import Profile
 from fleet_train.spawning import shipping
-from fleet_train.spawning.ray_workers import Attempt, apply, endpoints_of, variables
+from fleet_train.spawning.ray_workers import Attempt, become_rank
 from fleet_train.spawning.shipping import NotSerializable, ship, ship_result, unship
 from fleet_train.spawning.spawn import (
     check_call,
     check_ranks,
     check_seconds,
-    environs,
     profile_of,
     refuse_within_a_rank,
-    rendezvous_of,
+    request_of,
 )
+from fleet_train.spawning.spawn import environ_of as environ_of_spawn
 
 LOCK = threading.Lock()
-
-
-def machine(gpus: tuple[str, ...] | None) -> Machine:
-    return Machine({}, 4, False, gpus, {})
 
 
 def two(a: int, b: int = 0) -> int:
@@ -72,15 +71,15 @@ def test_a_call_that_cannot_be_made(train: Any, args: Any, said: str) -> None:
 def test_ranks_gpus_and_bounds() -> None:
     for nprocs in (0, -1, "2", 2.0, True, 5000):
         with pytest.raises(ClusterError, match=f"nprocs={nprocs!r}"):
-            check_ranks(nprocs, machine(None))  # type: ignore[arg-type]
+            check_ranks(nprocs, None)
     for value in (0, -1.0, "5", True, float("nan"), float("inf")):
         with pytest.raises(ClusterError, match="join_timeout_seconds="):
             check_seconds("join_timeout_seconds", value)  # type: ignore[arg-type]
-    assert check_ranks(8, machine(None)) is None
-    assert check_ranks(8, machine(())) is None, "a GPU build on a machine without GPUs computes on its processors"
-    assert check_ranks(2, machine(("0", "1", "3"))) == ("0", "1")
+    check_ranks(8, None)
+    check_ranks(8, ())  # a GPU build on a machine without GPUs computes on its processors
+    check_ranks(2, ("0", "1", "3"))
     with pytest.raises(ClusterError, match=r"nprocs=3, but the visible GPUs are 0,1 \(2\)"):
-        check_ranks(3, machine(("0", "1")))
+        check_ranks(3, ("0", "1"))
 
 
 def test_the_strategy_is_a_profile_in_any_form(tmp_path: Path) -> None:
@@ -154,91 +153,84 @@ def test_source_lines_of_cells_travel_and_those_of_files_do_not(monkeypatch: pyt
 
 # the environment of spawned ranks, and of Ray's workers
 
-MACHINE = Machine({"lo": ("127.0.0.1",), "eth0": ("127.0.0.9",)}, 8, False, None, {})
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[[dict[str, str]], tuple[Launch, list[dict[str, str]]]]:
+    """The launch of two ranks by somebody with these variables, and their environments."""
+
+    def asked_with(users: dict[str, str]) -> tuple[Launch, list[dict[str, str]]]:
+        environ = environ_of_spawn(users)
+        launch = prepare(request_of("/greeting", 2, tmp_path, 60.0), environ, Profile(environment={"X": "y"}))
+        common = launch.environ_of(launch.node.store_endpoint + "/0", 0, "abc", environ)
+        return launch, [common | launch.variables_of(local) for local in (0, 1)]
+
+    return asked_with
 
 
-def told(devices: tuple[str, ...] | None, users: dict[str, str]) -> tuple[Node, list[dict[str, str]]]:
-    with rendezvous_of(2, devices) as (node, access, _):
-        base = build_environment(node, MACHINE, users, profile={}, join_timeout_seconds=60.0)
-        return node, environs(base, node, access, users)
-
-
-def test_each_rank_finds_the_cluster_and_its_place() -> None:
-    node, both = told(None, {"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
+def test_each_rank_finds_the_cluster_and_its_place(asked: Any) -> None:
+    launch, both = asked({"HOME": "/home/me", "RANK": "7", "FLEET_TRAIN_JOB_SECRET_FILE": "/mine"})
     for rank, environ in enumerate(both):
         cluster = cluster_from_environ(environ)
         assert isinstance(cluster, Cluster)
         assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (rank, 2, 1, rank)
-        assert cluster.store_endpoint == f"127.0.0.1:{node.store_port}/0"
-        assert environ["OMP_NUM_THREADS"] == "4"
-        assert environ["HOME"] == "/home/me"
-        assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLAGS_selected_gpus"} & environ.keys()
+        assert cluster.store_endpoint == f"{launch.node.store_endpoint}/0"
+        assert (environ["HOME"], environ["X"]) == ("/home/me", "y")
+        assert not {"RANK", "FLEET_TRAIN_JOB_SECRET_FILE", "FLEET_TRAIN_STRATEGY"} & environ.keys()
     assert both[0]["FLEET_TRAIN_JOB_SECRET"] == both[1]["FLEET_TRAIN_JOB_SECRET"]
+    assert launch.access.secret == both[0]["FLEET_TRAIN_JOB_SECRET"].encode()
 
 
-def test_two_spawns_share_neither_port_nor_id_nor_secret() -> None:
-    (_, one), (_, other) = told(None, {}), told(None, {})
-    for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET", "FLEET_TRAIN_LAUNCHED"):
-        assert one[0][name] != other[0][name]
+def test_two_spawns_share_neither_address_nor_id_nor_secret(asked: Any) -> None:
+    (one, (first, _)), (other, (second, _)) = asked({}), asked({})
+    for name in ("FLEET_TRAIN_JOB_ID", "FLEET_TRAIN_JOB_SECRET"):
+        assert first[name] != second[name]
+    assert one.node.address != other.node.address
+    assert one.request.run != other.request.run
 
 
-def test_ranks_get_their_gpu_by_its_position_among_the_visible_ones() -> None:
-    _, both = told(("2", "3"), {"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert [environ["FLAGS_selected_gpus"] for environ in both] == ["0", "1"]
-    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in both] == ["2,3", "2,3"]
-
-
-def test_a_message_is_read_once_it_is_complete() -> None:
-    descriptor = shipping.create()
-    try:
+def test_a_message_is_read_once_it_is_complete_and_under_its_path() -> None:
+    with shipping.created() as descriptor, shipping.opened(shipping.path_of(descriptor)) as other:
         assert shipping.read(descriptor) is None
-        os.pwrite(descriptor, b"begun", 16)
+        shipping.write(other, {"result": b"x" * 100_000})
+        for each in (descriptor, other):
+            assert shipping.read(each) == {"result": b"x" * 100_000}
+        os.truncate(descriptor, 50_000)
         assert shipping.read(descriptor) is None
-        shipping.write(descriptor, {"kind": "result"}, b"x" * 100_000)
-        for _ in range(2):
-            assert shipping.read(descriptor) == ({"kind": "result"}, b"x" * 100_000)
-    finally:
-        os.close(descriptor)
 
 
 ATTEMPT = Attempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
-ENDPOINTS = ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000"]
+PLACES = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000)]
 
 
 def environ_of(rank: int, users: dict[str, str] | None = None, **profile: str) -> dict[str, str]:
     environ = dict(users or {})
-    told, removed = variables(ENDPOINTS, rank, ATTEMPT, profile, MACHINE, environ)
-    apply(environ, told, removed)
+    become_rank(PLACES, rank, ATTEMPT, profile, environ)
     return environ
 
 
-def test_workers_of_a_node_that_found_the_same_port_get_different_ones() -> None:
-    told = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000), ("10.0.0.1", 7001)]
-    assert endpoints_of(told) == ["10.0.0.1:7000", "10.0.0.1:7001", "10.0.0.2:7000", "10.0.0.1:7002"]
-
-
-@pytest.mark.parametrize(("rank", "place"), [(0, (0, 0)), (1, (0, 1)), (2, (1, 0))])
-def test_every_worker_finds_the_cluster_and_its_place_in_it(rank: int, place: tuple[int, int]) -> None:
-    environ = environ_of(rank)
+@pytest.mark.parametrize(("rank", "local"), [(0, (0, 2)), (1, (1, 2)), (2, (0, 1))])
+def test_every_worker_is_a_process_of_an_engine_and_knows_where_the_first_is(rank: int, local: tuple[int, int]) -> None:
+    environ = environ_of(rank, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "TORCHELASTIC_RUN_ID": "outer"})
     cluster = cluster_from_environ(environ)
-    assert isinstance(cluster, Cluster)
-    assert (cluster.rank, cluster.endpoints) == (rank, ENDPOINTS)
-    assert (cluster.this.node_index, cluster.local_rank) == place
-    assert cluster.store_endpoint == "", "rank 0 hosts the store"
+    assert isinstance(cluster, PartialCluster)
+    assert (cluster.rank, cluster.world_size, cluster.formed_by) == (rank, 3, "Ray Train")
+    assert (cluster.started.local_index, cluster.started.local_count) == local
+    assert (cluster.started.master, cluster.started.port) == ("10.0.0.1", 7000)
     assert attempt(environ) == 1
     assert environ["FLEET_TRAIN_LAUNCHED"] == "abc"
     assert environ["FLEET_TRAIN_JOB_ID"] == "ray-abc-1"
 
 
-def test_advice_is_the_launchers_and_what_is_set_wins() -> None:
-    assert environ_of(2)["FLAGS_new_executor_serial_run"] == "1"
-    assert environ_of(0)["OMP_NUM_THREADS"] == "4", "two workers on a node of 8 processors"
+def test_what_is_set_wins_over_the_profile_and_advice() -> None:
     assert environ_of(0, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1", "Ray has set it"
     assert environ_of(0, X="y")["X"] == "y"
+    assert environ_of(0, {"X": "z"}, X="y")["X"] == "z"
+    with pytest.raises(ProfileError, match="environment: RANK is set by the launcher"):
+        environ_of(0, RANK="1")
 
 
 def test_what_another_job_has_left_is_taken_out() -> None:
-    left = {"FLEET_TRAIN_STORE": "a:1", "RANK": "3", "WORLD_SIZE": "9", "FLEET_TRAIN_JOB_SECRET_FILE": "/x"}
+    left = {"FLEET_TRAIN_STORE": "a:1", "PADDLE_TRAINER_ID": "3", "FLEET_TRAIN_JOB_SECRET_FILE": "/x"}
     assert not left.keys() & environ_of(0, left).keys()
 
 

@@ -1,8 +1,6 @@
 """The one supervisor of ranks: starts the processes of this node's ranks, watches them, and ends them.
 
-The launcher and ``spawn`` use it. They give it what differs: how the process of a rank is started, what is known about
-its end besides its exit code (`RankProcess`), and how to wait for the next look (`Monitor`). `GracefulStop` is the stop
-of one attempt: who requested it, which nodes are notified, how long ranks may take.
+`GracefulStop` is the stop of one attempt: who requested it, which nodes are notified, how long ranks may take.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import Stand
@@ -25,8 +23,6 @@ from fleet_train.launch.processes import (
     Guard,
     Process,
     Stopping,
-    adopt_orphans,
-    kill_descendants,
     request_name,
     stop,
 )
@@ -46,26 +42,13 @@ class RankProcess(Process):
         command: Sequence[str],
         environ: Mapping[str, str],
         output: Any,
-        log_file: str = "",
-        write: Callable[[dict[str, Any]], None] = lambda _: None,
-        **more: Any,
+        log_file: str,
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
-        """``more``: as in `Process`."""
         self.log_file = log_file
         self._write = write
         self._writing = threading.Lock()
-        super().__init__(command, environ, output, **more)
-
-    def end(self) -> tuple[int, float] | None:
-        """(status as in subprocess, time on the monotonic clock) once its end is known."""
-        if self.status is None:
-            return None
-        assert self.ended_at is not None
-        return self.status, self.ended_at
-
-    def reports(self, _start: float) -> list[FailureReport]:
-        """Reports about its failure that are not in the store, in seconds since the start."""
-        return []
+        super().__init__(command, environ, output)
 
     def write_record(self) -> None:
         with self._writing:
@@ -95,26 +78,17 @@ class RankProcess(Process):
         self.write_record()
 
 
-_Rank = TypeVar("_Rank", bound=RankProcess)
+class Ranks:
+    """``start_rank`` starts the process of a local rank; it may raise OSError."""
 
-
-class Ranks(Generic[_Rank]):
-    """``start_rank`` starts the process of a local rank; it may raise OSError.
-
-    ``owns_descendants``: this process has started nothing else, so that every descendant of it can be ended.
-    """
-
-    def __init__(self, node: Node, start_rank: Callable[[int], _Rank], *, owns_descendants: bool) -> None:
+    def __init__(self, node: Node, start_rank: Callable[[int], RankProcess]) -> None:
         self.node = node
-        self.started: list[_Rank] = []
+        self.started: list[RankProcess] = []
         self._start_rank = start_rank
-        self._owns_descendants = owns_descendants
         self._guard: Guard | None = None
 
     def start(self) -> None:
         """Start them all. Raises OSError if the kernel refuses that."""
-        if self._owns_descendants:
-            adopt_orphans()
         self._guard = Guard()
         for local in range(self.node.processes):
             rank = self._start_rank(local)
@@ -131,36 +105,28 @@ class Ranks(Generic[_Rank]):
             if not rank.asked_to_stop:
                 rank.ask_to_stop()
 
-    def stop(self, goes_on: Callable[[], bool] | None = None) -> None:
-        """SIGTERM, then SIGKILL: all have ended afterwards, and, if this process owns them, all descendants.
-
-        ``goes_on``: see `fleet_train.launch.processes.stop`.
-        """
-        stop(self.started, goes_on)
-        if self._owns_descendants:
-            kill_descendants()
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL: all have ended afterwards."""
+        stop(self.started)
 
     def ends(self, start: float) -> dict[int, WorkerResult]:
-        """Local rank -> its end, for those whose end is known; ``start`` is on the monotonic clock."""
-        ends = ((local, rank, rank.end()) for local, rank in enumerate(self.started))
-        return {local: self._result(local, rank, *end, start) for local, rank, end in ends if end is not None}
+        """Local rank -> its end, for those that have ended; ``start`` is on the monotonic clock."""
+        return {local: self._result(local, rank, start) for local, rank in enumerate(self.started) if rank.has_ended}
 
-    def _result(self, local: int, process: _Rank, status: int, at: float, start: float) -> WorkerResult:
-        rank = self.node.ranks[local]
+    def _result(self, local: int, process: RankProcess, start: float) -> WorkerResult:
+        rank, status = self.node.ranks[local], process.status
+        assert status is not None
+        assert process.ended_at is not None
         return WorkerResult(
             rank=rank,
             endpoint=self.node.endpoint_of(rank),
             node_index=self.node.index,
             exit_code=status if status >= 0 else None,
             signal_number=-status if status < 0 else None,
-            seconds=round(at - start, 3),
+            seconds=round(process.ended_at - start, 3),
             asked_to_stop=bool(process.asked_to_stop),
             log_file=process.log_file,
         )
-
-    def own_reports(self, start: float) -> list[FailureReport]:
-        """Those of all ranks that are not in the store."""
-        return [report for rank in self.started for report in rank.reports(start)]
 
     def close(self) -> None:
         """No rank runs afterwards. Processes that a rank left running, and which succeeded, continue."""
@@ -184,9 +150,7 @@ class Cause(Enum):
     STORE_LOST = "the leader's launcher was lost"
 
 
-def witness_of(
-    ranks: Ranks[Any], client: StoreClient, write: Callable[[Iterable[Stand], Iterable[Seen]], None] = lambda *_: None
-) -> Witness:
+def witness_of(ranks: Ranks, client: StoreClient, write: Callable[[Iterable[Stand], Iterable[Seen]], None]) -> Witness:
     """Of the ranks that this process has started, each in a session of its own, also below a wrapper of the script."""
 
     def find() -> list[Seen]:
@@ -212,22 +176,17 @@ class Verdict:
 
 
 class Monitor:
-    """Each look checks how ranks have ended, signals, and the store.
-
-    ``wait`` gets the seconds until the next look. ``followers_seconds``: how long after a failure the other ranks may
-    still report it, although the root cause is known.
-    """
+    """Each look checks how ranks have ended, signals, and the store. ``wait`` gets the seconds until the next look."""
 
     def __init__(
         self,
-        ranks: Ranks[Any],
+        ranks: Ranks,
         rendezvous: Rendezvous,
         stop: GracefulStop,
         *,
         wait: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         look_at_connections: Callable[[], None] = lambda: None,
-        followers_seconds: float = 0.0,
         witness: Witness | None = None,
     ) -> None:
         self.ranks = ranks
@@ -236,7 +195,6 @@ class Monitor:
         self._wait = wait
         self._clock = clock
         self._look_at_connections = look_at_connections
-        self._followers_seconds = followers_seconds
         self._answer = (lambda: None) if witness is None else witness.answer
         self._next_look_at_store = self._next_look_at_connections = 0.0
         self._failed_at: float | None = None
@@ -255,7 +213,7 @@ class Monitor:
         if all_ended and all(end.succeeded or end.preempted for end in ends):
             return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
-        if failed or self._reports() or self._clock() >= self._next_look_at_store:
+        if failed or self._in_store or self._clock() >= self._next_look_at_store:
             self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, timeouts.ASK_STORE_SECONDS)
             verdict = self._ask_store()
             if verdict is not None:
@@ -266,10 +224,7 @@ class Monitor:
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
             return self._unsaved(ends) or Verdict(Cause.STOPPED)
-        return self._judge(ends) if (failed or self._reports()) and not self.stop.wanted_here else None
-
-    def _reports(self) -> list[FailureReport]:
-        return [*self._in_store, *self.ranks.own_reports(self.rendezvous.start)]
+        return self._judge(ends) if (failed or self._in_store) and not self.stop.wanted_here else None
 
     def _report_finished(self, ends: list[WorkerResult]) -> None:
         for end in ends:
@@ -281,11 +236,11 @@ class Monitor:
         """If a rank that was asked to stop could not save its state: to the job's operator that is a failure."""
         if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
             return None
-        root_cause = choose_root_cause(with_reports(ends, self._reports(), self.ranks.node))
+        root_cause = choose_root_cause(with_reports(ends, self._in_store, self.ranks.node))
         return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
-        node, reports = self.ranks.node, self._reports()
+        node, reports = self.ranks.node, self._in_store
         root_cause = choose_root_cause(with_reports(ends, reports, node))
         of_no_rank = next((report for report in reports if report.rank == NO_RANK), None)
         if root_cause is None and of_no_rank is None:  # reports of ranks that this job does not have
@@ -301,8 +256,7 @@ class Monitor:
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
-        patience = max(self._followers_seconds, _patience(root_cause, is_here=root_cause.rank in node.ranks))
-        if self._clock() < self._failed_at + patience:
+        if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
             return None
         if root_cause.rank in node.ranks:
             return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
@@ -343,7 +297,7 @@ class GracefulStop:
 
     def __init__(
         self,
-        ranks: Ranks[Any],
+        ranks: Ranks,
         rendezvous: Rendezvous,
         stopping: Stopping,
         grace_seconds: float,
