@@ -5,9 +5,10 @@ One attempt: meet the other launchers, start this node's ranks, monitor them, st
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,13 +76,15 @@ class Launcher:
     def __init__(self, launch: Launch, environ: Mapping[str, str], stopping: Stopping) -> None:
         node, request = launch.node, launch.request
         self._launch, self._environ, self._stopping = launch, environ, stopping
-        self._launched = request.run
+        self._launched = request.run or secrets.token_hex(8)
         """A unique identifier of this launch of the job: the leader's at the first attempt."""
         self._signpost = Signpost(node, launch.access, program_of(request), launch.facts)
         try:
             self._membership = Membership(node, request.faults, launch.access, launch.facts, request.direct_ranks)
-        except BaseException:
-            self._signpost.close()
+        except BaseException as error:
+            with closing(self._signpost):
+                if isinstance(error, ClusterError):
+                    self._signpost.look_longer()
             raise
         self._job = JobState(
             node.index,

@@ -104,3 +104,18 @@ def test_dry_run_prints_the_command_and_starts_nothing(bench: Bench) -> None:
     assert "a rank ran" not in ended.output
     assert not (bench.folder / "node0" / "log").exists()
     assert list(bench.temporary.iterdir()) == []
+
+
+def test_each_launch_has_an_identifier_of_its_own_for_all_its_ranks(bench: Bench) -> None:
+    for name in "ab":
+        bench.start(
+            "import os; print(os.environ['FLEET_TRAIN_LAUNCHED'])", flags=[*_TWO, f"--log_dir={name}"], job=name
+        )
+        assert [ended.exit_code for ended in bench.ended()][-1] == 0
+    (one, other), (next_one, next_other) = (
+        [bench.log(f"node0/{name}/workerlog.{rank}").split()[-1] for rank in range(2)] for name in "ab"
+    )
+    assert one == other
+    assert next_one == next_other
+    assert len(one) == len(next_one) == 16
+    assert one != next_one
