@@ -10,7 +10,7 @@ import click
 
 from fleet_train import timeouts
 from fleet_train.cli.options import HELP, NumberRange, WholeNumberRange, folders, where
-from fleet_train.doctor.facts import GROUPS, Options, chosen
+from fleet_train.doctor.facts import GROUPS, DoctorOptions, chosen
 
 _WHAT = "\n".join(f"  {name:<10}{what}" for name, what in GROUPS.items())
 _EPILOG = f"""\b
@@ -87,5 +87,5 @@ def command(
     if data is None and (needs is not None or "data" in only):
         raise click.UsageError("--needs and --only data are about a folder of data: give --data")
     of_data = () if data is None else (data, f"{needs or 0:g}", f"{image_size}", f"{workers or 0}")
-    options = Options(chosen(only, skip), join_timeout, strategy, script, log_dir, output, of_data)
+    options = DoctorOptions(chosen(only, skip), join_timeout, strategy, script, log_dir, output, of_data)
     sys.exit(start(options, Where(**machines), as_json))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fleet_train.cli.options import BEFORE_A_SCRIPT, NumberRange, WholeNumberRange, files, recorded, set_option, where
-from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, Options
+from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, RecommendOptions
 
 _EPILOG = """\b
 Examples:
@@ -80,5 +80,5 @@ def command(
     from fleet_train.launch.on_ranks import Where
     from fleet_train.recommend.report import start
 
-    options = Options(script, arguments, allow, seconds, trials, settings=settings)
+    options = RecommendOptions(script, arguments, allow, seconds, trials, settings=settings)
     sys.exit(start(options, Where(**machines), record, output, as_json, outcome))

@@ -76,9 +76,9 @@ def command(
     """
     from fleet_train.launch.on_ranks import Where
     from fleet_train.selftest.ladder import Ladder
-    from fleet_train.selftest.supervisor import Supervisor, start
+    from fleet_train.selftest.supervisor import SelftestSupervisor, start
 
     if ladder and (only or skip):
         raise click.UsageError("--ladder has steps of its own, all in one order: leave out --only and --skip")
-    make = Ladder if ladder else Supervisor
+    make = Ladder if ladder else SelftestSupervisor
     sys.exit(start(chosen(only, skip, quick, ladder), Where(**machines), record, as_json, outcome, make))

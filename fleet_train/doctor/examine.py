@@ -20,13 +20,13 @@ from fleet_train.cluster.network import interface_addresses, interface_of, inter
 from fleet_train.doctor import measure_apart, measure_machine, measure_network, report
 from fleet_train.doctor.facts import (
     PASS,
+    DoctorOptions,
     Examination,
     Finding,
     Folder,
     GroupResult,
     NodeFacts,
     NodeReport,
-    Options,
     PortTry,
     exit_code,
     verdict,
@@ -41,8 +41,7 @@ from fleet_train.launch.on_ranks import Subject, Where, environ_of
 from fleet_train.launch.processes import StopRequested, request_name, stopping_signals
 from fleet_train.launch.signpost import Signpost
 from fleet_train.log import logger
-from fleet_train.selftest.options import FAIL, TOGETHER, Result
-from fleet_train.selftest.options import Options as SelftestOptions
+from fleet_train.selftest.options import FAIL, TOGETHER, Result, SelftestOptions
 
 _DOCTOR_RESERVE_SECONDS = 14.0
 """Time that the doctor reserves for a pair that hangs, and for the exchange."""
@@ -52,7 +51,7 @@ _DOCTOR_GROUP_SECONDS, _DOCTOR_GROUP_NEEDS_SECONDS = 25.0, 12.0
 _DEFAULT_MTU = 1500
 
 
-def start(options: Options, where: Where, as_json: bool) -> int:
+def start(options: DoctorOptions, where: Where, as_json: bool) -> int:
     """Examine; returns the exit code. Raises FleetTrainError for flags that describe no cluster."""
     began = time.monotonic()
     participants = find(where, options.join_timeout_seconds)
@@ -76,7 +75,7 @@ def start(options: Options, where: Where, as_json: bool) -> int:
 class Examiner:
     """Every part has a bound, and all together ``options.whole_seconds``."""
 
-    def __init__(self, participants: Participants, options: Options) -> None:
+    def __init__(self, participants: Participants, options: DoctorOptions) -> None:
         self.participants = participants
         self.options = options
         self._node = participants.node

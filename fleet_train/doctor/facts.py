@@ -95,7 +95,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkFacts:
     host_name: str
     resolved: str
     """The address of this machine's own host name here; empty: none."""
@@ -161,7 +161,7 @@ class NodeFacts:
     processors: Processors | None = None
     limits: Limits | None = None
     folders: tuple[Folder, ...] = ()
-    network: Network | None = None
+    network: NetworkFacts | None = None
     gpus: Gpus | None = None
     data: tuple[Finding, ...] = ()
     """Findings about a folder of data, judged where it was measured; their hosts are left out."""
@@ -313,7 +313,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """``groups``: what is examined. Times in seconds."""
 
     groups: tuple[str, ...] = tuple(GROUPS)

@@ -16,7 +16,7 @@ from fleet_train.doctor.facts import (
     Echo,
     Examination,
     Finding,
-    Network,
+    NetworkFacts,
     PortTry,
     Stream,
     level_above,
@@ -113,7 +113,7 @@ def _dialled(examined: Examination, target: int) -> str:
     return told
 
 
-def own_name(host: str, address: str, network: Network) -> Finding:
+def own_name(host: str, address: str, network: NetworkFacts) -> Finding:
     name, resolved = f"its own name {network.host_name!r}", network.resolved
     # In words: no pattern finds a name in every /etc/hosts (aliases, comments, names within names).
     add = f"add the line '{address} {network.host_name}' to /etc/hosts there (sudoedit /etc/hosts)"
@@ -137,7 +137,7 @@ def own_name(host: str, address: str, network: Network) -> Finding:
     return _finding("own_name", level, (host,), measured, rule, fix if level != PASS else "")
 
 
-def routes(examined: Examination, index: int, network: Network) -> Iterator[Finding]:
+def routes(examined: Examination, index: int, network: NetworkFacts) -> Iterator[Finding]:
     host, address = examined.host(index), examined.addresses[index]
     findings = []
     for other, route in network.routes.items():
@@ -164,7 +164,7 @@ def routes(examined: Examination, index: int, network: Network) -> Iterator[Find
     ]
 
 
-def ports_held(host: str, network: Network) -> Finding:
+def ports_held(host: str, network: NetworkFacts) -> Finding:
     if not network.held:
         return _finding("ports_held", PASS, (host,), "the ports of a job are free here", "free")
     measured = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(network.held.items()))
@@ -175,7 +175,7 @@ def ports_held(host: str, network: Network) -> Finding:
     return _finding("ports_held", FAIL, (host,), measured, "free", fix)
 
 
-def ports_outgoing(host: str, network: Network, started_port: int) -> Finding:
+def ports_outgoing(host: str, network: NetworkFacts, started_port: int) -> Finding:
     first, last = network.outgoing_ports
     return _finding(
         "ports_range", WARN if first <= started_port <= last else PASS, (host,),
@@ -184,7 +184,7 @@ def ports_outgoing(host: str, network: Network, started_port: int) -> Finding:
     )  # fmt: skip
 
 
-def proxies(host: str, network: Network, addresses: Sequence[str]) -> Finding:
+def proxies(host: str, network: NetworkFacts, addresses: Sequence[str]) -> Finding:
     rule = "no_proxy lists all nodes"
     if not network.proxies:
         return _finding("proxy", PASS, (host,), "no proxy between the nodes", rule)
@@ -194,7 +194,7 @@ def proxies(host: str, network: Network, addresses: Sequence[str]) -> Finding:
     return _finding("proxy", WARN, (host,), measured, rule, fix)
 
 
-def variables(host: str, address: str, network: Network) -> Finding:
+def variables(host: str, address: str, network: NetworkFacts) -> Finding:
     wrong, rule = network.wrong_interface_variables, "an interface with the node's address"
     if not wrong:
         return _finding("interface_variables", PASS, (host,), "none names a wrong interface", rule)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fleet_train import timeouts
 from fleet_train.cluster import network as addresses_here
-from fleet_train.doctor.facts import Interface, Network, Route
+from fleet_train.doctor.facts import Interface, NetworkFacts, Route
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -20,11 +20,11 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def network(
     addresses: Sequence[str], index: int, held: Mapping[int, str], is_named: bool, environ: Mapping[str, str]
-) -> Network:
+) -> NetworkFacts:
     """``held``: ports that could not be opened, and the processes that use them."""
     name = socket.gethostname()
     interfaces = addresses_here.interface_addresses()
-    return Network(
+    return NetworkFacts(
         host_name=name,
         resolved=own_address(name),
         is_named=is_named,

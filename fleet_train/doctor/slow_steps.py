@@ -35,7 +35,7 @@ _PHRASES = {
 
 
 @dataclass(frozen=True)
-class Cause:
+class SlowStepCause:
     """What time is attributed to. ``rank``: that alone spent it; -1 for all."""
 
     kind: str
@@ -47,7 +47,7 @@ class Cause:
 class Reason:
     """Means over the steps; ``share`` of the step. ``total_ms``: of a bucket's wire, with what computing has hidden."""
 
-    cause: Cause
+    cause: SlowStepCause
     ms: float
     share: float
     total_ms: float
@@ -81,7 +81,7 @@ class Reason:
 
 def reasons(ranks: Sequence[RankTimeline], steps: Sequence[int]) -> tuple[float, list[Reason]]:
     """The mean length of these steps in milliseconds, and on what it was spent, most of it first; the parts add up."""
-    spent: defaultdict[Cause, float] = defaultdict(float)
+    spent: defaultdict[SlowStepCause, float] = defaultdict(float)
     sent: defaultdict[str, float] = defaultdict(float)
     for number in steps:
         of_ranks = {rank.rank: rank.steps[number] for rank in ranks}
@@ -101,13 +101,13 @@ def reasons(ranks: Sequence[RankTimeline], steps: Sequence[int]) -> tuple[float,
     return milliseconds * whole, found
 
 
-def _computed(followed: int, steps: dict[int, TimelineStep]) -> Iterator[tuple[Cause, float]]:
+def _computed(followed: int, steps: dict[int, TimelineStep]) -> Iterator[tuple[SlowStepCause, float]]:
     """What the followed rank did itself, as long as the others and beyond that."""
     others = [_sums(step) for rank, step in steps.items() if rank != followed]
     for what, seconds in _sums(steps[followed]).items():
         usual = min(seconds, median(sums[what] for sums in others)) if others else seconds
-        yield Cause(*what), usual
-        yield Cause(*what, followed), seconds - usual
+        yield SlowStepCause(*what), usual
+        yield SlowStepCause(*what, followed), seconds - usual
 
 
 def _sums(step: TimelineStep) -> dict[tuple[str, str], float]:
@@ -136,7 +136,7 @@ def _last_arrivals(followed: int, steps: dict[int, TimelineStep]) -> Arrivals:
     return arrivals
 
 
-def _awaited(followed: int, step: TimelineStep, arrivals: Arrivals) -> Iterator[tuple[Cause, float]]:
+def _awaited(followed: int, step: TimelineStep, arrivals: Arrivals) -> Iterator[tuple[SlowStepCause, float]]:
     """What the waits of the followed rank were for, moment by moment."""
     for wait in (piece for piece in step.pieces if piece.kind == "wait"):
         events = [event for event in step.events if event.began < wait.ended and event.ended > wait.began]
@@ -152,13 +152,13 @@ def _awaited(followed: int, step: TimelineStep, arrivals: Arrivals) -> Iterator[
 _ORDER = {"barrier": 1, "wire": 2, "code": 3}
 
 
-def _cause(wait: Span, followed: int, under_way: Sequence[Span], arrivals: Arrivals, at: float) -> Cause:
+def _cause(wait: Span, followed: int, under_way: Sequence[Span], arrivals: Arrivals, at: float) -> SlowStepCause:
     """The cause of a wait: the bucket's own event, else the barrier, which all buckets wait for, else another bucket's,
     which is before it on the thread."""
     chosen = min(under_way, key=lambda event: 0 if event.name == wait.name else _ORDER[event.kind], default=None)
     if chosen is None:
-        return Cause(NOTHING, wait.name)
+        return SlowStepCause(NOTHING, wait.name)
     last, arrived = arrivals[chosen]
     if chosen.kind in ("wire", "barrier") and last != followed and at < arrived:
-        return Cause(LATE, chosen.name or "the barrier", last)
-    return Cause(chosen.kind, chosen.name)
+        return SlowStepCause(LATE, chosen.name or "the barrier", last)
+    return SlowStepCause(chosen.kind, chosen.name)

@@ -61,7 +61,7 @@ class Here:
         self._seen |= {each.pid: each for each in ranks_here(lambda pid: pid not in known)}
 
 
-class Job:
+class VisitedJob:
     """All ranks of a job whose store is reached, by the witnesses of its machines."""
 
     def __init__(self, client: StoreClient) -> None:
@@ -75,7 +75,7 @@ class Job:
         return marked(ask(self._client, ROWS))
 
 
-def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
+def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | VisitedJob:
     """The job that these flags name, or without them the ranks of this machine. Raises ClusterError.
 
     ``port``: of the stores on the nodes ``ips``; one that has a port of its own keeps that.
@@ -88,10 +88,10 @@ def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | Job:
         client = StoreClient.connect(endpoint, 0, group="visitor", timeout_seconds=0, watched=False, access=access)
     except JoinTimeout:
         raise ClusterError(f"no job answers at {endpoint}: it has ended, or cannot be reached from here") from None
-    return Job(client)
+    return VisitedJob(client)
 
 
-def nobody(where: Here | Job) -> FleetTrainError:
+def nobody(where: Here | VisitedJob) -> FleetTrainError:
     if isinstance(where, Here):
         return FleetTrainError(
             "no rank of this user runs on this machine: ranks appear once their script has imported "

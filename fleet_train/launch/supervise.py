@@ -141,7 +141,7 @@ class Ranks:
             self._guard = None
 
 
-class Cause(Enum):
+class EndCause(Enum):
     ALL_ENDED_WELL = "all ranks of this node ended with 0"
     PREEMPTED = "all ranks of this node ended, and some stopped gracefully because they were asked to"
     STOPPED = "the job was asked to stop, and the ranks of this node did not stop gracefully"
@@ -169,7 +169,7 @@ def witness_of(ranks: Ranks, client: StoreClient, write: Callable[[Iterable[Stan
 class Verdict:
     """Why monitoring ended. ``report`` is the report in the store, if there is one."""
 
-    cause: Cause
+    cause: EndCause
     report: dict[str, object] | None = None
     message: str = ""
     root_cause: WorkerResult | None = None
@@ -211,7 +211,7 @@ class Monitor:
         self._report_finished(ends)
         all_ended = len(ends) == self.ranks.node.processes
         if all_ended and all(end.succeeded or end.preempted for end in ends):
-            return Verdict(Cause.PREEMPTED if any(end.preempted for end in ends) else Cause.ALL_ENDED_WELL)
+            return Verdict(EndCause.PREEMPTED if any(end.preempted for end in ends) else EndCause.ALL_ENDED_WELL)
         failed = any(not end.succeeded and not end.preempted for end in ends)
         if failed or self._in_store or self._clock() >= self._next_look_at_store:
             self._next_look_at_store = self._clock() + polling_seconds(self.ranks.node, timeouts.ASK_STORE_SECONDS)
@@ -223,7 +223,7 @@ class Monitor:
             self._look_at_connections()
         self.stop.heed(one_has_stopped=any(end.preempted for end in ends))
         if self.stop.is_over or (self.stop.wanted_here and all_ended):
-            return self._unsaved(ends) or Verdict(Cause.STOPPED)
+            return self._unsaved(ends) or Verdict(EndCause.STOPPED)
         return self._judge(ends) if (failed or self._in_store) and not self.stop.wanted_here else None
 
     def _report_finished(self, ends: list[WorkerResult]) -> None:
@@ -237,7 +237,7 @@ class Monitor:
         if not self.stop.by_signal or all(end.exit_code != NotSaved.exit_code for end in ends):
             return None
         root_cause = choose_root_cause(with_reports(ends, self._in_store, self.ranks.node))
-        return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
+        return Verdict(EndCause.RANK_FAILED, root_cause=root_cause)
 
     def _judge(self, ends: list[WorkerResult]) -> Verdict | None:
         node, reports = self.ranks.node, self._in_store
@@ -252,24 +252,24 @@ class Monitor:
                 return None
             # A restart may overcome it.
             report = {"message": of_no_rank.message, "exit_code": WorkerFailed.exit_code, "no_root_cause": True}
-            return Verdict(Cause.REPORTED, report)
+            return Verdict(EndCause.REPORTED, report)
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
         if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
             return None
         if root_cause.rank in node.ranks:
-            return Verdict(Cause.RANK_FAILED, root_cause=root_cause)
+            return Verdict(EndCause.RANK_FAILED, root_cause=root_cause)
         assert root_cause.report is not None
-        return Verdict(Cause.REPORTED, root_cause.report.to_json())
+        return Verdict(EndCause.REPORTED, root_cause.report.to_json())
 
     def _ask_store(self) -> Verdict | None:
         try:
             notice, self._in_store = self.rendezvous.failures(self._answer)
         except WorkerFailed as error:
-            return Verdict(Cause.STORE_LOST, message=str(error))
+            return Verdict(EndCause.STORE_LOST, message=str(error))
         if notice is not None:
-            return Verdict(Cause.REPORTED, notice)
+            return Verdict(EndCause.REPORTED, notice)
         self.stop.ask_store()
         return None
 

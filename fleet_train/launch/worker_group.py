@@ -30,7 +30,7 @@ from fleet_train.launch.processes import (
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
 from fleet_train.launch.supervise import (
-    Cause,
+    EndCause,
     GracefulStop,
     Monitor,
     RankProcess,
@@ -134,19 +134,19 @@ class WorkerGroup:
 
     def _conclude(self, verdict: Verdict) -> RunResult:
         match verdict.cause:
-            case Cause.ALL_ENDED_WELL:
+            case EndCause.ALL_ENDED_WELL:
                 return self._succeed()
-            case Cause.PREEMPTED:
+            case EndCause.PREEMPTED:
                 return self._preempted()
-            case Cause.STOPPED:
+            case EndCause.STOPPED:
                 return self._was_stopped()
-            case Cause.RANK_FAILED:
+            case EndCause.RANK_FAILED:
                 assert verdict.root_cause is not None
                 self.rendezvous.fail(headline(verdict.root_cause), verdict.root_cause.shell_code)
                 return self._over_all_nodes(self._end())
-            case Cause.REPORTED:
+            case EndCause.REPORTED:
                 return self._reported(self._end(), verdict.report or {})
-            case Cause.STORE_LOST:
+            case EndCause.STORE_LOST:
                 ends = self._end()
                 message = f"{verdict.message}; stopped {counted(len(ends), 'rank')} of {self.launch.node.describe()}"
                 return failed(message, WorkerFailed.exit_code, ends, store_lost=True)

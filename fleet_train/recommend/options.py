@@ -13,7 +13,7 @@ DEFAULT_OUTPUT = Path("recommended.yaml")
 
 
 @dataclass(frozen=True)
-class Options:
+class RecommendOptions:
     """``allow``: risks that the pick may take. ``seconds``: about how long everything may take. ``trials``: how many
     profiles are tried at most."""
 

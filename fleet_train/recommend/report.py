@@ -24,8 +24,8 @@ from fleet_train.profile import load_profile
 from fleet_train.profile.catalogue import check_assignments
 from fleet_train.profile.profile import BUCKET_KNOBS
 from fleet_train.recommend.candidates import Candidate
-from fleet_train.recommend.options import RISKS, Options
-from fleet_train.recommend.supervisor import Results, Supervisor, Tried
+from fleet_train.recommend.options import RISKS, RecommendOptions
+from fleet_train.recommend.supervisor import RecommendSupervisor, Results, Tried
 
 MEGABYTE = 2**20
 _WIDTH = 118
@@ -35,7 +35,7 @@ _CLOSE = 1.04
 """Relative to the shortest measured step: what counts as equal. Single trials differ by as much."""
 
 
-def pick(results: Results, options: Options) -> Candidate | None:
+def pick(results: Results, options: RecommendOptions) -> Candidate | None:
     """Of the allowed profiles with about the shortest measured step, the one with the least risk; None if no trial
     completed.
     """
@@ -51,7 +51,7 @@ def pick(results: Results, options: Options) -> Candidate | None:
     return min(close, key=preference, default=None)
 
 
-def describe(results: Results, options: Options, cluster: Cluster) -> str:
+def describe(results: Results, options: RecommendOptions, cluster: Cluster) -> str:
     """The table, excluded profiles, and where predictions and trials contradict one another."""
     best = pick(results, options)
     lines = [*_conditions(results, cluster), "", *_table(results, options, best), "", "ruled out:"]
@@ -66,7 +66,7 @@ def describe(results: Results, options: Options, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, Any]:
+def to_json(results: Results, options: RecommendOptions, cluster: Cluster) -> dict[str, Any]:
     """The complete result as plain data; seconds unless a name says otherwise."""
     best = pick(results, options)
     return {
@@ -85,7 +85,7 @@ def to_json(results: Results, options: Options, cluster: Cluster) -> dict[str, A
     }
 
 
-def profile_text(results: Results, options: Options, cluster: Cluster, command: str) -> str:
+def profile_text(results: Results, options: RecommendOptions, cluster: Cluster, command: str) -> str:
     """The recommended profile as a file: what it extends, the chosen numbers, preceded by the reason."""
     best = pick(results, options)
     assert best is not None
@@ -118,11 +118,11 @@ def profile_text(results: Results, options: Options, cluster: Cluster, command: 
     return "".join(f"# {line}\n" for line in header) + "\n" + yaml.safe_dump(content, sort_keys=False, width=_WIDTH)
 
 
-def _script(options: Options) -> str:
+def _script(options: RecommendOptions) -> str:
     return options.script.rpartition("/")[2]
 
 
-def _allowed(results: Results, options: Options) -> list[Candidate]:
+def _allowed(results: Results, options: RecommendOptions) -> list[Candidate]:
     return [candidate for candidate in results.candidates if options.allows(candidate.risk)]
 
 
@@ -141,7 +141,7 @@ def _conditions(results: Results, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _table(results: Results, options: Options, best: Candidate | None) -> list[str]:
+def _table(results: Results, options: RecommendOptions, best: Candidate | None) -> list[str]:
     width = max(len(candidate.name) for candidate in results.candidates)
     lines = [
         f"  {'profile':<{width}} {'risk':<12} {'predicted ms':>12} {'measured ms':>11} {'codec ms':>8} {'wire ms':>8} "
@@ -162,7 +162,7 @@ def _table(results: Results, options: Options, best: Candidate | None) -> list[s
     return lines
 
 
-def _row(candidate: Candidate, results: Results, options: Options) -> dict[str, Any]:
+def _row(candidate: Candidate, results: Results, options: RecommendOptions) -> dict[str, Any]:
     tried = results.tried.get(candidate.name)
     return {
         "name": candidate.name,
@@ -191,7 +191,7 @@ def contradicted(results: Results) -> list[tuple[Candidate, Tried]]:
     ]
 
 
-def _contradictions(results: Results, options: Options) -> list[str]:
+def _contradictions(results: Results, options: RecommendOptions) -> list[str]:
     found = contradicted(results)
     if not found:
         return []
@@ -202,7 +202,7 @@ def _contradictions(results: Results, options: Options) -> list[str]:
     return ["", f"measured and predicted steps contradict one another: {words}{more}"]
 
 
-def _hint(results: Results, options: Options, best: Candidate) -> list[str]:
+def _hint(results: Results, options: RecommendOptions, best: Candidate) -> list[str]:
     """The predicted gain of a greater risk."""
     others = [candidate for candidate in results.candidates if not options.allows(candidate.risk)]
     quicker = [candidate for candidate in others if candidate.step < 0.9 * best.step]
@@ -245,7 +245,9 @@ def _rate(link: Link) -> str:
     return f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s"
 
 
-def start(options: Options, where: Where, folder: Path, output: Path, as_json: bool, outcome: Path | None) -> int:
+def start(
+    options: RecommendOptions, where: Where, folder: Path, output: Path, as_json: bool, outcome: Path | None
+) -> int:
     """Run the recommendation; returns the exit code. ``outcome``: given to ranks that were started from here."""
     if not Path(options.script).is_file():
         raise ConversionError(f"--script {options.script}: there is no such file")
@@ -256,7 +258,7 @@ def start(options: Options, where: Where, folder: Path, output: Path, as_json: b
     return start_on_ranks(command, where, lambda peers: _supervise(peers, options, folder, output))
 
 
-def arguments_of(options: Options, folder: Path, output: Path) -> list[str]:
+def arguments_of(options: RecommendOptions, folder: Path, output: Path) -> list[str]:
     """A rank's arguments, which a user would repeat, too."""
     words = ["--record", str(folder.absolute()), "--output", str(output.absolute())]
     words += ["--seconds", f"{options.seconds:g}", "--trials", str(options.trials)]
@@ -265,7 +267,7 @@ def arguments_of(options: Options, folder: Path, output: Path) -> list[str]:
     return [*words, "--script", str(Path(options.script).absolute()), *options.arguments]
 
 
-def _supervise(peers: Peers, options: Options, folder: Path, output: Path) -> dict[str, Any]:
+def _supervise(peers: Peers, options: RecommendOptions, folder: Path, output: Path) -> dict[str, Any]:
     """As one rank: the whole recommendation; rank 0 prints, and writes the profile."""
     cluster = peers.cluster
     if cluster.world_size == 1:
@@ -273,7 +275,7 @@ def _supervise(peers: Peers, options: Options, folder: Path, output: Path) -> di
             "recommend found one rank, which communicates nothing: give --nproc, or --ips of all machines"
         )
     options = replace(options, settings=(*asked_settings(os.environ), *options.settings))
-    results = Supervisor(peers, options).run()
+    results = RecommendSupervisor(peers, options).run()
     peers.show(f"\n{describe(results, options, cluster)}")
     if cluster.rank == 0 and pick(results, options) is not None:
         command = shlex.join(["python", "-m", "fleet_train", "recommend", *arguments_of(options, folder, output)])

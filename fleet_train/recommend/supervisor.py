@@ -18,7 +18,7 @@ from fleet_train.profile import Profile
 from fleet_train.profile.catalogue import with_assignments
 from fleet_train.profile.methods.base import CollectiveSpec
 from fleet_train.recommend.candidates import Candidate, Measurements, RuledOut, consider, network_of
-from fleet_train.recommend.options import Options
+from fleet_train.recommend.options import RecommendOptions
 
 _COMPUTING = "computing"
 _COMPUTE_STEPS, _FEWEST_STEPS, _MOST_STEPS, _MOST_LOCAL_STEPS = 40, 8, 40, 100
@@ -63,10 +63,10 @@ class TrialFailed(Exception):
     """A trial ended before its last step; the message says how."""
 
 
-class Supervisor:
+class RecommendSupervisor:
     """Runs a recommendation for one rank; rank 0 shows its progress."""
 
-    def __init__(self, peers: Peers, options: Options) -> None:
+    def __init__(self, peers: Peers, options: RecommendOptions) -> None:
         self.cluster = peers.cluster
         self._options = options
         self.peers = peers

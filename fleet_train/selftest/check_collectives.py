@@ -20,7 +20,7 @@ from fleet_train.cluster.network import output_of
 from fleet_train.collectives.engine import CallContext, Collective, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode, installed_version
-from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
+from fleet_train.selftest.options import FAIL, OK, SKIP, Result, SelftestOptions
 from fleet_train.selftest.training import BATCH_NORM, SmallProgram
 
 ELEMENTS = 1031
@@ -46,7 +46,7 @@ sends none of these through it."""
 Array = np.ndarray[Any, Any]
 
 
-def check_collectives(job: Job, _: Options) -> Iterator[Result]:
+def check_collectives(job: Job, _: SelftestOptions) -> Iterator[Result]:
     if job.world_size == 1:
         yield Result("collectives", "collectives", SKIP, "one rank has no peer to communicate with")
         return
@@ -147,7 +147,7 @@ def _tensor(values: Array, dtype: str, place: Any) -> Any:
     return paddle.to_tensor(values.astype("int64"), place=place).cast(dtype)
 
 
-def check_place(job: Job, _: Options) -> Iterator[Result]:
+def check_place(job: Job, _: SelftestOptions) -> Iterator[Result]:
     """A program of an executor on ``fleet.place()`` keeps its values on this rank's device."""
     began = time.perf_counter()
     program = SmallProgram(BATCH_NORM, lambda *_: None)
@@ -165,7 +165,7 @@ def judge_places(job: Job, everybody: Mapping[int, tuple[list[str], str]], secon
     return Result("devices", "place", OK, "a program's values are on each rank's device", seconds)
 
 
-def check_devices(job: Job, _: Options) -> Iterator[Result]:
+def check_devices(job: Job, _: SelftestOptions) -> Iterator[Result]:
     began = time.perf_counter()
     versions = _versions()
     yield Result("devices", "backend", OK, _backend_words(job, versions), time.perf_counter() - began, versions)

@@ -14,15 +14,15 @@ from paddle.nn import functional as F
 from fleet_train import fleet, timeouts
 from fleet_train.collectives.job import Job
 from fleet_train.profile import Profile
-from fleet_train.selftest.options import OK, SKIP, Options, Result
-from fleet_train.selftest.training import CLASSES, FEATURES, Network, Trained, computes_on_gpu
+from fleet_train.selftest.options import OK, SKIP, Result, SelftestOptions
+from fleet_train.selftest.training import CLASSES, FEATURES, Trained, TriedNetwork, computes_on_gpu
 
 WIDTH, LAYERS, SAMPLES, STEPS = 4096, 8, 512, 5
 """So large that buckets of several sizes are on the way while the device computes."""
 _BUCKET_MEGABYTES = 32.0
 
 
-def check(job: Job, _: Options, stream: str) -> Iterator[Result]:
+def check(job: Job, _: SelftestOptions, stream: str) -> Iterator[Result]:
     """Of the device's memory, by Paddle's counts: what our program takes at most, less what the plain one does."""
     if not computes_on_gpu():
         yield Result("memory", f"memory of {stream}", SKIP, "measured on GPUs only")
@@ -63,7 +63,7 @@ def _program(profile: Profile | None) -> Trained:
     def wrap(inner: Any) -> Any:
         return inner if profile is None else fleet.distributed_optimizer(inner, profile)
 
-    return Trained(Network("memory", build), wrap, lambda: paddle.optimizer.SGD(0.001))
+    return Trained(TriedNetwork("memory", build), wrap, lambda: paddle.optimizer.SGD(0.001))
 
 
 def judge(stream: str, everybody: Mapping[int, Sequence[int]], seconds: float) -> Result:

@@ -24,15 +24,15 @@ from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.profile import COMMUNICATORS, EDGE, SIZE, open_knobs
-from fleet_train.selftest.options import FAIL, OK, SKIP, Options, Result
+from fleet_train.selftest.options import FAIL, OK, SKIP, Result, SelftestOptions
 from fleet_train.selftest.training import (
     BATCH_NORM,
     SAMPLES_PER_RANK,
     SEVERAL_BUCKETS,
     Array,
-    Network,
     SmallProgram,
     Trained,
+    TriedNetwork,
     advance_rate,
     batches,
     computes_on_gpu,
@@ -65,11 +65,11 @@ class Fitted:
 
     profile: Profile
     changed: Mapping[str, int]
-    network: Network
+    network: TriedNetwork
 
 
 @dataclass(frozen=True)
-class Run:
+class TriedRun:
     """This rank's parameters every few steps, and at the end, when all must be equal."""
 
     start: Values
@@ -83,7 +83,7 @@ class Run:
         return deviation(moved, should)
 
 
-def check(job: Job, options: Options) -> Iterator[Result]:
+def check(job: Job, options: SelftestOptions) -> Iterator[Result]:
     if job.world_size == 1:
         yield Result("profiles", "profiles", SKIP, "one rank averages nothing")
         return
@@ -112,7 +112,7 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     return judge(job, label, fitted, steps, everybody, time.perf_counter() - began)
 
 
-def check_stream(job: Job, options: Options, stream: str, folder: Path) -> Iterator[Result]:
+def check_stream(job: Job, options: SelftestOptions, stream: str, folder: Path) -> Iterator[Result]:
     """``collective_stream``: calc is compared with one process, and rank 0 keeps its parameters in ``folder``; the
     others are compared with those."""
     began, label = time.perf_counter(), f"{stream} with {backend_name()}"
@@ -186,7 +186,7 @@ def _unusable(precision: Profile) -> str:
     return ""
 
 
-def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
+def _train(job: Job, trained: Trained, steps: int, seed: int) -> TriedRun:
     random = np.random.default_rng([seed, job.cluster.rank])
     start, seen = trained.state(), {}
     for step, (features, labels) in enumerate(batches(steps, SAMPLES_PER_RANK * job.world_size, seed), 1):
@@ -198,7 +198,7 @@ def _train(job: Job, trained: Trained, steps: int, seed: int) -> Run:
     with paddle.static.scope_guard(trained.scope):
         fleet.synchronize_parameters(trained.main)
     end = trained.parameters()
-    return Run(start, seen, end, relative_difference(end, {name: start[name] for name in end}))
+    return TriedRun(start, seen, end, relative_difference(end, {name: start[name] for name in end}))
 
 
 def _stumble(random: np.random.Generator) -> None:
@@ -211,7 +211,7 @@ def _stumble(random: np.random.Generator) -> None:
                 square = paddle.matmul(square, square) / _KERNEL_SIDE
 
 
-def _from_simulator(job: Job, fitted: Fitted, precision: Profile | None, run: Run, steps: int, seed: int) -> float:
+def _from_simulator(job: Job, fitted: Fitted, precision: Profile | None, run: TriedRun, steps: int, seed: int) -> float:
     """The largest distance of this rank's parameters from those of the numpy job, at any time and at the end; NaN if
     one is."""
     data = batches(steps, SAMPLES_PER_RANK * job.world_size, seed)
@@ -227,7 +227,7 @@ def _from_simulator(job: Job, fitted: Fitted, precision: Profile | None, run: Ru
     return float(np.max(distances))
 
 
-def _from_joint_batch(network: Network, run: Run, data: list[tuple[Array, Array]]) -> float:
+def _from_joint_batch(network: TriedNetwork, run: TriedRun, data: list[tuple[Array, Array]]) -> float:
     """Ranks that communicate within their passes are not simulated: one process with the joint batch is equivalent."""
     single, distances = Trained(network, lambda inner: inner, _optimizer), []
     single.start_from(run.start)
@@ -299,7 +299,7 @@ SimulatedValues = Mapping[str, Array]
 class Gradients(SmallProgram):
     """One program without optimizer and without communication, run for every simulated rank in turn."""
 
-    def __init__(self, network: Network, precision: Profile | None = None) -> None:
+    def __init__(self, network: TriedNetwork, precision: Profile | None = None) -> None:
         self._pairs: list[Any] = []
 
         def backward(loss: Any, _: Any) -> None:
@@ -340,7 +340,7 @@ class Reference:
     same data."""
 
     def __init__(
-        self, network: Network, make: Callable[[], Any], start: SimulatedValues, precision: Profile | None = None
+        self, network: TriedNetwork, make: Callable[[], Any], start: SimulatedValues, precision: Profile | None = None
     ) -> None:
         plan = fleet.plan()
         assert plan is not None

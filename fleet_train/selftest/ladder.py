@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from fleet_train import timeouts
 from fleet_train.launch.on_ranks import SubjectEnd, first_to_fail
 from fleet_train.selftest.options import FAIL, MEMORY_OF, SKIP, Result, failed
-from fleet_train.selftest.supervisor import Supervisor, judge_ends
+from fleet_train.selftest.supervisor import SelftestSupervisor, judge_ends
 
 
 @dataclass(frozen=True)
-class Step:
+class LadderStep:
     """``name`` is that of its job, too."""
 
     name: str
@@ -33,24 +33,24 @@ _LOST = (
 )
 _MEMORY = "nothing is computed wrongly; collective_stream: calc needs no second stream"
 STEPS = (
-    Step("devices", "give each rank a GPU of its own: --selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
-    Step("dtypes", _LINK),
-    Step("calc", f"{_LINK}, and amp_level: O0 whether a precision is"),
-    Step("own", "set collective_stream: calc"),
-    Step("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe"),
-    Step("is killed in a step", _LOST),
-    Step("is killed in a save", _LOST),
-    Step(f"{MEMORY_OF}own", _MEMORY),
+    LadderStep("devices", "give each rank a GPU of its own: --selected_gpus of launch, or CUDA_VISIBLE_DEVICES"),
+    LadderStep("dtypes", _LINK),
+    LadderStep("calc", f"{_LINK}, and amp_level: O0 whether a precision is"),
+    LadderStep("own", "set collective_stream: calc"),
+    LadderStep("is killed in the probe", f"{_LOST}; link_gigabits and link_latency_ms replace the probe"),
+    LadderStep("is killed in a step", _LOST),
+    LadderStep("is killed in a save", _LOST),
+    LadderStep(f"{MEMORY_OF}own", _MEMORY),
 )
 
 
-class Ladder(Supervisor):
+class Ladder(SelftestSupervisor):
     """A rank's supervisor for the steps."""
 
     _advice = ""
 
     def run_jobs(self) -> None:
-        steps: Sequence[Step] = STEPS if self.cluster.world_size > 1 else STEPS[:1]
+        steps: Sequence[LadderStep] = STEPS if self.cluster.world_size > 1 else STEPS[:1]
         why = "one rank has no peer"
         for number, step in enumerate(steps, 1):
             if not self._passes(step):
@@ -61,7 +61,7 @@ class Ladder(Supervisor):
     def add(self, results: Iterable[Result]) -> None:
         super().add(advised(result, self._advice) for result in results)
 
-    def _passes(self, step: Step) -> bool:
+    def _passes(self, step: LadderStep) -> bool:
         """Run it; whether it has passed on rank 0, which has all results."""
         number, self._advice = len(self.results), step.advice
         ends = (self.run_fault if step.name.startswith("is killed") else self._run_checks)(step.name)

@@ -25,7 +25,7 @@ DEFAULT_FOLDER = Path("runs/selftest")
 
 
 @dataclass(frozen=True)
-class Options:
+class SelftestOptions:
     """``groups``: the checks to run. Times in seconds."""
 
     groups: tuple[str, ...] = tuple(GROUPS)
@@ -38,22 +38,22 @@ class Options:
 
     @property
     def is_quick(self) -> bool:
-        return self.steps != Options.steps
+        return self.steps != SelftestOptions.steps
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"groups": list(self.groups)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Options:
+    def from_json(cls, data: dict[str, Any]) -> SelftestOptions:
         return cls(**data | {"groups": tuple(data["groups"])})
 
 
 _QUICK = {"steps": 20}
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False, ladder: bool = False) -> Options:
+def chosen(only: Sequence[str], skip: Sequence[str], quick: bool = False, ladder: bool = False) -> SelftestOptions:
     """The options of the flags. Raises ClusterError if nothing is left to do."""
-    return Options(chosen_groups(GROUPS, only, skip, "check; the checks"), ladder, **(_QUICK if quick else {}))
+    return SelftestOptions(chosen_groups(GROUPS, only, skip, "check; the checks"), ladder, **(_QUICK if quick else {}))
 
 
 def chosen_groups(groups: Iterable[str], only: Sequence[str], skip: Sequence[str], what: str) -> tuple[str, ...]:

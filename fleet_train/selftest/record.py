@@ -19,7 +19,7 @@ from fleet_train.cluster.at_import import usable_processors
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.installed import commit, installed_paddle, processor
 from fleet_train.files import write_new
-from fleet_train.selftest.options import GROUPS, Options, Result, exit_code, failed, verdict
+from fleet_train.selftest.options import GROUPS, Result, SelftestOptions, exit_code, failed, verdict
 
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 
@@ -42,7 +42,7 @@ def backend_of(environ: Mapping[str, str]) -> str:
 
 def make(
     cluster: Cluster,
-    options: Options,
+    options: SelftestOptions,
     machines: Sequence[Mapping[str, Any]],
     results: Sequence[Result],
     seconds: float,
@@ -68,7 +68,7 @@ def make(
     }
 
 
-def command_of(options: Options) -> str:
+def command_of(options: SelftestOptions) -> str:
     """The command without details of this cluster."""
     only = [f"--only {group}" for group in options.groups] if options.groups != tuple(GROUPS) else []
     only += ["--ladder"] if options.ladder else []

@@ -21,9 +21,9 @@ from fleet_train.collectives.engines import CALC, OWN
 from fleet_train.collectives.job import Job
 from fleet_train.convert.session import current
 from fleet_train.selftest import check_collectives, check_memory, check_profiles, training
-from fleet_train.selftest.options import MEMORY_OF, TOGETHER, Options, Result
+from fleet_train.selftest.options import MEMORY_OF, TOGETHER, Result, SelftestOptions
 
-Check = Callable[[Job, Options], Iterator[Result]]
+Check = Callable[[Job, SelftestOptions], Iterator[Result]]
 
 
 CHECKS: dict[str, Check] = {
@@ -45,7 +45,7 @@ def ladder(folder: Path) -> dict[str, list[Check]]:
     return checks
 
 
-def examine(job: Job, options: Options, reports: Path, checks: Mapping[str, Sequence[Check]]) -> None:
+def examine(job: Job, options: SelftestOptions, reports: Path, checks: Mapping[str, Sequence[Check]]) -> None:
     """Every check, on all ranks; rank 0 writes the results."""
     for name, several in checks.items():
         write_report(reports, begins=name)
@@ -62,7 +62,7 @@ def write_report(path: Path, **report: Any) -> None:
 
 
 def main(name: str, reports_path: str, options_text: str) -> None:
-    options, reports = Options.from_json(json.loads(options_text)), Path(reports_path)
+    options, reports = SelftestOptions.from_json(json.loads(options_text)), Path(reports_path)
     if options.ladder:
         os.environ.setdefault("NCCL_DEBUG", "INFO")
     paddle.enable_static()

@@ -12,13 +12,28 @@ from fleet_train.cluster.cluster import Cluster
 from fleet_train.errors import WorkerFailed
 from fleet_train.launch.on_ranks import Peers, RankCommand, SubjectEnd, Where, first_to_fail, start_on_ranks
 from fleet_train.selftest import record
-from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, TOGETHER, TOGETHER_GROUPS, Options, Result, verdict
+from fleet_train.selftest.options import (
+    FAIL,
+    GROUPS,
+    OK,
+    SKIP,
+    TOGETHER,
+    TOGETHER_GROUPS,
+    Result,
+    SelftestOptions,
+    verdict,
+)
 
 FAULT_KINDS = ("skips a collective", "is stopped", "is killed")
 
 
 def start(
-    options: Options, where: Where, folder: Path, as_json: bool, outcome: Path | None, make: type[Supervisor]
+    options: SelftestOptions,
+    where: Where,
+    folder: Path,
+    as_json: bool,
+    outcome: Path | None,
+    make: type[SelftestSupervisor],
 ) -> int:
     """Run the selftest; returns the exit code. ``outcome``: given to ranks that were started from here; ``make``: of a
     rank's supervisor."""
@@ -42,7 +57,9 @@ def start(
     return start_on_ranks(command_of(options, folder, as_json, outcome), where, supervise)
 
 
-def command_of(options: Options, folder: Path, as_json: bool = False, outcome: Path | None = None) -> RankCommand:
+def command_of(
+    options: SelftestOptions, folder: Path, as_json: bool = False, outcome: Path | None = None
+) -> RankCommand:
     arguments = ["--record", str(folder.absolute())]
     arguments += [word for group in GROUPS if group not in options.groups for word in ("--skip", group)]
     arguments += ["--ladder"] if options.ladder else []
@@ -50,10 +67,10 @@ def command_of(options: Options, folder: Path, as_json: bool = False, outcome: P
     return RankCommand("selftest", arguments, folder, options.join_timeout_seconds, as_json, outcome)
 
 
-class Supervisor:
+class SelftestSupervisor:
     """Runs a selftest for one rank; rank 0 shows every result."""
 
-    def __init__(self, peers: Peers, options: Options) -> None:
+    def __init__(self, peers: Peers, options: SelftestOptions) -> None:
         self.cluster = peers.cluster
         self.options = options
         self.peers = peers
@@ -164,7 +181,12 @@ def _no_fault(cluster: Cluster, kind: str, others: dict[int, SubjectEnd]) -> Res
 
 
 def judge_faults(
-    cluster: Cluster, kind: str, options: Options, ends: Mapping[int, SubjectEnd], fault_at: float, seconds: float
+    cluster: Cluster,
+    kind: str,
+    options: SelftestOptions,
+    ends: Mapping[int, SubjectEnd],
+    fault_at: float,
+    seconds: float,
 ) -> Result:
     """How soon the others ended when one rank failed, and whether they name it.
 

@@ -22,7 +22,7 @@ from fleet_train import fleet, timeouts
 from fleet_train.collectives.engine import CallContext, Stage, Stages
 from fleet_train.collectives.job import Job
 from fleet_train.profile import Profile
-from fleet_train.selftest.options import Options
+from fleet_train.selftest.options import SelftestOptions
 
 
 def computes_on_gpu() -> bool:
@@ -34,7 +34,7 @@ class SmallProgram:
     """A network with its loss on this rank's device, in separate programs and scope. ``finish(loss, startup)`` adds
     what comes after the loss."""
 
-    def __init__(self, network: Network, finish: Callable[[Any, Any], object]) -> None:
+    def __init__(self, network: TriedNetwork, finish: Callable[[Any, Any], object]) -> None:
         self.main, self.startup, self.scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
         self.exe = paddle.static.Executor(fleet.place())
         with paddle.static.program_guard(self.main, self.startup), paddle.utils.unique_name.guard():
@@ -63,7 +63,7 @@ class SmallProgram:
 class Trained(SmallProgram):
     """``wrap`` is applied to the optimizer: ``fleet.distributed_optimizer``, or the identity."""
 
-    def __init__(self, network: Network, wrap: Callable[[Any], Any], make_optimizer: Callable[[], Any]) -> None:
+    def __init__(self, network: TriedNetwork, wrap: Callable[[Any], Any], make_optimizer: Callable[[], Any]) -> None:
         self.optimizer = wrap(make_optimizer())
         super().__init__(network, self.optimizer.minimize)
 
@@ -91,7 +91,7 @@ Batch = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class Network:
+class TriedNetwork:
     """``build(features) -> logits``; features are [batch, FEATURES] float32."""
 
     name: str
@@ -113,8 +113,8 @@ def with_batch_norm(features: Any) -> Any:
     return paddle.nn.Linear(12, 5)(paddle.tanh(hidden))
 
 
-SEVERAL_BUCKETS = Network("large_and_tiny", large_and_tiny)
-BATCH_NORM = Network("with_batch_norm", with_batch_norm)
+SEVERAL_BUCKETS = TriedNetwork("large_and_tiny", large_and_tiny)
+BATCH_NORM = TriedNetwork("with_batch_norm", with_batch_norm)
 
 
 def batches(steps: int, samples: int, seed: int) -> list[Batch]:
@@ -157,7 +157,7 @@ IN_PROBE, IN_STEP, IN_SAVE = (f"is killed in {where}" for where in ("the probe",
 T = TypeVar("T")
 
 
-def train_and_fail(kind: str, job: Job, options: Options, note: Callable[[], None], folder: Path) -> None:
+def train_and_fail(kind: str, job: Job, options: SelftestOptions, note: Callable[[], None], folder: Path) -> None:
     """Check 4, in the subjects: train until the others end, or this rank, the last one, fails on purpose. ``note`` is
     called right before the fault; ``folder``: of what is saved."""
     fails = job.cluster.rank == job.world_size - 1

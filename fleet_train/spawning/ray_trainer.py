@@ -17,7 +17,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS
 from fleet_train.errors import ClusterError
-from fleet_train.spawning.ray_workers import Attempt, InWorker, become_rank
+from fleet_train.spawning.ray_workers import InWorker, RayAttempt, become_rank
 from fleet_train.spawning.spawn import profile_of
 
 
@@ -88,7 +88,7 @@ class FleetBackend(Backend):  # type: ignore[misc]
         number = self._attempts.get(backend_config.launched, -1) + 1
         self._attempts[backend_config.launched] = number
         places = worker_group.execute(where_we_are)
-        attempt = Attempt(
+        attempt = RayAttempt(
             job=f"ray-{backend_config.launched}-{number}",
             secret=secrets.token_hex(24),
             launched=backend_config.launched,

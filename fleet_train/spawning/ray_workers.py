@@ -18,7 +18,7 @@ _OF_TORCHRUN = frozenset({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"}
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RayAttempt:
     """The settings of one attempt, the same for all workers."""
 
     job: str
@@ -34,7 +34,7 @@ class Attempt:
 def become_rank(
     places: Sequence[tuple[str, int]],
     rank: int,
-    attempt: Attempt,
+    attempt: RayAttempt,
     profile_environment: Mapping[str, str],
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:

@@ -16,7 +16,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.profile import profile_names
 from fleet_train.selftest.check_collectives import KINDS as ALL_KINDS
 from fleet_train.selftest.ladder import STEPS
-from fleet_train.selftest.options import Options, chosen
+from fleet_train.selftest.options import SelftestOptions, chosen
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Ended, Job, clean_environ, every_python_runs, output_of, python, run_alone
 from tests.support.ranks import run_ranks
@@ -223,7 +223,7 @@ def test_the_script_for_other_launchers_is_the_one_that_the_help_names(tmp_path:
 SUBJECT = ROOT / "fleet_train/selftest/subject.py"
 
 
-def results_of(step: str, options: Options, folder: Path, late_streams: bool) -> list[dict[str, Any]]:
+def results_of(step: str, options: SelftestOptions, folder: Path, late_streams: bool) -> list[dict[str, Any]]:
     """What a job of two subjects reports; ``late_streams``: collectives end late, as on a GPU."""
     reports = folder / f"{step}.jsonl"
     arguments = [step, str(reports), json.dumps(options.to_json())]
@@ -234,7 +234,7 @@ def results_of(step: str, options: Options, folder: Path, late_streams: bool) ->
 
 
 def test_collectives_on_streams_are_exact(tmp_path: Path) -> None:
-    results = results_of("together", Options(("collectives",)), tmp_path, late_streams=True)
+    results = results_of("together", SelftestOptions(("collectives",)), tmp_path, late_streams=True)
     assert [(one["name"], one["status"]) for one in results] == [(name, "ok") for name in ALL_KINDS]
 
 

@@ -29,8 +29,8 @@ from fleet_train.selftest.training import (
     FEATURES,
     SAMPLES_PER_RANK,
     SEVERAL_BUCKETS,
-    Network,
     Trained,
+    TriedNetwork,
     batches,
     relative_difference,
     share,
@@ -94,11 +94,11 @@ def convolutions(features: Any) -> Any:
     return nn.Linear(16, CLASSES)(hidden.flatten(1))
 
 
-MLP, LARGE, TWO_DTYPES = Network("mlp", mlp), SEVERAL_BUCKETS, Network("two_dtypes", two_dtypes)
-NORMS, RESIDUAL = Network("two_norms", two_norms), Network("residual", residual)
-FROZEN_NORM = Network("frozen_norm", convolution_with_frozen_batch_norm)
-CONVOLUTIONS = Network("convolutions", convolutions)
-OTHERS = [Network(build.__name__, build) for build in (shared_weights, parameter_without_gradient)]
+MLP, LARGE, TWO_DTYPES = TriedNetwork("mlp", mlp), SEVERAL_BUCKETS, TriedNetwork("two_dtypes", two_dtypes)
+NORMS, RESIDUAL = TriedNetwork("two_norms", two_norms), TriedNetwork("residual", residual)
+FROZEN_NORM = TriedNetwork("frozen_norm", convolution_with_frozen_batch_norm)
+CONVOLUTIONS = TriedNetwork("convolutions", convolutions)
+OTHERS = [TriedNetwork(build.__name__, build) for build in (shared_weights, parameter_without_gradient)]
 
 
 def sgd() -> Any:
@@ -132,7 +132,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    network: Network
+    network: TriedNetwork
     make: Callable[[], Any]
     settings: Settings
 

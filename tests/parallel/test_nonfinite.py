@@ -22,8 +22,8 @@ from fleet_train.selftest.training import (
     BATCH_NORM,
     SAMPLES_PER_RANK,
     Batch,
-    Network,
     Trained,
+    TriedNetwork,
     batches,
     share,
 )
@@ -62,15 +62,15 @@ def sgd() -> Any:
 
 
 # Network, optimizer, knobs, and the runs of the program that a spoilt one takes with it.
-CASES: dict[str, tuple[Network, Callable[[], Any], dict[str, Any], int]] = {
+CASES: dict[str, tuple[TriedNetwork, Callable[[], Any], dict[str, Any], int]] = {
     "momentum": (MLP, momentum, BUCKETS, 1),
     "adam": (MLP, adam, BUCKETS, 1),
     "merge": (MLP, adam, BUCKETS | {"accumulate_steps": 2}, 2),
     "sharding": (MLP, adam, BUCKETS | {"sharding": True}, 1),
-    "rows": (Network("looked_up", looked_up), sgd, {"sparse_embeddings": True}, 1),
-    "rows, merge": (Network("looked_up", looked_up), adam, {"sparse_embeddings": True, "accumulate_steps": 2}, 2),
+    "rows": (TriedNetwork("looked_up", looked_up), sgd, {"sparse_embeddings": True}, 1),
+    "rows, merge": (TriedNetwork("looked_up", looked_up), adam, {"sparse_embeddings": True, "accumulate_steps": 2}, 2),
     "bf16": (MLP, adam, {"compression": "bf16"}, 1),
-    "16-bit gradients": (Network("in_16_bits", in_16_bits), sgd, {}, 1),
+    "16-bit gradients": (TriedNetwork("in_16_bits", in_16_bits), sgd, {}, 1),
     "int8": (MLP, momentum, BUCKETS | {"compression": "int8"}, 1),
     "int4, merge": (MLP, adam, {"compression": "int4", "accumulate_steps": 2}, 2),
     "int8, sharding": (MLP, adam, BUCKETS | {"compression": "int8", "sharding": True}, 1),
@@ -90,7 +90,7 @@ SPOILT = ((4, 1, np.nan), (7, 0, np.inf))
 RUNS = 10
 
 
-def made(network: Network, optimizer: Callable[[], Any], knobs: dict[str, Any]) -> Trained:
+def made(network: TriedNetwork, optimizer: Callable[[], Any], knobs: dict[str, Any]) -> Trained:
     paddle.seed(3)
     return Trained(network, lambda inner: fleet.distributed_optimizer(inner, Profile(**knobs)), optimizer)
 

@@ -22,7 +22,7 @@ from fleet_train.convert import persistables
 from fleet_train.convert.program_state import mean_of_ranks
 from fleet_train.convert.session import exchange_of
 from fleet_train.profile import Profile, load_profile, profile_names
-from fleet_train.selftest.training import SAMPLES_PER_RANK, Network, Trained, batches, share
+from fleet_train.selftest.training import SAMPLES_PER_RANK, Trained, TriedNetwork, batches, share
 from tests.parallel import strategies
 from tests.parallel.strategies import BATCH_NORM, LARGE, LOCAL, MLP, adam, momentum, sgd
 from tests.support.ranks import run_ranks
@@ -39,7 +39,7 @@ SOON = {
     "local_sgd_overlap_steps": 1,
     "powersgd_start_step": 3,
 }
-NETWORKS: dict[str, tuple[Network, Any]] = {
+NETWORKS: dict[str, tuple[TriedNetwork, Any]] = {
     "powersgd": (LARGE, sgd),
     "sync_batch_norm": (BATCH_NORM, adam),
     "diloco": (MLP, adam),
@@ -56,7 +56,7 @@ MORE = (
     "diloco, overlap",
     "slowmo, fragments, sequential, two dtypes",
 )
-Case = tuple[Network, Any, Profile]
+Case = tuple[TriedNetwork, Any, Profile]
 
 
 def shortened(name: str) -> Profile:

@@ -24,7 +24,7 @@ from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.plan.explain import explain
 from fleet_train.plan.shards import memory_of
 from fleet_train.profile import Profile
-from fleet_train.selftest.training import CLASSES, FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
+from fleet_train.selftest.training import CLASSES, FEATURES, SAMPLES_PER_RANK, Trained, TriedNetwork, batches, share
 from fleet_train.train.numerics import SkipNotFinite, WeightAverage
 from tests.parallel.strategies import MLP, relative_difference
 from tests.support.ranks import RanksResult, run_ranks
@@ -86,7 +86,7 @@ def vectors(features: Any) -> Any:
 
 
 _NETWORKS = (particular, even, held, odd_numbers, vectors)
-PARTICULAR, EVEN, HELD, ODD, VECTORS = (Network(each.__name__, each) for each in _NETWORKS)
+PARTICULAR, EVEN, HELD, ODD, VECTORS = (TriedNetwork(each.__name__, each) for each in _NETWORKS)
 
 
 def adamw(**settings: Any) -> Any:
@@ -118,7 +118,7 @@ NORM_OVER_OWNERS = ("AdamW, global clip",)
 """Whose norm adds the owners' sums: in another order than one rank has."""
 
 
-def start(make: Callable[[], Any], seed: int, network: Network = PARTICULAR, **knobs: Any) -> Trained:
+def start(make: Callable[[], Any], seed: int, network: TriedNetwork = PARTICULAR, **knobs: Any) -> Trained:
     paddle.seed(seed * 10 + fleet.worker_index())
     return Trained(network, lambda inner: fleet.distributed_optimizer(inner, Profile(**knobs)), make)
 
@@ -134,7 +134,7 @@ def state_bytes(trained: Trained) -> int:
     return sum(value.nbytes for name, value in kept.items() if name not in parameters and not name.endswith("@rows"))
 
 
-def compare(name: str, seed: int, network: Network = PARTICULAR) -> dict[str, Any]:
+def compare(name: str, seed: int, network: TriedNetwork = PARTICULAR) -> dict[str, Any]:
     """Both kinds from the same start, through the same steps."""
     whole, sharded = (start(OPTIMIZERS[name], seed, network, **BUCKETS, **knobs) for knobs in KINDS.values())
     begun = whole.parameters()
@@ -335,7 +335,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "wrap": with_a_wrap,
         "degree": lambda: start(OPTIMIZERS["SGD"], 1, sharding=True, sharding_degree=fleet.worker_num() + 1),
         "static save": lambda: save_as_paddle_does(folder),
-        "nothing to own": lambda: start(OPTIMIZERS["SGD"], 1, Network("tiny", one_number), sharding=True),
+        "nothing to own": lambda: start(OPTIMIZERS["SGD"], 1, TriedNetwork("tiny", one_number), sharding=True),
     }
     said = {}
     for name, attempt in attempts.items():

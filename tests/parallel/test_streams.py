@@ -34,8 +34,8 @@ from fleet_train.selftest.training import (
     CLASSES,
     FEATURES,
     SAMPLES_PER_RANK,
-    Network,
     Trained,
+    TriedNetwork,
     batches,
     share,
 )
@@ -78,7 +78,7 @@ class Case:
     """``between`` is called behind every step (from 1) and may return arrays to compare; ``wrap`` makes the optimizer;
     in step ``overflow`` rank 1 is fed an infinity. ``loads``: how often other state is loaded."""
 
-    network: Network
+    network: TriedNetwork
     make: Callable[[], Any]
     settings: dict[str, Any]
     between: Between = nothing
@@ -179,7 +179,7 @@ def odd_shapes(features: Any) -> Any:
     return nn.Linear(13, CLASSES)(hidden)
 
 
-ODD = Network("odd_shapes", odd_shapes)
+ODD = TriedNetwork("odd_shapes", odd_shapes)
 # Warm-up 3, period 4: an averaging begins behind step 7 and is taken in behind step 10.
 OVERLAP = LOCAL | {"local_sgd_overlap_steps": 3}
 

@@ -25,7 +25,7 @@ from fleet_train.collectives.methods import registry
 from fleet_train.convert.program_state import position_of
 from fleet_train.convert.session import exchange_of
 from fleet_train.profile import Profile
-from fleet_train.selftest.training import CLASSES, FEATURES, SAMPLES_PER_RANK, Network, Trained, batches, share
+from fleet_train.selftest.training import CLASSES, FEATURES, SAMPLES_PER_RANK, Trained, TriedNetwork, batches, share
 from tests.parallel import test_knob_effects, test_resume
 from tests.parallel.strategies import LOCAL, MLP, SHARDED, adam, momentum, sgd
 from tests.parallel.test_resume import Case
@@ -40,7 +40,7 @@ def words(features: Any) -> Any:
     return nn.Linear(40, CLASSES)(nn.BatchNorm1D(40)(hidden))
 
 
-WORDS = Network("words", words)
+WORDS = TriedNetwork("words", words)
 ROWS = {"sparse_embeddings": True}
 OVERLAP = LOCAL | {"local_sgd_is_warm_steps": 0, "local_sgd_steps": 2, "local_sgd_overlap_steps": 1}
 

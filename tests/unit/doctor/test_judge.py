@@ -27,7 +27,7 @@ from fleet_train.doctor.facts import (
     Interface,
     Limits,
     Memory,
-    Network,
+    NetworkFacts,
     NodeFacts,
     NodeReport,
     PortTry,
@@ -49,11 +49,11 @@ ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 SOFTWARE = Software("3.11.2", "3.3.1 (paddlepaddle)", "0.1.0", "2.4.6", "abc")
 
 
-def network(index: int) -> Network:
+def network(index: int) -> NetworkFacts:
     own = ADDRESSES[index]
     interfaces = (Interface("eth0", (own,), 1500, 1000), Interface("lo", ("127.0.0.1",), 65536))
     routes = {i: Route("eth0", own) for i in range(3) if i != index}
-    return Network(f"node{index}", own, False, interfaces, routes, {})
+    return NetworkFacts(f"node{index}", own, False, interfaces, routes, {})
 
 
 def node(index: int) -> NodeReport:

@@ -13,7 +13,7 @@ from fleet_train.errors import WorkerFailed
 from fleet_train.launch.node import Node
 from fleet_train.launch.processes import Stopping
 from fleet_train.launch.report import WorkerResult
-from fleet_train.launch.supervise import Cause, GracefulStop, Monitor, Verdict
+from fleet_train.launch.supervise import EndCause, GracefulStop, Monitor, Verdict
 from tests.unit.launch.conftest import missed, own
 
 NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
@@ -85,10 +85,10 @@ def test_it_waits_until_all_ranks_have_ended() -> None:
     assert looks(world, monitor, 1.0, 1.5) == [None, None]
     assert world.finished == [0]  # others may wait for it in fleet.init
     world.ended[1] = end(1, 2, code=0)
-    assert look_at(world, monitor, 2.0) == Verdict(Cause.ALL_ENDED_WELL)
+    assert look_at(world, monitor, 2.0) == Verdict(EndCause.ALL_ENDED_WELL)
     # until then: a store that has vanished ends the job
     world = World(store_is_lost=True)
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.STORE_LOST, message="vanished")
+    assert look_at(world, monitored(world), 1.0) == Verdict(EndCause.STORE_LOST, message="vanished")
 
 
 def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
@@ -100,7 +100,7 @@ def test_connections_are_looked_at_now_and_then_while_ranks_run() -> None:
 
 def test_a_failed_rank_ends_the_job_at_once() -> None:
     world = World(ended={1: end(1, 1, code=3)})
-    assert look_at(world, monitored(world), 1.0) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+    assert look_at(world, monitored(world), 1.0) == Verdict(EndCause.RANK_FAILED, root_cause=world.ended[1])
 
 
 def test_an_echo_waits_for_its_cause_on_this_or_another_node_and_not_for_ever() -> None:
@@ -108,14 +108,14 @@ def test_an_echo_waits_for_its_cause_on_this_or_another_node_and_not_for_ever() 
     here, elsewhere = monitored(world), monitored(world)
     assert look_at(world, here, 1.0) is look_at(world, elsewhere, 1.0) is None
     world.word = {"message": "rank 2 failed", "exit_code": 7, "node": 1}
-    assert look_at(world, elsewhere, 1.4) == Verdict(Cause.REPORTED, world.word)
+    assert look_at(world, elsewhere, 1.4) == Verdict(EndCause.REPORTED, world.word)
     world.word = None
-    assert look_at(world, elsewhere, 3.1) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[0])
+    assert look_at(world, elsewhere, 3.1) == Verdict(EndCause.RANK_FAILED, root_cause=world.ended[0])
     world.ended[1] = end(1, 1.2, killed=9)
-    assert look_at(world, here, 1.3) == Verdict(Cause.RANK_FAILED, root_cause=world.ended[1])
+    assert look_at(world, here, 1.3) == Verdict(EndCause.RANK_FAILED, root_cause=world.ended[1])
 
 
-def judged(world: World, monitor: Monitor, now: float) -> tuple[Cause, int] | None:
+def judged(world: World, monitor: Monitor, now: float) -> tuple[EndCause, int] | None:
     """Cause and root cause at this time; of a rank elsewhere, the one that the report is about."""
     verdict = look_at(world, monitor, now)
     if verdict is None:
@@ -133,10 +133,10 @@ def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_cod
     world.ended[0] = end(0, 1.2, code=11)  # whoever heard of it is quicker
     assert look_at(world, exits, 4.0) is None
     assert judged(world, hung, 5.9) is None
-    assert judged(world, hung, 6.1) == (Cause.RANK_FAILED, 1)
+    assert judged(world, hung, 6.1) == (EndCause.RANK_FAILED, 1)
     world.ended[1] = end(1, 4.5, code=1)
     verdict = look_at(world, exits, 4.5)
-    assert verdict == Verdict(Cause.RANK_FAILED, root_cause=replace(world.ended[1], report=own(1, 0.9)))
+    assert verdict == Verdict(EndCause.RANK_FAILED, root_cause=replace(world.ended[1], report=own(1, 0.9)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_rank_that_reports_a_failure_itself_gets_time_to_exit_with_its_own_cod
 def test_a_rank_that_is_reported_is_the_root_cause_soon(world: World, root_cause_at: float) -> None:
     monitor = monitored(world)
     assert judged(world, monitor, 1.0) is None
-    assert judged(world, monitor, root_cause_at) == (Cause.RANK_FAILED, 1)
+    assert judged(world, monitor, root_cause_at) == (EndCause.RANK_FAILED, 1)
 
 
 LINK = FailureReport(NO_RANK, 1, "link", "...", "step 4: all ranks are alive", 11, (), 0.9)
@@ -163,10 +163,10 @@ def test_ranks_that_live_and_cannot_communicate_are_no_root_cause_and_one_that_f
     assert look_at(world, monitor, 1.0) is look_at(other, beside, 1.0) is None
     world.ended[0] = end(0, 1.2, code=11)
     world.ended[1] = end(1, 1.3, killed=15, asked=True)
-    told = Verdict(Cause.REPORTED, {"message": LINK.message, **OF_NO_RANK})
+    told = Verdict(EndCause.REPORTED, {"message": LINK.message, **OF_NO_RANK})
     assert looks(world, monitor, 2.9, 3.1) == [None, told]
     other.ended[1] = end(1, 0.9, killed=9)
-    assert look_at(other, beside, 1.2) == Verdict(Cause.RANK_FAILED, root_cause=other.ended[1])
+    assert look_at(other, beside, 1.2) == Verdict(EndCause.RANK_FAILED, root_cause=other.ended[1])
 
 
 def test_a_rank_that_raises_another_ones_error_is_not_the_root_cause() -> None:
@@ -176,7 +176,7 @@ def test_a_rank_that_raises_another_ones_error_is_not_the_root_cause() -> None:
     assert look_at(world, monitor, 1.0) is None
     world.ended[0] = end(0, 2.0, code=1)
     world.reports.append(own(0, 1.9))
-    assert judged(world, monitor, 2.0) == (Cause.RANK_FAILED, 0)
+    assert judged(world, monitor, 2.0) == (EndCause.RANK_FAILED, 0)
 
 
 def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() -> None:
@@ -185,22 +185,22 @@ def test_a_failure_on_another_node_is_that_launchers_to_tell_within_a_bound() ->
         monitor = monitored(world)
         assert judged(world, monitor, 1.0) is None
         assert judged(world, monitor, 0.9 + patience) is None
-        assert judged(world, monitor, 1.1 + patience) == (Cause.REPORTED, 2)
+        assert judged(world, monitor, 1.1 + patience) == (EndCause.REPORTED, 2)
         world.word = {"message": "rank 2 failed first: exit code 1", "exit_code": 1, "node": 1}
-        assert look_at(world, monitored(world), 2.0) == Verdict(Cause.REPORTED, world.word)
+        assert look_at(world, monitored(world), 2.0) == Verdict(EndCause.REPORTED, world.word)
 
 
 def test_a_node_that_misses_a_rank_that_was_stopped_waits_for_that_stop() -> None:
     notice = {"why": "node 1 was asked to stop by SIGTERM", "grace_seconds": 10.0}
     world = World(reports=[missed(2, 0.9, "left")], ended={0: end(0, 1.0, code=11)}, notice=notice)
     found = looks(world, monitored(world), 1.0, 9.0, 15.9, 16.1)
-    assert found == [None, None, None, Verdict(Cause.STOPPED)]
+    assert found == [None, None, None, Verdict(EndCause.STOPPED)]
 
 
 def test_ranks_that_were_asked_to_stop_end_in_good_order_or_without_an_answer_were_stopped() -> None:
     for last, cause in (
-        ({"code": 12}, Cause.PREEMPTED),
-        ({"killed": 15, "asked": True}, Cause.STOPPED),
+        ({"code": 12}, EndCause.PREEMPTED),
+        ({"killed": 15, "asked": True}, EndCause.STOPPED),
     ):
         world = World()
         monitor = monitored(world)
@@ -220,11 +220,11 @@ def test_the_grace_is_bounded_here_and_for_a_stop_that_was_asked_for_elsewhere()
     of_a_rank.ended[0] = end(0, 1.0, code=12)
     for world, patience in ((here, 30.0), (elsewhere, 15.0), (of_a_rank, 30.0)):
         found = looks(world, monitored(world), 1.0, 1.0 + patience, 1.1 + patience)
-        assert found == [None, None, Verdict(Cause.STOPPED)]
+        assert found == [None, None, Verdict(EndCause.STOPPED)]
 
 
 def test_a_stop_whose_state_was_not_saved_is_a_failure_but_not_one_that_waits_for_nodes() -> None:
-    for waiting, cause in ((None, Cause.RANK_FAILED), ("node 2 can join again", Cause.STOPPED)):
+    for waiting, cause in ((None, EndCause.RANK_FAILED), ("node 2 can join again", EndCause.STOPPED)):
         world = World(waiting_nodes=waiting)
         if waiting is None:
             world.stopping.asked = signal.SIGTERM

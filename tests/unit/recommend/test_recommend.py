@@ -13,7 +13,7 @@ from fleet_train.plan.price import ENQUEUED, TYPICAL, Link, Network
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.recommend import report
 from fleet_train.recommend.candidates import Measurements, consider, risk_of
-from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, Options
+from fleet_train.recommend.options import LOCAL_STEPS, LOSSY, NONE, ROUNDING, RecommendOptions
 from fleet_train.recommend.report import describe, pick, profile_text, to_json
 from fleet_train.recommend.supervisor import Results, Tried, read_computing, short, step_of
 
@@ -28,7 +28,7 @@ def results(**tried: Tried) -> Results:
 
 
 def name_of_pick(basis: Results, *allow: str) -> str | None:
-    best = pick(basis, Options("a/train.py", allow=allow))
+    best = pick(basis, RecommendOptions("a/train.py", allow=allow))
     return None if best is None else best.name
 
 
@@ -64,7 +64,7 @@ def test_where_memory_is_short_a_sharded_optimizer_is_offered(monkeypatch: pytes
         best = next(candidate for candidate in candidates if candidate.name == name)
         tried = {name: Tried(name, 10.0, memory_bytes=megabytes * 2**20)}
         basis = Results(MEASURED, 1.1, 0.05, 2**30, (best,), (), tried, 60.0)
-        text = describe(basis, Options("train.py", allow=(LOCAL_STEPS,)), PAIR)
+        text = describe(basis, RecommendOptions("train.py", allow=(LOCAL_STEPS,)), PAIR)
         found = [line for line in text.splitlines() if line.startswith("memory is short")]
         assert len(found) == len(words)
         assert all(each in line for each, line in zip(words, found, strict=True))
@@ -80,7 +80,7 @@ def test_a_setting_is_every_candidates(tmp_path: Path) -> None:
     assert reasons["multi_node"].startswith("--set: local_sgd_steps: has no effect while use_local_sgd is false")
     best = candidates[0]
     tried = Results(MEASURED, 1.1, 0.05, 2**30, (best,), (), {best.name: Tried(best.name, 10.0)}, 60.0)
-    options = Options("train.py", allow=(LOCAL_STEPS,), settings=settings)
+    options = RecommendOptions("train.py", allow=(LOCAL_STEPS,), settings=settings)
     path = tmp_path / "written.yaml"
     path.write_text(profile_text(tried, options, PAIR, "the command"))
     written = load_profile(str(path))
@@ -97,7 +97,7 @@ def test_risks_and_what_is_allowed() -> None:
     risks = {"multi_node": NONE, "bf16_compression": ROUNDING, "powersgd": LOSSY, "diloco": LOCAL_STEPS}
     assert {name: risk_of(load_profile(name)) for name in risks} == risks
     for allow, allowed in ((), [NONE]), ((LOSSY,), [NONE, ROUNDING, LOSSY]):
-        options = Options("train.py", allow=allow)
+        options = RecommendOptions("train.py", allow=allow)
         assert [risk for risk in risks.values() if options.allows(risk)] == allowed
 
 
@@ -106,9 +106,11 @@ def test_a_trial_far_from_its_prediction_is_named_with_how_to_try_the_others() -
         candidates, _ = consider(MEASURED, PAIR)
         safe = [candidate for candidate in candidates if candidate.risk == NONE]
         found = results(**{each.name: Tried(each.name, 1e3 * share * each.step) for each in safe[:2]})
-        lines = describe(found, Options("train.py"), PAIR).splitlines()
+        lines = describe(found, RecommendOptions("train.py"), PAIR).splitlines()
         (line,) = [line for line in lines if line.startswith("measured and predicted")] or [""]
-        assert to_json(found, Options("train.py"), PAIR)["contradictions"] == [each.name for each in safe[:2] if line]
+        assert to_json(found, RecommendOptions("train.py"), PAIR)["contradictions"] == [
+            each.name for each in safe[:2] if line
+        ]
         assert not line or line.endswith(
             f"one of the {len(safe) - 2} that were not tried may be better: --trials {len(safe)}"
         )
@@ -131,7 +133,7 @@ def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
         diloco=Tried("diloco", 21.0),
     )
     assert (name_of_pick(basis), name_of_pick(basis, LOCAL_STEPS)) == ("multi_node", "diloco")
-    exact = Options("a/train.py")
+    exact = RecommendOptions("a/train.py")
     text = describe(basis, exact, PAIR)
     assert "* multi_node" in text
     assert "two_communicators: failed: rank 1 ended" in text
@@ -142,15 +144,15 @@ def test_the_pick_is_the_shortest_measured_step_of_those_allowed() -> None:
 def test_without_a_trial_that_ended_nothing_is_recommended() -> None:
     basis = results(multi_node=Tried("multi_node", failure="failed: it"))
     assert name_of_pick(basis) is None
-    assert "no profile is recommended" in describe(basis, Options("train.py"), PAIR)
-    assert to_json(basis, Options("train.py"), PAIR)["exit_code"] == 1
+    assert "no profile is recommended" in describe(basis, RecommendOptions("train.py"), PAIR)
+    assert to_json(basis, RecommendOptions("train.py"), PAIR)["exit_code"] == 1
 
 
 def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
     best = consider(MEASURED, PAIR)[0][0]
     basis = results(**{best.name: Tried(best.name, 10.0), "unfused": Tried("unfused", 130.0)})
     path = tmp_path / "recommended.yaml"
-    options = Options("a/train.py", allow=(LOSSY, LOCAL_STEPS))
+    options = RecommendOptions("a/train.py", allow=(LOSSY, LOCAL_STEPS))
     path.write_text(profile_text(basis, options, PAIR, "python -m fleet_train recommend ..."))
     assert load_profile(str(path)).digest() == best.profile.digest()
     assert "10.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())

@@ -22,7 +22,7 @@ from fleet_train.profile import load_profile, profile_names
 from fleet_train.profile.profile import open_knobs
 from fleet_train.selftest import check_collectives, check_memory, check_profiles, record, supervisor
 from fleet_train.selftest.ladder import STEPS, Ladder, lines_of_nccl
-from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, Options, Result, chosen, exit_code, verdict
+from fleet_train.selftest.options import FAIL, GROUPS, OK, SKIP, Result, SelftestOptions, chosen, exit_code, verdict
 from fleet_train.selftest.supervisor import command_of, judge_ends, not_done
 
 CLUSTER = Cluster(assign(["10.0.0.1", "10.0.0.2"], 2, 6170), 0)
@@ -70,8 +70,8 @@ def test_checks_are_chosen_in_their_order() -> None:
     asked = record.command_of(chosen(["faults", "devices"], [], quick=True))
     assert asked == "python -m fleet_train selftest --only devices --only faults --quick"
     quick = chosen([], [], quick=True)
-    assert (quick.is_quick, Options().is_quick) == (True, False)
-    assert Options.from_json(quick.to_json()) == quick
+    assert (quick.is_quick, SelftestOptions().is_quick) == (True, False)
+    assert SelftestOptions.from_json(quick.to_json()) == quick
 
 
 @pytest.mark.parametrize("flag", ["--only", "--skip"])
@@ -89,7 +89,7 @@ class TestFaults:
         if "seconds" in changes:
             changes["ended_at"] = 100.0 + changes.pop("seconds")
         ends = dict.fromkeys(range(2), self.GOOD) | {2: replace(self.GOOD, **changes)}
-        return supervisor.judge_faults(CLUSTER, "is killed", Options(), ends, 100.0, 5.0)
+        return supervisor.judge_faults(CLUSTER, "is killed", SelftestOptions(), ends, 100.0, 5.0)
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -245,7 +245,7 @@ class TestLadder:
 
     def test_it_is_asked_for_alone_and_is_in_the_commands(self, tmp_path: Path) -> None:
         options = chosen([], [], quick=True, ladder=True)
-        assert Options.from_json(options.to_json()) == options
+        assert SelftestOptions.from_json(options.to_json()) == options
         assert record.command_of(options) == "python -m fleet_train selftest --ladder --quick"
         assert command_of(options, tmp_path).arguments[-2:] == ["--ladder", "--quick"]
         assert "--ladder" not in command_of(chosen([], []), tmp_path).arguments
@@ -394,7 +394,7 @@ def test_memory_is_the_most_of_each_program_beside_what_was_there(monkeypatch: p
     monkeypatch.setattr(check_memory, "computes_on_gpu", lambda: True)
     monkeypatch.setattr(check_memory, "_program", program)
     job: Any = SimpleNamespace(cluster=CLUSTER, all_gather=lambda _, value: {0: value})
-    (result,) = check_memory.check(job, Options(), "own")
+    (result,) = check_memory.check(job, SelftestOptions(), "own")
     assert result.figures == {"plain_bytes": 50, "our_bytes": 80, "extra_bytes": 30}
     assert steps == ["reset", None, *["step"] * 5, "done", "reset", "own", *["step"] * 5, "done"]
 
@@ -449,7 +449,7 @@ def test_texts_lose_their_names(text: str, clean: str, monkeypatch: pytest.Monke
 
 def test_a_package_that_was_installed_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.fleet_train, "__file__", str(tmp_path / "site-packages/fleet_train/__init__.py"))
-    made = record.make(NAMED, Options(), [record.facts()] * 2, [], 3.0)
+    made = record.make(NAMED, SelftestOptions(), [record.facts()] * 2, [], 3.0)
     assert "commit" not in made["circumstances"]
     versions = record.write(tmp_path, made).with_suffix(".md").read_text().split("- Versions: ")[1].splitlines()[0]
     assert versions.endswith(f"fleet_train {record.fleet_train.__version__}.")

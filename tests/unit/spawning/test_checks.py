@@ -22,7 +22,7 @@ from fleet_train.errors import ClusterError, FleetTrainError, ProfileError
 from fleet_train.launch.prepare import Launch, prepare
 from fleet_train.profile import Profile
 from fleet_train.spawning import shipping
-from fleet_train.spawning.ray_workers import Attempt, become_rank
+from fleet_train.spawning.ray_workers import RayAttempt, become_rank
 from fleet_train.spawning.shipping import NotSerializable, ship, ship_result, unship
 from fleet_train.spawning.spawn import (
     check_call,
@@ -198,7 +198,7 @@ def test_a_message_is_read_once_it_is_complete_and_under_its_path() -> None:
         assert shipping.read(descriptor) is None
 
 
-ATTEMPT = Attempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
+ATTEMPT = RayAttempt("ray-abc-1", "s" * 48, "abc", 1, 60.0)
 PLACES = [("10.0.0.1", 7000), ("10.0.0.1", 7000), ("10.0.0.2", 7000)]
 
 
