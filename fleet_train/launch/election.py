@@ -78,7 +78,8 @@ def elected(me: int, term: int, heard: Heard, last_nodes: Iterable[int], nodes: 
     members = {index: status for index, status in alive.items() if status.state is not Standing.FRESH}
     if any(status.state is not Standing.LOOKING for status in members.values()) or any(index < me for index in members):
         return None
-    if not may_go_on({me, *members}, silent(heard, others)):
+    away = silent(heard, others)
+    if not may_go_on({me, *members}, away, set(others) - members.keys() - away):
         return None
     least = 1 + max([term, *(status.term for status in members.values())])
     return least + (me - least) % nodes
@@ -88,7 +89,9 @@ def silent(heard: Heard, nodes: Iterable[int]) -> set[int]:
     return {index for index in nodes if heard.get(index, Unheard.SILENT) in (Unheard.SILENT, Unheard.DEAF)}
 
 
-def may_go_on(here: set[int], silent: set[int]) -> bool:
+def may_go_on(here: set[int], silent: set[int], dead: set[int]) -> bool:
     """Whether these nodes may continue without those that are silent: the larger side, or of two halves the one with
-    the first node. Nodes that are known to be dead do not count."""
-    return len(here) > len(silent) or (len(here) == len(silent) and min(here) < min(silent))
+    the first node. Nodes that are known to be dead, or have been started again, count for the other side: it may have
+    gone on with them before. Where nobody is silent there is no other side."""
+    other = silent | dead
+    return not silent or len(here) > len(other) or (len(here) == len(other) and min(here) < min(other))

@@ -320,7 +320,8 @@ def _divided(job: JobState, event: Answered) -> Step:
     # Nodes that were not part of the last attempt count for no side: the other one does not know them either.
     ours = here & set(job.attempt.nodes)
     members = {node for node, how in event.heard.items() if isinstance(how, Status) and how.state is not Standing.FRESH}
-    if not may_go_on(ours, silent(event.heard, missing) | members):
+    other = silent(event.heard, missing) | members
+    if not may_go_on(ours, other, set(missing) - other):
         return _no_more(
             job,
             f"{away} cannot be reached and may be alive, and this side of the network, with "
@@ -372,7 +373,8 @@ def _look_again(job: JobState, _: Woken) -> Step:
 
 
 def _lost_while_waiting(job: JobState, now: float) -> Step:
-    is_left_out = job.decision is not None and job.me not in job.decision.get("nodes", [job.me])
+    # A new leader that knows of no decision yet names no nodes.
+    is_left_out = job.decision is not None and job.me not in (job.decision.get("nodes") or [job.me])
     if job.result is not None and not is_left_out:
         return _lost(job, now)
     said = Say(f"{_lost_leader(job)}; waiting for another leader")

@@ -28,7 +28,7 @@ NODES = (0, 1, 2)
         (2, {0: Unheard.DEAD, 1: LOOKING}, None),  # node 1 comes before it
         (1, {0: Unheard.SILENT, 2: LOOKING}, 4),  # two of three
         (1, {0: Unheard.SILENT, 2: Unheard.SILENT}, None),  # one of three
-        (1, {0: Unheard.DEAD, 2: Unheard.SILENT}, 4),  # two halves: it has the first living node
+        (1, {0: Unheard.DEAD, 2: Unheard.SILENT}, None),  # node 2 may have gone on with node 0 before
         (2, {0: Unheard.DEAD, 1: Unheard.SILENT}, None),
         (2, {0: Unheard.DEAD, 1: Unheard.DEAD}, 5),
         (1, {0: FRESH, 2: LOOKING}, 4),  # started again, knows nothing: it has nothing to decide with
@@ -55,7 +55,11 @@ def test_both_sides_of_a_broken_network_never_continue() -> None:
         everybody = set(range(count))
         for bits in range(1, 2**count - 1):
             here = {node for node in everybody if bits >> node & 1}
-            assert may_go_on(here, everybody - here) != may_go_on(everybody - here, here)
+            assert may_go_on(here, everybody - here, set()) != may_go_on(everybody - here, here, set())
+            for dead in everybody - here:  # it may have been on the other side
+                if rest := everybody - here - {dead}:
+                    assert may_go_on(here, rest, {dead}) == may_go_on(here, everybody - here, set())
+    assert may_go_on({1}, set(), {0, 2})
 
 
 def test_a_status_that_is_none_is_refused() -> None:
