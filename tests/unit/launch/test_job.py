@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet_train.launch import job
+from fleet_train.launch import election, job
 from fleet_train.launch.events import Answered, StoreSeen, Wait
 from fleet_train.launch.job_state import Phase
 from tests.unit.launch.replay import Broken, replay
@@ -50,9 +50,9 @@ def any_side_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "may_go_on", lambda *_: True)
 
 
-def a_later_leader_is_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = job.leader_among
-    monkeypatch.setattr(job, "leader_among", lambda heard, term: None if term > 0 else real(heard, term))
+def silence_is_taken_for_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (election, job):
+        monkeypatch.setattr(module, "silent", lambda *_: set())
 
 
 def a_lost_leader_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def nobody_is_elected(monkeypatch: pytest.MonkeyPatch) -> None:
         (any_side_goes_on, "run at the same time", 1000),
         (a_lost_leader_is_waited_for, "waits without end", 100),
         (nobody_is_elected, "waits without end", 100),
-        pytest.param(a_later_leader_is_overlooked, "run at the same time", 6000, marks=pytest.mark.long),
+        (silence_is_taken_for_death, "run at the same time", 1000),
     ],
 )
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, plant: Planted, told: str, schedules: int) -> None:
