@@ -237,12 +237,19 @@ def _checked_for_later_leader(job: JobState, event: Answered) -> Step:
     later = leader_among(event.heard, job.term + 1)
     if later is not None:
         return _try(job, later, event.heard, event.now + timeouts.FIND_LEADER_SECONDS)
-    return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
+    return _go_on_leading(job, event.now)
+
+
+def _go_on_leading(job: JobState, now: float) -> Step:
+    """Nobody else leads, or the one that does cannot be reached."""
+    if job.phase is Phase.CHECKING:
+        return _lead_on(job, now)
+    return replace(job, phase=Phase.GATHERING, candidate=None), [Look(here=job.round + 1)]
 
 
 def _gave_way(job: JobState, event: Connected) -> Step:
     if not event.connected:
-        return _lead_on(job, event.now) if job.phase is Phase.CHECKING else (job, [Look(here=job.round + 1)])
+        return _go_on_leading(job, event.now)
     job, shown = _followed(job)
     said = Say(f"this launcher was unreachable for too long; {job.describe(job.leader)} is the leader now")
     return _await_decision(job, event.now, shown, said)

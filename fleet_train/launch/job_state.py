@@ -50,7 +50,6 @@ class JobState:
     result: RunResult | None = None
     earlier: tuple[RunResult, ...] = ()
     restarts: int = 0
-    last_word: str = ""
     began: float = 0.0
     """When the phase began; ``word_at`` and ``look_at``: when it says something, or looks for a later leader."""
     word_at: float = 0.0

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from fleet_train import timeouts
 from fleet_train.launch import election, job
-from fleet_train.launch.events import Answered, StoreSeen, Wait
-from fleet_train.launch.job_state import Phase
+from fleet_train.launch.attempts import Attempt
+from fleet_train.launch.election import Standing, Status
+from fleet_train.launch.events import Answered, Ask, Connected, Follow, Look, StoreSeen, Wait
+from fleet_train.launch.job_state import JobState, Phase
+from fleet_train.launch.request import FaultPolicy
 from tests.unit.launch.replay import Broken, replay
 
 
@@ -41,6 +45,18 @@ def test_schedules_are_full_of_faults_and_jobs_survive_them() -> None:
     ):
         assert event in words, event
     assert sum(bool(replay(seed).done) for seed in range(300)) > 80
+
+
+def test_a_later_leader_that_cannot_be_reached_is_asked_again() -> None:
+    attempt, policy = Attempt(0, 0, (0, 1)), FaultPolicy(max_restarts=1, min_nodes=1)
+    state = JobState(0, 2, policy, 9.0, str, phase=Phase.DIVIDED, leader=0, term=0, attempt=attempt, here=(0,))
+    later = Status(Standing.LEADING, 1, 1)
+    state, actions = job.step(state, Answered(1.0, {1: later}))
+    assert actions[-1] == Follow(1, 1, 1.0 + timeouts.FIND_LEADER_SECONDS)
+    state, actions = job.step(state, Connected(2.0, connected=False))
+    assert actions == [Look(here=1)]
+    state, actions = job.step(state, StoreSeen(1000.0))
+    assert actions == [Ask((1,))]
 
 
 Planted = Callable[[pytest.MonkeyPatch], Any]
