@@ -26,6 +26,7 @@ from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_ST
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
+from fleet_train.launch.spares import AUTO, OFF, ON
 from fleet_train.lazy import part_if_there
 
 _EXAMPLES = """
@@ -162,6 +163,14 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "and the script resumes from its last checkpoint, as the reference trainer does.",
 )
 @click.option(
+    "--spares",
+    type=click.Choice([AUTO, OFF, ON]),
+    default=AUTO,
+    show_default=True,
+    help="Whether each rank has a spare process, which has imported Paddle and goes on after a failure (about 320 MB "
+    "each). auto: with --max_restarts, where memory allows it.",
+)
+@click.option(
     "--min_nodes",
     type=WholeNumber(),
     metavar="M",
@@ -276,6 +285,7 @@ def read_request(
     nproc_per_node: int | None,
     join_timeout: float,
     max_restarts: int,
+    spares: str,
     min_nodes: int | None,
     rejoin_timeout: float,
     lost_node_timeout: float,
@@ -307,7 +317,7 @@ def read_request(
         selected_gpus=parse_devices(selected_gpus) if selected_gpus is not None else None,
         processes_per_node=nproc_per_node,
         join_timeout_seconds=join_timeout,
-        faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds),
+        faults=FaultPolicy(max_restarts, min_nodes, rejoin_timeout, lost_node_timeout, grace_seconds, spares),
         job_id=None if job_id is None else read_job_id(job_id),
         engine="none" if use_paddlecloud else engine,
         secret_file=None if job_secret_file is None else job_secret_file.absolute(),

@@ -150,6 +150,17 @@ def memory(root: Path = _ROOT) -> dict[str, int]:
     return {names[name]: 1024 * int(sizes[name]) for name in names if name in sizes}
 
 
+def available_memory(root: Path = _ROOT) -> int | None:
+    """Bytes available to new processes of this control group; None if the system does not report them."""
+    here = [memory(root)["available_bytes"]] if "available_bytes" in memory(root) else []
+    for group in control_groups("memory", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
+        used = text_of(group / "memory.current") or text_of(group / "memory.usage_in_bytes")
+        kept = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
+        if (most := memory_limit(group)) is not None and used.strip().isdigit():
+            here.append(most - int(used) + (int(kept[1]) if kept else 0))
+    return min(here, default=None)
+
+
 def limits(root: Path = _ROOT) -> dict[str, float]:
     """Limits of this process's control group that are below the machine's: ``cores``, ``memory_bytes``.
 

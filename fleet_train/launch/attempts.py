@@ -64,6 +64,8 @@ class RunResult:
     """The failure has no root cause in a rank: the message is complete."""
     store_lost: bool = False
     """The leader's launcher, and its store, could not be reached any more."""
+    has_trained: bool = False
+    """A rank of this node has made a step."""
 
     @property
     def seconds(self) -> float:
@@ -107,6 +109,12 @@ def _signature(result: RunResult) -> tuple[Any, ...] | None:
     return root_cause.rank, root_cause.exit_code, root_cause.signal_number, re.sub(r"\d+", "#", last)
 
 
-def pause_seconds(restart: int) -> float:
-    """How long to wait before restart 1, 2, ...: short, but without a storm if every attempt fails at once."""
-    return min(2.0 ** (restart - 1), timeouts.LONGEST_RESTART_PAUSE_SECONDS)
+def pause_seconds(results: Sequence[RunResult]) -> float:
+    """How long to wait before a restart, after these attempts: not at all if the last one has trained, else longer
+    after each one that has not, so that there is no storm if every attempt fails at once."""
+    in_vain = 0
+    for result in reversed(results):
+        if result.has_trained or result.seconds >= timeouts.ATTEMPT_PROGRESS_SECONDS:
+            break
+        in_vain += 1
+    return min(2.0 ** (in_vain - 1), timeouts.LONGEST_RESTART_PAUSE_SECONDS) if in_vain else 0.0

@@ -45,6 +45,7 @@ from fleet_train.launch.processes import Stopping, StopRequested, request_name, 
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import failure_report, headline
 from fleet_train.launch.signpost import Signpost, program_of
+from fleet_train.launch.spares import OFF, Spares
 from fleet_train.launch.terminal import messages_in_order, show_lines
 from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
@@ -78,6 +79,9 @@ class Launcher:
         self._launch, self._environ, self._stopping = launch, environ, stopping
         self._launched = request.run or secrets.token_hex(8)
         """A unique identifier of this launch of the job: the leader's at the first attempt."""
+        self._spares = Spares(
+            request.faults.spares if request.faults.max_restarts else OFF, launch.command(), request.is_module
+        )
         self._signpost = Signpost(node, launch.access, program_of(request), launch.facts)
         try:
             self._membership = Membership(node, request.faults, launch.access, launch.facts, request.direct_ranks)
@@ -111,6 +115,7 @@ class Launcher:
 
     def close(self) -> None:
         """Leave the job; the leader keeps its store while others are connected."""
+        self._spares.close()
         self._signpost.close()
         self._membership.exit_barrier(timeouts.LAUNCHERS_LEAVE_SECONDS)
         self._membership.close()
@@ -229,7 +234,7 @@ class Launcher:
                 write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
             logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
             return attempt, WorkerGroup(
-                launch, rendezvous, logs, environ, self._stopping, lambda: self._waiting_nodes(attempt)
+                launch, rendezvous, logs, environ, self._stopping, lambda: self._waiting_nodes(attempt), self._spares
             ).run()
         except (ClusterError, WorkerFailed) as error:
             if must_meet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,10 @@ def record_name(local_rank: int) -> str:
 _STOPPED_BLOCK = re.compile(
     r"\n*-{20,}\nC\+\+ Traceback \(most recent call last\):\n-{20,}\n.*?\[SignalInfo: [^\n]*\]\n?", re.DOTALL
 )
+
+
+SpareOf = Callable[[int, Mapping[str, str], BinaryIO], subprocess.Popen[bytes] | None]
+"""(local rank, environment, log) -> the spare process that has become this rank, or None."""
 
 
 class LogFolder:
@@ -69,13 +74,22 @@ class LogFolder:
                 elif log.exists():
                     log.replace(log.with_name(f"{log.name}.attempt{self._attempt - 1}"))
 
+    @property
+    def loaded(self) -> Path:
+        """What the node's first rank has imported; it writes this once it trains."""
+        return self._folder / "imports.json"
+
     def file(self, local_rank: int) -> Path:
         return self._folder / log_name(local_rank)
 
-    def start_rank(self, local: int, command: Sequence[str], environ: Mapping[str, str]) -> RankProcess:
-        """Start the process of a rank that writes into its log. Raises OSError if the kernel refuses that."""
+    def start_rank(
+        self, local: int, command: Sequence[str], environ: Mapping[str, str], spare_of: SpareOf = lambda *_: None
+    ) -> RankProcess:
+        """Start the process of a rank that writes into its log, or let its spare become it. Raises OSError if the
+        kernel refuses that."""
         with self._open(local) as log:
-            return RankProcess(command, environ, log, str(self.file(local)), self._writer(local))
+            spare = spare_of(local, environ, log)
+            return RankProcess(command, environ, log, str(self.file(local)), self._writer(local), spare)
 
     def _open(self, local: int) -> BinaryIO:
         try:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -80,16 +80,18 @@ class Process:
         output: Any,
         *,
         ties_itself: bool = False,
+        started: subprocess.Popen[bytes] | None = None,
     ) -> None:
         """``output``: for stdout and stderr, as in subprocess. ``ties_itself``: the child calls `die_with_parent`, as
-        no Python code may run between fork and exec in a process with unknown threads. Raises OSError."""
+        no Python code may run between fork and exec in a process with unknown threads. ``started``: it runs already,
+        in a session of its own. Raises OSError."""
         self.asked_to_stop = 0
         """The first signal that it got from us."""
         self.status: int | None = None
         """How it has ended, as in subprocess (negative: the signal); None while it runs."""
         self.began_at = time.monotonic()
         self.ended_at: float | None = None
-        self._popen = subprocess.Popen(
+        self._popen = started or subprocess.Popen(
             list(command),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
@@ -172,10 +174,11 @@ def _await(processes: Sequence[Process], seconds: float) -> None:
         time.sleep(timeouts.PROCESS_POLL_SECONDS)
 
 
-def kill_descendants() -> None:
-    """SIGKILL for every descendant of ours, until there is none. Ours are reaped: their status is lost."""
+def kill_descendants(besides: Collection[int] = ()) -> None:
+    """SIGKILL for every descendant of ours, until there is none. Ours are reaped: their status is lost. ``besides``:
+    those that stay."""
     deadline = time.monotonic() + timeouts.KILL_SECONDS
-    while (descendants := _descendants()) and time.monotonic() < deadline:
+    while (descendants := set(_descendants()).difference(besides)) and time.monotonic() < deadline:
         for pid in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -32,6 +32,8 @@ class FaultPolicy:
     """A node whose launcher has sent no heartbeat for this long is lost."""
     grace_seconds: float = timeouts.GRACEFUL_STOP_SECONDS
     """How long ranks may take to save their state after SIGTERM."""
+    spares: str = "auto"
+    """Whether each rank has a spare process: ``0``, ``1``, or ``auto`` for where memory allows it."""
 
     def in_words(self, node_num: int) -> str:
         """One line for --dry-run."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,11 +45,13 @@ class RankProcess(Process):
         output: Any,
         log_file: str,
         write: Callable[[dict[str, Any]], None],
+        spare: subprocess.Popen[bytes] | None = None,
     ) -> None:
+        """``spare``: the process that has become this rank, instead of a new one."""
         self.log_file = log_file
         self._write = write
         self._writing = threading.Lock()
-        super().__init__(command, environ, output)
+        super().__init__(command, environ, output, started=spare)
 
     def write_record(self) -> None:
         with self._writing:

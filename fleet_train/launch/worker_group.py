@@ -12,6 +12,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import merged
+from fleet_train.cluster.loaded import LOADED
 from fleet_train.cluster.network import connections_at
 from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
 from fleet_train.launch.attempts import Kind, RunResult
@@ -29,6 +30,7 @@ from fleet_train.launch.processes import (
 )
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import WorkerResult, choose_root_cause, counted, headline, with_reports
+from fleet_train.launch.spares import Spares
 from fleet_train.launch.supervise import (
     EndCause,
     GracefulStop,
@@ -54,6 +56,7 @@ class WorkerGroup:
         environ: Mapping[str, str],
         stopping: Stopping,
         waiting_nodes: WaitingNodes,
+        spares: Spares,
     ) -> None:
         """``environ``: what the ranks' environments have in common."""
         node, request = launch.node, launch.request
@@ -62,6 +65,7 @@ class WorkerGroup:
         self.logs = logs
         self.environ = environ
         self.stopping = stopping
+        self.spares = spares
         self.ranks = Ranks(node, self._start_rank)
         passing = None if request.verbose else StartupLines()
         self.follower = Follower(logs.file(0), passing=passing) if node.index == 0 else None
@@ -83,9 +87,10 @@ class WorkerGroup:
         )
         try:
             self._start()
+            self.spares.drop_others()
             with self.stopping.gracefully(), asked_by(signal.SIGQUIT) as self._stacks_asked:
                 verdict = monitor.watch()
-            return self._conclude(verdict)
+            return replace(self._conclude(verdict), has_trained=self.spares.has_trained())
         except ClusterError as error:
             message = f"{self.launch.node.describe()}: {error}"
             self.rendezvous.fail(message, error.exit_code, no_root_cause=True, final=True)
@@ -101,16 +106,18 @@ class WorkerGroup:
     def _start(self) -> None:
         """This process starts nothing but ranks: what they start ends with them."""
         adopt_orphans()
+        self.spares.watch(self.launch.node.processes, self._environ_of, self.logs.loaded)
         try:
             self.ranks.start()
         except OSError as error:
             raise why_not_started(error, self.launch.command(), self._environ_of(0)) from error
 
     def _start_rank(self, local: int) -> RankProcess:
-        return self.logs.start_rank(local, self.launch.command(), self._environ_of(local))
+        return self.logs.start_rank(local, self.launch.command(), self._environ_of(local), self.spares.take)
 
     def _environ_of(self, local: int) -> dict[str, str]:
-        return {**self.environ, **self.launch.variables_of(local)}
+        loaded = {} if local else {LOADED: str(self.logs.loaded)}
+        return {**self.environ, **self.launch.variables_of(local), **loaded}
 
     def _wait(self, seconds: float) -> None:
         if self.follower is not None:
@@ -120,6 +127,7 @@ class WorkerGroup:
             stands = self.witness.look()
             show_lines("\n".join([merged(stands), *(line for stand in stands for line in stand.lines())]))
         self._report_slow_exit()
+        self.spares.tick()
         time.sleep(seconds)
 
     def _report_slow_exit(self) -> None:
@@ -159,7 +167,7 @@ class WorkerGroup:
 
     def _stop_ranks(self) -> None:
         self.ranks.stop()
-        kill_descendants()
+        kill_descendants(besides=self.spares.pids)
 
     def _report_ends(self) -> list[WorkerResult]:
         """Show the rest of the output; report to the other nodes how the ranks of this one ended."""

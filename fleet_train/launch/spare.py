@@ -1,0 +1,220 @@
+"""The process of a spare: it imports what a rank of the job has imported, and waits until it becomes the next rank.
+
+    python -u .../spare.py DESCRIPTOR SCRIPT ARGUMENTS...
+    python -u .../spare.py DESCRIPTOR -m MODULE ARGUMENTS...
+
+The launcher (`spares`) starts it and talks to it over that socket: first which modules to import, then the log and the
+environment of a rank. Then it is the process that ``python -u SCRIPT ARGUMENTS...`` would be, without its imports.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # Above all other imports: where the script's own process would look for modules.
+    from os import getcwd
+    from os.path import dirname, realpath
+
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = getcwd() if sys.argv[2] == "-m" else dirname(realpath(sys.argv[2]))
+
+import builtins
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import runpy
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+READY = "ready"
+_NICENESS = 10
+_PIECE_BYTES = 1 << 16
+_CAP_SYS_NICE = 23
+_OOM_SCORE, _FIRST_TO_GO = "/proc/self/oom_score_adj", "1000"
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        command = sys.argv[2:]
+        # It is no rank yet: the flight recorder, which starts with an import of fleet_train, leaves it alone.
+        sys.orig_argv = [sys.executable, "-m", "fleet_train.launch.spare"]
+        oom_score = _read(_OOM_SCORE)
+        _write(_OOM_SCORE, _FIRST_TO_GO)
+        with _low_priority():
+            asked = json.loads(_line(link))
+            problem = imported(asked["modules"], {link.fileno()}) or set_before_import(asked["environment"])
+        link.sendall(f"{problem or READY}\n".encode())
+        if problem:
+            return
+        log, changes = _start(link)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    _write(_OOM_SCORE, oom_score)
+    become(command, json.loads(changes))
+
+
+def imported(modules: Mapping[str, str], known: set[int]) -> str:
+    """Import them, by name with the file that each is expected in; returns why this process cannot become a rank, or
+    nothing. ``known``: its open descriptors of sockets.
+
+    A module that cannot be imported is left to the script, which then shows the error.
+    """
+    for name, file in modules.items():
+        if name in sys.modules:
+            continue
+        with contextlib.suppress(BaseException):
+            importlib.import_module(name)
+        if name in sys.modules and (getattr(sys.modules[name], "__file__", None) or "") != file:
+            return f"{name} is in another file than in the rank"
+        if _sockets() - known:
+            return f"the import of {name} opens a connection or a port"
+        if has_context():
+            return f"the import of {name} touches a GPU"
+    return ""
+
+
+def set_before_import(environment: Mapping[str, str]) -> str:
+    """Why a variable that libraries read when they are loaded is not what it was in the rank: its script has set it,
+    maybe before its imports. Nothing if all are the same."""
+    from fleet_train.cluster.loaded import read_at_import
+
+    here = read_at_import()
+    different = sorted(name for name in here.keys() | environment.keys() if here.get(name) != environment.get(name))
+    return f"the script sets {', '.join(different)}, which is read by an import" if different else ""
+
+
+def _sockets() -> set[int]:
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                found.add(int(descriptor))
+    return found
+
+
+def has_context(load: Any = ctypes.CDLL) -> bool:
+    """Whether this process has a CUDA context on some device: it would take memory there while it waits."""
+    try:
+        cuda = load("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nothing has loaded it
+        return False
+    count = ctypes.c_int()
+    if cuda.cuDeviceGetCount(ctypes.byref(count)):  # the driver is not initialised
+        return False
+    for ordinal in range(count.value):
+        device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+            continue
+        if not cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) and active.value:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _low_priority() -> Any:
+    """Training goes on meanwhile. Only where the priority can be taken back: by a rank of a container it cannot."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    effective = next((line.split()[1] for line in _read("/proc/self/status").splitlines() if "CapEff" in line), "0")
+    if not int(effective, 16) >> _CAP_SYS_NICE & 1 or niceness >= _NICENESS:
+        yield
+        return
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    try:
+        yield
+    finally:
+        for thread in os.listdir("/proc/self/task"):  # libraries have started some, with the priority of this one
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+
+
+def _start(link: socket.socket) -> tuple[int, str]:
+    """The descriptor of the rank's log, and what it is to be; ends this process with the launcher."""
+    first, descriptors, *_ = socket.recv_fds(link, 1, 1)
+    if not first or not descriptors:
+        raise SystemExit(0)
+    return descriptors[0], _line(link)
+
+
+def _line(link: socket.socket) -> str:
+    text = b""
+    while not text.endswith(b"\n"):
+        piece = link.recv(_PIECE_BYTES)
+        if not piece:
+            raise SystemExit(0)
+        text += piece
+    return text.decode()
+
+
+def become(command: Sequence[str], changes: Mapping[str, str | None]) -> None:
+    """Be the process of this command (``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``), with these changes of the
+    environment (None: not set)."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    is_module = command[0] == "-m"
+    sys.orig_argv = [sys.executable, "-u", *command]
+    sys.argv = [*command[1:]] if is_module else [*command]
+    from fleet_train.cluster.flight.ring import start_under_a_launcher
+
+    start_under_a_launcher()
+    ours, sys.modules["__main__"] = sys.modules["__main__"], _main_module(None if is_module else command[0])
+    try:
+        if is_module:
+            runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
+        else:
+            with io.open_code(command[0]) as file:
+                code = compile(file.read(), command[0], "exec", dont_inherit=True)
+            exec(code, sys.modules["__main__"].__dict__)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        _end(error)
+    finally:
+        del ours  # kept until here: this code is its
+
+
+def _main_module(script: str | None) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
+    if script is not None:
+        main.__file__, main.__cached__ = script, None  # type: ignore[attr-defined]
+        main.__loader__ = SourceFileLoader("__main__", script)
+        main.__annotations__ = {}
+    return main
+
+
+def _end(error: BaseException) -> None:
+    """As the interpreter ends with an exception, without this file's lines in the traceback."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+    sys.audit("sys.excepthook", sys.excepthook, type(error), error, traceback)
+    sys.excepthook(type(error), error, traceback)
+    raise SystemExit(1)
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path) as file:
+        return file.read()
+    return ""
+
+
+def _write(path: str, text: str) -> None:
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()
