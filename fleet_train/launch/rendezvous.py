@@ -25,7 +25,7 @@ from fleet_train.log import logger
 GROUP = "node"
 _STOP = "launch/stop"
 _ZERO = "launch/zero"  # when all launchers had joined, on the store's clock
-_ENDS = "launch/ends/"
+_ENDS, _OVER = "launch/ends/", "launch/over/"
 # Up to this many nodes, the results of all ranks are read.
 _MOST_READ = 32
 
@@ -200,6 +200,17 @@ class Rendezvous:
         """Its process ended with 0: ranks that wait for it in ``fleet.init`` learn that it will not connect."""
         with suppress(FleetTrainError):
             self.client.ended("rank", rank)
+
+    def report_ranks_over(self) -> None:
+        """All processes of this node's ranks have ended, and some have failed."""
+        with suppress(FleetTrainError):
+            self.client.set(f"{_OVER}{self.node.index}", True)
+
+    def all_ranks_are_over(self) -> bool:
+        """Whether that is so on every node; False if the store does not answer."""
+        with suppress(FleetTrainError):
+            return len(self.client.keys(_OVER)) == len(self.node.addresses)
+        return False
 
     def ranks_have_joined(self) -> bool:
         """Whether all ranks have called ``fleet.init``; True if the store does not answer."""

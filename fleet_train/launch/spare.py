@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 READY = "ready"
-_NICENESS = 10
+_NICENESS = 5
 _PIECE_BYTES = 1 << 16
 _CAP_SYS_NICE = 23
 _OOM_SCORE, _FIRST_TO_GO = "/proc/self/oom_score_adj", "1000"
@@ -51,14 +51,15 @@ def main() -> None:
             asked = json.loads(_line(link))
             problem = imported(asked["modules"], {link.fileno()}) or set_before_import(asked["environment"])
         link.sendall(f"{problem or READY}\n".encode())
-        if problem:
-            return
         log, changes = _start(link)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     _write(_OOM_SCORE, oom_score)
-    become(command, json.loads(changes))
+    set_variables(json.loads(changes))
+    if problem:  # it was not known yet when the launcher took this process
+        os.execv(sys.executable, [sys.executable, "-u", *command])
+    become(command)
 
 
 def imported(modules: Mapping[str, str], known: set[int]) -> str:
@@ -153,14 +154,17 @@ def _line(link: socket.socket) -> str:
     return text.decode()
 
 
-def become(command: Sequence[str], changes: Mapping[str, str | None]) -> None:
-    """Be the process of this command (``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``), with these changes of the
-    environment (None: not set)."""
+def set_variables(changes: Mapping[str, str | None]) -> None:
+    """Change the environment; None: the variable is not set any more."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def become(command: Sequence[str]) -> None:
+    """Be the process of this command: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``."""
     is_module = command[0] == "-m"
     sys.orig_argv = [sys.executable, "-u", *command]
     sys.argv = [*command[1:]] if is_module else [*command]

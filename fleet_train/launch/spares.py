@@ -46,6 +46,20 @@ class _Spare:
     began_at: float = field(default_factory=time.monotonic)
     is_ready: bool = False
     answer: bytes = b""
+    has_closed: bool = False
+
+    def hear(self) -> str:
+        """What it has answered, once that is whole."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            piece = self.link.recv(1 << 12)
+            self.has_closed = not piece
+            self.answer += piece
+        answer, end, _ = self.answer.decode(errors="replace").partition("\n")
+        return answer if end else ""
+
+    def why_hanging(self) -> str:
+        is_late = time.monotonic() > self.began_at + _IMPORTS_SECONDS
+        return f"its imports take longer than {_IMPORTS_SECONDS:g} s" if is_late else ""
 
     def end(self) -> None:
         self.link.close()
@@ -66,6 +80,8 @@ class Spares:
         self._command = list(command)
         self._script = None if is_module else Path(command[command.index("-u") + 1])
         self._waiting: dict[int, _Spare] = {}
+        self._late: _Spare | None = None
+        """One that was taken while it still imported."""
         self._loaded: Path | None = None
         self._environ_of: Callable[[int], Mapping[str, str]] = lambda _: {}
         self._processes = 0
@@ -80,6 +96,7 @@ class Spares:
     def watch(self, processes: int, environ_of: Callable[[int], Mapping[str, str]], loaded: Path) -> None:
         """At the start of an attempt, with the environment of each local rank and the file that the first one writes
         once it trains."""
+        self._let_go()
         self._processes, self._environ_of, self._loaded, self._failed = processes, environ_of, loaded, False
         with contextlib.suppress(OSError):
             loaded.unlink(missing_ok=True)
@@ -92,6 +109,8 @@ class Spares:
         """Called a few times a second while ranks run: start the next spare, or hear from the one that imports."""
         if self._wanted == OFF or self._failed or self._loaded is None:
             return
+        if self._late is not None:
+            self._hear_late(self._late)
         importing = next((each for each in self._waiting.values() if not each.is_ready), None)
         if importing is not None:
             self._hear(importing)
@@ -99,8 +118,8 @@ class Spares:
             self._start_next()
         elif self._waiting and not self._said:
             self._said = (
-                f"{counted(len(self._waiting), 'spare process')} of {self._size / _MEGABYTE:.0f} MB "
-                f"{'waits' if len(self._waiting) == 1 else 'wait'} to go on after a failure (--spares 0: none)"
+                f"after a failure {counted(len(self._waiting), 'rank')} will go on in spare processes of "
+                f"{self._size / _MEGABYTE:.0f} MB (--spares 0: none)"
             )
             logger.info(self._said)
 
@@ -114,7 +133,10 @@ class Spares:
             logger.info(f"local rank {local} starts in a new process: {problem}")
             taken.end()
             return None
-        taken.link.close()
+        if taken.is_ready:
+            taken.link.close()
+        else:
+            self._late = taken
         return taken.process
 
     def drop_others(self) -> None:
@@ -123,7 +145,9 @@ class Spares:
             each.end()
         self._waiting.clear()
 
-    close = drop_others
+    def close(self) -> None:
+        self._let_go()
+        self.drop_others()
 
     def _start_next(self) -> None:
         assert self._loaded is not None
@@ -169,19 +193,30 @@ class Spares:
         return new
 
     def _hear(self, importing: _Spare) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            importing.answer += importing.link.recv(1 << 12)
-        answer, end, _ = importing.answer.decode(errors="replace").partition("\n")
-        if end and answer == spare.READY:
+        answer = importing.hear()
+        if answer == spare.READY:
             importing.is_ready = True
             self._size = max(self._size, _size_of(importing.process.pid))
             return
-        is_late = time.monotonic() > importing.began_at + _IMPORTS_SECONDS
-        problem = answer if end else _how_it_ended(importing.process) or ("its imports hang" if is_late else "")
-        if problem:
+        if problem := answer or _how_it_ended(importing.process) or importing.why_hanging():
             self._waiting = {local: each for local, each in self._waiting.items() if each is not importing}
             importing.end()
             self._give_up(problem)
+
+    def _hear_late(self, late: _Spare) -> None:
+        """It is a rank's process by now, which others reap: it goes on without us, but must not hang unnoticed."""
+        if late.hear() or late.has_closed:
+            self._let_go()
+        elif why := late.why_hanging():
+            self._give_up(why)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(late.process.pid, signal.SIGKILL)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._late is not None:
+            self._late.link.close()
+            self._late = None
 
     def _give_up(self, why: str) -> None:
         """Until the next attempt."""
@@ -194,8 +229,6 @@ class Spares:
     def _why_not(self, taken: _Spare, environ: Mapping[str, str]) -> str:
         if ended := _how_it_ended(taken.process):
             return ended
-        if not taken.is_ready:
-            return "its spare is still importing"
         if taken.script != self._stamp():
             return "the script has been changed since its spare was started"
         names = taken.environ.keys() | environ.keys()
@@ -212,6 +245,7 @@ class Spares:
         try:
             socket.send_fds(taken.link, [b"!"], [log.fileno()])
             taken.link.sendall(f"{json.dumps(changes)}\n".encode())
+            taken.link.setblocking(False)
         except OSError as error:
             return f"its spare does not answer ({error})"
         return ""

@@ -203,6 +203,7 @@ class Monitor:
         self._failed_at: float | None = None
         self._in_store: list[FailureReport] = []
         self._finished: set[int] = set()
+        self._has_told_end = False
 
     def watch(self) -> Verdict:
         while (verdict := self.look()) is None:
@@ -259,12 +260,22 @@ class Monitor:
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
-        if self._clock() < self._failed_at + _patience(root_cause, is_here=root_cause.rank in node.ranks):
+        is_here = root_cause.rank in node.ranks
+        if self._clock() < self._failed_at + _patience(root_cause, is_here=is_here) and not self._all_over(ends):
             return None
         if root_cause.rank in node.ranks:
             return Verdict(EndCause.RANK_FAILED, root_cause=root_cause)
         assert root_cause.report is not None
         return Verdict(EndCause.REPORTED, root_cause.report.to_json())
+
+    def _all_over(self, ends: list[WorkerResult]) -> bool:
+        """Whether no rank of the job is left to wait for; the other nodes learn it of those of this one."""
+        if len(ends) < self.ranks.node.processes:
+            return False
+        if not self._has_told_end:
+            self._has_told_end = True
+            self.rendezvous.report_ranks_over()
+        return self.rendezvous.all_ranks_are_over()
 
     def _ask_store(self) -> Verdict | None:
         try:
