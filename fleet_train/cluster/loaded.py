@@ -50,11 +50,11 @@ def note_imports(on_each_run: Callable[[Callable[[Any, Any], None]], None], trai
         on_each_run(on_run)
 
 
-def read_at_import() -> dict[str, str]:
+def read_at_import(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Name -> digest of the value, of the variables that libraries read when they are loaded."""
     return {
         name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
-        for name, value in os.environ.items()
+        for name, value in environ.items()
         if name.startswith(tuple(_READ_AT_IMPORT)) and name != _EACH_RANKS_OWN
     }
 

@@ -28,6 +28,7 @@ import json
 import os
 import runpy
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
@@ -35,7 +36,7 @@ from typing import Any
 
 READY = "ready"
 _NICENESS = 5
-_PIECE_BYTES = 1 << 16
+_LENGTH = struct.Struct("!Q")
 _CAP_SYS_NICE = 23
 _OOM_SCORE, _FIRST_TO_GO = "/proc/self/oom_score_adj", "1000"
 
@@ -48,7 +49,7 @@ def main() -> None:
         oom_score = _read(_OOM_SCORE)
         _write(_OOM_SCORE, _FIRST_TO_GO)
         with _low_priority():
-            asked = json.loads(_line(link))
+            asked = _message(link)
             problem = imported(asked["modules"], {link.fileno()}) or set_before_import(asked["environment"])
         link.sendall(f"{problem or READY}\n".encode())
         log, changes = _start(link)
@@ -56,7 +57,7 @@ def main() -> None:
     os.dup2(log, 2)
     os.close(log)
     _write(_OOM_SCORE, oom_score)
-    set_variables(json.loads(changes))
+    set_variables(changes)
     if problem:  # it was not known yet when the launcher took this process
         os.execv(sys.executable, [sys.executable, "-u", *command])
     become(command)
@@ -136,22 +137,34 @@ def _low_priority() -> Any:
                 os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
-def _start(link: socket.socket) -> tuple[int, str]:
+def _start(link: socket.socket) -> tuple[int, Any]:
     """The descriptor of the rank's log, and what it is to be; ends this process with the launcher."""
     first, descriptors, *_ = socket.recv_fds(link, 1, 1)
     if not first or not descriptors:
         raise SystemExit(0)
-    return descriptors[0], _line(link)
+    return descriptors[0], _message(link)
 
 
-def _line(link: socket.socket) -> str:
-    text = b""
-    while not text.endswith(b"\n"):
-        piece = link.recv(_PIECE_BYTES)
+def framed(message: Any) -> bytes:
+    """The bytes of a JSON value, with their number in front."""
+    text = json.dumps(message).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+def _message(link: socket.socket) -> Any:
+    """What was sent as `framed`, and nothing behind it; ends this process with the launcher."""
+    (length,) = _LENGTH.unpack(_received(link, _LENGTH.size))
+    return json.loads(_received(link, length))
+
+
+def _received(link: socket.socket, length: int) -> bytes:
+    whole = bytearray()
+    while len(whole) < length:
+        piece = link.recv(length - len(whole))
         if not piece:
             raise SystemExit(0)
-        text += piece
-    return text.decode()
+        whole += piece
+    return bytes(whole)
 
 
 def set_variables(changes: Mapping[str, str | None]) -> None:
@@ -166,18 +179,19 @@ def set_variables(changes: Mapping[str, str | None]) -> None:
 def become(command: Sequence[str]) -> None:
     """Be the process of this command: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``."""
     is_module = command[0] == "-m"
+    script = None if is_module else os.path.join(os.getcwd(), command[0])
     sys.orig_argv = [sys.executable, "-u", *command]
     sys.argv = [*command[1:]] if is_module else [*command]
     from fleet_train.cluster.flight.ring import start_under_a_launcher
 
     start_under_a_launcher()
-    ours, sys.modules["__main__"] = sys.modules["__main__"], _main_module(None if is_module else command[0])
+    ours, sys.modules["__main__"] = sys.modules["__main__"], _main_module(script)
     try:
-        if is_module:
+        if script is None:
             runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
         else:
-            with io.open_code(command[0]) as file:
-                code = compile(file.read(), command[0], "exec", dont_inherit=True)
+            with io.open_code(script) as file:
+                code = compile(file.read(), script, "exec", dont_inherit=True)
             exec(code, sys.modules["__main__"].__dict__)
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -190,10 +204,10 @@ def become(command: Sequence[str]) -> None:
 def _main_module(script: str | None) -> ModuleType:
     main = ModuleType("__main__")
     main.__builtins__ = builtins  # type: ignore[attr-defined]
+    main.__annotations__ = {}
     if script is not None:
         main.__file__, main.__cached__ = script, None  # type: ignore[attr-defined]
         main.__loader__ = SourceFileLoader("__main__", script)
-        main.__annotations__ = {}
     return main
 
 

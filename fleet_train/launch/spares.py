@@ -7,7 +7,6 @@ priority; it has opened no connection and touched no device (`spare` is its prog
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -188,7 +187,7 @@ class Spares:
         ours.settimeout(_ANSWER_SECONDS)
         new = _Spare(process, ours, environ, self._stamp())
         with contextlib.suppress(OSError):  # it has ended: that is heard
-            ours.sendall(f"{json.dumps(loaded)}\n".encode())
+            ours.sendall(spare.framed(loaded))
         ours.setblocking(False)
         return new
 
@@ -244,7 +243,7 @@ class Spares:
         taken.link.settimeout(_ANSWER_SECONDS)
         try:
             socket.send_fds(taken.link, [b"!"], [log.fileno()])
-            taken.link.sendall(f"{json.dumps(changes)}\n".encode())
+            taken.link.sendall(spare.framed(changes))
             taken.link.setblocking(False)
         except OSError as error:
             return f"its spare does not answer ({error})"

@@ -260,8 +260,9 @@ class Monitor:
         is_missed = root_cause.report is not None and not root_cause.report.is_own
         if self.stop.is_announced and (root_cause.secondary or is_missed):
             return None  # other ranks report ranks that have stopped as missing
-        is_here = root_cause.rank in node.ranks
-        if self._clock() < self._failed_at + _patience(root_cause, is_here=is_here) and not self._all_over(ends):
+        is_here, all_over = root_cause.rank in node.ranks, self._all_over(ends)
+        patience = 0.0 if is_here and all_over else _patience(root_cause, is_here=is_here)
+        if self._clock() < self._failed_at + patience:
             return None
         if root_cause.rank in node.ranks:
             return Verdict(EndCause.RANK_FAILED, root_cause=root_cause)

@@ -41,6 +41,7 @@ class World:
     waiting_nodes: str | None = None
     finished: list[int] = field(default_factory=list)
     stopping: Stopping = field(default_factory=Stopping)
+    over: set[int] = field(default_factory=set)
 
     def ask_to_stop(self) -> None: ...
 
@@ -57,6 +58,12 @@ class World:
         if self.store_is_lost:
             raise WorkerFailed("vanished")
         return self.word, self.reports
+
+    def report_ranks_over(self) -> None:
+        self.over.add(self.node.index)
+
+    def all_ranks_are_over(self) -> bool:
+        return len(self.over) == len(self.node.addresses)
 
     def report_finished(self, rank: int) -> None:
         self.finished.append(rank)

@@ -225,4 +225,7 @@ def test_restarts_are_counted_and_pauses_are_short() -> None:
     assert why_not_again(failed(signal=9), [LOST] * 3, 3, THREE) == "all restarts are used up (--max_restarts=3)"
     assert why_not_again(failed(signal=9), [], 0, FaultPolicy()) == ""
     assert why_not_again(RunResult(Kind.FAILED, 130, "stopped by Ctrl-C", final=True), [], 0, THREE) == ""
-    assert [pause_seconds(restart) for restart in (1, 2, 3, 4, 5, 30)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    in_vain, trained = RunResult(Kind.FAILED, 1), RunResult(Kind.FAILED, 1, has_trained=True)
+    assert [pause_seconds([in_vain] * count) for count in (1, 2, 3, 4, 5, 30)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    assert [pause_seconds([*[in_vain] * count, trained]) for count in (0, 5)] == [0.0, 0.0]
+    assert pause_seconds([in_vain, in_vain, trained, in_vain]) == 1.0  # since it last trained
