@@ -1,0 +1,140 @@
+"""Spare processes in real jobs: ranks go on in them, and train and end as new processes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import psutil
+import pytest
+
+from tests.integration.launch.conftest import Bench, send
+from tests.support.processes import Started
+
+SCRIPT = """
+import os, sys, time
+{before}
+import numpy as np
+import paddle
+from paddle import nn, static
+from fleet_train import fleet
+from of_my_own import samples
+
+paddle.enable_static()
+paddle.seed(5)
+fleet.init()
+rank, attempt = fleet.worker_index(), int(os.environ["FLEET_TRAIN_ATTEMPT"])
+x = static.data("x", [None, 8])
+loss = (nn.functional.dropout(nn.Linear(8, 8)(x)) ** 2).mean()
+fleet.distributed_optimizer(paddle.optimizer.Adam(0.1)).minimize(loss)
+exe = static.Executor()
+exe.run(static.default_startup_program())
+for step in range(6):
+    if step == 3 and rank == 1 and attempt < int(sys.argv[1]):
+        time.sleep(600)
+    if step == 4 and rank == 1 and sys.argv[2:] == ["raises"]:
+        raise ValueError("as a script does")
+    (value,) = exe.run(feed={{"x": samples(step, rank)}}, fetch_list=[loss])
+    print(rank, step, value.tobytes().hex(), sys.argv, __name__, flush=True)
+"""
+OWN = """
+import numpy as np
+def samples(step, rank):
+    return np.random.default_rng([step, rank]).standard_normal((4, 8)).astype("float32")
+"""
+WAITS = "after a failure 2 ranks will go on in spare processes"
+
+
+def start(bench: Bench, *arguments: str, flags: tuple[str, ...] = (), before: str = "", job: str = "") -> Started:
+    script = bench.folder / "train.py"
+    script.write_text(SCRIPT.format(before=before))
+    (bench.folder / "of_my_own.py").write_text(OWN)
+    flags = ("--nproc_per_node=2", "--max_restarts=3", *flags)
+    return bench.start(script, *arguments, flags=flags, job=job)
+
+
+def children(launcher: Started) -> dict[int, str]:
+    below = psutil.Process(launcher.process.pid).children(recursive=True)
+    return {each.pid: " ".join(each.cmdline()) for each in below}
+
+
+def spares_of(launcher: Started) -> set[int]:
+    return {pid for pid, command in children(launcher).items() if "launch/spare.py" in command}
+
+
+def pid_of(bench: Bench, rank: int) -> int:
+    """Of its process in this attempt; 0 until it is known."""
+    return int(json.loads(bench.log(f"node0/log/workerend.{rank}.json") or '{"pid": 0}')["pid"])
+
+
+def printed(bench: Bench, rank: int) -> list[str]:
+    return re.findall(rf"^{rank} \d .*$", bench.log(f"node0/log/workerlog.{rank}"), re.MULTILINE)
+
+
+def kill_rank_1(bench: Bench, launcher: Started, attempt: int) -> None:
+    """Once both ranks have a spare; they go on in these in this attempt."""
+    bench.wait_for(lambda: len(spares_of(launcher)) == 2, "two spares", 60.0)
+    waiting, killed = spares_of(launcher), pid_of(bench, 1)
+    assert killed not in waiting
+    os.kill(killed, signal.SIGKILL)
+    bench.wait_for(lambda: f"log; attempt {attempt}" in launcher.output, "a restart")
+    bench.wait_for(lambda: {pid_of(bench, 0), pid_of(bench, 1)} <= waiting, "ranks in spares")
+    assert f"restart {attempt} of 3 now" in launcher.output
+
+
+def test_ranks_go_on_in_spares_with_the_same_bits_and_leave_nothing_behind(bench: Bench) -> None:
+    undisturbed = start(bench, "0")
+    assert undisturbed.process.wait(timeout=90) == 0, undisturbed.output
+    expected = [printed(bench, rank) for rank in (0, 1)]
+    assert [len(lines) for lines in expected] == [6, 6]
+    launcher = start(bench, "2", job=" with faults")
+    bench.wait_for(lambda: WAITS in launcher.output, "spares that wait", 60.0)
+    kill_rank_1(bench, launcher, 1)
+    kill_rank_1(bench, launcher, 2)
+    assert launcher.process.wait(timeout=90) == 0, launcher.output
+    for rank, lines in enumerate(expected):
+        assert printed(bench, rank) == [line.replace("'0']", "'2']") for line in lines]
+    bench.no_orphans_within(10.0)
+
+
+def test_an_error_in_a_spare_is_shown_as_in_a_new_process(bench: Bench) -> None:
+    launcher = start(bench, "1", "raises")
+    bench.wait_for(lambda: WAITS in launcher.output, "spares that wait", 90.0)
+    os.kill(pid_of(bench, 1), signal.SIGKILL)
+    assert launcher.process.wait(timeout=120) == 1, launcher.output
+    assert "rank 1" in launcher.output
+    assert "ValueError: as a script does" in launcher.output
+    shown = bench.log("node0/log/workerlog.1.attempt1")
+    trace = shown[shown.index("Traceback (most recent call last):") :]
+    assert trace.splitlines()[1].strip().startswith(f'File "{bench.folder / "train.py"}", line '), trace
+    assert "it failed twice in the same way" in launcher.output
+    bench.no_orphans_within(10.0)
+
+
+@pytest.mark.long
+def test_a_script_that_sets_what_paddle_reads_at_its_import_starts_anew_and_trains_alike(bench: Bench) -> None:
+    sets = 'os.environ["FLAGS_cudnn_deterministic"] = "1"'
+    launcher = start(bench, "1", before=sets)
+    bench.wait_for(lambda: "no more spare processes" in launcher.output, "that there are none", 90.0)
+    assert "the script sets FLAGS_cudnn_deterministic, which is read by an import" in launcher.output
+    assert not spares_of(launcher)
+    os.kill(pid_of(bench, 1), signal.SIGKILL)
+    assert launcher.process.wait(timeout=90) == 0, launcher.output
+    assert len(printed(bench, 0)) == 6
+
+
+@pytest.mark.long
+def test_without_spares_there_is_none_and_ctrl_c_leaves_none(bench: Bench) -> None:
+    launcher = start(bench, "1", flags=("--spares=0",))
+    bench.wait_for(lambda: len(printed(bench, 0)) == 3, "three steps", 90.0)
+    bench.wait_for(lambda: (bench.folder / "node0/log/imports.json").exists(), "the list of imports")
+    assert not spares_of(launcher)
+    os.kill(pid_of(bench, 1), signal.SIGKILL)
+    assert launcher.process.wait(timeout=90) == 0, launcher.output
+    again = start(bench, "3", job=" stopped")
+    bench.wait_for(lambda: WAITS in again.output, "spares that wait", 90.0)
+    send(again, signal.SIGINT)
+    again.process.wait(timeout=60)
+    bench.no_orphans_within(10.0)
