@@ -30,6 +30,7 @@ MODULES = {
     "prediction": ("labs:prediction", "What recommend predicts, beside what its trials take. Root."),
     "doctor": ("labs:doctor_alarms", "False alarms of the doctor on emulated machines without a fault. Root."),
     "control-plane": ("control_plane", "What gates, joining, strangers and lost relays cost, 32 to 10,000 ranks."),
+    "restart": ("restart", "From kill -9 of a rank to the next new step, beside torchrun and Ray Train."),
     "sharding": (
         "sharding",
         "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",

@@ -22,6 +22,8 @@ from fleet_train.files import publish, read_regular
 
 LOADED = "FLEET_TRAIN_LOADED"
 """The variable with the name of that file."""
+IMPORTS = "imports.json"
+"""Its name in a job's log folder."""
 _MOST_BYTES = 4 << 20
 # Libraries read these when they are loaded: a later change has no effect on them.
 _READ_AT_IMPORT = (

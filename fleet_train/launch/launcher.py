@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight.witness import write_job
+from fleet_train.cluster.flight.witness import job_of_logs, write_job
+from fleet_train.cluster.loaded import IMPORTS
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
 from fleet_train.launch.events import (
@@ -182,7 +183,9 @@ class Launcher:
             case Lead(term):
                 self._membership.lead(term)
                 return Connected(time.monotonic())
-            case Look():
+            case Look(ready):
+                if ready is not None and self._job.result is None:
+                    self._prepare_spares()
                 return self._look(action)
             case Run(attempt):
                 attempt, result = self._run_one(attempt)
@@ -201,6 +204,20 @@ class Launcher:
             return StoreSeen(time.monotonic(), **seen)
         except FleetTrainError:
             return StoreSeen(time.monotonic(), lost=True)
+
+    def _prepare_spares(self) -> None:
+        """Before a node that comes back says that it is ready, and the others stop their ranks for it: it has a part in
+        the job's next attempt, and finds in its logs what ranks of an earlier one had imported."""
+        launch = self._launch
+        for folder in (launch.log_dir, launch.log_dir / launch.node.address):
+            if job_of_logs(folder) == launch.access.job:
+                there = replace(launch, log_dir=folder)
+                environ = there.environ_of("", 0, "", self._environ)
+                self._spares.prepare(
+                    launch.node.processes,
+                    lambda local, there=there, environ=environ: {**environ, **there.variables_of(local)},
+                    folder / IMPORTS,
+                )
 
     # one attempt
 

@@ -74,11 +74,6 @@ class LogFolder:
                 elif log.exists():
                     log.replace(log.with_name(f"{log.name}.attempt{self._attempt - 1}"))
 
-    @property
-    def loaded(self) -> Path:
-        """What the node's first rank has imported; it writes this once it trains."""
-        return self._folder / "imports.json"
-
     def file(self, local_rank: int) -> Path:
         return self._folder / log_name(local_rank)
 

@@ -22,6 +22,7 @@ from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.environment import SETTINGS, is_strict
+from fleet_train.cluster.loaded import IMPORTS, LOADED
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.started import Started
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
@@ -77,7 +78,8 @@ class Launch:
             assert self.visible_gpus is not None
             gpu = self.visible_gpus.index(node.devices[local])
         variables = variables_of_rank(node.cluster(node.ranks[local]), gpu)
-        return variables | {"PADDLE_LOG_DIR": str(self.log_dir)}
+        loaded = {} if local else {LOADED: str(self.log_dir / IMPORTS)}
+        return variables | {"PADDLE_LOG_DIR": str(self.log_dir)} | loaded
 
     def command(self) -> list[str]:
         """The command of every rank."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fleet_train import timeouts
 from fleet_train.cluster.installed import available_memory
 from fleet_train.cluster.loaded import read_loaded
 from fleet_train.launch import spare
@@ -99,6 +100,19 @@ class Spares:
         self._processes, self._environ_of, self._loaded, self._failed = processes, environ_of, loaded, False
         with contextlib.suppress(OSError):
             loaded.unlink(missing_ok=True)
+
+    def prepare(self, processes: int, environ_of: Callable[[int], Mapping[str, str]], loaded: Path) -> None:
+        """Start them, and wait until they are ready, on a node that comes back to a running job: the others go on
+        meanwhile. ``loaded``: of an earlier attempt."""
+        if self._wanted == OFF or read_loaded(loaded) is None:
+            return
+        self._processes, self._environ_of, self._loaded = processes, environ_of, loaded
+        until = time.monotonic() + _IMPORTS_SECONDS
+        while not self._failed and time.monotonic() < until:
+            self.tick()
+            if len(self._waiting) == processes and all(each.is_ready for each in self._waiting.values()):
+                break
+            time.sleep(timeouts.WATCH_TICK_SECONDS)
 
     def has_trained(self) -> bool:
         """Whether a rank of this node has trained in this attempt."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import merged
-from fleet_train.cluster.loaded import LOADED
+from fleet_train.cluster.loaded import IMPORTS
 from fleet_train.cluster.network import connections_at
 from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
 from fleet_train.launch.attempts import Kind, RunResult
@@ -106,7 +106,7 @@ class WorkerGroup:
     def _start(self) -> None:
         """This process starts nothing but ranks: what they start ends with them."""
         adopt_orphans()
-        self.spares.watch(self.launch.node.processes, self._environ_of, self.logs.loaded)
+        self.spares.watch(self.launch.node.processes, self._environ_of, self.launch.log_dir / IMPORTS)
         try:
             self.ranks.start()
         except OSError as error:
@@ -116,8 +116,7 @@ class WorkerGroup:
         return self.logs.start_rank(local, self.launch.command(), self._environ_of(local), self.spares.take)
 
     def _environ_of(self, local: int) -> dict[str, str]:
-        loaded = {} if local else {LOADED: str(self.logs.loaded)}
-        return {**self.environ, **self.launch.variables_of(local), **loaded}
+        return {**self.environ, **self.launch.variables_of(local)}
 
     def _wait(self, seconds: float) -> None:
         if self.follower is not None:

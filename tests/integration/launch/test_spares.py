@@ -65,9 +65,9 @@ def spares_of(launcher: Started) -> set[int]:
     return {pid for pid, command in children(launcher).items() if "launch/spare.py" in command}
 
 
-def pid_of(bench: Bench, rank: int) -> int:
+def pid_of(bench: Bench, local: int, node: int = 0) -> int:
     """Of its process in this attempt; 0 until it is known."""
-    return int(json.loads(bench.log(f"node0/log/workerend.{rank}.json") or '{"pid": 0}')["pid"])
+    return int(json.loads(bench.log(f"node{node}/log/workerend.{local}.json") or '{"pid": 0}')["pid"])
 
 
 def printed(bench: Bench, rank: int) -> list[str]:
@@ -138,4 +138,47 @@ def test_without_spares_there_is_none_and_ctrl_c_leaves_none(bench: Bench) -> No
     bench.wait_for(lambda: WAITS in again.output, "spares that wait", 90.0)
     send(again, signal.SIGINT)
     again.process.wait(timeout=60)
+    bench.no_orphans_within(10.0)
+
+
+UNTIL_TOLD = """
+import sys, time
+from pathlib import Path
+import numpy as np
+import paddle
+from paddle import nn, static
+from fleet_train import fleet
+
+paddle.enable_static()
+fleet.init()
+x = static.data("x", [None, 8])
+loss = (nn.Linear(8, 8)(x) ** 2).mean()
+fleet.distributed_optimizer(paddle.optimizer.SGD(0.1)).minimize(loss)
+exe = static.Executor()
+exe.run(static.default_startup_program())
+while not fleet.gather(Path(sys.argv[1]).exists())[0]:
+    exe.run(feed={"x": np.ones((4, 8), "float32")}, fetch_list=[])
+    print("a step", fleet.worker_num(), flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.long
+def test_a_node_that_comes_back_imports_before_the_others_stop_for_it(bench: Bench) -> None:
+    flags = ["--max_restarts=5", "--min_nodes=1", "--rejoin_timeout=1", "--lost_node_timeout=5"]
+    told = str(bench.folder / "told")
+    first, second = bench.start_two(UNTIL_TOLD, told, flags=flags)
+    for node, launcher in enumerate((first, second)):
+        bench.wait_for_output("a step 2", f"node{node}/log/workerlog.0")
+        bench.wait_for(lambda of=launcher: WAITS.replace("2 ranks", "1 rank") in of.output, "a spare", 60.0)
+    second.process.kill()
+    bench.wait_for_output("a step 1", "node0/log/workerlog.0")
+    again = bench.start(UNTIL_TOLD, told, flags=flags, node=1, job=" again")
+    bench.wait_for(lambda: bool(spares_of(again)), "a spare before the node is part of the job", 60.0)
+    waiting = spares_of(again)
+    bench.wait_for(lambda: "can join again" in first.output, "the node joins", 60.0)
+    bench.wait_for(lambda: pid_of(bench, 0, node=1) in waiting, "its rank in its spare", 60.0)
+    bench.wait_for_output("a step 2", "node1/log/workerlog.0")
+    (bench.folder / "told").touch()
+    assert first.process.wait(timeout=60) == again.process.wait(timeout=60) == 0, first.output + again.output
     bench.no_orphans_within(10.0)
