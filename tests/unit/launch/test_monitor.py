@@ -160,6 +160,17 @@ def test_a_rank_that_is_reported_is_the_root_cause_soon(world: World, root_cause
     assert judged(world, monitor, root_cause_at) == (EndCause.RANK_FAILED, 1)
 
 
+def test_nobody_is_waited_for_once_all_ranks_of_all_nodes_have_ended() -> None:
+    ended = {0: end(0, 1.0, code=11), 1: end(1, 0.8, killed=9)}
+    for others_are_over, verdict in ((False, None), (True, (EndCause.RANK_FAILED, 1))):
+        world = World(reports=[missed(1, 0.9)], ended=dict(ended), over={1} if others_are_over else set())
+        assert judged(world, monitored(world), 1.0) == verdict
+        assert 0 in world.over  # and the other node waits no longer for this one
+    world = World(reports=[missed(1, 0.9)], ended={1: ended[1]}, over={1})
+    assert judged(world, monitored(world), 1.0) is None  # rank 0 still has a line to print
+    assert 0 not in world.over
+
+
 LINK = FailureReport(NO_RANK, 1, "link", "...", "step 4: all ranks are alive", 11, (), 0.9)
 OF_NO_RANK = {"exit_code": 11, "no_root_cause": True}
 
