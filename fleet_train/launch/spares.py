@@ -65,14 +65,14 @@ class _Spare:
         self.link.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeouts.KILL_SECONDS)
 
 
 class Spares:
-    """Those of one launcher, in all its attempts. ``command``: a rank's. ``wanted``: of ``--spares``.
+    """The spares of one launcher, in all its attempts. ``command``: a rank's. ``wanted``: of ``--spares``.
 
-    ``describe`` names a local rank in messages. Nothing here ever ends the job: where there is no spare, a rank starts
-    as without one.
+    Nothing here ever ends the job: where there is no spare, a rank starts as without one.
     """
 
     def __init__(self, wanted: str, command: Sequence[str], is_module: bool) -> None:
