@@ -64,6 +64,9 @@ class Seat(Launcher):
             raise end
         return attempt, end
 
+    def _prepare_spares(self) -> None:
+        """It has no ranks."""
+
     def next(self) -> Any:
         """The next attempt, or how the launcher ended."""
         return self._attempts.get(timeout=30.0)
