@@ -464,4 +464,5 @@ _FOR_ONE_OPTIMIZER = (
     "recompute_segments",
     "recompute_checkpoints",
     "recompute_every_blocks",
+    "replay_check_steps",
 )

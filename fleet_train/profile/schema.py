@@ -162,6 +162,18 @@ class Settings(ProgramKnobs):
         "between averagings: they are compared before the first local step, and at the first averaging after this many "
         "steps.",
     )
+    replay_check_steps: int = knob(
+        0,
+        unit="steps",
+        ge=0,
+        le=1_000_000_000,
+        meaning="Every so many steps each rank computes its forward and backward pass twice from the same inputs, and "
+        "compares its own gradients bit by bit before they are averaged. 0 = never.",
+        reason="A difference means a faulty processor or memory, whose wrong gradient would be averaged into all ranks' "
+        "parameters: all ranks end before the update, with an error that names rank, step and gradient. Random operators draw the same, "
+        "statistics change once: the training is the same bit by bit. A checked step takes about as long as two, and "
+        "needs memory for one more copy of the gradients. One process alone checks nothing, which is said.",
+    )
     nonfinite: Literal["error", "skip", "ignore"] = knob(
         "error",
         meaning="A gradient of a rank that holds NaN or infinity: the job stops and names rank and step (error), no "
