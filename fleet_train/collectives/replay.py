@@ -82,8 +82,8 @@ class Replay:
     def compare(self) -> None:
         """Called before the step's first bucket is waited for: all ranks learn of any difference, and nothing is updated
         then. Raises ComputeFault or ConversionError; the rank itself raises before it knows which of the two it is."""
-        if self._flags and _C_ops.concat(self._flags, 0).any().item():
-            found = [name for name, flag in zip(self._names, self._flags, strict=True) if flag.item()]
+        flags = self._job.engine.device.to_host(_C_ops.concat(self._flags, 0)).read()
+        if found := [name for name, differs in zip(self._names, flags, strict=True) if differs]:
             self.differing = list(dict.fromkeys(found))
             raise ComputeFault(f"{self.differing[0]} differs between two passes")
         self._agree(None)
