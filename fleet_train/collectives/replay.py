@@ -49,8 +49,6 @@ class Replay:
         self._flags: list[Any] = []
         """Whether each value of the step's own pass differs from the first pass's, as bool [1]."""
         self._answers: dict[Any, Any] = {}
-        self.differing: list[str] = []
-        """The values that differ between the first two passes, once they were compared."""
 
     def begin(self, number: Pass) -> None:
         """Called before a pass."""
@@ -79,32 +77,40 @@ class Replay:
         answer = self._answers[operator]
         return None if answer is None else [tensor.clone() for tensor in answer]
 
+    def differing(self) -> list[str]:
+        """The values of the step's own pass, as far as it came, that differ from the first pass's, in words. The host
+        waits for the device."""
+        if not self._flags:
+            return []
+        with ensured_dynamic_mode():
+            flags = self._job.engine.device.to_host(_C_ops.concat(self._flags, 0)).read()
+        found = [name for name, differs in zip(self._names, flags, strict=False) if differs]
+        return list(dict.fromkeys(found))
+
     def compare(self) -> None:
         """Called before the step's first bucket is waited for: all ranks learn of any difference, and nothing is updated
         then. Raises ComputeFault or ConversionError; the rank itself raises before it knows which of the two it is."""
-        flags = self._job.engine.device.to_host(_C_ops.concat(self._flags, 0)).read()
-        if found := [name for name, differs in zip(self._names, flags, strict=True) if differs]:
-            self.differing = list(dict.fromkeys(found))
-            raise ComputeFault(f"{self.differing[0]} differs between two passes")
+        if found := self.differing():
+            raise ComputeFault(f"{found[0]} differs between two passes")
         self._agree(None)
         _end()
 
     def judge(self, run: Callable[[], None]) -> FleetTrainError:
         """The error of this rank's difference, which the other ranks wait for. ``run``: computes one more pass."""
-        later = []
+        found, later = self.differing(), []
         for _ in range(2):
             self.begin(Pass.AGAIN)
             run()
             later.append(self._again)
         first_again, same_again = _equal(later[0], self._first), _equal(*later)
-        cluster, others = self._job.cluster, len(self.differing) - _NAMED
+        cluster, others = self._job.cluster, len(found) - _NAMED
         more = f" and {others} more" if others > 0 else ""
-        what = f"{', '.join(self.differing[:_NAMED])}{more} of {cluster.describe(cluster.rank)} in {self.moment}"
-        text = f"{what} differ{'s' * (len(self.differing) == 1)} between two passes over the same samples, "
+        what = f"{', '.join(found[:_NAMED])}{more} of {cluster.describe(cluster.rank)} in {self.moment}"
+        text = f"{what} differ{'s' * (len(found) == 1)} between two passes over the same samples, "
         if first_again or same_again:
             text += (
                 f"and a further pass repeats the {'first' if first_again else 'second'} one's bits: a processor or "
-                "memory of that machine is at fault. Nothing has been updated by it: take the machine out, and "
+                "memory of that machine is at fault. No parameter has been updated by it: take the machine out, and "
                 "continue from the last checkpoint (replay_check_steps)"
             )
         else:

@@ -69,6 +69,21 @@ def attention(x: Any) -> Any:
     return paddle.nn.Linear(12, 3)(paddle.nn.Linear(12, 12)(tokens.flatten(1)))
 
 
+def weighted(logits: Any, y: Any) -> Any:
+    """A mean over samples of unequal weight, whose number is exchanged."""
+    wanted = (y != 2).cast("float32")
+    losses = paddle.nn.functional.cross_entropy(logits, y, reduction="none")
+    return (losses * wanted).sum() / wanted.sum()
+
+
+def contrast(logits: Any, y: Any) -> Any:
+    """Each sample against those of all ranks, which are gathered."""
+    del y
+    others = fleet.all_gather_samples(logits)
+    return paddle.nn.functional.softplus(paddle.matmul(logits, others, transpose_y=True)).mean()
+
+
+LOSSES = {"cross_entropy": paddle.nn.functional.cross_entropy, "weighted": weighted, "contrast": contrast}
 NETWORKS = {each.__name__: each for each in (plain, dropout, norms, table, counting, attention)}
 
 
@@ -79,23 +94,26 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 
 def flipping(gradient: Any, calls: str) -> Any:
-    """``gradient``, with a flipped bit in some of the calls."""
+    """``gradient``, with a flipped bit in some of the calls; in those of an "n", such as 3n, with NaN."""
     count = 0
 
-    def flip(tensor: Any) -> Any:
+    def flip(_: Any) -> Any:
         nonlocal count
+        tensor = _
         count += 1
-        if RANK != 1 or (calls != "all" and str(count) not in calls.split(",")):
+        if RANK != 1 or (calls != "all" and not {str(count), f"{count}n"} & set(calls.split(","))):
             return tensor.clone()
         values = tensor.numpy().copy()
+        if f"{count}n" in calls.split(","):
+            values.reshape(-1)[0] = np.nan
         values.view(np.uint32).reshape(-1)[count % values.size] ^= 1 << 20
         return paddle.to_tensor(values, place=tensor.place)
 
     operator = paddle.static.register_op(
         flip,
         name="flip",
-        infer_meta=lambda tensor: paddle.static.MetaTensor(dtype=gradient.dtype, shape=gradient.shape),
-        input_names=["tensor"],
+        infer_meta=lambda _: paddle.static.MetaTensor(dtype=gradient.dtype, shape=gradient.shape),
+        input_names=["_"],
         output_names=["out"],
     )
     return operator(gradient)
@@ -112,10 +130,9 @@ def main(network: str, every: str, calls: str, *settings: str) -> None:
     paddle.seed(100 * SEED + RANK)
     x, y = paddle.static.data("x", [None, 12]), paddle.static.data("y", [None, 1], "int64")
     logits = NETWORKS[network](x)
-    loss = paddle.nn.functional.cross_entropy(logits, y)
     given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
     inner = {"sgd": lambda: paddle.optimizer.SGD(0.05), "adam": lambda: paddle.optimizer.Adam(0.01)}
-    kind = given.pop("optimizer", "adam")
+    kind, loss = given.pop("optimizer", "adam"), LOSSES[given.pop("loss", "cross_entropy")](logits, y)
     profile = Profile(**given, replay_check_steps=int(every))
     optimizer = fleet.distributed_optimizer(inner[kind](), profile)
     if calls:

@@ -48,7 +48,7 @@ class Replays:
         """The error of a run in which this rank has found a difference."""
         del error
         checked = replay.current
-        return checked.judge(self._run) if checked is not None and checked.differing else None
+        return checked.judge(self._run) if checked is not None and checked.differing() else None
 
     def _run(self) -> None:
         """Compute one pass, and leave everything as it was."""
@@ -69,7 +69,6 @@ def passes_of(program: Any) -> Any:
     last = max(place for place, operator in enumerate(operators) if is_launch(operator))
     for operator in reversed(operators[last + 1 :]):
         block.remove_op(operator)
-    _refuse_random_order(block)
     changed = {value.id: value for value in _changed_in(block)}
     with paddle.static.program_guard(passes, paddle.static.Program()):
         for value in changed.values():
@@ -97,8 +96,10 @@ _VARIABLES = ("builtin.parameter", "pd_op.data")
 _SERIAL = "FLAGS_new_executor_serial_run"
 
 
-def _refuse_random_order(block: Any) -> None:
-    """Several random operators draw from one state: run side by side, each pass would give them other numbers."""
+def refuse_random_order(program: Any) -> None:
+    """Raise ConversionError where random operators, which draw from one state, may run side by side: each pass would
+    give them other numbers."""
+    block = program.global_block()
     random = [each for each in chain(block.ops, *map(nested_operators, block.ops)) if is_random(each)]
     if len(random) > 1 and not paddle.get_flags([_SERIAL])[_SERIAL]:
         raise ConversionError(
