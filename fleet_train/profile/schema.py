@@ -168,11 +168,11 @@ class Settings(ProgramKnobs):
         ge=0,
         le=1_000_000_000,
         meaning="Every so many steps each rank computes its forward and backward pass twice from the same inputs, and "
-        "compares its own gradients bit by bit before they are averaged. 0 = never.",
-        reason="A difference means a faulty processor or memory, whose wrong gradient would be averaged into all ranks' "
-        "parameters: all ranks end before the update, with an error that names rank, step and gradient. Random operators draw the same, "
-        "statistics change once: the training is the same bit by bit. A checked step takes about as long as two, and "
-        "needs memory for one more copy of the gradients. One process alone checks nothing, which is said.",
+        "compares its own gradients bit by bit before anything is updated. 0 = never.",
+        reason="A faulty processor or memory would make a wrong gradient, which is averaged into all ranks' parameters. "
+        "All ranks end instead, with an error that names rank, step and gradient. Random operators draw alike, "
+        "statistics change once: the training is the same bit by bit. A checked step takes the time of both passes "
+        "twice, and memory for a copy of the gradients. One process alone compares nothing, which is said.",
     )
     nonfinite: Literal["error", "skip", "ignore"] = knob(
         "error",
