@@ -16,7 +16,7 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 ├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
 ├── NotFinite                   13  the loss or the weights have become NaN or infinite
 ├── NotSaved                    14  the training ended, but its last state could not be saved, or not everywhere
-└── ComputeFault                15  a rank got two results from the same inputs: its machine is at fault; a restart may help
+└── ComputeFault                15  two results from the same inputs: a fault of the machine; a restart may help
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
 """
@@ -178,8 +178,8 @@ class NotSaved(FleetTrainError):
 
 
 class ComputeFault(FleetTrainError):
-    """A rank computed two results from the same inputs: its processor or memory is at fault. The message names rank,
-    step and gradient."""
+    """A rank computed two results from the same inputs: its machine is at fault. The message names rank, step and
+    gradient."""
 
     exit_code = 15
 

@@ -29,6 +29,8 @@ _OF_STEPS = ("arrive", "begin", "loss")
 """The operators within the passes that belong to a step, not to what it computes."""
 _EXCHANGED = "a value that ranks exchange inside the program"
 _NAMED = 3
+_FURTHER = 3
+"""Passes after a difference: faults come once, and operators that are not deterministic differ in most of them."""
 
 
 class Pass(Enum):
@@ -41,7 +43,7 @@ class Replay:
     """The passes of one checked run on this rank. ``moment``: the step, in words that all ranks know."""
 
     def __init__(self, job: Job, moment: str) -> None:
-        self._job, self.moment = job, moment
+        self._job, self._moment = job, moment
         self._pass = Pass.FIRST
         self._names: list[str] = []
         self._first: list[Any] = []
@@ -49,6 +51,7 @@ class Replay:
         self._flags: list[Any] = []
         """Whether each value of the step's own pass differs from the first pass's, as bool [1]."""
         self._answers: dict[Any, Any] = {}
+        self._error: FleetTrainError | None = None
 
     def begin(self, number: Pass) -> None:
         """Called before a pass."""
@@ -88,55 +91,55 @@ class Replay:
         return list(dict.fromkeys(found))
 
     def compare(self) -> None:
-        """Called before the step's first bucket is waited for: all ranks learn of any difference, and nothing is updated
-        then. Raises ComputeFault or ConversionError; the rank itself raises before it knows which of the two it is."""
+        """Called before the step's first bucket is waited for: all ranks learn of any difference, and nothing is
+        updated then. Raises ComputeFault, to end the run; `judge` has the error."""
         if found := self.differing():
             raise ComputeFault(f"{found[0]} differs between two passes")
         self._agree(None)
-        _end()
+        if self._error is not None:
+            raise ComputeFault(str(self._error))
+        global current
+        current = None
 
-    def judge(self, run: Callable[[], None]) -> FleetTrainError:
-        """The error of this rank's difference, which the other ranks wait for. ``run``: computes one more pass."""
-        found, later = self.differing(), []
-        for _ in range(2):
-            self.begin(Pass.AGAIN)
-            run()
-            later.append(self._again)
-        first_again, same_again = _equal(later[0], self._first), _equal(*later)
+    def judge(self, run: Callable[[], None]) -> FleetTrainError | None:
+        """The error of a run that this check has ended: if the difference is this rank's own, the other ranks wait for
+        it. None if this check has not ended it. ``run``: computes one more pass."""
+        if self._error is None and (found := self.differing()):
+            further = []
+            for _ in range(_FURTHER):
+                self.begin(Pass.AGAIN)
+                run()
+                further.append(self._again)
+            is_fault = all(_are_equal(further[0], other) for other in further[1:])
+            self._agree([is_fault, self._described(found, is_fault)])
+        return self._error
+
+    def _described(self, found: Sequence[str], is_fault: bool) -> str:
         cluster, others = self._job.cluster, len(found) - _NAMED
         more = f" and {others} more" if others > 0 else ""
-        what = f"{', '.join(found[:_NAMED])}{more} of {cluster.describe(cluster.rank)} in {self.moment}"
-        text = f"{what} differ{'s' * (len(found) == 1)} between two passes over the same samples, "
-        if first_again or same_again:
-            text += (
-                f"and a further pass repeats the {'first' if first_again else 'second'} one's bits: a processor or "
-                "memory of that machine is at fault. No parameter has been updated by it: take the machine out, and "
-                "continue from the last checkpoint (replay_check_steps)"
+        what = f"{', '.join(found[:_NAMED])}{more} of {cluster.describe(cluster.rank)} in {self._moment}"
+        text = (
+            f"{what} differ{'s' * (len(found) == 1)} between two passes over the same samples, and {_FURTHER} further "
+        )
+        if is_fault:
+            return text + (
+                "ones are alike: a processor or memory of that machine is at fault. No parameter has been updated with "
+                "it: take the machine out, and continue from the last checkpoint (replay_check_steps)"
             )
-        else:
-            text += (
-                "and so do all further ones: operators of this program are not deterministic there. Make them so (on a "
-                "GPU FLAGS_cudnn_deterministic: '1' and FLAGS_embedding_deterministic: '1' in the profile's "
-                "environment), or set replay_check_steps: 0; if they are, the machine is at fault in every pass"
-            )
-        try:
-            self._agree([first_again or same_again, text])
-        except FleetTrainError as error:
-            return error
-        finally:
-            _end()
-        raise AssertionError("this rank's own difference is among those of all ranks")
+        return text + (
+            "ones differ as well: operators of this program are not deterministic. Make them so (on a GPU set "
+            "FLAGS_cudnn_deterministic: 1 and FLAGS_embedding_deterministic: 1 in the profile's environment), or set "
+            "replay_check_steps: 0; if they are, that machine computes something else each time"
+        )
 
     def _agree(self, finding: Any) -> None:
-        """Raise the error of the lowest rank that has found a difference. All ranks call it."""
-        variants = self._job.compare(f"passes of {self.moment}", finding, self._job.step_timeout_seconds)
+        """Learn of the difference of the lowest rank that has found one. All ranks call it."""
+        variants = self._job.compare(f"passes of {self._moment}", finding, self._job.step_timeout_seconds)
         for ranks, found in variants:
-            if found is not None:
+            if found is not None and self._error is None:
                 is_fault, text = found
-                error = ComputeFault(text) if is_fault else ConversionError(text)
-                error.failed_rank = ranks[0][0]
-                self._job.failure = error
-                raise error
+                self._error = self._job.failure = ComputeFault(text) if is_fault else ConversionError(text)
+                self._error.failed_rank = ranks[0][0]
 
     def _see(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
         if self._pass is Pass.STEP:
@@ -149,12 +152,7 @@ class Replay:
         (self._first if self._pass is Pass.FIRST else self._again).extend(tensor.clone() for tensor in tensors)
 
 
-def _end() -> None:
-    global current
-    current = None
-
-
-def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     with ensured_dynamic_mode():
         return not any(_differs(a, b).item() for a, b in zip(one, other, strict=True))
 

@@ -275,7 +275,9 @@ def _running(profile: Profile) -> list[Note]:
 
 
 def _replays(every: int) -> list[Note]:
-    effect = f"every {every} steps the passes are computed twice, and the ranks tell one another whether gradients differ"
+    effect = (
+        f"every {every} steps the passes are computed twice, and the ranks tell one another whether gradients differ"
+    )
     return [Note("replay_check_steps", effect)] if every else []
 
 

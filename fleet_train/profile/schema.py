@@ -169,7 +169,7 @@ class Settings(ProgramKnobs):
         le=1_000_000_000,
         meaning="Every so many steps each rank computes its forward and backward pass twice from the same inputs, and "
         "compares its own gradients bit by bit before anything is updated. 0 = never.",
-        reason="A faulty processor or memory would make a wrong gradient, which is averaged into all ranks' parameters. "
+        reason="A faulty processor or memory makes a wrong gradient, which is averaged into all ranks' parameters. "
         "All ranks end instead, with an error that names rank, step and gradient. Random operators draw alike, "
         "statistics change once: the training is the same bit by bit. A checked step takes the time of both passes "
         "twice, and memory for a copy of the gradients. One process alone compares nothing, which is said.",

@@ -1,7 +1,7 @@
 """Run as ranks: networks whose checked steps are computed twice (``replay_check_steps``), and one wrong bit.
 
-Arguments: the case, the knob's value, and the calls of rank 1 in which an operator flips a bit of a gradient: ``3``,
-``2,3``; ``all`` for another bit in each call. Further arguments: NAME=VALUE of the profile.
+Arguments: ``healthy``, a network, and settings of the profile as NAME=VALUE; or ``wrong``, a network, the knob's value,
+the calls of rank 1 in which an operator flips a bit of a gradient (``3``; ``2,3``; ``all``; NaN in ``3n``), settings.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import paddle
 import yaml
 
 from fleet_train import fleet, role_maker
+from fleet_train.collectives.replay import Replay
 from fleet_train.profile import Profile
 from tests.support.worker import report
 
 STEPS, ROWS, FLIPPED = 6, 8, "linear_1.w_0"
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-SEED = int(os.environ.get("SEED", "0"))
 
 
 def plain(x: Any, dropout: float = 0.0) -> Any:
@@ -87,27 +87,25 @@ LOSSES = {"cross_entropy": paddle.nn.functional.cross_entropy, "weighted": weigh
 NETWORKS = {each.__name__: each for each in (plain, dropout, norms, table, counting, attention)}
 
 
-def batch(step: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng([step, RANK, SEED])
+def batch(step: int, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng([step, RANK, seed])
     x = random.standard_normal((ROWS, 12)).astype("float32")
     return {"x": x, "y": (x.sum(1) > 0).astype("int64").reshape(-1, 1)}
 
 
 def flipping(gradient: Any, calls: str) -> Any:
-    """``gradient``, with a flipped bit in some of the calls; in those of an "n", such as 3n, with NaN."""
-    count = 0
+    """``gradient``, with a flipped bit, another one each time, in some calls of an operator on rank 1."""
+    count, chosen = 0, calls.split(",")
 
     def flip(_: Any) -> Any:
         nonlocal count
-        tensor = _
         count += 1
-        if RANK != 1 or (calls != "all" and not {str(count), f"{count}n"} & set(calls.split(","))):
-            return tensor.clone()
-        values = tensor.numpy().copy()
-        if f"{count}n" in calls.split(","):
+        values = _.numpy().copy()
+        if RANK == 1 and f"{count}n" in chosen:
             values.reshape(-1)[0] = np.nan
-        values.view(np.uint32).reshape(-1)[count % values.size] ^= 1 << 20
-        return paddle.to_tensor(values, place=tensor.place)
+        elif RANK == 1 and (calls == "all" or str(count) in chosen):
+            values.view(np.uint32).reshape(-1)[count % values.size] ^= 1 << 20
+        return paddle.to_tensor(values, place=_.place)
 
     operator = paddle.static.register_op(
         flip,
@@ -119,42 +117,64 @@ def flipping(gradient: Any, calls: str) -> Any:
     return operator(gradient)
 
 
-def state() -> dict[str, np.ndarray]:
-    values = fleet.main_program.state_dict("all", paddle.static.global_scope())
+def state(main: Any) -> dict[str, np.ndarray]:
+    values = main.state_dict("all", paddle.static.global_scope())
     return {name: np.array(value) for name, value in values.items()}
 
 
-def main(network: str, every: str, calls: str, *settings: str) -> None:
-    paddle.enable_static()
-    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
-    paddle.seed(100 * SEED + RANK)
-    x, y = paddle.static.data("x", [None, 12]), paddle.static.data("y", [None, 1], "int64")
-    logits = NETWORKS[network](x)
+def train(network: str, every: int, calls: str = "", settings: Any = (), seed: int = 0) -> dict[str, np.ndarray]:
+    """Train from the start, in a scope of its own; returns all values of the program, and the losses."""
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    paddle.seed(100 * seed + RANK)
     given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
     inner = {"sgd": lambda: paddle.optimizer.SGD(0.05), "adam": lambda: paddle.optimizer.Adam(0.01)}
-    kind, loss = given.pop("optimizer", "adam"), LOSSES[given.pop("loss", "cross_entropy")](logits, y)
-    profile = Profile(**given, replay_check_steps=int(every))
-    optimizer = fleet.distributed_optimizer(inner[kind](), profile)
-    if calls:
-        pairs = optimizer.backward(loss)
-        flipped = [(p, flipping(g, calls) if p.name == FLIPPED else g) for p, g in pairs]
-        optimizer.apply_gradients(flipped)
-    else:
-        optimizer.minimize(loss)
-    exe = paddle.static.Executor(fleet.place())
-    exe.run(fleet.startup_program)
-    losses = []
-    for step in range(STEPS):
-        before = state()
-        report(step=step, before=before["linear_0.w_0"])
-        try:
-            losses.append(exe.run(fleet.main_program, feed=batch(step), fetch_list=[loss])[0])
-        except BaseException:
-            report(changed=[name for name, value in state().items() if value.tobytes() != before[name].tobytes()])
-            raise
-    report(losses=np.concatenate([each.reshape(-1) for each in losses]))
-    report(**{f"state/{name}": value for name, value in state().items()})
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        x, y = paddle.static.data("x", [None, 12]), paddle.static.data("y", [None, 1], "int64")
+        loss = LOSSES[given.pop("loss", "cross_entropy")](NETWORKS[network](x), y)
+        optimizer = inner[given.pop("optimizer", "adam")]()
+        optimizer = fleet.distributed_optimizer(optimizer, Profile(**given, replay_check_steps=every))
+        if calls:
+            pairs = optimizer.backward(loss)
+            optimizer.apply_gradients([(p, flipping(g, calls) if p.name == FLIPPED else g) for p, g in pairs])
+        else:
+            optimizer.minimize(loss)
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        exe, losses = paddle.static.Executor(fleet.place()), []
+        exe.run(startup)
+        for step in range(STEPS):
+            before = state(main)
+            try:
+                losses.append(exe.run(main, feed=batch(step, seed), fetch_list=[loss])[0])
+            except BaseException:
+                report(changed=[name for name, value in state(main).items() if unlike(value, before[name])])
+                raise
+        return {**state(main), "losses": np.stack(losses)}
+
+
+def unlike(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.tobytes() != other.tobytes()
+
+
+def healthy(network: str, *settings: str) -> None:
+    """For two seeds, the values that differ from those of a training in which nothing is compared."""
+    made, begin, different = [0], Replay.begin, []
+
+    def count(replay: Replay, number: Any) -> None:
+        made[0] += 1
+        begin(replay, number)
+
+    Replay.begin = count  # type: ignore[method-assign]
+    for seed in range(2):
+        usual, checked = (train(network, every, "", settings, seed) for every in (0, 1))
+        different += [name for name, value in usual.items() if unlike(value, checked[name])]
+    report(different=different, compared=len(usual), checked=made[0])
+
+
+def wrong(network: str, every: str, calls: str, *settings: str) -> None:
+    train(network, int(every), calls, settings)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    paddle.enable_static()
+    fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
+    {"healthy": healthy, "wrong": wrong}[sys.argv[1]](*sys.argv[2:])

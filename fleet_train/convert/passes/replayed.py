@@ -45,10 +45,9 @@ class Replays:
         return feed, fetch_list
 
     def why_failed(self, error: Exception) -> FleetTrainError | None:
-        """The error of a run in which this rank has found a difference."""
+        """The error of a run that a difference has ended."""
         del error
-        checked = replay.current
-        return checked.judge(self._run) if checked is not None and checked.differing() else None
+        return None if replay.current is None else replay.current.judge(self._run)
 
     def _run(self) -> None:
         """Compute one pass, and leave everything as it was."""
