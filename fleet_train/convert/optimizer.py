@@ -305,7 +305,7 @@ class DistributedOptimizer(PaddleCalls):
         averaged: ParamsGrads = []
         scale, update = self._passes.loss_scale, partial(self._update, merged)
         together = self._updated_together(plan, updates)
-        if len(together) > 1:
+        if len(together) > 1 and not profile.replay_check_steps:  # which checks all gradients before the first update
             updates.overlap(main.global_block().ops, plan)
         for buckets in together:
             updates.go_to(buckets[-1])
