@@ -70,7 +70,8 @@ class Replay:
             return None
         if kind == "barrier" and self._pass is Pass.AGAIN:
             return None
-        if kind not in _EXCHANGES:
+        is_behind = self._pass is Pass.STEP and operator not in self._answers  # the gradients, and not computed twice
+        if kind not in _EXCHANGES or is_behind:
             return action(*tensors)
         # A batch norm's operands are also its whole values, of which nothing is sent.
         sent = [tensor for tensor in tensors if kind != "gather" or tensor.ndim == 1]
