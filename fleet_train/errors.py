@@ -15,7 +15,8 @@ FleetTrainError                  1  an error of fleet_train without a more speci
 │   └── RankFailed              11  a rank that ``fleet_train.spawn`` has started has failed
 ├── Preempted                   12  stopped gracefully because it was asked to (SIGTERM); start it again to continue
 ├── NotFinite                   13  the loss or the weights have become NaN or infinite
-└── NotSaved                    14  the training ended, but its last state could not be saved, or not everywhere
+├── NotSaved                    14  the training ended, but its last state could not be saved, or not everywhere
+└── ComputeFault                15  two results from the same inputs: a fault of the machine; a restart may help
 
 Exit code 2 is the command line's own (usage). A failed rank's own exit code is passed on by the launcher.
 """
@@ -174,6 +175,13 @@ class NotSaved(FleetTrainError):
     """The training has ended or was stopped, but its last checkpoint, or a copy that was asked for, is missing."""
 
     exit_code = 14
+
+
+class ComputeFault(FleetTrainError):
+    """A rank computed two results from the same inputs: its machine is at fault. The message names rank, step and
+    gradient."""
+
+    exit_code = 15
 
 
 _USAGE = 2  # the exit code of argparse and click

@@ -11,6 +11,7 @@ from typing import Any
 import paddle
 
 from fleet_train.cluster.flight.ring import recorder
+from fleet_train.collectives import replay
 from fleet_train.collectives.averaging import HeldValues, ParameterAverager, RankAveraging
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
 from fleet_train.collectives.engines import OWN, StreamEngine
@@ -215,6 +216,12 @@ class GradientExchange:
         return self._now.updates and self._now.is_synchronous(self.step)
 
     @property
+    def checked_step(self) -> str:
+        """The next step in words, if its passes are to be computed twice and compared (``replay_check_steps``)."""
+        every, step = self._profile.replay_check_steps, self.step + 1
+        return self.barrier.moment(step) if every and step % every == 0 else ""
+
+    @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
         """The buckets with their methods; to be read between steps."""
         return list(zip(self._plan.buckets, self._now.methods, strict=True))
@@ -258,12 +265,14 @@ class GradientExchange:
         ``boundary`` (bool [1], None for always): whether this run of the program ends with an update; the first bucket
         decides for all.
         """
+        own = self._own(index, gradients)
+        if replay.current is not None and replay.current.takes(self._names[index], own):
+            return
         if index == 0:
             self._job.refuse_other_place(gradients[0])
             self._next_step(boundary is None or self._now.boundaries.ends_update(boundary))
         if index == 0 or self.sends_gradients:
             self._job.engine.step_on()
-        own = self._own(index, gradients)
         if self._now.updates:
             self.barrier.samples.first_gradients.see(own, self.step)
         self.finite.see(self._names[index], own)
@@ -335,6 +344,8 @@ class GradientExchange:
     def wait(self, index: int) -> list[Any]:
         """The averaged gradients of a launched bucket, in its order and shapes (with a sharded optimizer those that
         this rank owns, or their rows). Raises WorkerFailed with the ranks."""
+        if replay.current is not None:
+            replay.current.compare()
         began = time.perf_counter()
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()

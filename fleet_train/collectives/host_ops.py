@@ -23,6 +23,7 @@ import paddle
 from paddle.static import MetaTensor, register_op
 
 from fleet_train.cluster.flight.ring import recorder
+from fleet_train.collectives import replay
 from fleet_train.collectives.averaging import HeldValues
 from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Stage, Stages
 from fleet_train.collectives.exchange import GradientExchange
@@ -198,7 +199,8 @@ def emit_link(
     """
 
     def run(link: Any, *tensors: Any) -> Any:
-        results = action(*tensors)
+        checked = replay.current
+        results = action(*tensors) if checked is None else checked.carry_out(name, run, action, tensors)
         # The chain's next token: its value is never read, so it may share the memory of the one before.
         return (link.detach(), *results) if outputs else link.detach()
 

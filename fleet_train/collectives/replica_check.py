@@ -29,14 +29,14 @@ def device_digests(tensors: Sequence[Any]) -> Any:
     The sum over elements of bits * (2 * index + 1) modulo 2**64: exact, so the order of adding does not matter, and
     every change of one element changes it.
     """
-    return paddle.stack([_weighted_sum(_bits(tensor)) for tensor in tensors])
+    return paddle.stack([_weighted_sum(bits_of(tensor)) for tensor in tensors])
 
 
 _PIECE = 1 << 22
 """Elements of which a digest is made at a time: each takes 24 bytes of memory meanwhile."""
 
 
-def _bits(tensor: Any) -> Any:
+def bits_of(tensor: Any) -> Any:
     """The elements' bits as integers, flat."""
     if tensor.dtype == paddle.bool:
         return tensor.reshape([-1]).cast("int64")

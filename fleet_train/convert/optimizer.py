@@ -30,6 +30,7 @@ from fleet_train.convert.paddle_optimizers import (
 from fleet_train.convert.passes.aliases import keep_shared_memory, separate_results_of_branches, settle_assignments
 from fleet_train.convert.passes.pipeline import MergedGradients, ProgramPasses
 from fleet_train.convert.passes.program import held_values
+from fleet_train.convert.passes.replayed import refuse_random_order
 from fleet_train.convert.passes.skipping import SkipNotFinite, keep_statistics_finite
 from fleet_train.convert.planning import (
     agreed_plan,
@@ -92,6 +93,8 @@ class DistributedOptimizer(PaddleCalls):
         log_once(fitted, job.cluster.rank)
         self._passes = ProgramPasses(profile, job)
         log_once([*self._passes.notices, *keep_shared_memory(profile.environment)], job.cluster.rank)
+        if profile.replay_check_steps and job.world_size == 1:
+            log_once(["replay_check_steps: nothing is compared, because one process averages no gradients"], self._rank)
         self._profile = profile
         self._job = job
         self._on_converted = on_converted
@@ -302,7 +305,7 @@ class DistributedOptimizer(PaddleCalls):
         averaged: ParamsGrads = []
         scale, update = self._passes.loss_scale, partial(self._update, merged)
         together = self._updated_together(plan, updates)
-        if len(together) > 1:
+        if len(together) > 1 and not profile.replay_check_steps:  # which checks all gradients before the first update
             updates.overlap(main.global_block().ops, plan)
         for buckets in together:
             updates.go_to(buckets[-1])
@@ -319,6 +322,8 @@ class DistributedOptimizer(PaddleCalls):
         self._keep_statistics(main)
         self._finish_step(exchange, values, chain)
         chain_in_program_order(main.global_block().ops)
+        if profile.replay_check_steps:
+            refuse_random_order(main)
         scale_of, summed = self._passes.gradient_scale, updates.sum_over_owners()
         updated = UpdatedGradients(main, averaged, merged.boundary, scale_of, summed)
         return operators, updated, plan, exchange
@@ -464,4 +469,5 @@ _FOR_ONE_OPTIMIZER = (
     "recompute_segments",
     "recompute_checkpoints",
     "recompute_every_blocks",
+    "replay_check_steps",
 )

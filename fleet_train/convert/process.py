@@ -46,6 +46,7 @@ from fleet_train.cluster.flight.ring import recorder
 from fleet_train.cluster.store.reports import exit_status
 from fleet_train.errors import (
     ClusterError,
+    ComputeFault,
     FleetTrainError,
     NotSaved,
     PaddleUnusable,
@@ -68,7 +69,7 @@ _STATIC_MODE = (
     "the script, before the network is built"
 )
 # Their message is complete; a traceback through Paddle would hide it.
-_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved)
+_ONE_LINE = (PaddleUnusable, ClusterError, ScheduleMismatch, WorkerFailed, Preempted, NotSaved, ComputeFault)
 
 _job: Job | None = None
 _pid = 0  # of the process that joined the job
@@ -371,6 +372,12 @@ def _hook_runs() -> None:
             return results
 
         replace(paddle.static.Executor, "run", run_with_hooks)
+
+
+def run_without_hooks(executor: Any, program: Any, feed: Any, scope: Any) -> None:
+    """Run a program that the script does not know of. Call `before_each_run` before."""
+    replaced = next(each for each in _replaced if each.name == "run")
+    replaced.original(executor, program, feed=feed, fetch_list=[], scope=scope)
 
 
 def explain_failed_runs(explain: Callable[[Exception], FleetTrainError | None]) -> None:

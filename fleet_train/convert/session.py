@@ -33,6 +33,7 @@ from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.exchanged import forgotten
 from fleet_train.convert.passes.one_card import leave_out_host_operators
 from fleet_train.convert.passes.program import script_line, updates_alone
+from fleet_train.convert.passes.replayed import Replays
 from fleet_train.convert.passes.skipping import of_feeds
 from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
@@ -235,11 +236,15 @@ def begin(role: Any, strategy: Any) -> Session:
     if job.world_size > 1 and not imagined_job:
         before_first_runs(_session.on_first_run)
         process.before_each_run(_session.on_feed, is_last=True)
+        replays = Replays(job, _session.exchanges)
+        process.on_each_run(replays.note)
+        process.explain_failed_runs(replays.why_failed)
         process.explain_failed_runs(_session.why_failed)
         _call_before(paddle.optimizer.Optimizer, "_apply_optimize", _session.on_dynamic_update)
         _call_before(paddle.distributed.communication.stream, "all_reduce", _session.on_reduction)
         if not job.engine.side_by_side:
             process.before_each_run(_session.feed_through_pinned_memory, is_last=True)
+        process.before_each_run(replays.before_run, is_last=True)
     if not imagined_job and (steps := asked_trace(os.environ)) is not None:
         trace_steps(*steps)
     return _session

@@ -264,6 +264,7 @@ def _running(profile: Profile) -> list[Note]:
             "divergence_check_steps",
             f"a digest of the parameters is compared {_when_compared(profile)}",
         ),
+        *_replays(profile.replay_check_steps),
         Note(
             "collective_timeout_seconds",
             f"a rank that does not arrive is named after {profile.collective_timeout_seconds} s",
@@ -271,6 +272,13 @@ def _running(profile: Profile) -> list[Note]:
         *_barriers(profile.barrier_every_steps),
         Note("fetch_frequency", _fetching(profile.fetch_frequency)),
     ]
+
+
+def _replays(every: int) -> list[Note]:
+    effect = (
+        f"every {every} steps the passes are computed twice, and the ranks tell one another whether gradients differ"
+    )
+    return [Note("replay_check_steps", effect)] if every else []
 
 
 def _barriers(every: int) -> list[Note]:

@@ -162,6 +162,18 @@ class Settings(ProgramKnobs):
         "between averagings: they are compared before the first local step, and at the first averaging after this many "
         "steps.",
     )
+    replay_check_steps: int = knob(
+        0,
+        unit="steps",
+        ge=0,
+        le=1_000_000_000,
+        meaning="Every so many steps each rank computes its forward and backward pass twice from the same inputs, and "
+        "compares its own gradients bit by bit before anything is updated. 0 = never.",
+        reason="A faulty processor or memory makes a wrong gradient, which is averaged into all ranks' parameters. "
+        "All ranks end instead, with an error that names rank, step and gradient. Random operators draw alike, "
+        "statistics change once: the training is the same bit by bit. A checked step takes the time of both passes "
+        "twice, and memory for a copy of the gradients. One process alone compares nothing, which is said.",
+    )
     nonfinite: Literal["error", "skip", "ignore"] = knob(
         "error",
         meaning="A gradient of a rank that holds NaN or infinity: the job stops and names rank and step (error), no "

@@ -176,6 +176,7 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "small_steps": lambda ran: sorted({round(moved, 3) for moved in ran.moved("w2", -1)}),
     # When the ranks compare digests of their parameters.
     "compared_at": lambda ran: re.findall("digest at ([a-z]+ [a-z0-9]+)", "\n".join(e.name for e in ran.events)),
+    "replayed_at": lambda ran: re.findall("passes of (step [0-9]+)", "\n".join(e.name for e in ran.events)),
     "ends_with_an_operator": lambda ran: "fleet_train_finish" in str(ran.facts["operators"]),
     "bounds": lambda ran: sorted({event.seconds for event in _steps(ran)}),
     "barriers": lambda ran: [event.step for event in _steps(ran)],

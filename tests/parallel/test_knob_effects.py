@@ -182,6 +182,7 @@ _ALL = [
     case("divergence_check_steps", 2, steps=5, compared_at=["step 1", "step 3", "step 5"]),
     case("divergence_check_steps", 0, steps=5, compared_at=[], ends_with_an_operator=False),
     case("divergence_check_steps", 3, _LOCAL, steps=9, compared_at=["the start", "step 4", "step 8"]),
+    case("replay_check_steps", 2, steps=5, replayed_at=["step 2", "step 4"]),
     case("nonfinite", "skip", steps=3, gradients="broken", moved=[1.5, 0.0, 1.5]),
     case("nonfinite", "ignore", steps=3, gradients="broken", stays_finite=[True, False, False]),
     case("collective_timeout_seconds", 7, bounds=[7]),

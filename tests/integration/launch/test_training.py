@@ -169,3 +169,32 @@ def test_nan_of_another_rank_is_not_published(bench: Bench, tmp_path: Path, kind
         assert "NotFinite: " in bench.log(f"node0/log/workerlog.{rank}")
     saved = [path.parent for path in output.rglob("complete.json")]
     assert saved == [output / kept]
+
+
+# The trainer, whose rank 1 computes one wrong bit of a gradient in its first attempt: in the second pass of step 40.
+_MISCOMPUTES = """
+import os
+from fleet_train.cli.train import command
+from fleet_train.convert.optimizer import DistributedOptimizer
+from tests.parallel.replays import flipping
+
+backward = DistributedOptimizer.backward
+def backward_and_flip(self, *args, **kwargs):
+    (weight, gradient), *rest = backward(self, *args, **kwargs)
+    return [(weight, flipping(gradient, "48")), *rest]
+if os.environ["FLEET_TRAIN_ATTEMPT"] == "0":
+    DistributedOptimizer.backward = backward_and_flip
+command()
+"""
+
+
+def test_a_job_whose_rank_computes_a_wrong_gradient_goes_on_from_before(bench: Bench) -> None:
+    settings = "--model=mlp --data=digits --epochs=3 --output_dir=out --set replay_check_steps=5".split()
+    launcher = bench.start(_MISCOMPUTES, *settings, flags=["--nproc_per_node=2", "--max_restarts=1"])
+    assert launcher.process.wait(timeout=90) == 0, launcher.output
+    told = r"attempt 0: rank 1 .* failed first: exit code 15 \(ComputeFault\) after .*; restart 1 of 1"
+    assert re.search(told, launcher.output), launcher.output
+    assert "resumed from out/checkpoints/step-00000023" in bench.log("node0/log/workerlog.0")
+    for rank in range(2):
+        told = r"ComputeFault: the gradient of '\S+' of rank 1 .* in step 40 differs between two passes"
+        assert re.search(told, bench.log(f"node0/log/workerlog.{rank}.attempt0")), bench.job.report()
