@@ -1,0 +1,146 @@
+"""A training loop of one's own on `fleet.resumable`: dropout, numpy in the feed, a schedule, and a fault that is asked for.
+
+Prints ``step S epoch E samples [...]`` for each step, and at the end ``digest D`` of all its persistable values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fleet_train import fleet
+from fleet_train.data import ArrayDataset, BatchLoader, OwnDataSampler, ShardedBatchSampler, WorkerLoader
+
+SAMPLES, WIDTH, BATCH = 96, 6, 4
+
+del OwnDataSampler, WorkerLoader
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--loader", default="none", choices=("none", "ours", "paddle", "function"))
+    parser.add_argument("--unit", default="steps", choices=("steps", "epochs"))
+    parser.add_argument("--total", type=int, default=20)
+    parser.add_argument("--save_every", type=int, default=5)
+    parser.add_argument("--profile", default=None)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--plain", action="store_true", help="without dropout and schedule")
+    parser.add_argument("--fault", default="", help="kill:RANK:STEP, term:RANK:STEP, break:STEP, raise:STEP")
+    return parser.parse_args()
+
+
+ARGS = options()
+FIRST = os.environ.get("FLEET_TRAIN_ATTEMPT", "0") == "0"
+
+
+class Numbers(paddle.io.Dataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.rand(WIDTH).astype("float32") * 0.1  # what an augmentation draws
+        return np.full(WIDTH, index / SAMPLES, "float32") + noise, np.array([index], "int64")
+
+
+def build() -> tuple[Any, Any, Any]:
+    paddle.enable_static()
+    fleet.init()
+    paddle.seed(ARGS.seed)
+    np.random.seed(100 * ARGS.seed + fleet.worker_index())
+    random.seed(ARGS.seed)
+    features = paddle.static.data("features", [None, WIDTH], "float32")
+    hidden = paddle.nn.functional.relu(paddle.nn.Linear(WIDTH, 16)(features))
+    if not ARGS.plain:
+        hidden = paddle.nn.functional.dropout(hidden, 0.5)
+    loss = paddle.mean((paddle.nn.Linear(16, 1)(hidden) - 1.0) ** 2)
+    rate = 0.05 if ARGS.plain else paddle.optimizer.lr.CosineAnnealingDecay(0.05, 30)
+    optimizer = paddle.optimizer.Momentum(rate)
+    fleet.distributed_optimizer(optimizer, ARGS.profile).minimize(loss)
+    exe = paddle.static.Executor(fleet.place())
+    exe.run(fleet.startup_program)
+    return exe, loss, None if ARGS.plain else rate
+
+
+def make_loader() -> Any:
+    rank, ranks = fleet.worker_index(), fleet.worker_num()
+    if ARGS.loader == "ours":
+        features = np.repeat(np.arange(SAMPLES, dtype="float32")[:, None] / SAMPLES, WIDTH, 1)
+        dataset = ArrayDataset("numbers", {"features": features, "labels": np.arange(SAMPLES)}, 1)
+        return BatchLoader(dataset, ShardedBatchSampler(SAMPLES, ARGS.batch, rank, ranks, seed=ARGS.seed))
+    if ARGS.loader == "paddle":
+        sampler = paddle.io.DistributedBatchSampler(Numbers(), ARGS.batch, ranks, rank, shuffle=True)
+        return paddle.io.DataLoader(
+            Numbers(), batch_sampler=sampler, num_workers=ARGS.workers, return_list=True, places=[paddle.CPUPlace()]
+        )
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for batch in np.random.permutation(SAMPLES)[rank::ranks].reshape(-1, ARGS.batch):
+            yield {"features": np.random.rand(ARGS.batch, WIDTH).astype("float32"), "labels": batch}
+
+    return batches if ARGS.loader == "function" else None
+
+
+def samples_of(batch: Any) -> tuple[dict[str, Any], list[int]]:
+    if ARGS.loader == "none":
+        features = np.random.rand(ARGS.batch, WIDTH).astype("float32") + random.random()
+        return {"features": features}, []
+    if ARGS.loader == "paddle":
+        return {"features": np.asarray(batch[0])}, np.asarray(batch[1]).reshape(-1).tolist()
+    features = batch["features"] + np.random.rand(len(batch["features"]), 1).astype("float32") * (not ARGS.plain)
+    return {"features": features}, np.asarray(batch["labels"]).tolist()
+
+
+def carry_out_fault(step: int) -> None:
+    kind, *numbers = ARGS.fault.split(":")
+    if not FIRST or not kind or int(numbers[-1]) != step or (len(numbers) > 1 and int(numbers[0]) != fleet.worker_index()):
+        return
+    if kind in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+    if kind == "raise":
+        raise ValueError("as asked")
+
+
+def main() -> None:
+    exe, loss, schedule = build()
+    run = fleet.resumable(ARGS.folder, exe, loader=make_loader(), description={"seed": ARGS.seed})
+
+    def train(batch: Any) -> None:
+        feed, samples = samples_of(batch)
+        carry_out_fault(run.step)
+        (now,) = exe.run(fleet.main_program, feed=feed, fetch_list=[loss])
+        if schedule is not None:
+            schedule.step()
+        print(f"step {run.step} epoch {run.epoch} loss {now.item().hex()} samples {samples}", flush=True)
+        time.sleep(ARGS.pause)
+
+    if ARGS.unit == "steps":
+        for step in run.steps(ARGS.total, save_every=ARGS.save_every):
+            train(run.batch)
+            if FIRST and ARGS.fault == f"break:{step}":
+                run.save() if False else None
+                break
+    else:
+        for _ in run.epochs(ARGS.total):
+            np.random.rand(3)  # the body draws before its batches
+            for batch in run.batches(save_every=ARGS.save_every):
+                train(batch)
+    fleet.save_persistables(exe, f"{ARGS.folder}/end")
+    values = Path(f"{ARGS.folder}/end/persistables.safetensors").read_bytes()
+    print(f"digest {hashlib.sha256(values).hexdigest()} numpy {np.random.rand():.17f}", flush=True)
+
+
+main()
