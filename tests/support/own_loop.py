@@ -1,6 +1,6 @@
 """A training loop of one's own on `fleet.resumable`: dropout, numpy in the feed, a schedule, and a fault that is asked for.
 
-Prints ``step S epoch E samples [...]`` for each step, and at the end ``digest D`` of all its persistable values.
+Prints ``step S epoch E loss L samples [...]`` for each step, and at the end ``digest D`` of all its persistable values.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", default=None)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true", help="without dropout and schedule")
@@ -63,10 +64,12 @@ def build() -> tuple[Any, Any, Any]:
     np.random.seed(100 * ARGS.seed + fleet.worker_index())
     random.seed(ARGS.seed)
     features = paddle.static.data("features", [None, WIDTH], "float32")
-    hidden = paddle.nn.functional.relu(paddle.nn.Linear(WIDTH, 16)(features))
+    ids = paddle.static.data("ids", [None], "int64")
+    words = paddle.nn.Embedding(SAMPLES, ARGS.hidden)(ids)
+    hidden = paddle.nn.functional.relu(paddle.nn.Linear(WIDTH, ARGS.hidden)(features) + words)
     if not ARGS.plain:
         hidden = paddle.nn.functional.dropout(hidden, 0.5)
-    loss = paddle.mean((paddle.nn.Linear(16, 1)(hidden) - 1.0) ** 2)
+    loss = paddle.mean((paddle.nn.Linear(ARGS.hidden, 1)(hidden) - 1.0) ** 2)
     rate = 0.05 if ARGS.plain else paddle.optimizer.lr.CosineAnnealingDecay(0.05, 30)
     optimizer = paddle.optimizer.Momentum(rate)
     fleet.distributed_optimizer(optimizer, ARGS.profile).minimize(loss)
@@ -80,7 +83,7 @@ def make_loader() -> Any:
     if ARGS.loader == "ours":
         features = np.repeat(np.arange(SAMPLES, dtype="float32")[:, None] / SAMPLES, WIDTH, 1)
         dataset = ArrayDataset("numbers", features, np.arange(SAMPLES), SAMPLES)
-        return BatchLoader(dataset, ShardedBatchSampler(SAMPLES, ARGS.batch, rank, ranks, seed=ARGS.seed))
+        return BatchLoader(dataset, ShardedBatchSampler(SAMPLES, ARGS.batch, rank, ranks, seed=ARGS.seed, last_batch="exact"))
     if ARGS.loader == "paddle":
         sampler = paddle.io.DistributedBatchSampler(Numbers(), ARGS.batch, ranks, rank, shuffle=True)
         return paddle.io.DataLoader(
@@ -94,14 +97,14 @@ def make_loader() -> Any:
     return batches if ARGS.loader == "function" else None
 
 
-def samples_of(batch: Any) -> tuple[dict[str, Any], list[int]]:
+def samples_of(batch: Any) -> tuple[Any, Any]:
+    """Features [samples, WIDTH] and the samples' numbers; what is added draws from numpy in the loop itself."""
     if ARGS.loader == "none":
-        features = np.random.rand(ARGS.batch, WIDTH).astype("float32") + random.random()
-        return {"features": features}, []
-    if ARGS.loader == "paddle":
-        return {"features": np.asarray(batch[0])}, np.asarray(batch[1]).reshape(-1).tolist()
-    features = batch["features"] + np.random.rand(len(batch["features"]), 1).astype("float32") * (not ARGS.plain)
-    return {"features": features}, np.asarray(batch["labels"]).tolist()
+        features = np.random.rand(ARGS.batch, WIDTH).astype("float32") + np.float32(random.random())
+        return features, np.random.randint(0, SAMPLES, ARGS.batch)
+    features, numbers = batch if ARGS.loader == "paddle" else (batch["features"], batch["labels"])
+    noise = np.random.rand(len(features), 1).astype("float32") * (not ARGS.plain)
+    return np.asarray(features) + noise, np.asarray(numbers).reshape(-1)
 
 
 def carry_out_fault(step: int) -> None:
@@ -119,12 +122,12 @@ def main() -> None:
     run = fleet.resumable(ARGS.folder, exe, loader=make_loader(), description={"seed": ARGS.seed})
 
     def train(batch: Any) -> None:
-        feed, samples = samples_of(batch)
+        features, samples = samples_of(batch)
         carry_out_fault(run.step)
-        (now,) = exe.run(fleet.main_program, feed=feed, fetch_list=[loss])
+        (now,) = exe.run(fleet.main_program, feed={"features": features, "ids": samples}, fetch_list=[loss])
         if schedule is not None:
             schedule.step()
-        print(f"step {run.step} epoch {run.epoch} loss {now.item().hex()} samples {samples}", flush=True)
+        print(f"step {run.step} epoch {run.epoch} loss {now.item().hex()} samples {samples.tolist()}", flush=True)
         time.sleep(ARGS.pause)
 
     if ARGS.unit == "steps":
