@@ -31,6 +31,7 @@ import paddle
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import metrics, planning, session, trainings
 from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.even_batches import even_batches
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
@@ -74,6 +75,7 @@ __all__ = [
     "capture_persistables",
     "communication",
     "distributed_optimizer",
+    "even_batches",
     "first_not_finite",
     "gather",
     "gone_workers",
@@ -466,8 +468,10 @@ def gather(value: Any) -> list[Any]:
 
 def any(flag: Any) -> bool:
     """Whether ``flag`` is true on at least one rank; the same on every rank, so that all decide alike:
-    ``if fleet.any(batch_is_bad): continue``. All ranks call it; a message through the store, a fraction of a
-    millisecond to some milliseconds."""
+    ``if fleet.any(batch_is_bad): continue``.
+
+    All ranks call it, and wait for one another. The host needs the flag: on a GPU that of a value waits for the
+    device."""
     return True in values_of_all("fleet.any()", bool(flag))
 
 
