@@ -75,8 +75,8 @@ def _say_left(lengths: list[Any], is_cut: bool) -> None:
         short = ", ".join(str(rank) for rank, length in enumerate(lengths) if length == min(lengths))
         log_once(
             [
-                f"fleet.even_batches: rank {short} has fewer batches than others, whose rest is left out of each epoch; "
-                "valid= trains it, too"
+                f"fleet.even_batches: rank {short} has fewer batches than others, whose rest is left out of each "
+                "epoch; valid= trains it, too"
             ],
             current().job.cluster.rank,
         )

@@ -5,7 +5,6 @@ The ranks run this file, too. One process trains the joint batches: of each step
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 

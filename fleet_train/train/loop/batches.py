@@ -79,8 +79,8 @@ class DrawnBatches:
 
     def open(self, at: Position) -> Iterator[Any]:
         for each in (self._loader, getattr(self._loader, "batch_sampler", None)):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(at.epoch)
+            if (set_epoch := getattr(each, "set_epoch", None)) is not None:
+                set_epoch(at.epoch)
         batches = iter(self._loader() if callable(self._loader) else self._loader)
         dropped = sum(1 for _ in islice(batches, at.batches))
         if dropped < at.batches:
@@ -99,7 +99,7 @@ class DrawnBatches:
         with suppress(TypeError):
             own = len(self._loader)
         lengths = fleet.gather(own)
-        known = [each for each in lengths if each is not None]
+        known = [int(each) for each in lengths if each is not None]
         if len(known) < len(lengths):
             return None
         if min(known) < max(known):
@@ -108,6 +108,7 @@ class DrawnBatches:
         return min(known)
 
     def record(self, at: Position) -> dict[str, Any]:
+        del at  # the batches that are done say it
         return {}
 
     def resume(self, checkpoint: StoredCheckpoint, at: Position) -> list[str]:

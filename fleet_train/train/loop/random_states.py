@@ -68,7 +68,7 @@ def _stream(given: Any) -> _Stream:
         bits = given.bit_generator
 
         def begin(seed: int) -> None:
-            bits.state = type(bits)(seed).state  # type: ignore[call-arg]
+            bits.state = type(bits)(seed).state
 
         return _Stream(lambda: bits.state, lambda state: setattr(bits, "state", state), begin)
     raise ConversionError(

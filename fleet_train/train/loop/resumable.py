@@ -150,6 +150,8 @@ class Resumable:
         before, self._planned = self._planned.get(unit, total), {unit: total}
         if done >= total:
             self._say(f"nothing left to train: {done} of {total} {unit} are done ({self._checkpoints.folder})")
+            self._continue_random(self._restored)
+            self._seed_paddle()
             return
         if before != total:
             self._say(f"note: {before} {unit} were planned, now it is {total}")
@@ -161,6 +163,7 @@ class Resumable:
             if not self._is_saved:
                 self.save()
             self._checkpoints.finish()
+            self._seed_paddle()
 
     def _all_steps(self, total: int, save_every: int) -> Iterator[int]:
         while self._at.step < total:
@@ -189,7 +192,7 @@ class Resumable:
 
     def _one_step(self, value: Any, save_every: int) -> Iterator[Any]:
         """One step of the body: it gets ``value``. A step that is broken off counts if a program has run in it."""
-        paddle.seed(stream_seed(self._seed, fleet.worker_index(), self._at.step))
+        self._seed_paddle()
         self._runs, is_whole = 0, False
         try:
             yield value
@@ -204,6 +207,9 @@ class Resumable:
             if self._is_due:
                 self.save()
             self._stop_if_asked()
+
+    def _seed_paddle(self) -> None:
+        paddle.seed(stream_seed(self._seed, fleet.worker_index(), self._at.step))
 
     def _count_step(self, save_every: int) -> None:
         at = self._at
@@ -225,6 +231,7 @@ class Resumable:
         return batches
 
     def _count_run(self, program: Any, scope: Any) -> None:
+        del program, scope
         self._runs += 1
 
     def _stop_if_asked(self) -> None:

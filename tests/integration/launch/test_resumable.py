@@ -1,4 +1,4 @@
-"""Loops of a script's own with ``fleet.resumable``, under the launcher: killed, stopped, started again, on other ranks."""
+"""Loops with ``fleet.resumable``, under the launcher and alone: killed, stopped, started again, on other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.integration.launch.conftest import Bench, send
 from tests.support.processes import ROOT, clean_environ, python
 
-SCRIPT = ROOT / "tests" / "support" / "own_loop.py"
+SCRIPT = ROOT / "tools" / "soaking" / "own_loop.py"
 LOCAL_SGD = ("use_local_sgd=true", "local_sgd_steps=4", "local_sgd_is_warm_steps=2")
 CASES = {
     "plain": ("none", "steps", 40, ()),
@@ -28,7 +28,12 @@ CASES = {
 def train(bench: Bench, name: str, *arguments: str, ranks: int = 2, knobs: tuple[str, ...] = (), code: int = 0) -> str:
     """One launched job that trains in the folder ``name``; what the launcher has printed."""
     number = len(bench.job.started)
-    flags = [f"--nproc_per_node={ranks}", "--max_restarts=2", f"--log_dir=log-{number}", *(f"--set={knob}" for knob in knobs)]
+    flags = [
+        f"--nproc_per_node={ranks}",
+        "--max_restarts=2",
+        f"--log_dir=log-{number}",
+        *(f"--set={knob}" for knob in knobs),
+    ]
     launcher = bench.start(SCRIPT, str(bench.folder / name), *arguments, flags=flags, job=f"-{number}")
     assert launcher.process.wait(timeout=120) == code, bench.job.report()
     return launcher.output
@@ -50,7 +55,9 @@ def end_of(text: str) -> list[str]:
     return re.findall(r"^digest .*$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("case", [*CASES])
+@pytest.mark.parametrize(
+    "case", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "plain")]
+)
 def test_a_rank_is_killed_and_the_run_has_the_bits_of_one_that_was_not(bench: Bench, case: str) -> None:
     loader, unit, total, knobs = CASES[case]
     arguments = [f"--loader={loader}", f"--unit={unit}", f"--total={total}"]

@@ -1,6 +1,9 @@
-"""A training loop of one's own on `fleet.resumable`: dropout, numpy in the feed, a schedule, and a fault that is asked for.
+"""A training loop of one's own on `fleet.resumable`, with a fault that is asked for.
 
-Prints ``step S epoch E loss L samples [...]`` for each step, and at the end ``digest D`` of all its persistable values.
+Dropout, numbers from numpy and Python in the feed, and a schedule make every step depend on what a resume restores.
+
+Prints ``step S epoch E loss L samples [...]`` for each step, and at the end ``digest D`` of all persistable values with
+what numpy draws next.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from fleet_train import fleet
 from fleet_train.data import ArrayDataset, BatchLoader, ShardedBatchSampler
 
 SAMPLES, WIDTH, BATCH = 96, 6, 4
+HURRY = "hurry"
 
 
 def options() -> argparse.Namespace:
@@ -36,7 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after a step, until FOLDER.hurry exists")
     parser.add_argument("--plain", action="store_true", help="without dropout and schedule")
     parser.add_argument("--fault", default="", help="kill:RANK:STEP, term:RANK:STEP, break:STEP, raise:STEP")
     return parser.parse_args()
@@ -81,9 +85,11 @@ def build() -> tuple[Any, Any, Any]:
 def make_loader() -> Any:
     rank, ranks = fleet.worker_index(), fleet.worker_num()
     if ARGS.loader == "ours":
-        features = np.repeat(np.arange(SAMPLES, dtype="float32")[:, None] / SAMPLES, WIDTH, 1)
+        features = np.repeat(np.arange(SAMPLES)[:, None] / SAMPLES, WIDTH, 1).astype(np.float32)
         dataset = ArrayDataset("numbers", features, np.arange(SAMPLES), SAMPLES)
-        return BatchLoader(dataset, ShardedBatchSampler(SAMPLES, ARGS.batch, rank, ranks, seed=ARGS.seed, last_batch="exact"))
+        return BatchLoader(
+            dataset, ShardedBatchSampler(SAMPLES, ARGS.batch, rank, ranks, seed=ARGS.seed, last_batch="exact")
+        )
     if ARGS.loader == "paddle":
         sampler = paddle.io.DistributedBatchSampler(Numbers(), ARGS.batch, ranks, rank, shuffle=True)
         return paddle.io.DataLoader(
@@ -103,13 +109,19 @@ def samples_of(batch: Any) -> tuple[Any, Any]:
         features = np.random.rand(ARGS.batch, WIDTH).astype("float32") + np.float32(random.random())
         return features, np.random.randint(0, SAMPLES, ARGS.batch)
     features, numbers = batch if ARGS.loader == "paddle" else (batch["features"], batch["labels"])
+    features = np.asarray(features)
     noise = np.random.rand(len(features), 1).astype("float32") * (not ARGS.plain)
-    return np.asarray(features) + noise, np.asarray(numbers).reshape(-1)
+    return features + noise, np.asarray(numbers).reshape(-1)
 
 
 def carry_out_fault(step: int) -> None:
     kind, *numbers = ARGS.fault.split(":")
-    if not FIRST or not kind or int(numbers[-1]) != step or (len(numbers) > 1 and int(numbers[0]) != fleet.worker_index()):
+    if (
+        not FIRST
+        or not kind
+        or int(numbers[-1]) != step
+        or (len(numbers) > 1 and int(numbers[0]) != fleet.worker_index())
+    ):
         return
     if kind in ("kill", "term"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
@@ -128,7 +140,8 @@ def main() -> None:
         if schedule is not None:
             schedule.step()
         print(f"step {run.step} epoch {run.epoch} loss {now.item().hex()} samples {samples.tolist()}", flush=True)
-        time.sleep(ARGS.pause)
+        if not Path(f"{ARGS.folder}.{HURRY}").exists():
+            time.sleep(ARGS.pause)
 
     if ARGS.unit == "steps":
         for step in run.steps(ARGS.total, save_every=ARGS.save_every):
