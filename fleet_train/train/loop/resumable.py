@@ -12,6 +12,7 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.convert import process
+from fleet_train.convert.rewrite import names_stored_by
 from fleet_train.errors import CheckpointError, DataError
 from fleet_train.log import log_once
 from fleet_train.train.agree import share
@@ -90,6 +91,10 @@ class Resumable:
         """Whether the newest checkpoint is of the present place."""
         self._runs = 0
         """Runs of programs since the step began."""
+        self._loaded: set[str] = set()
+        """The parameters that were loaded, until the first step."""
+        self._is_overwritten = False
+        """Whether a startup program has run after the load."""
         self._began: list[Any] | None = None
         self._restored: list[Any] | None = None
         """The random states with which the epoch under way began, and those of the checkpoint, until they are used."""
@@ -146,6 +151,11 @@ class Resumable:
 
     def _until(self, unit: str, total: int, save_every: int, left: Iterator[int]) -> Iterator[int]:
         fleet.agree("the numbers given to fleet.resumable's loop", {unit: total, "save_every": save_every})
+        if self._is_overwritten:
+            raise CheckpointError(
+                f"a startup program has run after fleet.resumable had loaded {self._checkpoints.folder}: the training "
+                "would begin anew with the steps that are left; call fleet.resumable after the startup program"
+            )
         done = self._at.step if unit == "steps" else self._at.epoch
         before, self._planned = self._planned.get(unit, total), {unit: total}
         if done >= total:
@@ -193,6 +203,7 @@ class Resumable:
     def _one_step(self, value: Any, save_every: int) -> Iterator[Any]:
         """One step of the body: it gets ``value``. A step that is broken off counts if a program has run in it."""
         self._seed_paddle()
+        self._loaded = set()
         self._runs, is_whole = 0, False
         try:
             yield value
@@ -231,8 +242,10 @@ class Resumable:
         return batches
 
     def _count_run(self, program: Any, scope: Any) -> None:
-        del program, scope
+        del scope
         self._runs += 1
+        if self._loaded and not self._loaded.isdisjoint(names_stored_by(program)):
+            self._is_overwritten, self._loaded = True, set()
 
     def _stop_if_asked(self) -> None:
         """Every rank gets the same answer after the same step."""
@@ -282,6 +295,7 @@ class Resumable:
         at = self._at = Position(state.epoch, state.step, state.consumed_samples, loop["batches_in_epoch"])
         notes = [] if self._batches is None else self._batches.resume(found, at)
         self._checkpoints.load(self._exe, found)
+        self._loaded = {each.name for each in fleet.main_program.global_block().all_parameters()}
         self._seed, self._planned, self._is_saved = loop["seed"], loop["planned"], True
         if len(loop["ranks"]) == fleet.worker_num():
             self._restored, self._began = loop["ranks"][fleet.worker_index()]
