@@ -31,7 +31,6 @@ import paddle
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import metrics, planning, session, trainings
 from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
-from fleet_train.convert.even_batches import even_batches
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
@@ -54,6 +53,7 @@ from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile, applied_mappings
 
 if TYPE_CHECKING:
+    even_batches: Any
     main_program: Any
     resumable: Any
     startup_program: Any
@@ -238,8 +238,8 @@ def __getattr__(name: str) -> Any:
         return session.program_or_last(None)
     if name == "fleet":
         return sys.modules[__name__]
-    if name == "resumable" and (loop := part_if_there("fleet_train.train.loop.resumable")) is not None:
-        return loop.resumable
+    if name in ("even_batches", "resumable") and (loop := part_if_there("fleet_train.train.loop")) is not None:
+        return getattr(loop, name)
     raise unknown(name, __all__)
 
 

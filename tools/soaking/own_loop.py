@@ -41,6 +41,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after a step, until FOLDER.hurry exists")
+    parser.add_argument("--save_at", type=int, help="steps that are done at one more save")
     parser.add_argument("--plain", action="store_true", help="without dropout and schedule")
     parser.add_argument("--fault", default="", help="kill:RANK:STEP, term:RANK:STEP, break:STEP, raise:STEP")
     return parser.parse_args()
@@ -134,6 +135,8 @@ def main() -> None:
     run = fleet.resumable(ARGS.folder, exe, loader=make_loader(), description={"seed": ARGS.seed})
 
     def train(batch: Any) -> None:
+        if run.step == ARGS.save_at:
+            run.save()
         features, samples = samples_of(batch)
         carry_out_fault(run.step)
         (now,) = exe.run(fleet.main_program, feed={"features": features, "ids": samples}, fetch_list=[loss])

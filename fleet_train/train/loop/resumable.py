@@ -91,6 +91,8 @@ class Resumable:
         """Whether the newest checkpoint is of the present place."""
         self._runs = 0
         """Runs of programs since the step began."""
+        self._is_inside = False
+        """Whether the loop's body is at a step."""
         self._loaded: set[str] = set()
         """The parameters that were loaded, until the first step."""
         self._is_overwritten = False
@@ -142,10 +144,17 @@ class Resumable:
             yield from self._one_step(batch, save_every)
 
     def save(self) -> None:
-        """Save a checkpoint of the steps that are done: between two steps, or after a ``break``. All ranks call it.
+        """Save a checkpoint of the steps that are done: before a step's first run of a program, between two epochs, or
+        after a ``break``. All ranks call it.
 
-        Raises NotFinite instead of saving NaN, CheckpointError as `Checkpoints.save` does.
+        Raises NotFinite instead of saving NaN, CheckpointError as `Checkpoints.save` does, and within a step that has
+        run a program.
         """
+        if self._is_inside and self._runs:
+            raise CheckpointError(
+                f"run.save() within step {self._at.step}, which has run a program: whether the step is done is not "
+                "known; call it at the beginning of the body, or let save_every= save"
+            )
         self._checkpoints.save(self._exe, self._state())
         self._is_due, self._is_saved = False, True
 
@@ -204,7 +213,7 @@ class Resumable:
         """One step of the body: it gets ``value``. A step that is broken off counts if a program has run in it."""
         self._seed_paddle()
         self._loaded = set()
-        self._runs, is_whole = 0, False
+        self._runs, self._is_inside, is_whole = 0, True, False
         try:
             yield value
             is_whole = True
@@ -212,6 +221,7 @@ class Resumable:
             is_whole = self._runs > 0
             raise
         finally:
+            self._is_inside = False
             if is_whole:
                 self._count_step(save_every)
         if self._at.step % self._merged == 0:
@@ -244,7 +254,8 @@ class Resumable:
     def _count_run(self, program: Any, scope: Any) -> None:
         del scope
         self._runs += 1
-        if self._loaded and not self._loaded.isdisjoint(names_stored_by(program)):
+        is_plain = bool(self._loaded) and isinstance(program, paddle.static.Program)
+        if is_plain and not self._loaded.isdisjoint(names_stored_by(program)):
             self._is_overwritten, self._loaded = True, set()
 
     def _stop_if_asked(self) -> None:

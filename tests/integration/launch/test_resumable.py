@@ -152,3 +152,25 @@ def test_ctrl_c_of_the_launcher_saves_on_all_ranks(bench: Bench) -> None:
     assert launcher.process.wait(timeout=60) == 12, launcher.output
     newest = max(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert f"resume from {folder}/checkpoints/{newest}" in launcher.output + bench.log("node0/log/workerlog.1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loader", ["none", "ours"])
+def test_a_stop_within_local_sgds_steps_gives_the_run_that_saves_at_the_same_step(bench: Bench, loader: str) -> None:
+    arguments = [f"--loader={loader}", "--total=30"]
+    train(bench, "stopped", *arguments, "--fault=term:1:17", knobs=LOCAL_SGD, code=12)
+    (done,) = re.findall(r"stopped after step (\d+)", logs(bench, 0, 0))
+    train(bench, "stopped", *arguments, knobs=LOCAL_SGD)
+    train(bench, "whole", *arguments, f"--save_at={done}", knobs=LOCAL_SGD)
+    train(bench, "other", *arguments, knobs=LOCAL_SGD)
+    for rank in range(2):
+        whole = logs(bench, 2, rank)
+        assert steps_of(logs(bench, 0, rank) + logs(bench, 1, rank)) == steps_of(whole)
+        assert end_of(logs(bench, 1, rank)) == end_of(whole) != []
+        assert end_of(logs(bench, 3, rank)) != end_of(whole), "one save more is another run"
+
+
+def test_a_function_that_makes_batches_is_not_moved_to_other_ranks_within_an_epoch(bench: Bench) -> None:
+    train(bench, "moved", "--loader=function", "--fault=term:0:5", code=12)
+    train(bench, "moved", "--loader=function", ranks=1, code=9)
+    assert "is in the middle of an epoch of 2 ranks, now there are 1" in logs(bench, 1, 0)

@@ -104,10 +104,16 @@ def test_a_break_saves_nothing_by_itself_and_what_was_trained_is_counted(tmp_pat
             assert step == 6
             break  # before anything is trained
         assert run.step == 6
+        for step in run.steps(10):
+            script.train(step)
+            with pytest.raises(CheckpointError, match="within step 6, which has run a program"):
+                run.save()
+            break
+        assert run.step == 7
         run.save()
-        assert kept(tmp_path) == [4, 6]
+        assert kept(tmp_path) == [4, 7]
     Checkpoints(tmp_path).close()
-    assert [step for step, _ in run_to(tmp_path, 8)] == [6, 7]
+    assert [step for step, _ in run_to(tmp_path, 9)] == [7, 8]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

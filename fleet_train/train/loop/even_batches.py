@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fleet_train.convert.calls import values_of_all
+from fleet_train import fleet
 from fleet_train.convert.planning import dtype_name
 from fleet_train.convert.program_state import statistics_of
-from fleet_train.convert.session import current, program_or_last
 from fleet_train.errors import ConversionError, DataError
 from fleet_train.log import log_once
-
-_CALL = "fleet.even_batches()"
 
 
 def even_batches(loader: Iterable[Any], valid: str | None = None) -> Iterator[Any]:
@@ -44,7 +41,7 @@ def even_batches(loader: Iterable[Any], valid: str | None = None) -> Iterator[An
     batches, own = iter(loader), None
     with suppress(TypeError):
         own = len(loader)  # type: ignore[arg-type]
-    lengths = values_of_all(_CALL, own)
+    lengths = fleet.gather(own)
     if all(each is not None for each in lengths):
         steps = (min if weights is None else max)(lengths)
         _say_left(lengths, is_cut=weights is None)
@@ -54,7 +51,7 @@ def even_batches(loader: Iterable[Any], valid: str | None = None) -> Iterator[An
 
 
 def _drawn(batches: Iterator[Any], presence: Iterable[list[bool]], weights: _Weights | None) -> Iterator[Any]:
-    rank = current().job.cluster.rank
+    rank = fleet.worker_index()
     for here in presence:
         batch = next(batches, None) if here[rank] else None
         yield batch if weights is None else weights.joined(batch, here)
@@ -63,7 +60,7 @@ def _drawn(batches: Iterator[Any], presence: Iterable[list[bool]], weights: _Wei
 def _agreed(batches: Iterator[Any], weights: _Weights | None) -> Iterator[Any]:
     while True:
         batch = next(batches, None)
-        here = values_of_all(_CALL, batch is not None)
+        here = fleet.gather(batch is not None)
         if not any(here) or (weights is None and not all(here)):
             _say_left(here, is_cut=any(here))
             return
@@ -78,7 +75,7 @@ def _say_left(lengths: list[Any], is_cut: bool) -> None:
                 f"fleet.even_batches: rank {short} has fewer batches than others, whose rest is left out of each "
                 "epoch; valid= trains it, too"
             ],
-            current().job.cluster.rank,
+            fleet.worker_index(),
         )
 
 
@@ -86,8 +83,7 @@ class _Weights:
     """The input of the program that is 1 for samples that count. Raises ConversionError where copies would count."""
 
     def __init__(self, name: str) -> None:
-        now, program = current(), program_or_last(None)
-        profile = now.profile
+        program, profile = fleet.main_program, fleet.profile()
         inputs = {
             operator.attrs()["name"]: operator.result(0)
             for operator in program.global_block().ops
@@ -100,7 +96,7 @@ class _Weights:
                 f'with paddle.static.data("{name}", [None, 1], "float32") and weight the loss by it'
             )
         problem = ""
-        if now.job.world_size > 1 and profile is not None:
+        if fleet.worker_num() > 1:
             if profile.use_local_sgd:
                 problem = "in LocalSGD's local steps a rank's loss is its own batch's, of copies alone"
             elif profile.accumulate_steps > 1:
@@ -114,7 +110,7 @@ class _Weights:
                 f"fleet.even_batches(valid={name!r}): {problem}; leave valid= out, which ends the epoch with the first "
                 "rank that has no more batch"
             )
-        self._name, self._rank = name, now.job.cluster.rank
+        self._name, self._rank = name, fleet.worker_index()
         self._trailing = len(inputs[name].shape) - 1
         self._dtype = np.dtype(dtype_name(inputs[name].dtype).lower())
         self._last: dict[str, Any] | None = None
