@@ -99,7 +99,7 @@ class Resumable:
         """Whether a startup program has run after the load."""
         self._began: list[Any] | None = None
         self._restored: list[Any] | None = None
-        """The random states with which the epoch under way began, and those of the checkpoint, until they are used."""
+        """The random states with which the epoch under way began, and those to go on with, until they are used."""
         self._seed = int(share(paddle.base.core.default_cpu_generator().initial_seed()))
         self.batch: Any = None
         """The batch of the step under way, with a loader."""
@@ -169,14 +169,15 @@ class Resumable:
         before, self._planned = self._planned.get(unit, total), {unit: total}
         if done >= total:
             self._say(f"nothing left to train: {done} of {total} {unit} are done ({self._checkpoints.folder})")
-            self._continue_random(self._restored)
+            self._continue_random()
             self._seed_paddle()
             return
         if before != total:
             self._say(f"note: {before} {unit} were planned, now it is {total}")
-        self._continue_random(self._began if self._at.batches else self._restored)
-        if not self._at.batches:
-            self._restored = None
+        if self._at.batches:
+            self._back_to_begin()
+        else:
+            self._continue_random()
         with listening(fleet.request_stop):
             yield from left
             if not self._is_saved:
@@ -246,9 +247,10 @@ class Resumable:
     def _opened(self) -> Iterator[Any]:
         if self._batches is None:
             raise DataError("run.batches() has no loader; give one: fleet.resumable(folder, exe, loader=...)")
+        if self._at.batches and self._restored is None:
+            self._back_to_begin()
         batches = self._batches.open(self._at)
-        self._continue_random(self._restored)
-        self._restored = None
+        self._continue_random()
         return batches
 
     def _count_run(self, program: Any, scope: Any) -> None:
@@ -324,9 +326,17 @@ class Resumable:
         if not self._at.batches:
             self._began = self._states.read()
 
-    def _continue_random(self, states: list[Any] | None) -> None:
-        if states is not None:
-            self._states.write(states)
+    def _back_to_begin(self) -> None:
+        """Restore the random states with which the epoch under way began; those to go on with are restored later."""
+        self._restored = self._restored or self._states.read()
+        if self._began is not None:
+            self._states.write(self._began)
+
+    def _continue_random(self) -> None:
+        """Go on with the random states of the checkpoint: only now, as the script draws while it sets up."""
+        if self._restored is not None:
+            self._states.write(self._restored)
+            self._restored = None
 
 
 def _loop_of(found: StoredCheckpoint) -> dict[str, Any]:

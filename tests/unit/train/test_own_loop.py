@@ -220,6 +220,29 @@ def test_epochs_go_on_within_an_epoch_and_begin_it_with_the_same_draws(
     assert epochs_of(tmp_path / "broken", make()) == []
 
 
+@pytest.mark.parametrize("make", [ours, lambda: numbers], ids=["ours", "function"])
+def test_a_cell_that_was_interrupted_within_an_epoch_goes_on_in_the_same_process(tmp_path: Path, make: Any) -> None:
+    def train_all(folder: Path, interrupted_at: int) -> list[Any]:
+        with started() as script:
+            run = fleet.resumable(folder, script.exe, loader=make())
+
+            def cell() -> None:
+                for step in run.steps(12, save_every=3):
+                    script.train(step, run.batch["features"].astype("float32") + np.random.rand())
+                    if step == interrupted_at and not folder.with_suffix(".interrupted").exists():
+                        folder.with_suffix(".interrupted").touch()
+                        os.kill(os.getpid(), signal.SIGINT)
+
+            try:
+                cell()
+            except Preempted:
+                cell()
+        Checkpoints(folder).close()
+        return script.trained
+
+    assert train_all(tmp_path / "cell", 6) == train_all(tmp_path / "whole", -1)
+
+
 def test_steps_go_through_the_epochs_of_a_loader(tmp_path: Path) -> None:
     with started() as script:
         run = fleet.resumable(tmp_path, script.exe, loader=ours())
