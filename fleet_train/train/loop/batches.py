@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -82,6 +83,7 @@ class DrawnBatches:
             if (set_epoch := getattr(each, "set_epoch", None)) is not None:
                 set_epoch(at.epoch)
         batches = iter(self._loader() if callable(self._loader) else self._loader)
+        began = time.monotonic()
         dropped = sum(1 for _ in islice(batches, at.batches))
         if dropped < at.batches:
             raise DataError(
@@ -89,7 +91,9 @@ class DrawnBatches:
                 "data has changed since the checkpoint was saved"
             )
         if dropped:
-            log_once([f"drew and dropped the first {dropped} batches of epoch {at.epoch + 1}"], fleet.worker_index())
+            seconds = time.monotonic() - began
+            text = f"drew and dropped the first {dropped} batches of epoch {at.epoch + 1} in {seconds:.1f} s"
+            log_once([f"{text}, to go on after them; a loader of fleet_train.data seeks"], fleet.worker_index())
         most = self._agreed_length()
         return islice(batches, None if most is None else max(0, most - dropped))
 

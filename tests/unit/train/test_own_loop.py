@@ -146,6 +146,20 @@ def test_with_gradient_merge_saves_and_stops_wait_for_the_end_of_an_update(tmp_p
     Checkpoints(tmp_path).close()
 
 
+def test_checkpoints_that_are_written_in_the_background_can_be_given_as_the_folder(tmp_path: Path) -> None:
+    whole = run_to(tmp_path / "whole", 20)
+    with started() as script:
+        checkpoints = Checkpoints(tmp_path / "run", keep=3, background=True)
+        run = fleet.resumable(checkpoints, script.exe)
+        with pytest.raises(Preempted, match=r"stopped after step 19: .*; resume from .*step-00000019"):
+            script.train_all(
+                run.steps(20, save_every=4), lambda step: fleet.request_stop("asked") if step == 18 else None
+            )
+        checkpoints.close()
+    assert kept(tmp_path / "run") == [12, 16, 19]
+    assert run_to(tmp_path / "run", 20) == whole[19:]
+
+
 def test_another_run_is_refused_with_what_is_different(tmp_path: Path) -> None:
     run_to(tmp_path, 4, description={"data": "first", "classes": [1, 2]})
     Checkpoints(tmp_path).close()
