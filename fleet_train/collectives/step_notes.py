@@ -69,6 +69,11 @@ class StepNotes:
         if self._cluster.world_size == 1:
             self.stop = self.stop or self._stop_text(0, self._stop_reason)
 
+    def forget_stop(self) -> None:
+        """In a job of one process, which goes on in a notebook after its training was stopped: the next one may run."""
+        if self._cluster.world_size == 1:
+            self._stop_reason = self.stop = None
+
     def own(self, gradients: int | None = None) -> StepNote:
         """This rank's note for its next step barrier: its times since the last one, and a digest to be compared."""
         times = self._clock.read_unsent()

@@ -98,7 +98,7 @@ _ABSENT = {
         "clean_redundant_checkpoints"
     ): (
         "is no longer part of it; call fleet.save_persistables(exe, folder) and fleet.load_persistables(exe, "
-        "folder) on all ranks, or use fleet_train.train.Trainer, which keeps checkpoints and resumes"
+        "folder) on all ranks, or use fleet.resumable(folder, exe), which keeps checkpoints and lets a loop resume"
     ),
     "LambConfig": "belongs to the optimizer: build paddle.optimizer.Lamb yourself and wrap that",
     (

@@ -47,12 +47,15 @@ from fleet_train.convert.saving import (
 )
 from fleet_train.convert.session import current as _current
 from fleet_train.convert.strategy import DistributedStrategy, needed, one_of
+from fleet_train.lazy import part_if_there
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
 from fleet_train.profile import Profile, applied_mappings
 
 if TYPE_CHECKING:
+    even_batches: Any
     main_program: Any
+    resumable: Any
     startup_program: Any
 
 __all__ = [
@@ -63,13 +66,16 @@ __all__ = [
     "UserDefinedRoleMaker",
     "UtilBase",
     "agree",
+    "all",
     "all_gather_samples",
     "all_reduce",
     "all_reduce_worker",
+    "any",
     "barrier_worker",
     "capture_persistables",
     "communication",
     "distributed_optimizer",
+    "even_batches",
     "first_not_finite",
     "gather",
     "gone_workers",
@@ -93,6 +99,7 @@ __all__ = [
     "rank",
     "rank_in_node",
     "request_stop",
+    "resumable",
     "sample_offset",
     "save_inference_model",
     "save_persistables",
@@ -231,6 +238,8 @@ def __getattr__(name: str) -> Any:
         return session.program_or_last(None)
     if name == "fleet":
         return sys.modules[__name__]
+    if name in ("even_batches", "resumable") and (loop := part_if_there("fleet_train.train.loop")) is not None:
+        return getattr(loop, name)
     raise unknown(name, __all__)
 
 
@@ -455,6 +464,20 @@ def gather(value: Any) -> list[Any]:
     All ranks call it in the same order. Raises WorkerFailed naming the ranks that did not arrive, died or left.
     """
     return values_of_all("fleet.gather()", value)
+
+
+def any(flag: Any) -> bool:
+    """Whether ``flag`` is true on at least one rank; the same on every rank, so that all decide alike:
+    ``if fleet.any(batch_is_bad): continue``.
+
+    All ranks call it, and wait for one another. The host needs the flag: on a GPU that of a value waits for the
+    device."""
+    return True in values_of_all("fleet.any()", bool(flag))
+
+
+def all(flag: Any) -> bool:
+    """Whether ``flag`` is true on every rank; the same on every rank, as ``fleet.any``."""
+    return False not in values_of_all("fleet.all()", bool(flag))
 
 
 rank = worker_index

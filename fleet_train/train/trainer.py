@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import paddle
 
-from fleet_train import fleet, timeouts
+from fleet_train import fleet
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
-from fleet_train.errors import CheckpointError, NotSaved, Preempted
+from fleet_train.errors import CheckpointError
 from fleet_train.train import numerics
 from fleet_train.train.agree import agreed_steps
 from fleet_train.train.checkpoint.manager import Checkpoints, StoredCheckpoint, TrainState
@@ -28,8 +24,8 @@ from fleet_train.train.checkpoint.position import (
     EpochLoss,
     Position,
     RunData,
-    other_choice,
-    other_versions,
+    changes_since,
+    profile_used,
     resumed,
     steps_of,
     versions,
@@ -40,13 +36,7 @@ from fleet_train.train.numerics import WeightAverage, describe_statistics, strea
 from fleet_train.train.progress import Progress
 from fleet_train.train.reporter import Reporter, StepMeter
 from fleet_train.train.settings import TrainerSettings
-
-_COPIES_STOP_SECONDS = 20.0
-"""How long other nodes have to write their checkpoints at a graceful stop: less than the launcher's grace of 30 s."""
-_SAME_KEY_SECONDS = 0.2
-"""How far apart Ctrl-C that was typed once may come twice: from the terminal, and from a program that passes it on."""
-
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from fleet_train.train.stopping import listening, preempted
 
 
 @dataclass
@@ -299,7 +289,7 @@ class Trainer:
 
     def _state(self) -> TrainState:
         """What a checkpoint holds in addition to the tensors. All ranks call it."""
-        at, losses, profile, plan = self.position, self._losses, fleet.profile(), fleet.plan()
+        at, losses, profile = self.position, self._losses, fleet.profile()
         of_ranks = fleet.gather([losses.total, losses.count, self._data.done(at)])
         return TrainState(
             epoch=at.epoch,
@@ -308,7 +298,7 @@ class Trainer:
             world_size=fleet.worker_num(),
             scheduler={} if self._scheduler is None else self._scheduler.state_dict(),
             config=self._description,
-            profile={"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""},
+            profile=profile_used(),
             versions=versions(),
             consumed_samples=at.consumed_samples,
             epoch_losses=[[total, count] for total, count, _ in of_ranks],
@@ -326,16 +316,9 @@ class Trainer:
         if why is not None:
             if not has_saved:
                 self._save()
-            saved, lacking = None, ""
-            try:
-                if self._checkpoints is not None:
-                    saved, lacking = self._checkpoints.wait(_COPIES_STOP_SECONDS)
-            except NotSaved as error:
-                raise NotSaved(f"stopped after step {self.position.step}: {why}; {error}") from None
+            stopped = preempted(self._checkpoints, self.position.step, why)
             self._reporter.saved(self.position, self._copies_made())
-            kept = "nothing was saved" if saved is None else f"resume from {saved}"
-            message = f"stopped after step {self.position.step}: {why}; {kept}"
-            raise Preempted(f"{message}; note: {lacking}" if lacking else message)
+            raise stopped
 
     def _show_notes(self) -> None:
         note = describe_statistics(fleet.main_program)
@@ -369,12 +352,7 @@ class Trainer:
         at = self.position
         inside = f", {at.consumed_samples} samples into the next" if at.consumed_samples else ""
         self._progress.say(f"resumed from {checkpoint.folder} (epoch {at.epoch}{inside}, step {at.step})")
-        for note in (*notes, *other_versions(state.versions)):
-            self._progress.say(note)
-        if state.profile.get("digest") != fleet.profile().digest():
-            was, now = state.profile.get("name"), fleet.profile().name
-            self._progress.say(f"note: profile was {was}, now {now} with other values")
-        elif note := other_choice(state.profile.get("chosen", ""), fleet.plan(), state.world_size):
+        for note in (*notes, *changes_since(state)):
             self._progress.say(note)
 
     def _load(self, checkpoint: StoredCheckpoint) -> None:
@@ -428,47 +406,3 @@ def last_reported(inside: int, every: int, is_fetched: Callable[[int], bool]) ->
 def begins_interval(step: int, reported: int, every: int) -> bool:
     """Whether a step of an epoch is in a later interval of ``every`` steps than the one that was reported last."""
     return step // every != reported // every
-
-
-@contextmanager
-def listening(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, a stopping signal calls ``request_stop`` (``fleet.request_stop``) with its name.
-
-    Kubernetes, Slurm and ``launch`` send SIGTERM before they kill; Slurm sends SIGUSR1 earlier if configured (``sbatch
-    --signal=USR1@120``); a terminal sends SIGINT at Ctrl-C. The first signal requests a stop; a later one ends the
-    process at once, as by default. If Slurm signals every process of a step, a rank gets the same signal twice, from
-    Slurm and from its launcher: signals within SAME_STOP_SECONDS of the first count as the same request. Two of
-    Ctrl-C are two unless they come faster than anybody types. A process in the background, which ignores Ctrl-C, goes
-    on doing so.
-
-    Python runs the handler between two steps, never inside Paddle. Outside the main thread, where Python allows no
-    handlers, the block does nothing: the caller handles signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    asked: list[tuple[int, float]] = []
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        if not asked:
-            asked.append((number, time.monotonic()))
-            request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-            if number == signal.SIGINT:
-                os.write(2, b"\nfleet_train: Ctrl-C: stopping after this step; a second one ends it at once\n")
-            return
-        typed_twice = number == asked[0][0] == signal.SIGINT
-        same_seconds = _SAME_KEY_SECONDS if typed_twice else timeouts.SAME_STOP_SECONDS
-        if time.monotonic() - asked[0][1] > same_seconds:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    before = {
-        each: signal.signal(each, on_signal) for each in STOPPING_SIGNALS if each != signal.SIGINT or not is_ignored
-    }
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

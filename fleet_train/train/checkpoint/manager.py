@@ -243,15 +243,16 @@ class Checkpoints:
         self._is_skipped = rank != 0 and attempt is not None and not attempt.ends_within(0.0)
         memory = None if self._is_skipped else self._memory  # what is being written is not overwritten
         captured = fleet.capture_persistables(memory=memory, ranks=writers)
+        schedule = captured.schedule if self._copies is None else share(captured.schedule)
         if rank in writers and not self._is_skipped:
-            self._begin(captured, state.step, entries, score)
+            self._begin(captured, schedule, state.step, entries, score)
             self._memory = captured if self._background else None  # new memory would take longer than the copy
         self._is_under_way = True
         if self._background:
             return storage.folder_of(self.folder, state.step)
         return self._written()
 
-    def _begin(self, captured: Any, step: int, state: dict[str, Any], score: float | None) -> None:
+    def _begin(self, captured: Any, schedule: Any, step: int, state: dict[str, Any], score: float | None) -> None:
         """Write a checkpoint on this rank, in a thread."""
         is_first, replaced = fleet.is_first_worker(), self._replaced
 
@@ -259,6 +260,8 @@ class Checkpoints:
             draft = storage.begin(self.folder, step)
             self._run = self._run or storage.TrainingRun.new(latest_run([report_of(self.folder)]))
             tensors = captured.write_tensors(draft, f"after step {step}")
+            if schedule is not None and not state["scheduler"]:  # who saves none leaves it to the program's
+                tensors["schedule"] = schedule
             return storage.publish(self.folder, step, state, score, self._run, tensors)
 
         def tidy() -> None:

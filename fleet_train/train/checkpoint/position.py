@@ -257,6 +257,21 @@ def versions() -> dict[str, str]:
     return known | {name: version for name in _PACKAGES if (version := version_of(name))}
 
 
+def changes_since(state: TrainState) -> list[str]:
+    """The lines about versions, profile and buckets that are not those with which a state was saved."""
+    profile, notes = fleet.profile(), other_versions(state.versions)
+    if state.profile.get("digest") != profile.digest():
+        return [*notes, f"note: profile was {state.profile.get('name')}, now {profile.name} with other values"]
+    note = other_choice(state.profile.get("chosen", ""), fleet.plan(), state.world_size)
+    return [*notes, note] if note else notes
+
+
+def profile_used() -> dict[str, str]:
+    """What a checkpoint says of the profile and the buckets."""
+    profile, plan = fleet.profile(), fleet.plan()
+    return {"name": profile.name, "digest": profile.digest(), "chosen": plan.chosen if plan else ""}
+
+
 def other_versions(saved: Mapping[str, Any]) -> list[str]:
     """The line about packages with another version than when a checkpoint was saved; empty if there is none."""
     now = versions()

@@ -29,7 +29,8 @@ from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import other_choice
 from fleet_train.train.config import TrainConfig
 from fleet_train.train.evaluation import Outcome
-from fleet_train.train.trainer import STOPPING_SIGNALS, begins_interval, last_reported, listening
+from fleet_train.train.stopping import STOPPING_SIGNALS, listening
+from fleet_train.train.trainer import begins_interval, last_reported
 from tests.support.agreeing import ThreadRanks
 from tests.support.processes import clean_environ, python
 
@@ -269,7 +270,7 @@ def test_a_signal_becomes_one_request_with_its_name_and_the_handlers_of_before_c
 
 def test_a_later_signal_ends_the_process_at_once() -> None:
     code = (
-        "import os, signal\nfrom fleet_train import timeouts\nfrom fleet_train.train import trainer as signals\n"
+        "import os, signal\nfrom fleet_train import timeouts\nfrom fleet_train.train import stopping as signals\n"
         "timeouts.SAME_STOP_SECONDS = 0.0\n"
         "with signals.listening(print):\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n    print('still here', flush=True)\n"
@@ -282,7 +283,7 @@ def test_a_later_signal_ends_the_process_at_once() -> None:
 
 def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_is_ignored_stays_ignored() -> None:
     code = (
-        "import os, signal, time\nfrom fleet_train.train.trainer import listening\n"
+        "import os, signal, time\nfrom fleet_train.train.stopping import listening\n"
         "with listening(print):\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(0.3)\n    print('still here', flush=True)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(0.3)\n    print('not reached')"
