@@ -265,8 +265,8 @@ def _lead_on(job: JobState, now: float, *before: Action) -> Step:
     if why is not None:
         ended, actions = _no_more(job, why) if why else _end(job)
         return ended, [*before, *actions]
-    what, job = what_failed(job.attempt, job.result), replace(job, restarts=job.restarts + 1)
-    pause = pause_seconds((*job.earlier, job.result))
+    what, pause = what_failed(job.attempt, job.result), pause_seconds((*job.earlier, job.result))
+    job = replace(job, restarts=job.restarts + 1)
     when = f"in {pause:g} s" if pause else "now"
     said = f"{what}; restart {job.restarts} of {job.policy.max_restarts} {when}"
     return replace(job, phase=Phase.PAUSING, candidate=None), [*before, Say(said), Wait(pause)]

@@ -212,12 +212,9 @@ class Launcher:
         for folder in (launch.log_dir, launch.log_dir / launch.node.address):
             if job_of_logs(folder) == launch.access.job:
                 there = replace(launch, log_dir=folder)
-                environ = there.environ_of("", 0, "", self._environ)
-                self._spares.prepare(
-                    launch.node.processes,
-                    lambda local, there=there, environ=environ: {**environ, **there.variables_of(local)},
-                    folder / IMPORTS,
-                )
+                common = there.environ_of("", 0, "", self._environ)
+                environs = [{**common, **there.variables_of(local)} for local in range(launch.node.processes)]
+                self._spares.prepare(len(environs), environs.__getitem__, folder / IMPORTS)
 
     # one attempt
 

@@ -171,6 +171,7 @@ def test_the_wall_clock_is_shown_to_people_and_orders_runs_and_nothing_else() ->
     assert found_in_sources(f"{calls}|{of_files}|{imported}") == {
         "doctor/measure_apart.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
         "doctor/pairs.py": {"time.time"},  # the clocks of two machines are what is compared
+        "launch/spares.py": {"st_mtime_ns"},  # whether a script is still the same; compared with itself
         "selftest/record.py": {"datetime.now"},  # the date of a record
         "recommend/report.py": {"datetime.now"},  # the date at the top of a written profile
         "train/metrics.py": {"time.time"},  # of each record; records are ordered by their steps

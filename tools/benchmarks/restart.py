@@ -24,9 +24,9 @@ from typing import Any
 
 import click
 
-from tests.support import ports
 from tools.benchmarks import restart_rank
 from tools.benchmarks.record import Keep, circumstances, recorded, spread, table, told_circumstances
+from tools.demo import free_port
 from tools.processes import ROOT, Process, leaving_on_signals, start, stop
 
 _STEPS_SECONDS, _STOP_SECONDS, _LOOK_SECONDS = 120.0, 30.0, 0.01
@@ -46,10 +46,10 @@ class Contestant:
         program = [restart_rank.__file__, self.kind, str(folder)]
         if self.kind == "torch":
             run = [rival, "-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}", "--max-restarts=1000"]
-            return [[*run, f"--master-port={ports.free_ports(1, ['127.0.0.1'])}", *program]]
+            return [[*run, f"--master-port={free_port(('127.0.0.1',), 1)}", *program]]
         if self.kind == "ray":
             return [[rival, *program, str(self.ranks)]]
-        first = ports.free_ports(self.ranks + 1, [*_HOSTS, "127.0.0.1"])
+        first = free_port((*_HOSTS, "127.0.0.1"), self.ranks + 1)
         each = f"--nproc_per_node={self.ranks // self.launchers}"
         launch = [sys.executable, "-m", "fleet_train", "launch", each, "--max_restarts=1000", f"--started_port={first}"]
         hosts = [(f"--cluster_node_ips={','.join(_HOSTS)}", f"--node_ip={host}") for host in _HOSTS]

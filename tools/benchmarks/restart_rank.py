@@ -34,12 +34,6 @@ def batch(step: int, rank: int) -> Any:
     return np.random.default_rng([step, rank]).standard_normal((_BATCH, _WIDTH)).astype("float32")
 
 
-def replaced(folder: Path, name: str, save: Callable[[Path], None]) -> None:
-    draft = folder / f"{name}.draft"
-    save(draft)
-    os.replace(draft, folder / name)
-
-
 def fleet_rank(folder: Path) -> None:
     import paddle
     from paddle import nn, static
@@ -98,7 +92,8 @@ def torch_rank(folder: Path, rank: int, note: Note) -> None:
         optimizer.step()
         if rank == 0:
             state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            replaced(folder, "saved", lambda draft, state=state: torch.save(state, draft))
+            torch.save(state, folder / "draft")
+            os.replace(folder / "draft", folder / "saved")
         torch.distributed.barrier()
         note(step)
         time.sleep(_STEP_SECONDS)
