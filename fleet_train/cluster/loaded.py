@@ -25,19 +25,20 @@ LOADED = "FLEET_TRAIN_LOADED"
 IMPORTS = "imports.json"
 """Its name in a job's log folder."""
 _MOST_BYTES = 4 << 20
-# Libraries read these when they are loaded: a later change has no effect on them.
-_READ_AT_IMPORT = (
-    "FLAGS_ GLOG_ OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ BLIS_ GOTO_ CUDA_ NVIDIA_ HIP_ ROCR_ LD_ MALLOC_ PYTHON".split()
+OF_ONE_ATTEMPT = frozenset(
+    "FLEET_TRAIN_STORE FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM "
+    "PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_MASTER PADDLE_NNODES PADDLE_GLOBAL_SIZE PADDLE_LOCAL_SIZE "
+    "PADDLE_GLOBAL_RANK".split()
 )
-_EACH_RANKS_OWN = "FLAGS_selected_gpus"
+"""The variables of a rank that another attempt may have differently: nothing reads them before the script does."""
 
 
 def note_imports(on_each_run: Callable[[Callable[[Any, Any], None]], None], trains: Callable[[Any], bool]) -> None:
     """Write what is loaded before the second run of a program that ``trains``, if this rank was asked to.
 
-    Called by ``fleet.init``: what the script has changed in the environment by then is noted as well.
+    Called by ``fleet.init``: what has been changed in the environment by then is noted as well.
     """
-    path, environment, runs = os.environ.get(LOADED), read_at_import(), 0
+    path, environment, runs = os.environ.get(LOADED), changed_variables(), 0
 
     def on_run(program: Any, _: Any) -> None:
         nonlocal runs
@@ -52,20 +53,27 @@ def note_imports(on_each_run: Callable[[Callable[[Any, Any], None]], None], trai
         on_each_run(on_run)
 
 
-def read_at_import(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Name -> digest of the value, of the variables that libraries read when they are loaded."""
-    return {
-        name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
-        for name, value in environ.items()
-        if name.startswith(tuple(_READ_AT_IMPORT)) and name != _EACH_RANKS_OWN
-    }
+def changed_variables(own: Path = Path("/proc/self/environ")) -> dict[str, str]:
+    """Name -> digest of the value, of the variables that this process has changed since it was started: libraries may
+    have read them when they were imported. Empty: the variable is not set any more."""
+    try:
+        pairs = own.read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    given = {os.fsdecode(name): os.fsdecode(value) for name, _, value in (pair.partition(b"=") for pair in pairs)}
+    names = (given.keys() | os.environ.keys()) - OF_ONE_ATTEMPT - {""}
+    return {name: _digest(os.environ.get(name)) for name in names if given.get(name) != os.environ.get(name)}
+
+
+def _digest(value: str | None) -> str:
+    return "" if value is None else hashlib.sha256(os.fsencode(value)).hexdigest()[:16]
 
 
 def installed_modules() -> dict[str, str]:
     """Name -> file of the modules that this process has loaded from Python's library, from installed packages and from
     this one, in the order of their imports; the user's own are left out."""
-    folders = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    folders.append(str(Path(fleet_train.__file__).parent))
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), str(Path(fleet_train.__file__).parent)]
     inside = tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
     found = {}
     for name, module in list(sys.modules.items()):

@@ -44,13 +44,14 @@ _OOM_SCORE, _FIRST_TO_GO = "/proc/self/oom_score_adj", "1000"
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as link:
         command = sys.argv[2:]
+        sys.argv = command[1:] if command[0] == "-m" else command[:]
         # It is no rank yet: the flight recorder, which starts with an import of fleet_train, leaves it alone.
         sys.orig_argv = [sys.executable, "-m", "fleet_train.launch.spare"]
         oom_score = _read(_OOM_SCORE)
         _write(_OOM_SCORE, _FIRST_TO_GO)
         with _low_priority():
             asked = _message(link)
-            problem = imported(asked["modules"], {link.fileno()}) or set_before_import(asked["environment"])
+            problem = imported(asked["modules"], {link.fileno()}) or set_by_script(asked["environment"])
         link.sendall(f"{problem or READY}\n".encode())
         log, changes = _start(link)
     os.dup2(log, 1)
@@ -83,14 +84,14 @@ def imported(modules: Mapping[str, str], known: set[int]) -> str:
     return ""
 
 
-def set_before_import(environment: Mapping[str, str]) -> str:
-    """Why a variable that libraries read when they are loaded is not what it was in the rank: its script has set it,
-    maybe before its imports. Nothing if all are the same."""
-    from fleet_train.cluster.loaded import read_at_import
+def set_by_script(environment: Mapping[str, str]) -> str:
+    """Why a variable that the rank had changed by ``fleet.init`` is not what the imports alone make it: its script has
+    set it, and an import may have read it. Nothing if all are the same."""
+    from fleet_train.cluster.loaded import changed_variables
 
-    here = read_at_import()
-    different = sorted(name for name in here.keys() | environment.keys() if here.get(name) != environment.get(name))
-    return f"the script sets {', '.join(different)}, which is read by an import" if different else ""
+    here = changed_variables()
+    names = ", ".join(sorted(name for name in environment if here.get(name) != environment[name]))
+    return f"the script sets {names}, which an import may read: set it for the launcher instead" if names else ""
 
 
 def _sockets() -> set[int]:

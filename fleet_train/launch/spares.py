@@ -20,9 +20,8 @@ from typing import Any, BinaryIO
 
 from fleet_train import timeouts
 from fleet_train.cluster.installed import available_memory
-from fleet_train.cluster.loaded import read_loaded
+from fleet_train.cluster.loaded import OF_ONE_ATTEMPT, read_loaded
 from fleet_train.launch import spare
-from fleet_train.launch.node import OF_ONE_ATTEMPT
 from fleet_train.launch.processes import dying_with_us
 from fleet_train.launch.report import counted, signal_name
 from fleet_train.log import logger

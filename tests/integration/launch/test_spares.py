@@ -119,7 +119,10 @@ def test_a_script_that_sets_what_paddle_reads_at_its_import_starts_anew_and_trai
     sets = 'os.environ["FLAGS_cudnn_deterministic"] = "1"'
     launcher = start(bench, "1", before=sets)
     bench.wait_for(lambda: "no more spare processes" in launcher.output, "that there are none", 90.0)
-    assert "the script sets FLAGS_cudnn_deterministic, which is read by an import" in launcher.output
+    assert (
+        "the script sets FLAGS_cudnn_deterministic, which an import may read: set it for the launcher"
+        in launcher.output
+    )
     assert not spares_of(launcher)
     os.kill(pid_of(bench, 1), signal.SIGKILL)
     assert launcher.process.wait(timeout=90) == 0, launcher.output

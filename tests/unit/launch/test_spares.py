@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.installed import available_memory
-from fleet_train.cluster.loaded import installed_modules, read_at_import, read_loaded
+from fleet_train.cluster.loaded import changed_variables, installed_modules, read_loaded
 from fleet_train.launch import spare, spares
 from fleet_train.launch.processes import kill_descendants
 from fleet_train.launch.spares import AUTO, OFF, ON, Spares
@@ -77,9 +77,7 @@ class Bench:
         self.spares.watch(2, lambda _: self.environ, self.loaded)
         assert not self.spares.has_trained()
         files = {name: str(self.folder / "installed" / f"{name}.py") for name in modules}
-        self.loaded.write_text(
-            json.dumps({"modules": files, "environment": read_at_import(self.environ | set_by_script)})
-        )
+        self.loaded.write_text(json.dumps({"modules": files, "environment": set_by_script}))
         return self.spares
 
     def ready(self, *words: str, **more: Any) -> Spares:
@@ -210,10 +208,30 @@ def test_a_module_that_must_not_be_imported_beforehand_ends_the_spares_and_not_t
     assert (found.pids, bench.taken(found)) == (set(), None)
 
 
-def test_a_script_that_sets_what_an_import_reads_gets_no_spares(bench: Bench) -> None:
-    found = bench.begin(FLAGS_check_nan_inf="1", NOT_READ="2")
+def test_a_script_that_sets_a_variable_before_its_imports_gets_no_spares(bench: Bench) -> None:
+    bench.module("heavy", "import os\nos.environ['SET_BY_IMPORT'] = '1'\nos.environ.pop('PADDLE_X', None)")
+    bench.environ["PADDLE_X"] = "1"
+    shows = "from fleet_train.cluster.loaded import changed_variables\nprint(json.dumps(changed_variables()))"
+    bench.write(f"import json, heavy\n{shows}")
+    changed = json.loads(bench.new_process()[1])
+    assert changed.keys() == {"SET_BY_IMPORT", "PADDLE_X"}
+    assert bench.ran(bench.taken(bench.ready(**changed)))[0] == 0
+    bench.said.clear()
+    found = bench.begin(**changed, HF_HOME="0123", FLAGS_x="4567")
     until(lambda: (found.tick(), bool(bench.said))[1])
-    assert "the script sets FLAGS_check_nan_inf, which is read by an import" in bench.said[0]
+    assert (
+        "the script sets FLAGS_x, HF_HOME, which an import may read: set it for the launcher instead" in bench.said[0]
+    )
+
+
+def test_variables_that_are_changed_are_known_by_a_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {**os.environ, "GONE": "1", "KEPT": "2", "PADDLE_TRAINER_ID": "7", "CHANGED": "a"}
+    monkeypatch.setenv("KEPT", "2")
+    monkeypatch.setenv("CHANGED", "secret")
+    (tmp_path / "environ").write_bytes(b"".join(os.fsencode(f"{name}={value}\0") for name, value in given.items()))
+    found = changed_variables(tmp_path / "environ")
+    assert (found.keys(), found["GONE"], len(found["CHANGED"])) == ({"GONE", "CHANGED"}, "", 16)
+    assert changed_variables(tmp_path / "absent") == {}
 
 
 def test_a_module_that_fails_is_left_to_the_script(bench: Bench) -> None:
