@@ -25,6 +25,7 @@ LOADED = "FLEET_TRAIN_LOADED"
 IMPORTS = "imports.json"
 """Its name in a job's log folder."""
 _MOST_BYTES = 4 << 20
+_OURS = "FLEET_TRAIN_"  # variables that only this package reads, after its imports
 OF_ONE_ATTEMPT = frozenset(
     "FLEET_TRAIN_STORE FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM "
     "PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_MASTER PADDLE_NNODES PADDLE_GLOBAL_SIZE PADDLE_LOCAL_SIZE "
@@ -61,7 +62,7 @@ def changed_variables(own: Path = Path("/proc/self/environ")) -> dict[str, str]:
     except OSError:
         return {}
     given = {os.fsdecode(name): os.fsdecode(value) for name, _, value in (pair.partition(b"=") for pair in pairs)}
-    names = (given.keys() | os.environ.keys()) - OF_ONE_ATTEMPT - {""}
+    names = {each for each in given.keys() | os.environ.keys() if not each.startswith(_OURS)} - OF_ONE_ATTEMPT - {""}
     return {name: _digest(os.environ.get(name)) for name in names if given.get(name) != os.environ.get(name)}
 
 
