@@ -167,7 +167,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     type=click.Choice([AUTO, OFF, ON]),
     default=AUTO,
     show_default=True,
-    help="Whether each rank has a spare process, which has imported Paddle and goes on after a failure (about 320 MB "
+    help="Whether each rank has a spare process, which has imported Paddle and goes on after a failure (160 MB or more "
     "each). auto: with --max_restarts, where memory allows it.",
 )
 @click.option(

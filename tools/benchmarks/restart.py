@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -154,7 +155,13 @@ def main(rounds: int, kills: int, pause: float, rival_python: str, only: Sequenc
         for each in CONTESTANTS
         if (each.kind == "fleet" or rival_python) and (not only or any(text in each.name for text in only))
     ]
-    record: dict[str, Any] = {"circumstances": circumstances(), "kills": kills, "pause": pause, "rounds": []}
+    record: dict[str, Any] = {
+        "circumstances": circumstances(),
+        "rivals": rivals_of(rival_python),
+        "kills": kills,
+        "pause": pause,
+        "rounds": [],
+    }
     chance = random.Random(0)
     with leaving_on_signals():
         for _ in range(rounds):
@@ -162,6 +169,14 @@ def main(rounds: int, kills: int, pause: float, rival_python: str, only: Sequenc
             lines = page(record, chosen)
             keep(record, lines)
     click.echo("\n".join(lines))
+
+
+def rivals_of(python: str) -> str:
+    """The rivals' versions, in words."""
+    if not python:
+        return "none"
+    code = "from importlib.metadata import version; print('torch', version('torch') + ', ray', version('ray'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def page(record: Mapping[str, Any], chosen: Sequence[Contestant]) -> list[str]:
@@ -185,6 +200,7 @@ def page(record: Mapping[str, Any], chosen: Sequence[Contestant]) -> list[str]:
         "Last column: from the command to the first step of the job.",
         "",
         *told_circumstances(record["circumstances"], "loopback, Gloo"),
+        f"- Rivals: {record['rivals']}.",
         "",
         *table(heads, rows),
     ]
