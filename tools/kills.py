@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, Sequence[str]]] = {
     "int8": ("--loader=ours --unit=steps --total=400", ("compression=int8",)),
 }
 _KILLS_OF_A_JOB = 25
-_LONGEST_DELAY_SECONDS = 4.0
+_LONGEST_DELAY_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 _JOB_SECONDS = 1800.0
 _STEP = re.compile(r"^step (\d+) (.*)$", re.MULTILINE)

@@ -171,7 +171,7 @@ class Launcher:
     def _await(self, action: Action) -> Event:
         match action:
             case Wait(seconds):
-                time.sleep(seconds)
+                self._rest(seconds)
                 return Woken(time.monotonic())
             case Ask(nodes):
                 heard, refusal = self._membership.ask(nodes)
@@ -191,6 +191,13 @@ class Launcher:
                 attempt, result = self._run_one(attempt)
                 return Ended(time.monotonic(), attempt, result)
         raise AssertionError(action)
+
+    def _rest(self, seconds: float) -> None:
+        """No rank runs meanwhile."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._spares.tick(idle=True)
+            time.sleep(min(timeouts.WATCH_TICK_SECONDS, left))
 
     def _follow(self, leader: int, term: int, deadline: float) -> Connected:
         try:

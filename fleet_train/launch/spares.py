@@ -82,6 +82,8 @@ class Spares:
         self._late: _Spare | None = None
         """One that was taken while it still imported."""
         self._loaded: Path | None = None
+        self._imports: Mapping[str, Mapping[str, str]] | None = None
+        """What is known of them from the last attempt that has trained."""
         self._environ_of: Callable[[int], Mapping[str, str]] = lambda _: {}
         self._processes = 0
         self._said = ""
@@ -117,8 +119,9 @@ class Spares:
         """Whether a rank of this node has trained in this attempt."""
         return self._loaded is not None and self._loaded.exists()
 
-    def tick(self) -> None:
-        """Called a few times a second while ranks run: start the next spare, or hear from the one that imports."""
+    def tick(self, *, idle: bool = False) -> None:
+        """Called a few times a second: start the next spare once ranks train, or hear from the one that imports.
+        ``idle``: no rank runs, as in the pause after an attempt that has not trained, which has used spares up."""
         if self._wanted == OFF or self._failed or self._loaded is None:
             return
         if self._late is not None:
@@ -126,7 +129,7 @@ class Spares:
         importing = next((each for each in self._waiting.values() if not each.is_ready), None)
         if importing is not None:
             self._hear(importing)
-        elif len(self._waiting) < self._processes and self._loaded.exists():
+        elif len(self._waiting) < self._processes and (self._loaded.exists() or (idle and self._imports is not None)):
             self._start_next()
         elif self._waiting and not self._said:
             self._said = (
@@ -163,8 +166,8 @@ class Spares:
 
     def _start_next(self) -> None:
         assert self._loaded is not None
-        loaded = read_loaded(self._loaded)
-        if loaded is None:
+        self._imports = read_loaded(self._loaded) or self._imports
+        if self._imports is None:
             self._give_up(f"{self._loaded} cannot be read")
             return
         needed = 2 * (self._size or _FIRST_SIZE_BYTES)
@@ -173,7 +176,7 @@ class Spares:
             return
         local = next(local for local in range(self._processes) if local not in self._waiting)
         try:
-            self._waiting[local] = self._started(local, loaded)
+            self._waiting[local] = self._started(local, self._imports)
         except OSError as error:
             self._give_up(f"{error.strerror}")
 

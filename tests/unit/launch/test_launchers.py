@@ -41,6 +41,7 @@ class Seat(Launcher):
         node = Node(ADDRESSES, index, port, 1, None, "lo")
         self._launch = Mock(node=node)
         self._signpost = Mock()
+        self._spares = Mock()
         self._membership = Membership(node, policy, Access(source=node.address), facts)
         self._job = JobState(index, len(ADDRESSES), policy, 5.0, node.describe, node.store_endpoint)
         self._attempts: Queue[Attempt | BaseException | Finish] = Queue()

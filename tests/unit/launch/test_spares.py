@@ -256,6 +256,17 @@ def test_one_that_still_imports_is_taken_as_well(bench: Bench) -> None:
         assert found._late is None
 
 
+def test_after_an_attempt_that_has_not_trained_they_are_started_in_the_pause(bench: Bench) -> None:
+    found = bench.ready()
+    assert bench.ran(bench.taken(found))[0] == 0
+    found.drop_others()
+    found.watch(2, lambda _: bench.environ, bench.loaded)  # the next attempt, which ends before its second step
+    found.tick()
+    assert not found.pids
+    until(lambda: (found.tick(idle=True), len(found.pids) == 2)[1])
+    assert bench.ran(bench.taken(found))[0] == 0
+
+
 def test_one_whose_imports_hang_ends_as_a_rank_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.module("slow", "import time\ntime.sleep(600)")
     found = bench.begin(modules=("slow",))
