@@ -267,6 +267,8 @@ def parameters_first(params_grads: Sequence[tuple[Any, Any]], held: Collection[i
     """The pairs, after an operator that makes the gradients of a parameter and of an activation is cut into one for
     each, that of the parameter first: it is sent while the other is computed. The same kernels compute the same bits.
     Only in float32: oneDNN, which computes bfloat16 on CPUs, ends the process where a product has to make one of two.
+    Paddle's own fails there too where the operand of the other gradient has no rows, as in a batch without samples: a
+    layer's parameter has its gradient from another operator, and any other product whose rows are unknown stays whole.
     ``held``: operators, by their ids, that stay, because a script may hold their results.
     """
     return [(parameter, value if value is None else _alone_first(value, held)) for parameter, value in params_grads]
@@ -288,17 +290,37 @@ def _alone_first(gradient: Any, held: Collection[int]) -> Any:
                 break
     else:
         return gradient
-    operands, values = [[first], [second]], [[forward.result(0)]]
-    paddle.pir.set_insertion_point(both)
     mine = gradient.index()
-    for wanted in (mine, 1 - mine):
-        stops = [[place != wanted] for place in range(2)]
-        (half,) = paddle.base.core.call_vjp(forward, operands, values, [[above]], stops)[wanted]
-        results[wanted].replace_all_uses_with(half)
-        gradient = half if wanted == mine else gradient
+    is_product = both.name() == "pd_op.matmul_grad"
+    is_layer = is_product and mine == 1 and len(first.shape) >= 2 == len(second.shape) and not given["transpose_x"]
+    if is_product and not is_layer and min((first, second)[1 - mine].shape, default=1) < 1:
+        return gradient
+    paddle.pir.set_insertion_point(both)
+    if is_layer:
+        alone = _summed_over_rows(*((above, first) if given["transpose_y"] else (first, above)), second)
+    else:
+        alone = _half(forward, above, mine)
+    results[mine].replace_all_uses_with(alone)
+    results[1 - mine].replace_all_uses_with(_half(forward, above, 1 - mine))
     both.get_parent_block().remove_op(both)
     paddle.pir.reset_insertion_point_to_end()
-    return gradient
+    return alone
+
+
+def _half(forward: Any, above: Any, wanted: int) -> Any:
+    """The gradient of one of an operator's first two operands, without the other's."""
+    operands = [[value] for value in forward.operands_source()[:2]]
+    stops = [[place != wanted] for place in range(2)]
+    return paddle.base.core.call_vjp(forward, operands, [[forward.result(0)]], [[above]], stops)[wanted][0]
+
+
+def _summed_over_rows(left: Any, right: Any, like: Any) -> Any:
+    """The sum over rows of the outer products of left's and right's, in the shape of ``like``; of no rows, 0."""
+    product = paddle._C_ops.matmul_with_flatten(left, like, len(left.shape) - 1, 1)
+    forward = product.get_defining_op()
+    (found,) = paddle.base.core.call_vjp(forward, [[left], [like]], [[product]], [[right]], [[True], [False]])[1]
+    forward.get_parent_block().remove_op(forward)
+    return found
 
 
 def uses_a_name_twice(program: Any) -> bool:

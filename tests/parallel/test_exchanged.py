@@ -98,6 +98,17 @@ def hand_made_norm(joint: Joint, x: Any, y: Any) -> Any:
     return joint.share(each, count * joint.ranks)
 
 
+def products(_: Joint, x: Any, y: Any) -> Any:
+    """Layers of rows in one and in two dimensions, with a matrix as it is, transposed, and before the rows."""
+    hidden = paddle.tanh(nn.Linear(FEATURES, WIDTH)(x))
+    pair = paddle.tanh(nn.Linear(WIDTH, WIDTH)(paddle.stack([hidden, nn.Linear(FEATURES, WIDTH)(y)], axis=1)))
+    shapes = {"turned": [4, WIDTH], "lower": [5, WIDTH], "left": [3, 2]}
+    turned, lower, left = (paddle.create_parameter(shape, x.dtype, name=name) for name, shape in shapes.items())
+    one = paddle.tanh(paddle.matmul(hidden, turned, transpose_y=True))
+    two = paddle.matmul(left, paddle.tanh(paddle.matmul(pair, lower, transpose_y=True)))
+    return ((nn.Linear(4, 1)(one) - x.sum(1, keepdim=True)) ** 2).mean() + ((two - 1.0) ** 2).mean()
+
+
 Spread = Callable[[Any, Any, Any, int], Any]
 SPREAD: dict[str, Spread] = {
     "times ranks, by all": lambda each, _, total, ranks: each.sum() * ranks / total,
@@ -192,6 +203,7 @@ class Case:
     dtype: str = "float64"
     tolerance: float = 1e-10
     """Of how far one process moves."""
+    seed: int = 0
 
 
 ON_ALL = {
@@ -200,6 +212,7 @@ ON_ALL = {
     "both ways": Case(both_ways),
     "used twice": Case(used_twice, optimizer=adam),
     "hand-made norm": Case(hand_made_norm, minimize_with(average_over="ranks")),
+    **{f"layers in float32, {seed}": Case(products, dtype="float32", tolerance=1e-5, seed=seed) for seed in range(3)},
 }
 ON_TWO = {
     "recompute": Case(both_ways, minimize_with(recompute_segments=3)),
@@ -246,11 +259,11 @@ class Program:
             value.set(state[name], fleet.place())
 
 
-def batch(step: int, sizes: Sequence[int], dtype: str) -> tuple[Any, slice]:
+def batch(step: int, sizes: Sequence[int], dtype: str, seed: int = 0) -> tuple[Any, slice]:
     """The joint batch of a step, and this rank's part; the sizes go from rank to rank."""
     turned = [*sizes[step % len(sizes) :], *sizes[: step % len(sizes)]]
     rank = fleet.worker_index()
-    values = np.random.default_rng(step).standard_normal((2, sum(sizes), FEATURES)).astype(dtype)
+    values = np.random.default_rng(step + seed * STEPS).standard_normal((2, sum(sizes), FEATURES)).astype(dtype)
     return values, slice(sum(turned[:rank]), sum(turned[: rank + 1]))
 
 
@@ -262,7 +275,7 @@ def compared(case: Case) -> dict[str, Any]:
     one.start_from(start)
     losses = []
     for step in range(STEPS):
-        (x, y), own = batch(step, SIZES[fleet.worker_num()], case.dtype)
+        (x, y), own = batch(step, SIZES[fleet.worker_num()], case.dtype, case.seed)
         (share,), (whole,) = many.run(x[own], y[own]), one.run(x, y)
         losses.append([fleet.all_reduce(share.astype("float64"), op="mean").item(), whole.item()])
     ended, expected = many.state(), one.state()

@@ -215,11 +215,14 @@ def layers_of_each_kind(image: Any) -> Any:
     return paddle.matmul(left, F.tanh(nn.Linear(16, 16)(hidden)), transpose_y=True)
 
 
-def gradients_of_each_kind(change: Callable[[Any], Any]) -> tuple[list[str], dict[str, Any]]:
-    """Operators that make gradients, in their order, and the gradients by parameter, of fixed values."""
+def gradients_of_each_kind(
+    change: Callable[[Any], Any], samples: int = 5, is_known: bool = False
+) -> tuple[list[str], dict[str, Any]]:
+    """Operators that make gradients, in their order, and the gradients by parameter, of fixed values. ``is_known``:
+    the program has the number of samples."""
     main, startup, random = paddle.static.Program(), paddle.static.Program(), np.random.default_rng(3)
     with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-        image = paddle.static.data("image", [None, 4, 8, 8], "float32")
+        image = paddle.static.data("image", [samples if is_known else None, 4, 8, 8], "float32")
         pairs = change(paddle.optimizer.SGD(0.1).backward(layers_of_each_kind(image).square().mean()))
     names = [f"{parameter.name} {number}" for number, (parameter, _) in enumerate(pairs)]
     makers = {value.get_defining_op().id(): name for name, (_, value) in zip(names, pairs, strict=True)}
@@ -230,20 +233,30 @@ def gradients_of_each_kind(change: Callable[[Any], Any]) -> tuple[list[str], dic
         for each in main.global_block().all_parameters():
             tensor = paddle.static.global_scope().find_var(each.name).get_tensor()
             tensor.set(random.standard_normal(each.shape).astype(np.float32) / 4, paddle.CPUPlace())
-        feed = {"image": random.standard_normal((5, 4, 8, 8)).astype(np.float32)}
+        feed = {"image": random.standard_normal((samples, 4, 8, 8)).astype(np.float32)}
         found = executor.run(main, feed=feed, fetch_list=[value for _, value in pairs])
     return order, dict(zip(names, found, strict=True))
 
 
-def test_the_gradient_of_a_parameter_comes_before_that_of_the_activation_with_the_same_bits() -> None:
-    _, whole = gradients_of_each_kind(list)
-    order, halves = gradients_of_each_kind(parameters_first)
+@pytest.mark.parametrize(("is_known", "products"), [(False, 1), (True, 2)])
+def test_the_gradient_of_a_parameter_comes_before_that_of_the_activation_with_the_same_bits(
+    is_known: bool, products: int
+) -> None:
+    _, whole = gradients_of_each_kind(list, is_known=is_known)
+    order, halves = gradients_of_each_kind(parameters_first, is_known=is_known)
     assert whole.keys() == halves.keys()
     assert all(np.array_equal(whole[name], halves[name]) and np.any(whole[name]) for name in whole)
-    for kind, number in (("depthwise_conv2d", 1), ("conv2d", 1), ("conv3d", 1), ("matmul", 2)):
+    for kind, number in (("depthwise_conv2d", 1), ("conv2d", 1), ("conv3d", 1), ("matmul", products)):
         activations = [place for place, name in enumerate(order) if name == f"pd_op.{kind}_grad"]
         assert len(activations) == number, kind
         assert all("w_0" in order[place - 1] for place in activations), (kind, order)
+
+
+def test_the_gradients_of_no_samples_are_0_as_on_one_card() -> None:
+    _, whole = gradients_of_each_kind(list, samples=0)
+    _, halves = gradients_of_each_kind(parameters_first, samples=0)
+    assert whole.keys() == halves.keys()
+    assert all(np.array_equal(whole[name], halves[name]) and not np.any(whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("watched", [False, True])
