@@ -138,7 +138,7 @@ def measure(
                 time.sleep(pause_seconds + chance.uniform(0, 1))
                 taken.append(running.kill())
         except click.ClickException:
-            if contestant.kind == "fleet" or not taken:
+            if contestant.kind == "fleet":
                 raise
             gave_up = True
         finally:
@@ -169,9 +169,12 @@ def main(rounds: int, kills: int, pause: float, rival_python: str, only: Sequenc
     chance = random.Random(0)
     with leaving_on_signals():
         for _ in range(rounds):
-            record["rounds"].append([measure(each, kills, pause, rival_python, chance) for each in chosen])
-            lines = page(record, chosen)
-            keep(record, lines)
+            record["rounds"].append([])
+            for number, each in enumerate(chosen, 1):
+                record["rounds"][-1].append(measure(each, kills, pause, rival_python, chance))
+                seen = chosen if len(record["rounds"]) > 1 else chosen[:number]
+                lines = page(record, seen)
+                keep(record, lines)
     click.echo("\n".join(lines))
 
 
@@ -188,6 +191,9 @@ def page(record: Mapping[str, Any], chosen: Sequence[Contestant]) -> list[str]:
     for each in chosen:
         jobs = [job for jobs in record["rounds"] for job in jobs if job["name"] == each.name]
         kills = [kill for job in jobs for kill in job["kills"]]
+        if not kills:
+            rows.append([f"{each.name} (ended at its first kill)", 0, *["-"] * 4, "-"])
+            continue
         parts = [
             f"{statistics.median(kill[name] for kill in kills if name in kill):.2f}"
             for name in ("imported", "joined", "converted")
