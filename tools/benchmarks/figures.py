@@ -101,6 +101,12 @@ FIGURES = (
            "the first large bucket is launched, and {:.0f} the rest"),
     Figure("docs/doctor.md", "doctor-clean-runs", readings.alarms,
            "[{} in {} runs](benchmarks/{name}.md) of two machines, apart from `busy`, which warned in {} of them"),
+    Figure("docs/faults.md", "restart", readings.restarts,
+           "[From `kill -9` to the next new step](benchmarks/{name}.md), on one machine with 2 processors: {:.2f} s "
+           "with 2 ranks ({:.2f} s without spares), {:.2f} s with 4 ranks, {:.2f} s with two launchers; medians of {} "
+           "kills, at least {:.0f} s apart"),
+    Figure("docs/faults.md", "kills", readings.kills,
+           "[{} kills](benchmarks/{name}.md): every loss, batch and end {} of the jobs without kills"),
     Figure("docs/faults.md", "soak", readings.soak,
            "[{} kills and freezes](benchmarks/{name}.md) on four ranks in two network namespaces, {} of them while a "
            "checkpoint was being written: {} of {} tensors and {} of {:,} losses differ, and {} sample was seen"),

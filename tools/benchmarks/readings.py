@@ -140,6 +140,22 @@ def clean_runs(record: Content) -> Sequence[object]:
     return sum(each["trainings"] for each in launches), alarms or "no", "equal" if equal else "not equal"
 
 
+def restarts(record: Content) -> Sequence[float]:
+    """Seconds to the next new step with 2 ranks, without spares, with 4 ranks, with two launchers; kills of each, and
+    the seconds before one."""
+    jobs = [job for jobs in record["rounds"] for job in jobs]
+    names = ("launch, 2 ranks", "launch --spares 0, 2 ranks", "launch, 4 ranks", "two launches, 1 rank each")
+    times = [[kill["new step"] for job in jobs if job["name"] == name for kill in job["kills"]] for name in names]
+    return [*map(_median, times), len(times[0]), record["pause"]]
+
+
+def kills(record: Content) -> Sequence[object]:
+    """Kills, and whether all that was compared is the same."""
+    found = [job["comparison"] for job in record["jobs"]]
+    same = all(not each["steps_that_differ"] and not each["steps_too_many"] and each["same_end"] for each in found)
+    return sum(len(job["kills"]) for job in record["jobs"]), "has the bits" if same else "differs from those"
+
+
 def recorder(record: Content) -> Sequence[float]:
     """Percent of a step and ms of the steps: smallest and largest of the MLP's profiles but two, then those two, then
     of short steps."""
