@@ -21,7 +21,7 @@ import paddle
 from fleet_train.cluster.environment import asked_checks, asked_trace, is_strict, join_timeout_seconds, log_folder
 from fleet_train.cluster.flight import trace
 from fleet_train.cluster.flight.trace import Trace
-from fleet_train.cluster.loaded import note_imports
+from fleet_train.cluster.trained import note_training
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.collectives.job import Job
@@ -223,7 +223,7 @@ def begin(role: Any, strategy: Any) -> Session:
         raise ConversionError("this process has left its job (fleet.shutdown); a process can join only one job")
     strict = is_strict(os.environ)
     if not imagined_job:
-        note_imports(process.on_each_run, lambda program: _is_trained(program))
+        note_training(process.on_each_run, lambda program: _is_trained(program))
     job = imagined_job() if imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
     process.watch(job)

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleet_train import timeouts
-from fleet_train.cluster.flight.witness import job_of_logs, write_job
-from fleet_train.cluster.loaded import IMPORTS
+from fleet_train.cluster.flight.witness import write_job
 from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout, ScheduleMismatch, WorkerFailed
 from fleet_train.launch.attempts import Attempt, Kind, RunResult
 from fleet_train.launch.events import (
@@ -213,15 +212,10 @@ class Launcher:
             return StoreSeen(time.monotonic(), lost=True)
 
     def _prepare_spares(self) -> None:
-        """Before a node that comes back says that it is ready, and the others stop their ranks for it: it has a part in
-        the job's next attempt, and finds in its logs what ranks of an earlier one had imported."""
+        """Before a node that comes back says that it is ready, and the others stop their ranks for it."""
         launch = self._launch
-        for folder in (launch.log_dir, launch.log_dir / launch.node.address):
-            if job_of_logs(folder) == launch.access.job:
-                there = replace(launch, log_dir=folder)
-                common = there.environ_of("", 0, "", self._environ)
-                environs = [{**common, **there.variables_of(local)} for local in range(launch.node.processes)]
-                self._spares.prepare(len(environs), environs.__getitem__, folder / IMPORTS)
+        common = launch.environ_of("", 0, "", self._environ)
+        self._spares.prepare([{**common, **launch.variables_of(local)} for local in range(launch.node.processes)])
 
     # one attempt
 

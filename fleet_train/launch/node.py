@@ -386,6 +386,14 @@ def appended(path: str, folder: str) -> str:
     return ":".join(parts if folder in parts else [*parts, folder])
 
 
+OF_ONE_ATTEMPT = frozenset(
+    "FLEET_TRAIN_STORE FLEET_TRAIN_ATTEMPT FLEET_TRAIN_LAUNCHED PADDLE_TRAINER_ID PADDLE_TRAINERS_NUM "
+    "PADDLE_TRAINER_ENDPOINTS PADDLE_CURRENT_ENDPOINT PADDLE_MASTER PADDLE_NNODES PADDLE_GLOBAL_SIZE PADDLE_LOCAL_SIZE "
+    "PADDLE_GLOBAL_RANK PADDLE_LOG_DIR FLEET_TRAIN_TRAINED".split()
+)
+"""The variables of a rank that another attempt may have differently: nothing reads them before the script does."""
+
+
 def variables_of_rank(cluster: Cluster, selected_gpu: int | None) -> dict[str, str]:
     """What ``paddle.distributed.launch`` sets for one rank. ``selected_gpu``: by position among the visible ones; None:
     it computes on processors."""

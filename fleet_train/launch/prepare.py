@@ -22,10 +22,10 @@ from fleet_train import timeouts
 from fleet_train.cluster import network
 from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
 from fleet_train.cluster.environment import SETTINGS, is_strict
-from fleet_train.cluster.loaded import IMPORTS, LOADED
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.started import Started
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE, Access
+from fleet_train.cluster.trained import TRAINED, TRAINED_FILE
 from fleet_train.errors import ClusterError, PaddleUnusable
 from fleet_train.launch.node import (
     LaunchEnvironment,
@@ -78,8 +78,8 @@ class Launch:
             assert self.visible_gpus is not None
             gpu = self.visible_gpus.index(node.devices[local])
         variables = variables_of_rank(node.cluster(node.ranks[local]), gpu)
-        loaded = {} if local else {LOADED: str(self.log_dir / IMPORTS)}
-        return variables | {"PADDLE_LOG_DIR": str(self.log_dir)} | loaded
+        trained = {} if local else {TRAINED: str(self.log_dir / TRAINED_FILE)}
+        return variables | {"PADDLE_LOG_DIR": str(self.log_dir)} | trained
 
     def command(self) -> list[str]:
         """The command of every rank."""

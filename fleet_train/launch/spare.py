@@ -1,10 +1,14 @@
-"""The process of a spare: it imports what a rank of the job has imported, and waits until it becomes the next rank.
+"""The process of a spare: it makes the imports at the top of a rank's script, and waits until it becomes the next rank.
 
     python -u .../spare.py DESCRIPTOR SCRIPT ARGUMENTS...
     python -u .../spare.py DESCRIPTOR -m MODULE ARGUMENTS...
 
-The launcher (`spares`) starts it and talks to it over that socket: first which modules to import, then the log and the
-environment of a rank. Then it is the process that ``python -u SCRIPT ARGUMENTS...`` would be, without its imports.
+The launcher (`spares`) starts it and talks to it over that socket: it hears when the imports are done, and sends the
+log and the environment of a rank. Then it is the process that ``python -u SCRIPT ARGUMENTS...`` would be after these
+lines.
+
+Only what a script does first can be done beforehand: a later import may see what the script, or a module of its own,
+has set or replaced before it. So the imports end with the first line that is no import of an installed package.
 """
 
 from __future__ import annotations
@@ -19,22 +23,28 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = getcwd() if sys.argv[2] == "-m" else dirname(realpath(sys.argv[2]))
 
+import ast
 import builtins
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import io
 import json
 import os
 import runpy
+import site
 import socket
 import struct
+import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 READY = "ready"
+_PACKAGE = Path(__file__).resolve().parents[1]
 _NICENESS = 5
 _LENGTH = struct.Struct("!Q")
 _CAP_SYS_NICE = 23
@@ -50,8 +60,7 @@ def main() -> None:
         oom_score = _read(_OOM_SCORE)
         _write(_OOM_SCORE, _FIRST_TO_GO)
         with _low_priority():
-            asked = _message(link)
-            problem = imported(asked["modules"], {link.fileno()}) or set_by_script(asked["environment"])
+            problem = imported(command, {link.fileno()})
         link.sendall(f"{problem or READY}\n".encode())
         log, changes = _start(link)
     os.dup2(log, 1)
@@ -64,34 +73,99 @@ def main() -> None:
     become(command)
 
 
-def imported(modules: Mapping[str, str], known: set[int]) -> str:
-    """Import them, by name with the file that each is expected in; returns why this process cannot become a rank, or
-    nothing. ``known``: its open descriptors of sockets.
+def imported(command: Sequence[str], known: set[int]) -> str:
+    """Make the imports at the top of the command's script; returns why this process cannot become a rank, or nothing.
+    ``known``: its open descriptors of sockets.
 
-    A module that cannot be imported is left to the script, which then shows the error.
+    An import that fails is left to the script, which then shows the error.
     """
-    for name, file in modules.items():
-        if name in sys.modules:
-            continue
+    imports, end = top_imports(command)
+    for module, names in imports:
         with contextlib.suppress(BaseException):
-            importlib.import_module(name)
-        if name in sys.modules and (getattr(sys.modules[name], "__file__", None) or "") != file:
-            return f"{name} is in another file than in the rank"
+            found = importlib.import_module(module)
+            for name in names:  # an attribute, or a module of this package
+                if not hasattr(found, name):
+                    importlib.import_module(f"{module}.{name}")
+        if own := _of_the_user():
+            return f"the import of {module} loads {own}, which is not installed"
         if _sockets() - known:
-            return f"the import of {name} opens a connection or a port"
+            return f"the import of {module} opens a connection or a port"
         if has_context():
-            return f"the import of {name} touches a GPU"
+            return f"the import of {module} touches a GPU"
+    if end and "paddle" not in sys.modules:
+        return f"line {end} of the script stands above its import of Paddle: move it below its imports, if it can"
+    return "" if imports else "the script does not begin with imports of installed packages"
+
+
+def top_imports(command: Sequence[str]) -> tuple[list[tuple[str, list[str]]], int]:
+    """(module, names imported from it) of the lines at the top of a command's script that import installed packages, up
+    to the first line that does anything else; and the number of that line if imports of Paddle, or of this package,
+    follow, else 0."""
+    if [*command[:3]] == ["-m", "fleet_train", "train"]:  # the reference trainer: all of it is installed
+        return [("fleet_train.cli", []), ("fleet_train.train.reference", [])], 0
+    imports: list[tuple[str, list[str]]] = []
+    lines = _lines(command)
+    for number, line in enumerate(lines):
+        found = _imported_by(line)
+        if found is None or not all(_is_installed(module.partition(".")[0]) for module, _ in found):
+            later = [module for each in lines[number:] for module, _ in _imported_by(each) or ()]
+            is_above = any(module.partition(".")[0] in ("paddle", "fleet_train") for module in later)
+            return imports, line.lineno if is_above else 0
+        imports += found
+    return imports, 0
+
+
+def _imported_by(line: ast.stmt) -> list[tuple[str, list[str]]] | None:
+    """What a line imports; nothing for a docstring, None for any other line."""
+    if isinstance(line, ast.Import):
+        return [(each.name, []) for each in line.names]
+    if isinstance(line, ast.ImportFrom) and line.module and not line.level:
+        return [(line.module, [each.name for each in line.names if each.name != "*"])]
+    is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+    return [] if is_text else None
+
+
+def _lines(command: Sequence[str]) -> list[ast.stmt]:
+    path: str | None = command[0]
+    try:
+        if command[0] == "-m":
+            spec = importlib.util.find_spec(command[1])
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{command[1]}.__main__")
+            path = None if spec is None else spec.origin
+        return ast.parse(Path(path).read_bytes()).body if path else []
+    except (OSError, ValueError, SyntaxError, ImportError):
+        return []
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and (spec.origin in ("built-in", "frozen") or _is_inside(spec.origin))
+
+
+def _is_inside(file: str | None) -> bool:
+    """Whether a module's file is in Python's library, an installed package or this one."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)]
+    inside = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    return file is not None and os.path.realpath(file).startswith(inside)
+
+
+_looked_at: set[str] = set()
+
+
+def _of_the_user() -> str:
+    """A module loaded since the last call that is neither installed nor this one; empty if there is none."""
+    new = [(name, module) for name, module in list(sys.modules.items()) if name not in _looked_at]
+    _looked_at.update(name for name, _ in new)
+    for name, module in new:
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and getattr(module, "__spec__", None) is not None and not _is_inside(file):
+            return name
     return ""
-
-
-def set_by_script(environment: Mapping[str, str]) -> str:
-    """Why a variable that the rank had changed by ``fleet.init`` is not what the imports alone make it: its script has
-    set it, and an import may have read it. Nothing if all are the same."""
-    from fleet_train.cluster.loaded import changed_variables
-
-    here = changed_variables()
-    names = ", ".join(sorted(name for name in environment if here.get(name) != environment[name]))
-    return f"the script sets {names}, which an import may read: set it for the launcher instead" if names else ""
 
 
 def _sockets() -> set[int]:
@@ -183,9 +257,8 @@ def become(command: Sequence[str]) -> None:
     script = None if is_module else os.path.join(os.getcwd(), command[0])
     sys.orig_argv = [sys.executable, "-u", *command]
     sys.argv = [*command[1:]] if is_module else [*command]
-    from fleet_train.cluster.flight.ring import start_under_a_launcher
-
-    start_under_a_launcher()
+    if (recorder := sys.modules.get("fleet_train.cluster.flight.ring")) is not None:
+        recorder.start_under_a_launcher()  # as its import would have done
     ours, sys.modules["__main__"] = sys.modules["__main__"], _main_module(script)
     try:
         if script is None:

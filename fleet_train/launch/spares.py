@@ -1,4 +1,5 @@
-"""The spare processes of a node's ranks: each has imported what its rank has, and becomes the rank after a failure.
+"""The spare processes of a node's ranks: each has imported what the script does first, and becomes the rank after a
+failure.
 
 What costs time at a restart is importing Paddle. A spare is started once training runs, one after the other at low
 priority; it has opened no connection and touched no device (`spare` is its program).
@@ -20,8 +21,8 @@ from typing import Any, BinaryIO
 
 from fleet_train import timeouts
 from fleet_train.cluster.installed import available_memory
-from fleet_train.cluster.loaded import OF_ONE_ATTEMPT, read_loaded
 from fleet_train.launch import spare
+from fleet_train.launch.node import OF_ONE_ATTEMPT
 from fleet_train.launch.processes import dying_with_us
 from fleet_train.launch.report import counted, signal_name
 from fleet_train.log import logger
@@ -81,9 +82,7 @@ class Spares:
         self._waiting: dict[int, _Spare] = {}
         self._late: _Spare | None = None
         """One that was taken while it still imported."""
-        self._loaded: Path | None = None
-        self._imports: Mapping[str, Mapping[str, str]] | None = None
-        """What is known of them from the last attempt that has trained."""
+        self._trained: Path | None = None
         self._environ_of: Callable[[int], Mapping[str, str]] = lambda _: {}
         self._processes = 0
         self._said = ""
@@ -94,42 +93,40 @@ class Spares:
     def pids(self) -> set[int]:
         return {each.process.pid for each in self._waiting.values()}
 
-    def watch(self, processes: int, environ_of: Callable[[int], Mapping[str, str]], loaded: Path) -> None:
+    def watch(self, processes: int, environ_of: Callable[[int], Mapping[str, str]], trained: Path) -> None:
         """At the start of an attempt, with the environment of each local rank and the file that the first one writes
         once it trains."""
         self._let_go()
-        self._processes, self._environ_of, self._loaded, self._failed = processes, environ_of, loaded, False
+        self._processes, self._environ_of, self._trained, self._failed = processes, environ_of, trained, False
         with contextlib.suppress(OSError):
-            loaded.unlink(missing_ok=True)
+            trained.unlink(missing_ok=True)
 
-    def prepare(self, processes: int, environ_of: Callable[[int], Mapping[str, str]], loaded: Path) -> None:
+    def prepare(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Start them, and wait until they are ready, on a node that comes back to a running job: the others go on
-        meanwhile. ``loaded``: of an earlier attempt."""
-        if self._wanted == OFF or read_loaded(loaded) is None:
-            return
-        self._processes, self._environ_of, self._loaded = processes, environ_of, loaded
+        meanwhile. ``environs``: those of its ranks."""
+        self._processes, self._environ_of = len(environs), environs.__getitem__
         until = time.monotonic() + _IMPORTS_SECONDS
-        while not self._failed and time.monotonic() < until:
-            self.tick()
-            if len(self._waiting) == processes and all(each.is_ready for each in self._waiting.values()):
+        while self._wanted != OFF and not self._failed and time.monotonic() < until:
+            self.tick(idle=True)
+            if len(self._waiting) == len(environs) and all(each.is_ready for each in self._waiting.values()):
                 break
             time.sleep(timeouts.WATCH_TICK_SECONDS)
 
     def has_trained(self) -> bool:
         """Whether a rank of this node has trained in this attempt."""
-        return self._loaded is not None and self._loaded.exists()
+        return self._trained is not None and self._trained.exists()
 
     def tick(self, *, idle: bool = False) -> None:
         """Called a few times a second: start the next spare once ranks train, or hear from the one that imports.
         ``idle``: no rank runs, as in the pause after an attempt that has not trained, which has used spares up."""
-        if self._wanted == OFF or self._failed or self._loaded is None:
+        if self._wanted == OFF or self._failed:
             return
         if self._late is not None:
             self._hear_late(self._late)
         importing = next((each for each in self._waiting.values() if not each.is_ready), None)
         if importing is not None:
             self._hear(importing)
-        elif len(self._waiting) < self._processes and (self._loaded.exists() or (idle and self._imports is not None)):
+        elif len(self._waiting) < self._processes and (idle or self.has_trained()):
             self._start_next()
         elif self._waiting and not self._said:
             self._said = (
@@ -165,22 +162,17 @@ class Spares:
         self.drop_others()
 
     def _start_next(self) -> None:
-        assert self._loaded is not None
-        self._imports = read_loaded(self._loaded) or self._imports
-        if self._imports is None:
-            self._give_up(f"{self._loaded} cannot be read")
-            return
         needed = 2 * (self._size or _FIRST_SIZE_BYTES)
         if self._wanted == AUTO and (available := available_memory()) is not None and available < needed:
             self._give_up(f"{available / _MEGABYTE:.0f} MB of memory are available (--spares 1 starts them anyway)")
             return
         local = next(local for local in range(self._processes) if local not in self._waiting)
         try:
-            self._waiting[local] = self._started(local, self._imports)
+            self._waiting[local] = self._started(local)
         except OSError as error:
             self._give_up(f"{error.strerror}")
 
-    def _started(self, local: int, loaded: Mapping[str, Mapping[str, str]]) -> _Spare:
+    def _started(self, local: int) -> _Spare:
         ours, theirs = socket.socketpair()
         environ = dict(self._environ_of(local))
         command = [sys.executable, "-u", spare.__file__, str(theirs.fileno()), *self._command[2:]]
@@ -200,12 +192,8 @@ class Spares:
             except OSError:
                 ours.close()
                 raise
-        ours.settimeout(_ANSWER_SECONDS)
-        new = _Spare(process, ours, environ, self._stamp())
-        with contextlib.suppress(OSError):  # it has ended: that is heard
-            ours.sendall(spare.framed(loaded))
         ours.setblocking(False)
-        return new
+        return _Spare(process, ours, environ, self._stamp())
 
     def _hear(self, importing: _Spare) -> None:
         answer = importing.hear()

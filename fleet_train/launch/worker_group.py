@@ -12,8 +12,8 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.stands import merged
-from fleet_train.cluster.loaded import IMPORTS
 from fleet_train.cluster.network import connections_at
+from fleet_train.cluster.trained import TRAINED_FILE
 from fleet_train.errors import ClusterError, ConversionError, Preempted, WorkerFailed
 from fleet_train.launch.attempts import Kind, RunResult
 from fleet_train.launch.logs import LogFolder
@@ -106,7 +106,7 @@ class WorkerGroup:
     def _start(self) -> None:
         """This process starts nothing but ranks: what they start ends with them."""
         adopt_orphans()
-        self.spares.watch(self.launch.node.processes, self._environ_of, self.launch.log_dir / IMPORTS)
+        self.spares.watch(self.launch.node.processes, self._environ_of, self.launch.log_dir / TRAINED_FILE)
         try:
             self.ranks.start()
         except OSError as error:

@@ -20,13 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from fleet_train import fleet
 from fleet_train.cli import main
 from fleet_train.errors import Preempted
 from fleet_train.train import trainer
 from fleet_train.train.checkpoint import storage
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # below the imports that a spare process makes
+
 from tools.soaking.ledger import HURRY, LEDGER, STEP_SECONDS, STOP_AT
 
 FOLDER, PAUSE = Path(os.environ[LEDGER]), float(os.environ.get(STEP_SECONDS, "0"))

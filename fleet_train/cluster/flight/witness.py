@@ -37,7 +37,7 @@ from fleet_train.cluster.flight.ring import (
 from fleet_train.cluster.flight.rows import Row, is_silent, row_of
 from fleet_train.cluster.flight.stands import Stand, parse
 from fleet_train.errors import printable
-from fleet_train.files import publish, read_regular
+from fleet_train.files import publish
 
 _STACKS_ANSWER_SECONDS = 1.0
 """How long the recorder's thread has to get Python's lock and to write: then a signal makes it write without."""
@@ -230,14 +230,6 @@ JOB_FILE = "job.json"
 def write_job(folder: Path, store: str, job: str) -> None:
     """Write where a job's store is, for commands that are given its log folder. Raises OSError."""
     publish(folder / JOB_FILE, json.dumps({"store": store, "job": job}).encode(), f"{JOB_FILE}.tmp")
-
-
-def job_of_logs(folder: Path) -> str:
-    """The name of the job whose launcher has written into this log folder; empty if none is known."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        told = json.loads(read_regular(folder / JOB_FILE, _MOST_TEXT_BYTES))
-        return str(told.get("job", "")) if isinstance(told, dict) else ""
-    return ""
 
 
 def write_files(folder: Path, stands: Iterable[Stand], seen: Iterable[Seen]) -> None:

@@ -15,13 +15,12 @@ from tests.support.processes import Started
 
 SCRIPT = """
 import os, sys, time
-{before}
-import numpy as np
+{before}import numpy as np
 import paddle
 from paddle import nn, static
 from fleet_train import fleet
 from of_my_own import samples
-
+{after}
 paddle.enable_static()
 paddle.seed(5)
 fleet.init()
@@ -47,9 +46,11 @@ def samples(step, rank):
 WAITS = "after a failure 2 ranks will go on in spare processes"
 
 
-def start(bench: Bench, *arguments: str, flags: tuple[str, ...] = (), before: str = "", job: str = "") -> Started:
+def start(
+    bench: Bench, *arguments: str, flags: tuple[str, ...] = (), before: str = "", after: str = "", job: str = ""
+) -> Started:
     script = bench.folder / "train.py"
-    script.write_text(SCRIPT.format(before=before))
+    script.write_text(SCRIPT.format(before=before and before + "\n", after=after))
     (bench.folder / "of_my_own.py").write_text(OWN)
     flags = ("--nproc_per_node=2", "--max_restarts=3", *flags)
     return bench.start(script, *arguments, flags=flags, job=job)
@@ -115,25 +116,24 @@ def test_an_error_in_a_spare_is_shown_as_in_a_new_process(bench: Bench) -> None:
 
 
 @pytest.mark.long
-def test_a_script_that_sets_what_paddle_reads_at_its_import_starts_anew_and_trains_alike(bench: Bench) -> None:
-    sets = 'os.environ["FLAGS_cudnn_deterministic"] = "1"'
-    launcher = start(bench, "1", before=sets)
+def test_a_script_that_does_something_before_it_imports_paddle_starts_anew_and_trains_alike(bench: Bench) -> None:
+    sets = 'os.environ["FLAGS_benchmark"] = "1"'
+    shows = 'print("flag", paddle.get_flags("FLAGS_benchmark"), flush=True)'
+    launcher = start(bench, "1", before=sets, after=shows)
     bench.wait_for(lambda: "no more spare processes" in launcher.output, "that there are none", 90.0)
-    assert (
-        "the script sets FLAGS_cudnn_deterministic, which an import may read: set it for the launcher"
-        in launcher.output
-    )
-    assert not spares_of(launcher)
+    assert "line 3 of the script stands above its import of Paddle" in launcher.output
     os.kill(pid_of(bench, 1), signal.SIGKILL)
     assert launcher.process.wait(timeout=90) == 0, launcher.output
     assert len(printed(bench, 0)) == 6
+    for log in ("workerlog.0.attempt0", "workerlog.0"):
+        assert "flag {'FLAGS_benchmark': True}" in bench.log(f"node0/log/{log}")
 
 
 @pytest.mark.long
 def test_without_spares_there_is_none_and_ctrl_c_leaves_none(bench: Bench) -> None:
     launcher = start(bench, "1", flags=("--spares=0",))
     bench.wait_for(lambda: len(printed(bench, 0)) == 3, "three steps", 90.0)
-    bench.wait_for(lambda: (bench.folder / "node0/log/imports.json").exists(), "the list of imports")
+    bench.wait_for(lambda: (bench.folder / "node0/log/.trained").exists(), "a step")
     assert not spares_of(launcher)
     os.kill(pid_of(bench, 1), signal.SIGKILL)
     assert launcher.process.wait(timeout=90) == 0, launcher.output

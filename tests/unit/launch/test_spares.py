@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from fleet_train.cluster.installed import available_memory
-from fleet_train.cluster.loaded import changed_variables, installed_modules, read_loaded
 from fleet_train.launch import spare, spares
 from fleet_train.launch.processes import kill_descendants
 from fleet_train.launch.spares import AUTO, OFF, ON, Spares
@@ -43,22 +41,21 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, list[str]()
         self.script = folder / "job" / "train.py"
-        for each in ("job", "installed", "log"):
-            (folder / each).mkdir()
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.installed = folder / "base" / "lib" / version / "site-packages"
+        for each in (folder / "job", self.installed, folder / "log"):
+            each.mkdir(parents=True)
         (folder / "job" / "neighbour.py").write_text("")
         self.module("heavy", "import time")
         self.write(SHOWS)
-        self.loaded = folder / "log" / "imports.json"
-        self.environ = {
-            **clean_environ(),
-            "PYTHONPATH": f"{folder / 'installed'}:{ROOT}",
-            "FLEET_TRAIN_ATTEMPT": "0",
-        }
+        self.trained = folder / "log" / ".trained"
+        self.environ = {**clean_environ(), "PYTHONPATH": f"{self.installed}:{ROOT}", "FLEET_TRAIN_ATTEMPT": "0"}
+        self.environ["PYTHONUSERBASE"] = str(folder / "base")
         self.environ["PADDLE_TRAINER_ID"] = "0"
         self.spares = Spares(ON, [], is_module=True)
 
     def module(self, name: str, code: str) -> Path:
-        path = self.folder / "installed" / f"{name}.py"
+        path = self.installed / f"{name}.py"
         path.write_text(code)
         return path
 
@@ -68,16 +65,13 @@ class Bench:
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-u", *(words or (str(self.script), "--a", "b"))]
 
-    def begin(
-        self, *words: str, wanted: str = ON, modules: tuple[str, ...] = ("heavy",), **set_by_script: str
-    ) -> Spares:
-        """Spares of ranks that have trained, with these modules and variables."""
+    def begin(self, *words: str, wanted: str = ON) -> Spares:
+        """Spares of ranks that have trained."""
         self.spares.close()
         self.spares = Spares(wanted, self.command(*words), is_module=bool(words) and words[0] == "-m")
-        self.spares.watch(2, lambda _: self.environ, self.loaded)
+        self.spares.watch(2, lambda _: self.environ, self.trained)
         assert not self.spares.has_trained()
-        files = {name: str(self.folder / "installed" / f"{name}.py") for name in modules}
-        self.loaded.write_text(json.dumps({"modules": files, "environment": set_by_script}))
+        self.trained.touch()
         return self.spares
 
     def ready(self, *words: str, **more: Any) -> Spares:
@@ -134,7 +128,7 @@ def test_it_becomes_the_process_that_the_command_would_have_been(bench: Bench, m
         "import heavy\ndef f():\n    raise ValueError('no')\nf()\n",
         "import sys\nprint(1)\nsys.exit(7)\n",
         "raise SystemExit('a message')\n",
-        "x = = 1\n",
+        "exec('x = = 1')\n",
         "import not_there\n",
         "import os\nos._exit(3)\n",
         "import sys\ndef hook(kind, *_):\n    print('hooked', kind)\nsys.excepthook = hook\nraise KeyError(1)\n",
@@ -142,21 +136,57 @@ def test_it_becomes_the_process_that_the_command_would_have_been(bench: Bench, m
     ],
 )
 def test_it_ends_as_the_process_would(bench: Bench, code: str) -> None:
-    bench.write(code)
+    bench.write(f"import heavy\n{code}")
     assert bench.ran(bench.taken(bench.ready())) == bench.new_process()
 
 
-def test_it_has_imported_what_the_rank_had_and_nothing_of_the_users_own(bench: Bench) -> None:
+def test_it_has_imported_what_the_script_does_first_and_nothing_behind_that(bench: Bench) -> None:
     bench.module("heavy", "import sys, os\nopen(os.environ['MARK'], 'a').write(f'{os.getpid()}\\n')")
+    bench.module("user", "from patched import function\ndef call(): return function()")
+    bench.module("patched", "def function(): return 'original'")
     bench.environ["MARK"] = str(bench.folder / "mark")
-    bench.write("import sys, heavy\nprint('neighbour' in sys.modules)\nimport neighbour\n")
+    bench.write(
+        "import sys, heavy\nimport patched\nprint('neighbour' in sys.modules, 'user' in sys.modules)\n"
+        "patched.function = lambda: 'patch'\nimport user, neighbour\nprint(user.call())\n"
+    )
     found = bench.ready()
     marked = (bench.folder / "mark").read_text().split()
     assert {int(each) for each in marked} == found.pids
-    assert bench.ran(bench.taken(found)) == (0, "False\n")
+    assert bench.ran(bench.taken(found)) == (0, "False False\npatch\n")
     assert (bench.folder / "mark").read_text().split() == marked  # not again
-    assert str(bench.folder / "installed") not in " ".join(installed_modules().values())
-    assert installed_modules()["json"] == json.__file__
+
+
+@pytest.mark.parametrize(
+    ("code", "imports", "end_above"),
+    [
+        ('"""Doc."""\nfrom __future__ import annotations\nimport os, json as j\n', ["__future__", "os", "json"], 0),
+        ("import os\nos.environ['A'] = '1'\nimport json\n", ["os"], 2),
+        ("import sys; sys.path.insert(0, '..'); import json\n", ["sys"], 1),
+        ("import neighbour\nimport json\n", [], 1),
+        ("import json\nimport neighbour, os\n", ["json"], 2),
+        ("from . import json\n", [], 1),
+        ("try:\n    import json\nexcept ImportError:\n    pass\n", [], 1),
+        ("import not_there\n", [], 1),
+        ("import json\nx = = 1\n", [], 0),
+        ("from os import path\nfrom xml.dom import minidom\n", ["os", "xml.dom"], 0),
+    ],
+)
+def test_imports_end_with_the_first_line_that_is_none_of_an_installed_package(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, code: str, imports: list[str], end_above: int
+) -> None:
+    monkeypatch.syspath_prepend(bench.folder / "job")
+    bench.write(code)
+    found, end = spare.top_imports([str(bench.script)])
+    assert ([module for module, _ in found], end) == (imports, 0)
+    bench.write(f"{code}import fleet_train\n")
+    assert spare.top_imports([str(bench.script)])[1] == end_above
+
+
+def test_the_reference_trainer_is_imported_whole_and_another_module_as_far_as_its_top() -> None:
+    trainer, _ = spare.top_imports(["-m", "fleet_train", "train", "--epochs=1"])
+    assert ("fleet_train.train.reference", []) in trainer
+    assert {"argparse", "json", "sys"} <= dict(spare.top_imports(["-m", "json.tool"])[0]).keys()
+    assert spare.top_imports(["-m", "not_there"]) == ([], 0) == spare.top_imports(["/not/there.py"])
 
 
 def test_one_that_died_or_is_stale_is_not_used_and_that_is_said(bench: Bench) -> None:
@@ -188,19 +218,17 @@ def test_one_that_died_or_is_stale_is_not_used_and_that_is_said(bench: Bench) ->
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        (
-            "import socket\nheld = socket.socket()\nheld.bind(('127.0.0.1', 0))",
-            "the import of bad opens a connection or a port",
-        ),
+        ("import socket\nheld = socket.socket()", "the import of bad opens a connection or a port"),
         ("import os\nos._exit(5)", "its spare ended with exit code 5"),
-        ("import sys\nsys.modules[__name__].__file__ = 'elsewhere'", "bad is in another file than in the rank"),
+        ("import neighbour", "the import of bad loads neighbour, which is not installed"),
     ],
 )
 def test_a_module_that_must_not_be_imported_beforehand_ends_the_spares_and_not_the_job(
     bench: Bench, code: str, why: str
 ) -> None:
     bench.module("bad", code)
-    found = bench.begin(modules=("heavy", "bad"))
+    bench.write("import heavy, bad")
+    found = bench.begin()
     until(lambda: (found.tick(), bool(bench.said))[1])
     assert bench.said == [f"no more spare processes: {why}; a restart takes some seconds longer"]
     for _ in range(3):
@@ -208,37 +236,22 @@ def test_a_module_that_must_not_be_imported_beforehand_ends_the_spares_and_not_t
     assert (found.pids, bench.taken(found)) == (set(), None)
 
 
-def test_a_script_that_sets_a_variable_before_its_imports_gets_no_spares(bench: Bench) -> None:
-    bench.module("heavy", "import os\nos.environ['SET_BY_IMPORT'] = '1'\nos.environ.pop('PADDLE_X', None)")
-    bench.environ["PADDLE_X"] = "1"
-    shows = "from fleet_train.cluster.loaded import changed_variables\nprint(json.dumps(changed_variables()))"
-    bench.write(f"import json, heavy\n{shows}")
-    changed = json.loads(bench.new_process()[1])
-    assert changed.keys() == {"SET_BY_IMPORT", "PADDLE_X"}
-    assert bench.ran(bench.taken(bench.ready(**changed)))[0] == 0
-    bench.said.clear()
-    found = bench.begin(**changed, HF_HOME="0123", FLAGS_x="4567")
+def test_a_script_that_begins_with_something_else_gets_no_spares(bench: Bench) -> None:
+    bench.write("print()\nimport heavy")
+    found = bench.begin()
     until(lambda: (found.tick(), bool(bench.said))[1])
-    assert (
-        "the script sets FLAGS_x, HF_HOME, which an import may read: set it for the launcher instead" in bench.said[0]
-    )
-
-
-def test_variables_that_are_changed_are_known_by_a_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = {**os.environ, "GONE": "1", "KEPT": "2", "PADDLE_TRAINER_ID": "7", "CHANGED": "a"}
-    monkeypatch.setenv("KEPT", "2")
-    monkeypatch.setenv("CHANGED", "secret")
-    (tmp_path / "environ").write_bytes(b"".join(os.fsencode(f"{name}={value}\0") for name, value in given.items()))
-    found = changed_variables(tmp_path / "environ")
-    assert (found.keys(), found["GONE"], len(found["CHANGED"])) == ({"GONE", "CHANGED"}, "", 16)
-    assert changed_variables(tmp_path / "absent") == {}
+    assert "the script does not begin with imports of installed packages" in bench.said[0]
+    bench.said.clear()
+    bench.write("import heavy\nprint()\nimport paddle")
+    found = bench.begin()
+    until(lambda: (found.tick(), bool(bench.said))[1])
+    assert "line 2 of the script stands above its import of Paddle: move it below its imports" in bench.said[0]
 
 
 def test_a_module_that_fails_is_left_to_the_script(bench: Bench) -> None:
     bench.module("broken", "raise ImportError('as always')")
-    bench.write("import broken\n")
-    found = bench.ready(modules=("broken", "heavy"))
-    assert bench.ran(bench.taken(found)) == bench.new_process()
+    bench.write("import heavy, broken\n")
+    assert bench.ran(bench.taken(bench.ready())) == bench.new_process()
 
 
 def test_one_that_still_imports_is_taken_as_well(bench: Bench) -> None:
@@ -247,7 +260,8 @@ def test_one_that_still_imports_is_taken_as_well(bench: Bench) -> None:
     for problem in (False, True):
         (bench.folder / "go").unlink(missing_ok=True)
         bench.module("late", "import socket\nheld = socket.socket()" if problem else "")
-        found = bench.begin(modules=("slow", "late"))
+        bench.write("import slow, late\nprint(1)\n")
+        found = bench.begin()
         found.tick()
         process = bench.taken(found)
         (bench.folder / "go").touch()
@@ -260,7 +274,7 @@ def test_after_an_attempt_that_has_not_trained_they_are_started_in_the_pause(ben
     found = bench.ready()
     assert bench.ran(bench.taken(found))[0] == 0
     found.drop_others()
-    found.watch(2, lambda _: bench.environ, bench.loaded)  # the next attempt, which ends before its second step
+    found.watch(2, lambda _: bench.environ, bench.trained)  # the next attempt, which ends before its second step
     found.tick()
     assert not found.pids
     until(lambda: (found.tick(idle=True), len(found.pids) == 2)[1])
@@ -269,7 +283,8 @@ def test_after_an_attempt_that_has_not_trained_they_are_started_in_the_pause(ben
 
 def test_one_whose_imports_hang_ends_as_a_rank_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.module("slow", "import time\ntime.sleep(600)")
-    found = bench.begin(modules=("slow",))
+    bench.write("import slow\n")
+    found = bench.begin()
     until(lambda: (found.tick(), bool(found.pids))[1])
     process = bench.taken(found)
     monkeypatch.setattr(spares, "_IMPORTS_SECONDS", 0.0)
@@ -303,13 +318,6 @@ def test_the_end_of_an_attempt_leaves_them_and_nothing_else(bench: Bench) -> Non
     assert bench.ran(bench.taken(found))[0] == 0
     found.drop_others()
     assert not found.pids
-
-
-def test_what_a_rank_has_not_written_is_no_list_of_imports(tmp_path: Path) -> None:
-    for text in ("", "[]", "{}", '{"modules": {"a": 1}, "environment": {}}', "[" * 100_000):
-        (tmp_path / "imports.json").write_text(text)
-        assert read_loaded(tmp_path / "imports.json") is None
-    assert read_loaded(tmp_path) is None
 
 
 def test_a_context_on_a_gpu_is_seen_and_a_driver_that_is_only_initialised_is_none() -> None:
@@ -363,8 +371,8 @@ from pathlib import Path
 from fleet_train.launch.spares import Spares
 environ = dict(os.environ)
 found = Spares("1", {bench.command()!r}, False)
-found.watch(1, lambda _: environ, Path({str(bench.loaded)!r}))
-Path({str(bench.loaded)!r}).write_text('{{"modules": {{}}, "environment": {{}}}}')
+found.watch(1, lambda _: environ, Path({str(bench.trained)!r}))
+Path({str(bench.trained)!r}).touch()
 while not found.pids:
     found.tick()
 print(*found.pids, flush=True)
