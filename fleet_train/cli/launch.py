@@ -25,8 +25,7 @@ from fleet_train.cli.options import (
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
-from fleet_train.launch.request import FaultPolicy, LaunchRequest, parse_devices, read_job_id
-from fleet_train.launch.spares import AUTO, OFF, ON
+from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
 from fleet_train.lazy import part_if_there
 
 _EXAMPLES = """

@@ -222,14 +222,13 @@ def begin(role: Any, strategy: Any) -> Session:
     if _has_left_a_job:
         raise ConversionError("this process has left its job (fleet.shutdown); a process can join only one job")
     strict = is_strict(os.environ)
-    if not imagined_job:
-        note_training(process.on_each_run, lambda program: _is_trained(program))
     job = imagined_job() if imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
     process.watch(job)
     job.advise = _session.advise
     job.describe_steps = _session.describe_steps
     if not imagined_job:
+        note_training(process.on_each_run, _is_trained)
         process.before_each_run(refuse_foreign_fetches, is_last=True)
         if checks := asked_checks(os.environ):
             verify.begin(job, checks)

@@ -44,8 +44,9 @@ from fleet_train.launch.prepare import Launch
 from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
 from fleet_train.launch.rendezvous import Rendezvous
 from fleet_train.launch.report import failure_report, headline
+from fleet_train.launch.request import OFF
 from fleet_train.launch.signpost import Signpost, program_of
-from fleet_train.launch.spares import OFF, Spares
+from fleet_train.launch.spares import Spares
 from fleet_train.launch.terminal import messages_in_order, show_lines
 from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger

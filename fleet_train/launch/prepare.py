@@ -39,7 +39,7 @@ from fleet_train.launch.node import (
 )
 from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.report import counted
-from fleet_train.launch.request import FaultPolicy, LaunchRequest, read_job_id
+from fleet_train.launch.request import ON, FaultPolicy, LaunchRequest, read_job_id
 from fleet_train.log import logger
 
 if TYPE_CHECKING:
@@ -289,6 +289,10 @@ def check_faults(faults: FaultPolicy, node: Node) -> None:
         raise ClusterError(
             f"--min_nodes={faults.min_nodes}: the job has {counted(len(node.addresses), 'node')} "
             "(--cluster_node_ips), so give a number from 1 to that"
+        )
+    if faults.spares == ON and faults.max_restarts == 0:
+        raise ClusterError(
+            "--spares=1 has no effect without restarts: a spare process goes on after a failure; add --max_restarts=3"
         )
     waits = faults.rejoin_timeout_seconds != FaultPolicy.rejoin_timeout_seconds
     if (faults.min_nodes is not None or waits) and faults.max_restarts == 0:

@@ -70,6 +70,27 @@ def dying_with_us() -> Callable[[], None]:
     return in_child
 
 
+def start_child(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    output: Any,
+    *,
+    ties_itself: bool = False,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, as `Process` describes; it gets the descriptors ``pass_fds``, too."""
+    return subprocess.Popen(
+        list(command),
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=None if ties_itself else dying_with_us(),
+        pass_fds=pass_fds,
+    )
+
+
 class Process:
     """A running child. A thread notices its end at once; its id is not reused until ``wait`` has returned."""
 
@@ -91,15 +112,7 @@ class Process:
         """How it has ended, as in subprocess (negative: the signal); None while it runs."""
         self.began_at = time.monotonic()
         self.ended_at: float | None = None
-        self._popen = started or subprocess.Popen(
-            list(command),
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=None if ties_itself else dying_with_us(),
-        )
+        self._popen = started or start_child(command, environ, output, ties_itself=ties_itself)
         self.pid = self._popen.pid
         self.stdout = self._popen.stdout
         self._ended = threading.Event()

@@ -17,6 +17,8 @@ from fleet_train.cluster.cluster import (
 from fleet_train.errors import ClusterError
 
 DEFAULT_HOST = "127.0.0.1"
+AUTO, OFF, ON = "auto", "0", "1"
+"""The values of ``--spares``."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class FaultPolicy:
     """A node whose launcher has sent no heartbeat for this long is lost."""
     grace_seconds: float = timeouts.GRACEFUL_STOP_SECONDS
     """How long ranks may take to save their state after SIGTERM."""
-    spares: str = "auto"
-    """Whether each rank has a spare process: ``0``, ``1``, or ``auto`` for where memory allows it."""
+    spares: str = AUTO
+    """Whether each rank has a spare process: OFF, ON, or AUTO for where memory allows it."""
 
     def in_words(self, node_num: int) -> str:
         """One line for --dry-run."""

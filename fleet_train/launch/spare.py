@@ -27,6 +27,7 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import io
@@ -80,6 +81,7 @@ def imported(command: Sequence[str], known: set[int]) -> str:
     An import that fails is left to the script, which then shows the error.
     """
     imports, end = top_imports(command)
+    _of_the_user()  # what Python has loaded at its start (a sitecustomize), it loads in a rank, too
     for module, names in imports:
         with contextlib.suppress(BaseException):
             found = importlib.import_module(module)
@@ -146,12 +148,16 @@ def _is_installed(name: str) -> bool:
     return spec is not None and (spec.origin in ("built-in", "frozen") or _is_inside(spec.origin))
 
 
-def _is_inside(file: str | None) -> bool:
-    """Whether a module's file is in Python's library, an installed package or this one."""
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Those of Python's library, of installed packages, and this package's."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)]
-    inside = tuple(os.path.realpath(folder) + os.sep for folder in folders)
-    return file is not None and os.path.realpath(file).startswith(inside)
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
+
+
+def _is_inside(file: str | None) -> bool:
+    return file is not None and os.path.realpath(file).startswith(_folders())
 
 
 _looked_at: set[str] = set()
@@ -256,7 +262,6 @@ def become(command: Sequence[str]) -> None:
     is_module = command[0] == "-m"
     script = None if is_module else os.path.join(os.getcwd(), command[0])
     sys.orig_argv = [sys.executable, "-u", *command]
-    sys.argv = [*command[1:]] if is_module else [*command]
     if (recorder := sys.modules.get("fleet_train.cluster.flight.ring")) is not None:
         recorder.start_under_a_launcher()  # as its import would have done
     ours, sys.modules["__main__"] = sys.modules["__main__"], _main_module(script)

@@ -23,11 +23,11 @@ from fleet_train import timeouts
 from fleet_train.cluster.installed import available_memory
 from fleet_train.launch import spare
 from fleet_train.launch.node import OF_ONE_ATTEMPT
-from fleet_train.launch.processes import dying_with_us
+from fleet_train.launch.processes import start_child
 from fleet_train.launch.report import counted, signal_name
+from fleet_train.launch.request import AUTO, OFF
 from fleet_train.log import logger
 
-AUTO, OFF, ON = "auto", "0", "1"
 _FIRST_SIZE_BYTES = 400 << 20
 """What a spare is taken to need, before one has been measured."""
 _IMPORTS_SECONDS = 120.0
@@ -176,19 +176,9 @@ class Spares:
         ours, theirs = socket.socketpair()
         environ = dict(self._environ_of(local))
         command = [sys.executable, "-u", spare.__file__, str(theirs.fileno()), *self._command[2:]]
-        nowhere = subprocess.DEVNULL
         with theirs:
             try:
-                process = subprocess.Popen(
-                    command,
-                    env=environ,
-                    stdin=nowhere,
-                    stdout=nowhere,
-                    stderr=nowhere,
-                    start_new_session=True,
-                    preexec_fn=dying_with_us(),
-                    pass_fds=[theirs.fileno()],
-                )
+                process = start_child(command, environ, subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             except OSError:
                 ours.close()
                 raise

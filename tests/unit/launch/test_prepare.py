@@ -345,6 +345,7 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
         (FaultPolicy(3, min_nodes=0), "--min_nodes=0: the job has 2 nodes"),
         (FaultPolicy(0, min_nodes=1), "--min_nodes has no effect without restarts"),
         (FaultPolicy(0, rejoin_timeout_seconds=5.0), "--rejoin_timeout has no effect without restarts"),
+        (FaultPolicy(0, spares="1"), "--spares=1 has no effect without restarts"),
     ],
 )
 def test_flags_about_faults_that_make_no_sense_are_refused(faults: FaultPolicy, said: str) -> None:

@@ -17,7 +17,8 @@ import pytest
 from fleet_train.cluster.installed import available_memory
 from fleet_train.launch import spare, spares
 from fleet_train.launch.processes import kill_descendants
-from fleet_train.launch.spares import AUTO, OFF, ON, Spares
+from fleet_train.launch.request import AUTO, OFF, ON
+from fleet_train.launch.spares import Spares
 from tests.support.processes import ROOT, clean_environ, until
 
 SHOWS = '''"""A script."""
@@ -234,6 +235,13 @@ def test_a_module_that_must_not_be_imported_beforehand_ends_the_spares_and_not_t
     for _ in range(3):
         found.tick()
     assert (found.pids, bench.taken(found)) == (set(), None)
+
+
+def test_what_python_loads_at_its_start_is_no_reason(bench: Bench) -> None:
+    (bench.folder / "start").mkdir()
+    (bench.folder / "start" / "sitecustomize.py").write_text("")
+    bench.environ["PYTHONPATH"] += f":{bench.folder / 'start'}"
+    assert bench.ran(bench.taken(bench.ready()))[0] == 0
 
 
 def test_a_script_that_begins_with_something_else_gets_no_spares(bench: Bench) -> None:
