@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     resumable: Any
     startup_program: Any
 
+# Without any and all: ``from fleet_train.fleet import *`` must not replace Python's own.
 __all__ = [
     "CollectiveOptimizer",
     "DistributedStrategy",
@@ -66,11 +67,9 @@ __all__ = [
     "UserDefinedRoleMaker",
     "UtilBase",
     "agree",
-    "all",
     "all_gather_samples",
     "all_reduce",
     "all_reduce_worker",
-    "any",
     "barrier_worker",
     "capture_persistables",
     "communication",

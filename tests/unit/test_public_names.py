@@ -198,3 +198,13 @@ def test_arguments_that_contradict_are_type_errors_with_both_names(call: Callabl
 def test_values_that_mean_something_else_are_refused_with_what_to_write(call: Callable[[], None], message: str) -> None:
     with pytest.raises(Exception, match=message):
         call()
+
+
+def test_an_import_of_all_names_leaves_pythons_own() -> None:
+    import builtins
+
+    from fleet_train.convert import fleet
+
+    assert not set(fleet.__all__) & set(vars(builtins))
+    assert callable(fleet.any)
+    assert callable(fleet.all)
