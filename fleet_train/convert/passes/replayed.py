@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,12 +27,12 @@ class Replays:
         self._passes_of = once_until_grown(passes_of)
         self._executor: Any = None
         self._program: Any = None
-        self._scope: Any = None
+        self._scope: Callable[[], Any] = lambda: None
         self._feed: Any = None
 
     def note(self, program: Any, scope: Any) -> None:
         """Called before a run: what runs, and where its variables are."""
-        self._program, self._scope, replay.current = program, scope, None
+        self._program, self._scope, replay.current = program, weakref.ref(scope), None
 
     def before_run(self, _: Any, feed: Any, fetch_list: Any) -> tuple[Any, Any]:
         """Called last before a run: compute the first pass, if the run belongs to a checked step."""
@@ -55,7 +56,7 @@ class Replays:
         self._executor = self._executor or paddle.static.Executor(self._job.place)
         devices = dict.fromkeys((None, "cpu"))
         states = {device: paddle.get_rng_state(device) for device in devices}
-        process.run_without_hooks(self._executor, passes, self._feed, self._scope)
+        process.run_without_hooks(self._executor, passes, self._feed, self._scope())
         for device, state in states.items():
             paddle.set_rng_state(state, device)
 
