@@ -32,6 +32,13 @@ from tools.processes import ROOT, Process, leaving_on_signals, start, stop
 
 _STEPS_SECONDS, _STOP_SECONDS, _LOOK_SECONDS = 60.0, 30.0, 0.01
 _HOSTS = ("127.0.0.2", "127.0.0.3")
+# Without its own store for each attempt, PyTorch's Gloo connects to the addresses of the processes that were killed.
+_ENVIRON = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Running:
 
     def __init__(self, contestant: Contestant, folder: Path, rival: str) -> None:
         self._folder = folder
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
+        environ = os.environ | _ENVIRON
         self._processes: list[Process] = [
             start(command, folder / f"output{node}", environ, folder)
             for node, command in enumerate(contestant.commands(folder, rival))
