@@ -25,7 +25,6 @@ from typing import Any
 
 import click
 
-from tools.benchmarks import restart_rank
 from tools.benchmarks.record import Keep, circumstances, recorded, spread, table, told_circumstances
 from tools.demo import free_port
 from tools.processes import ROOT, Process, leaving_on_signals, start, stop
@@ -51,7 +50,8 @@ class Contestant:
 
     def commands(self, folder: Path, rival: str) -> list[list[str]]:
         """One for each machine."""
-        program = [restart_rank.__file__, self.kind, str(folder)]
+        here = Path(__file__).parent
+        program = [str(here / "restart_rivals.py"), self.kind, str(folder)]
         if self.kind == "torch":
             run = [rival, "-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}", "--max-restarts=1000"]
             return [[*run, "--standalone", *program]]
@@ -61,9 +61,10 @@ class Contestant:
         each = f"--nproc_per_node={self.ranks // self.launchers}"
         launch = [sys.executable, "-m", "fleet_train", "launch", each, "--max_restarts=1000", f"--started_port={first}"]
         hosts = [(f"--cluster_node_ips={','.join(_HOSTS)}", f"--node_ip={host}") for host in _HOSTS]
+        ours = [str(here / "restart_rank.py"), str(folder)]
         of_nodes = hosts if self.launchers == 2 else [()]
         return [
-            [*launch, *where, f"--log_dir={folder / f'log{node}'}", *self.flags, *program]
+            [*launch, *where, f"--log_dir={folder / f'log{node}'}", *self.flags, *ours]
             for node, where in enumerate(of_nodes)
         ]
 
