@@ -104,7 +104,11 @@ FIGURES = (
     Figure("docs/faults.md", "restart", readings.restarts,
            "[From `kill -9` to the next new step](benchmarks/{name}.md), on one machine with 2 processors: {:.2f} s "
            "with 2 ranks ({:.2f} s without spares), {:.2f} s with 4 ranks, {:.2f} s with two launchers; medians of {} "
-           "kills, at least {:.0f} s apart"),
+           "kills, at least {:.0f} s apart. torchrun takes {:.2f} s with 2 ranks and {:.2f} s with 4, Ray Train {:.2f} "
+           "s with 2"),
+    Figure("docs/faults.md", "soak-spares", readings.soak_with_spares,
+           "[{} kills and freezes](benchmarks/{name}.md) of two ranks on two nodes: the next step after {:.1f} s "
+           "(median; at most {:.1f} s), and {} was lost"),
     Figure("docs/faults.md", "kills", readings.kills,
            "[{} kills](benchmarks/{name}.md): every loss, batch and end {} of the jobs without kills"),
     Figure("docs/faults.md", "soak", readings.soak,
