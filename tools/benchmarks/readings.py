@@ -144,20 +144,21 @@ def restarts(record: Content) -> Sequence[float]:
     """Seconds to the next new step with 2 ranks, without spares, with 4 ranks, with two launchers; kills of each, and
     the seconds before one; and those of torchrun with 2 and with 4 ranks, and of Ray Train with 2."""
     jobs = [job for jobs in record["rounds"] for job in jobs]
-    names = ("launch, 2 ranks", "launch --spares 0, 2 ranks", "launch, 4 ranks", "two launches, 1 rank each")
+
+    def times(name: str) -> list[float]:
+        return [kill["new step"] for job in jobs if job["name"] == name for kill in job["kills"]]
+
+    ours = ("launch, 2 ranks", "launch --spares 0, 2 ranks", "launch, 4 ranks", "two launches, 1 rank each")
     rivals = ("torchrun, 2 ranks", "torchrun, 4 ranks", "Ray Train, 2 ranks")
-    times = [
-        [kill["new step"] for job in jobs if job["name"] == name for kill in job["kills"]] for name in (*names, *rivals)
-    ]
-    medians = [*map(_median, times)]
-    return [*medians[: len(names)], len(times[0]), record["pause"], *medians[len(names) :]]
+    of_ours, of_rivals = ([_median(times(name)) for name in names] for names in (ours, rivals))
+    return [*of_ours, len(times(ours[0])), record["pause"], *of_rivals]
 
 
 def soak_with_spares(record: Content) -> Sequence[object]:
     """Faults, seconds from one to the next step (median, longest), and what was lost, in words."""
-    _, _, tensors, _, losses, _, seen, longest = soak(record)
+    faults, _, tensors, _, losses, _, seen, longest = soak(record)
     lost = "nothing" if not tensors and not losses and seen == "every" else "something"
-    return len(record["faults"]), record["recovery_seconds"]["median"], longest, lost
+    return faults, record["recovery_seconds"]["median"], longest, lost
 
 
 def kills(record: Content) -> Sequence[object]:
