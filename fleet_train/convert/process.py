@@ -36,6 +36,7 @@ import functools
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -95,6 +96,7 @@ _on_runs: list[Callable[[Any, Any], None]] = []
 _after_runs: list[Callable[[Any], Any]] = []
 _explanations: list[Callable[[Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
+_running: Any = None  # a weak reference to the executor that runs, or has run last
 
 
 def install() -> None:
@@ -340,6 +342,8 @@ def _hook_runs() -> None:
 
         @functools.wraps(run)
         def run_with_hooks(self: Any, *args: Any, **named: Any) -> Any:
+            global _running
+            _running = weakref.ref(self)
             # Passed on as the caller gave them, by place or by name: what ``run`` is may be another library's wrapper.
             given = dict(zip(_OF_RUN, args, strict=False)) | named
             program, feed, fetch_list, *_, scope = (given.get(name) for name in _OF_RUN)
@@ -374,10 +378,11 @@ def _hook_runs() -> None:
         replace(paddle.static.Executor, "run", run_with_hooks)
 
 
-def run_without_hooks(executor: Any, program: Any, feed: Any, scope: Any) -> None:
-    """Run a program that the script does not know of. Call `before_each_run` before."""
+def run_without_hooks(program: Any, feed: Any, scope: Any) -> None:
+    """Run a program that the script does not know of, with the script's executor whose run is under way: an executor
+    keeps the scopes that it has run in. Called by hooks of a run."""
     replaced = next(each for each in _replaced if each.name == "run")
-    replaced.original(executor, program, feed=feed, fetch_list=[], scope=scope)
+    replaced.original(_running(), program, feed=feed, fetch_list=[], scope=scope)
 
 
 def explain_failed_runs(explain: Callable[[Exception], FleetTrainError | None]) -> None:

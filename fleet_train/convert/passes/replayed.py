@@ -25,7 +25,6 @@ class Replays:
     def __init__(self, job: Job, exchanges: Sequence[tuple[Any, GradientExchange]]) -> None:
         self._job, self._exchanges = job, exchanges
         self._passes_of = once_until_grown(passes_of)
-        self._executor: Any = None
         self._program: Any = None
         self._scope: Callable[[], Any] = lambda: None
         self._feed: Any = None
@@ -53,10 +52,9 @@ class Replays:
     def _run(self) -> None:
         """Compute one pass, and leave everything as it was."""
         passes = self._passes_of(self._program)
-        self._executor = self._executor or paddle.static.Executor(self._job.place)
         devices = dict.fromkeys((None, "cpu"))
         states = {device: paddle.get_rng_state(device) for device in devices}
-        process.run_without_hooks(self._executor, passes, self._feed, self._scope())
+        process.run_without_hooks(passes, self._feed, self._scope())
         for device, state in states.items():
             paddle.set_rng_state(state, device)
 
