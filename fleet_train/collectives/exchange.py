@@ -13,7 +13,8 @@ import paddle
 from fleet_train.cluster.flight.ring import recorder
 from fleet_train.collectives import replay
 from fleet_train.collectives.averaging import HeldValues, ParameterAverager, RankAveraging
-from fleet_train.collectives.engine import HAND_OVER, CallContext, Collective, Running, Stage, Stages
+from fleet_train.collectives.bucket_times import Stopwatch
+from fleet_train.collectives.engine import CallContext, Running, Stages
 from fleet_train.collectives.engines import OWN, StreamEngine
 from fleet_train.collectives.finite import IGNORE, SKIP, FiniteCheck, Rollback
 from fleet_train.collectives.job import Job
@@ -21,7 +22,7 @@ from fleet_train.collectives.methods.dense import BucketMethod, Remembers, make_
 from fleet_train.collectives.methods.quantised import QuantisedSums
 from fleet_train.collectives.methods.registry import Parts
 from fleet_train.collectives.methods.rows import Lookups
-from fleet_train.collectives.methods.sharded import make_owners, make_sharded
+from fleet_train.collectives.methods.sharded import make_owners, make_sharded, summed_in_order
 from fleet_train.collectives.own_streams import OwnStreamProof
 from fleet_train.collectives.paddle_compat import dynamic_mode
 from fleet_train.collectives.replica_check import ReplicaCheck, compare_digests
@@ -30,7 +31,9 @@ from fleet_train.collectives.step_notes import Communication
 from fleet_train.collectives.training import Boundaries, Training, Trainings
 from fleet_train.errors import ConversionError
 from fleet_train.plan import Bucket, CommPlan
+from fleet_train.plan.price import PAPER, TYPICAL, Paths, with_given_link
 from fleet_train.plan.pricing import traffic
+from fleet_train.plan.queues import QueuedBucket
 from fleet_train.profile import Profile
 from fleet_train.profile.knobs import AUTO
 from fleet_train.profile.methods import compression_of
@@ -97,6 +100,10 @@ class GradientExchange:
                 "compression: none or bf16"
             )
         self._is_spoilt: Any = None
+        self.overlaps_next_step = profile.overlap_next_step
+        """Whether the averages of a run are waited for in the next one."""
+        self.watch: Stopwatch | None = None
+        """Is told when buckets are launched and waited for, where somebody wants to know."""
         self._trainings = Trainings(self._new_training)
         rows = self._now.rows
         whole = tuple(replace(each, sent=()) if each.index in rows else each for each in plan.buckets)
@@ -107,7 +114,10 @@ class GradientExchange:
         self._names = [[gradient.name for gradient in bucket.gradients] for bucket in plan.buckets]
         self._labels = [f"bucket {index}" for index in range(len(plan.buckets))]
         self._running: dict[int, Running[list[Any]]] = {}
-        self._sharing: list[Running[None]] = []
+        self.launched = self.waited = 0
+        """The buckets of the current run that were launched, and those that have been waited for."""
+        self._sharing: dict[int, Running[None]] = {}
+        """The buckets whose new parameters are on their way."""
         self._proof: OwnStreamProof | None = None
         if isinstance(job.engine, StreamEngine) and self._stream != AUTO:
             job.engine.use(self._stream)
@@ -221,6 +231,16 @@ class GradientExchange:
         every, step = self._profile.replay_check_steps, self.step + 1
         return self.barrier.moment(step) if every and step % every == 0 else ""
 
+    def queued_buckets(self) -> list[QueuedBucket]:
+        """The buckets with what each has to send, on this job's links."""
+        network = self._job.network or with_given_link(PAPER, self._job.cluster, self._profile)
+        return Paths(self._job.cluster, network, TYPICAL).queued(self._plan)
+
+    def count_step(self) -> None:
+        """Called instead of `finish` after a run whose update comes later."""
+        if self._now.updates:
+            self.check.count()
+
     @property
     def methods(self) -> list[tuple[Bucket, BucketMethod]]:
         """The buckets with their methods; to be read between steps."""
@@ -276,7 +296,11 @@ class GradientExchange:
         if self._now.updates:
             self.barrier.samples.first_gradients.see(own, self.step)
         self.finite.see(self._names[index], own)
-        if index == len(self._plan.buckets) - 1:
+        if self.watch is not None:
+            self.watch.launches(index)
+        self.launched += 1
+        is_last = self.launched == len(self._plan.buckets)
+        if is_last:
             self.finite.end_step()
         if not self.sends_gradients:
             self._running[index] = _done(self._unsent(index, gradients))
@@ -291,6 +315,8 @@ class GradientExchange:
         if self._profile.sync_nccl_allreduce:
             with self._job.clock.exposed():
                 self._running[index].result()
+        if is_last and self.overlaps_next_step:  # at one place for all ranks, wherever each of them updates
+            self.barrier.end_step()
 
     def _averages(self, index: int, gradients: Sequence[Any]) -> Stages[list[Any]]:
         now = self._now
@@ -349,8 +375,12 @@ class GradientExchange:
         began = time.perf_counter()
         with self._job.clock.exposed():
             averages = self._running.pop(index).result()
-        is_last = index == len(self._plan.buckets) - 1
-        recorder.add("wait", self._labels[index] if self._now.updates else "", began, is_worth_it=is_last)
+        if self.watch is not None:
+            self.watch.waits(index, began, time.perf_counter())
+        self.waited += 1
+        is_last = self.waited == len(self._plan.buckets)
+        label = self._labels[index] if recorder.step == self.step else f"{self._labels[index]} of step {self.step}"
+        recorder.add("wait", label if self._now.updates else "", began, is_worth_it=is_last)
         if is_last and self._rollback is not None and self.sends_gradients and bool(self._is_spoilt.item()):
             self._rollback.undo()
         if is_last and self._now.updates and not self._owners:
@@ -361,22 +391,21 @@ class GradientExchange:
         """Start sending the owners' new values of a bucket's parameters into ``parameters`` of all ranks. ``own``: the
         values that this rank owns."""
         if self._now.updates:
-            self._sharing.append(
-                self._job.engine.start(
-                    self._now.sharded[index].share(parameters, own),
-                    self._context(f"the parameters of {self._descriptions[index]}", f"parameters {index}"),
-                    self._plan.buckets[index].communicator,
-                )
+            self._sharing[index] = self._job.engine.start(
+                self._now.sharded[index].share(parameters, own),
+                self._context(f"the parameters of {self._descriptions[index]}", f"parameters {index}"),
+                self._plan.buckets[index].communicator,
             )
 
-    def fill(self) -> None:
-        """Called after the last update of a sharded optimizer: all parameters have their new values after it."""
+    def fill(self, indices: Sequence[int]) -> None:
+        """Called after the last update of a sharded optimizer: the parameters of these buckets have their new values
+        after it."""
         began = time.perf_counter()
-        sharing, self._sharing = self._sharing, []
+        sharing = [self._sharing.pop(index) for index in indices if index in self._sharing]
         with self._job.clock.exposed():
             for running in sharing:
                 running.result()
-        if sharing:
+        if sharing and not self._sharing:
             recorder.add("wait", "parameters", began, is_worth_it=True)
             self._end_step()
 
@@ -386,7 +415,7 @@ class GradientExchange:
         if not self.sends_gradients:
             return paddle.zeros_like(values)
         # On the communicator's own thread: it may still be sending new parameters over the same group.
-        stages, first = _summed(self.owners_group, values), self._plan.buckets[0].communicator
+        stages, first = summed_in_order(self.owners_group, values), self._plan.buckets[0].communicator
         return self._job.engine.start(stages, self._context("a sum over the owners", "owners"), first).result()
 
     def _context(self, what: str, label: str = "") -> CallContext:
@@ -442,6 +471,7 @@ class GradientExchange:
         now = self._trainings.begin()
         now.barrier.mark_active_program()
         now.next_run(updates)
+        self.launched = self.waited = 0
         recorder.step = now.step
         if updates and self._proof is not None:
             self._proof.begin_update()
@@ -459,19 +489,8 @@ class GradientExchange:
             self._job.clock.add_sent(self._gradient_bytes + sum(rows.sent_bytes for rows in self._now.rows.values()))
         if self._proof is not None:
             self._proof.end_update()
-        self.barrier.end_step()
-
-
-def _summed(group: Any, values: Any) -> Stages[Any]:
-    flat = values.clone()
-    yield HAND_OVER
-    gathered = paddle.empty([len(group.ranks) * flat.shape[0]], flat.dtype)
-    yield Stage((Collective("all_gather", group, flat, output=gathered),))
-    parts = paddle.split(gathered, len(group.ranks))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+        if not self.overlaps_next_step:
+            self.barrier.end_step()
 
 
 def _done(values: list[Any]) -> Future[list[Any]]:

@@ -131,17 +131,17 @@ _TOKEN: tuple[Shape, Any] = ([1], paddle.float32)
 
 def is_link(operator: Any) -> bool:
     """Whether an operator of a program belongs to the chain of an exchange; its first result is the token."""
-    return _kind(operator) in _LINKS
+    return kind_of(operator) in _LINKS
 
 
 def is_launch(operator: Any) -> bool:
     """Whether an operator of a program starts a bucket."""
-    return _kind(operator) == "launch"
+    return kind_of(operator) == "launch"
 
 
 def is_wait(operator: Any) -> bool:
     """Whether an operator of a program waits for a bucket."""
-    return _kind(operator) == "wait"
+    return kind_of(operator) == "wait"
 
 
 _STARTS_A_STEP = re.compile(r"fleet_train_launch_(\d+)_\d+_")
@@ -177,10 +177,11 @@ def _exchanges_in(program: Any) -> frozenset[int]:
 
 def passes_a_token(operator: Any) -> bool:
     """Whether an operator communicates with other ranks; its first operand and its first result are tokens."""
-    return _kind(operator) in (*_LINKS, *_OTHER_LINKS)
+    return kind_of(operator) in (*_LINKS, *_OTHER_LINKS)
 
 
-def _kind(operator: Any) -> str:
+def kind_of(operator: Any) -> str:
+    """What a host operator of ours does, by the name that `emit_link` was given; empty for another operator."""
     return str(operator.name().rpartition("fleet_train_")[2].partition("_")[0])
 
 
@@ -261,9 +262,9 @@ def emit_share(
     return emit_link(name, share, chain, [*parameters, *own], in_place=True)[0]
 
 
-def emit_fill(exchange: GradientExchange, chain: Any) -> Any:
-    """Insert the operator that waits for all new parameters; returns the chain's next token."""
-    return emit_link(f"fill_{exchange.number}", exchange.fill, chain)[0]
+def emit_fill(exchange: GradientExchange, indices: Sequence[int], parameters: Sequence[Any], chain: Any) -> Any:
+    """Insert the operator that waits for the new parameters of buckets; returns the chain's next token."""
+    return emit_link(f"fill_{exchange.number}", lambda *_: exchange.fill(indices), chain, parameters, in_place=True)[0]
 
 
 def emit_over_owners(exchange: GradientExchange, values: Any, chain: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from fleet_train import timeouts
 from fleet_train.cluster import Cluster, StoreClient
 from fleet_train.cluster.flight import trace, witness
 from fleet_train.cluster.flight.ring import recorder
-from fleet_train.cluster.flight.stands import Stand, merged
+from fleet_train.cluster.flight.stands import Stand, with_stands
 from fleet_train.cluster.store.access import access_of
 from fleet_train.cluster.store.client import StepAnswer, StepNote, Variants
 from fleet_train.cluster.store.host import StoreHost
@@ -44,7 +44,6 @@ from fleet_train.errors import (
     FleetTrainError,
     JoinTimeout,
     LinkFailed,
-    ScheduleMismatch,
     WorkerFailed,
     is_news,
 )
@@ -115,6 +114,10 @@ class Job:
         """Tells the user about a probable mistake of the script; all ranks call it at the same point."""
         self.describe_steps: Callable[[], str] = str
         """How many steps this rank has made, and where in the script; empty for none."""
+        self.settle: Callable[[], None] = lambda: None
+        """Makes the update that is still to come, if there is one."""
+        self.settle_with_others: Callable[[], None] = lambda: None
+        """Makes it if other ranks take part in it: one of them may need it already, and wait."""
         self.trains = True
         """Whether the program that runs makes an update; False only in a run that is known not to."""
         self.arrival: StepArrival | None = None
@@ -134,6 +137,7 @@ class Job:
 
         The device's work ends before: a copy would wait for it with Python's lock, and so without a watchdog.
         """
+        self.settle_with_others()
         self.engine.drain(math.inf)
         before, self._call = self._call, self._call or call
         name = call.partition("(")[0]
@@ -245,7 +249,7 @@ class Job:
         those that have left."""
         if steps := self._steps_of_those_that_left(error):
             error.args = (f"{error}; {steps}",)
-        return _with_stands(error, self._stands_of(error))
+        return with_stands(error, self._stands_of(error))
 
     def _steps_of_those_that_left(self, error: BaseException) -> str:
         made, own = [], self.describe_steps()
@@ -384,7 +388,7 @@ class Job:
                 words = str(cause)
             absent = {absence.member for absence in cause.absent}
             failed = with_absent(WorkerFailed(words), cause.absent)
-            return _with_stands(failed, [stand for stand in stands if stand.rank in absent])
+            return with_stands(failed, [stand for stand in stands if stand.rank in absent])
         except FleetTrainError as other:
             return WorkerFailed(f"{what}: {other}")
         return LinkFailed(
@@ -460,16 +464,6 @@ def _absent(error: BaseException, *kinds: str) -> list[int]:
     """The ranks that an error misses in one of these ways."""
     absent = error.absent if isinstance(error, FleetTrainError) else ()
     return [absence.member for absence in absent if absence.kind in kinds]
-
-
-def _with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
-    """Ranks that did not arrive because they wait themselves are not the cause, if another one does not."""
-    if stands:
-        error.args = (f"{error}; {merged(stands)}",)
-        causes = {stand.rank for stand in stands if not stand.waits}
-        if isinstance(error, FleetTrainError) and causes and not isinstance(error, ScheduleMismatch):
-            error.absent = tuple(absence for absence in error.absent if absence.member in causes)
-    return error
 
 
 def _end_process(error: FleetTrainError) -> None:

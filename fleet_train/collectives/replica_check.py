@@ -79,9 +79,16 @@ class ReplicaCheck:
 
     def after_step(self, moment: str, names: Sequence[str], tensors: Sequence[Any], first: bool = False) -> None:
         """Compare values that are equal on all ranks after a step, if it is due."""
-        if self._every and (first or self._steps >= self._every):
+        if self._is_due(first):
             self._steps = 0
             self._compare(moment, names, tensors)
+
+    def compares_after(self, first: bool) -> bool:
+        """Whether the update that comes next will be compared; ``first``: whether it is a training's first one."""
+        return self._is_due(first, 1)
+
+    def _is_due(self, first: bool, more: int = 0) -> bool:
+        return self._every > 0 and (first or self._steps + more >= self._every)
 
     def at_start(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
         """Compare what training starts from, once: local steps hide differences, and an averaging mixes them."""

@@ -76,6 +76,7 @@ __all__ = [
     "distributed_optimizer",
     "even_batches",
     "first_not_finite",
+    "flush",
     "gather",
     "gone_workers",
     "init",
@@ -261,6 +262,13 @@ def should_fetch(step: int) -> bool:
     It does not change the executor: everything in ``fetch_list`` is fetched.
     """
     return step % profile().fetch_frequency == 0
+
+
+def flush() -> None:
+    """With ``overlap_next_step``: make the update that is still to come, so that all variables of the scope have their
+    values after the last step. All ranks call it. Done by itself wherever a script reads variables through Paddle or
+    this package, and at the end."""
+    session.settle()
 
 
 def request_stop(reason: str) -> None:

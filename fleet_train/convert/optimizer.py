@@ -95,6 +95,10 @@ class DistributedOptimizer(PaddleCalls):
         log_once([*self._passes.notices, *keep_shared_memory(profile.environment)], job.cluster.rank)
         if profile.replay_check_steps and job.world_size == 1:
             log_once(["replay_check_steps: nothing is compared, because one process averages no gradients"], self._rank)
+        if profile.overlap_next_step and job.world_size == 1:
+            log_once(
+                ["overlap_next_step: nothing is sent under a forward pass, because there is one process"], self._rank
+            )
         self._profile = profile
         self._job = job
         self._on_converted = on_converted
@@ -315,7 +319,7 @@ class DistributedOptimizer(PaddleCalls):
             chain = updates.share(buckets, chain)
             operators += made
             averaged += pairs
-        chain = updates.fill(chain)
+        chain = updates.fill(plan.buckets, chain)
         exchange.kept = self._kept
         if not verify.current:
             remove_dense_gradients(main, [item.value for item in ready if item.rows])

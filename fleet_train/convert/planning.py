@@ -28,7 +28,7 @@ from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ConversionError, ProfileError, ScheduleMismatch
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, first_difference
-from fleet_train.plan.choose import MOST_COMMUNICATORS, ChoiceConditions, choose, needs_link
+from fleet_train.plan.choose import MOST_COMMUNICATORS, ChoiceConditions, choose, is_worth_cutting, needs_link
 from fleet_train.plan.price import ENQUEUED, PAPER, TYPICAL, Network
 from fleet_train.profile import Profile, check_flags, load_profile
 from fleet_train.profile.catalogue import with_assignments
@@ -412,7 +412,8 @@ def agreed_plan(
     plan = planned(profile)
     # Compare the request first: ranks with other scripts or profiles would not measure together.
     agree_on_plan(job, plan, profile)
-    if job.network is None and needs_link(profile, gradients, job.cluster):
+    orders = profile.overlap_next_step and is_worth_cutting(gradients, job.cluster)
+    if job.network is None and (orders or needs_link(profile, gradients, job.cluster)):
         job.network = _measured(job)
     choice = choose(profile, gradients, job.cluster, _conditions(job))
     log_once(choice.sentences, job.cluster.rank)

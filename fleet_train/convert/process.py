@@ -77,6 +77,7 @@ _pid = 0  # of the process that joined the job
 _exit_code: int | None = None
 _noted: tuple[BaseException, BaseException] | None = None  # the exception that ends this rank, and its cause
 _is_printed = False  # our own hook has printed it
+_ends_badly = False  # the script has called exit with another code than 0
 _installed = False
 _earlier_hook: Callable[..., Any] = sys.__excepthook__
 
@@ -94,6 +95,7 @@ _hooks: list[Hook] = []
 _last_hooks: list[Hook] = []
 _on_runs: list[Callable[[Any, Any], None]] = []
 _after_runs: list[Callable[[Any], Any]] = []
+_choosers: list[Callable[[Any, Any], tuple[Any, Any]]] = []
 _explanations: list[Callable[[Exception], FleetTrainError | None]] = []
 _flags: dict[str, Any] = {}  # as they were
 _running: Any = None  # a weak reference to the executor that runs, or has run last
@@ -127,6 +129,8 @@ def leave(job: Job) -> None:
     still to be printed: then everything stays.
     """
     global _installed, _job
+    if sys.exc_info()[1] is None:
+        job.settle()
     _job = None
     job.leave()
     if not isinstance(sys.exc_info()[1], FleetTrainError):
@@ -268,7 +272,8 @@ def _exit(status: Any = None, /) -> None:
 
 def _on_system_exit(code: Any) -> None:
     """The script has called exit: a code other than 0 is this rank's failure, unless it is due to another rank's."""
-    job = _watched()
+    global _ends_badly
+    job, _ends_badly = _watched(), exit_status(code) != 0
     if job is None or exit_status(code) in (0, Preempted.exit_code, WorkerFailed.exit_code):
         return
     if job.failure is not None:
@@ -281,6 +286,11 @@ def _on_exit() -> None:
     job = _watched()
     if job is None:
         return
+    if _noted is None and not _ends_badly:
+        try:
+            job.settle()
+        except Exception as error:
+            _note(error)
     if _noted is not None and not _is_printed and isinstance(_noted[1], _ONE_LINE):
         _print(_noted[1])
     job.leave()
@@ -320,12 +330,18 @@ def before_each_run(hook: Hook, is_last: bool = False) -> None:
         hooks.append(hook)
 
 
-def on_each_run(act: Callable[[Any, Any], None]) -> None:
+def on_each_run(act: Callable[[Any, Any], None], is_first: bool = False) -> None:
     """Call ``act(program, scope)`` from now on before a static program runs in this process, and before all hooks;
-    neither argument is None."""
+    neither argument is None. ``is_first``: before all others."""
     _hook_runs()
     if act not in _on_runs:
-        _on_runs.append(act)
+        _on_runs.insert(0 if is_first else len(_on_runs), act)
+
+
+def choose_each_run(choose: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Call ``choose(program, fetch_list)`` from now on before a static program runs in this process, after all hooks;
+    it returns the program to run, and what to fetch of that. Call `before_each_run` as well."""
+    _choosers.append(choose)
 
 
 def after_each_run(take: Callable[[Any], Any]) -> None:
@@ -354,6 +370,8 @@ def _hook_runs() -> None:
                 )
             for each in (*_hooks, *_last_hooks):
                 feed, fetch_list = each(program, feed, fetch_list)
+            for choose in _choosers:
+                program, fetch_list = choose(program, fetch_list)
             places = list(args)
             for place, (name, value) in enumerate(zip(_OF_RUN, (program, feed, fetch_list), strict=False)):
                 if place < len(places):
@@ -378,11 +396,17 @@ def _hook_runs() -> None:
         replace(paddle.static.Executor, "run", run_with_hooks)
 
 
-def run_without_hooks(program: Any, feed: Any, scope: Any) -> None:
-    """Run a program that the script does not know of, with the script's executor whose run is under way: an executor
-    keeps the scopes that it has run in. Called by hooks of a run."""
+def running() -> weakref.ref[Any]:
+    """The executor of the script whose run is under way, or has been the last. Called by hooks of a run."""
+    found: weakref.ref[Any] = _running
+    return found
+
+
+def run_without_hooks(executor: Any, program: Any, feed: Any, scope: Any) -> None:
+    """Run a program that the script does not know of. ``executor``: one that keeps the scopes that it has run in no
+    longer than the script does."""
     replaced = next(each for each in _replaced if each.name == "run")
-    replaced.original(_running(), program, feed=feed, fetch_list=[], scope=scope)
+    replaced.original(executor, program, feed=feed, fetch_list=[], scope=scope)
 
 
 def explain_failed_runs(explain: Callable[[Exception], FleetTrainError | None]) -> None:
@@ -397,6 +421,7 @@ def put_back() -> None:
     _last_hooks.clear()
     _on_runs.clear()
     _after_runs.clear()
+    _choosers.clear()
     _explanations.clear()
     while _replaced:
         last = _replaced.pop()

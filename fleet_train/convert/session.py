@@ -29,6 +29,7 @@ from fleet_train.collectives.join import clock_of, join
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.convert import process, verify
 from fleet_train.convert.foreign import refuse_foreign_fetches
+from fleet_train.convert.next_step.runs import NextStep
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.passes.exchanged import forgotten
 from fleet_train.convert.passes.one_card import leave_out_host_operators
@@ -63,6 +64,8 @@ class Session:
     started: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """The scopes in which a startup program has run."""
     schedules: Schedules = field(init=False)
+    next_step: NextStep | None = None
+    """The runs that make the update of the run before; None if no program has such."""
     _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -86,6 +89,10 @@ class Session:
             self.plans.append(plan)
         if exchange is not None:
             self.exchanges.append((main, exchange))
+            if exchange.overlaps_next_step and self.next_step is None:
+                self.next_step = NextStep(self.job, self.exchanges)
+                self.next_step.begin(self.is_strict)
+                self.job.settle_with_others = self.next_step.flush_with_others
 
     def on_first_run(self, program: Any) -> None:
         """Advise about a program that trains on each rank alone. ConversionError if it needs other ranks' samples."""
@@ -225,7 +232,7 @@ def begin(role: Any, strategy: Any) -> Session:
     job = imagined_job() if imagined_job else join(cluster_of(role), join_timeout_seconds(os.environ))
     _session = Session(job, strategy, strict)
     process.watch(job)
-    job.advise = _session.advise
+    job.advise, job.settle = _session.advise, settle
     job.describe_steps = _session.describe_steps
     if not imagined_job:
         note_training(process.on_each_run, _is_trained)
@@ -286,6 +293,12 @@ def current() -> Session:
     return _session
 
 
+def settle() -> None:
+    """Make the update that is still to come (``overlap_next_step``), if there is one; see ``fleet.flush``."""
+    if _session is not None and _session.next_step is not None:
+        _session.next_step.flush()
+
+
 def end() -> None:
     """Leave the job; see ``fleet.shutdown``."""
     global _session, _has_left_a_job
@@ -325,6 +338,7 @@ def exchanges_of(program: Any = None) -> list[Converted]:
     converted = current().exchanges
     if not converted:
         return []
+    settle()
     programs = [main for main, _ in converted] if program is None else [program]
     own = frozenset[int]() if program is None else exchanges_in(program)
     left = {name for each in programs for name in held_names(each)}

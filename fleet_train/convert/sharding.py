@@ -147,8 +147,15 @@ class OwnersUpdate(BucketUpdates):
             self._last = chain.get_defining_op()
         return chain
 
-    def fill(self, chain: Any) -> Any:
-        return emit_fill(self._exchange, chain)
+    def fill(self, buckets: Sequence[Bucket], chain: Any) -> Any:
+        if not self._exchange.overlaps_next_step:
+            return emit_fill(self._exchange, [bucket.index for bucket in buckets], [], chain)
+        for bucket in reversed(buckets):  # each before the first use of its parameters, in the next run
+            parameters = [self._parameters[gradient.name] for gradient in bucket.gradients]
+            chain = emit_fill(self._exchange, [bucket.index], parameters, chain)
+            if not paddle.get_flags(_SERIAL)[_SERIAL]:
+                _after_other_readers(parameters)
+        return chain
 
     def sum_over_owners(self) -> Callable[[Any], Any]:
         return lambda value: emit_over_owners(self._exchange, value, token())[0]

@@ -59,8 +59,9 @@ class BucketUpdates:
         del buckets
         return chain
 
-    def fill(self, chain: Any) -> Any:
+    def fill(self, buckets: Sequence[Bucket], chain: Any) -> Any:
         """Insert what waits for the new parameters of other ranks."""
+        del buckets
         return chain
 
     def sum_over_owners(self) -> Callable[[Any], Any] | None:

@@ -104,6 +104,7 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
         owners=owners_of(cluster, profile),
         accumulate_steps=profile.accumulate_steps,
         waits_for_each=profile.sync_nccl_allreduce,
+        overlaps_next_step=profile.overlap_next_step,
     )
 
 

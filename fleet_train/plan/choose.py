@@ -120,7 +120,8 @@ def _candidates(
     profile: Profile, gradients: Sequence[TensorSpec], cluster: Cluster, most_communicators: int
 ) -> list[tuple[Buckets, CommPlan]]:
     """Every bucketing that the given knobs allow, each once; from few communicators and buckets to many."""
-    shape = without_buckets(cluster, profile)
+    # With the same buckets, sums have the same bits whenever they are waited for.
+    shape = replace(without_buckets(cluster, profile), overlaps_next_step=False)
     numbers = [int(number) for number in _numbers(profile.nccl_comm_num, range(1, most_communicators + 1))]
     cuts: dict[tuple[int, ...], tuple[Buckets, CommPlan]] = {}
     largest = max((gradient.nbytes for gradient in gradients if not gradient.rows), default=0)

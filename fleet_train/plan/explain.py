@@ -176,6 +176,13 @@ def _strategies(gradients: Sequence[TensorSpec], cluster: Cluster, profile: Prof
         notes.append(Note("sparse_embeddings", effect))
     if profile.sync_nccl_allreduce:
         notes.append(Note("sync_nccl_allreduce", "each bucket is waited for immediately: nothing overlaps"))
+    if profile.overlap_next_step:
+        notes.append(
+            Note(
+                "overlap_next_step",
+                "each bucket is waited for in the next step, before the first use of its parameters",
+            )
+        )
     if profile.compression != "none":
         notes.append(Note("compression", f"float32 buckets go as {profile.compression}{_tuning(profile)}"))
     if profile.accumulate_steps > 1:

@@ -125,6 +125,8 @@ class CommPlan:
     """Micro-batches per update; the numbers of this plan are per update."""
     waits_for_each: bool = False
     """``sync_nccl_allreduce``: a bucket is waited for before the next operator starts."""
+    overlaps_next_step: bool = False
+    """``overlap_next_step``: buckets are waited for in the next step, before the first use of their parameters."""
     statistics: tuple[CollectiveSpec, ...] = ()
     """The exchanges of one forward and backward pass, which overlap nothing: of synchronised batch norm, of samples
     (the bytes of one where their number is unknown) and of other values of all ranks."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 
 from fleet_train.cluster import Cluster
+from fleet_train.plan.order import BucketTimes, postponed, step_seconds
 from fleet_train.plan.phases import CollectivePhase, phases_of, rounds
 from fleet_train.plan.plan import Averaging, CommPlan
+from fleet_train.plan.queues import PricedTask, QueuedBucket, TaskPhase, finish_times
 from fleet_train.profile import Profile
 from fleet_train.profile.methods import COMPRESSIONS
 from fleet_train.profile.methods.base import Bucket, CodingCosts, CollectiveSpec
@@ -143,7 +145,8 @@ def predict(
     one cluster are priced.
 
     Buckets become ready linearly in bytes during the (last) backward pass; each communicator takes its buckets in turn;
-    communicators share the link and, by ``costs``, the processors with the computation that they overlap. An averaging
+    communicators share the link and, by ``costs``, the processors with the computation that they overlap. Buckets that
+    are waited for in the next step overlap its forward pass, too. An averaging
     of LocalSGD overlaps the steps of its overlap setting, the statistics of batch norm overlap nothing. A sharded
     optimizer's new parameters follow their bucket's gradients.
     """
@@ -176,6 +179,17 @@ class Paths:
             collectives = phases_of(plan.world_size, plan.group_size, sent)
             self._known[key] = [phase for collective in collectives for phase in self._timed(collective)]
         return self._known[key]
+
+    def queued(self, plan: CommPlan) -> list[QueuedBucket]:
+        """The buckets of a plan, each with what it has to send."""
+        return [
+            QueuedBucket(
+                bucket.communicator,
+                tuple(phase for sent in bucket.sent for phase in self.of(plan, sent)),
+                bucket.handled_bytes,
+            )
+            for bucket in plan.buckets
+        ]
 
     def _timed(self, phase: CollectivePhase) -> list[TaskPhase]:
         """Waiting, then moving the bytes of the busiest port: a node's towards others, or a rank's inside a node."""
@@ -243,7 +257,26 @@ def _buckets(plan: CommPlan, compute: Compute, paths: Paths) -> tuple[float, flo
             costs.of(bucket.compression).taken * bucket.handled_bytes * share
             for bucket, share in zip(plan.buckets, shares, strict=True)
         )
+    if plan.overlaps_next_step:
+        return communication, handing + taken + _waited_in_next(plan, compute, paths, shares, handing + taken)
     return communication, max(handing + taken, max(ends, default=0.0) - computed)
+
+
+def _waited_in_next(plan: CommPlan, compute: Compute, paths: Paths, shares: Sequence[float], more: float) -> float:
+    """Seconds that the next forward pass waits for buckets, which it needs in the reverse order, linearly in bytes.
+    ``more``: seconds that communication adds to the backward pass."""
+    total = max(1, sum(bucket.handled_bytes for bucket in plan.buckets))
+    launched, needed, left = [], [], 1.0
+    for bucket in plan.buckets:
+        left -= bucket.handled_bytes / total
+        needed.append(compute.update + compute.forward * left)
+        launched.append(compute.update + compute.forward + (compute.backward + more) * (1 - left))
+    buckets = [
+        QueuedBucket(bucket.communicator, tuple(_bucket_phases(plan, bucket, paths, share)), bucket.handled_bytes)
+        for bucket, share in zip(plan.buckets, shares, strict=True)
+    ]
+    times = BucketTimes(tuple(needed), tuple(launched))
+    return step_seconds(buckets, times, postponed(buckets, times)) - launched[-1]
 
 
 def _shares_before(end: float, plan: CommPlan, ready: Sequence[float], ends: Sequence[float]) -> list[float]:
@@ -297,51 +330,3 @@ def with_given_link(network: Network, cluster: Cluster, profile: Profile) -> Net
         profile.link_gigabits * 1e9 / 8 or known.bytes_per_second,
     )
     return Network(link, network.inside) if several else Network(network.between, link)
-
-
-_NOTHING = 1e-15
-
-
-@dataclass(frozen=True)
-class TaskPhase:
-    """``seconds`` of work when alone on ``resource``; an empty name is waiting, which uses no resource."""
-
-    resource: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PricedTask:
-    """Sequential phases in a queue, starting at ``ready`` (seconds) or later."""
-
-    queue: int
-    phases: tuple[TaskPhase, ...]
-    ready: float
-
-
-def finish_times(tasks: Sequence[PricedTask]) -> list[float]:
-    """Seconds at which each task ends. A queue runs its tasks in list order."""
-    waiting: dict[int, list[int]] = defaultdict(list)
-    for index, task in enumerate(tasks):
-        waiting[task.queue].append(index)
-    left = [[phase for phase in task.phases if phase.seconds > 0] for task in tasks]
-    ends = [0.0] * len(tasks)
-    now = 0.0
-    while True:
-        for queue in waiting.values():  # tasks that have ended, or that are ready and empty, leave their queues
-            while queue and not left[queue[0]] and tasks[queue[0]].ready <= now + _NOTHING:
-                ends[queue.pop(0)] = now
-        first = [queue[0] for queue in waiting.values() if queue]
-        running = [index for index in first if tasks[index].ready <= now + _NOTHING]
-        users = Counter(left[index][0].resource for index in running)
-        speeds = [1.0 / users[resource] if (resource := left[index][0].resource) else 1.0 for index in running]
-        arrivals = [tasks[index].ready - now for index in first if tasks[index].ready > now + _NOTHING]
-        ending = [left[index][0].seconds / speed for index, speed in zip(running, speeds, strict=True)]
-        if not (arrivals or ending):
-            return ends
-        passed = min(arrivals + ending)
-        now += passed
-        for index, speed in zip(running, speeds, strict=True):
-            phase = left[index][0]
-            rest = phase.seconds - passed * speed
-            left[index][:1] = [TaskPhase(phase.resource, rest)] if rest > _NOTHING else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleet_train.cluster import Cluster
@@ -14,6 +14,8 @@ from fleet_train.plan.phases import (
 )
 from fleet_train.plan.plan import MEGABYTE, CommPlan
 from fleet_train.plan.price import Compute, Network, Prediction, predict
+
+_WORTH_TELLING = 0.98
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Pricing:
     prediction: Prediction
     warm_up_traffic: Traffic | None
     warm_up: Prediction | None
+    in_next_step: Prediction | None
+    """With ``overlap_next_step``, where it is not on and would hide communication; else None."""
 
     @property
     def steps_between_synchronisations(self) -> int:
@@ -50,6 +54,7 @@ class Pricing:
             "prediction": asdict(self.prediction),
             "warm_up_traffic_per_step": self.warm_up_traffic.to_json() if self.warm_up_traffic else None,
             "warm_up_prediction": asdict(self.warm_up) if self.warm_up else None,
+            "overlap_next_step_prediction": asdict(self.in_next_step) if self.in_next_step else None,
         }
 
 
@@ -57,13 +62,17 @@ def price(plan: CommPlan, cluster: Cluster, conditions: Conditions) -> Pricing:
     """Price ``plan`` on ``cluster``."""
     network, compute, batch = conditions.network, conditions.compute, conditions.batch_size
     warms_up = plan.averaging is not None and plan.averaging.warm_steps > 0
+    prediction = predict(plan, cluster, network, compute, batch)
+    may_overlap = plan.averaging is None and not (plan.waits_for_each or plan.overlaps_next_step)
+    later = predict(replace(plan, overlaps_next_step=True), cluster, network, compute, batch) if may_overlap else None
     return Pricing(
         plan,
         conditions,
         traffic(plan, cluster),
-        predict(plan, cluster, network, compute, batch),
+        prediction,
         traffic(plan, cluster, warm_up=True) if warms_up else None,
         predict(plan, cluster, network, compute, batch, warm_up=True) if warms_up else None,
+        later if later is not None and later.step < _WORTH_TELLING * prediction.step else None,
     )
 
 
@@ -86,6 +95,8 @@ def describe(pricing: Pricing) -> str:
     lines.append(_prediction_line(f"predicted step{mean}", pricing.prediction))
     if pricing.warm_up:
         lines.append(_prediction_line("predicted warm-up step", pricing.warm_up))
+    if pricing.in_next_step:
+        lines.append(_prediction_line("with overlap_next_step: true", pricing.in_next_step))
     return "\n".join(lines)
 
 

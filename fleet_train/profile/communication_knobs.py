@@ -201,6 +201,15 @@ class CommunicationKnobs(BaseModel):
         meaning="Wait for each bucket before the next operator starts, so that nothing overlaps. For debugging.",
         reason="The operator that starts a bucket waits for it. Results are bit-equal, the step is slower.",
     )
+    overlap_next_step: bool = knob(
+        False,
+        meaning="Update parameters in the next step, each right before its first use, so that gradients are sent under "
+        "the next forward pass, too. Losses, variables and checkpoints have the same bits.",
+        reason="A run of the program waits for the averages of the run before, bucket by bucket, updates, and computes "
+        "on; learning rate and loss scale are those of the step whose gradients they are. Whatever reads a variable "
+        "between two steps (a save, an evaluation, a fetch of a parameter, fleet.flush()) makes the update first. With "
+        "one process there is nothing to overlap. Source: Peng et al. 2019 (ByteScheduler), for the order.",
+    )
     barrier_every_steps: int = knob(
         1,
         unit="synchronous steps",

@@ -48,6 +48,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("recompute", "recompute_segments", "recompute", lambda segments: segments > 1),
     Strategy("sharding", "sharding", "a sharded optimizer"),
     Strategy("rows", "sparse_embeddings", "rows of embeddings", lambda choice: choice is True),
+    Strategy("next_step", "overlap_next_step", "updates a step later"),
 )
 
 PAIRS: dict[tuple[str, str], Combination] = {
@@ -141,6 +142,20 @@ PAIRS |= {
     **_with("rows", "merge", goes("the rows of all micro-batches are sent at the update")),
     **_with("rows", "amp sync_bn recompute", goes("an embedding's gradient is float32, and not part of these")),
     **_with("rows", "sharding", goes("all ranks add the touched rows, and the owners of a table's rows update them")),
+    **_with("next_step", "fused communicators hierarchical", goes("what is on its way goes on under the forward pass")),
+    **_with("next_step", "waiting", refused("each bucket is waited for at once", "leave one of the two out")),
+    **_with(
+        "next_step",
+        "local_sgd outer",
+        refused("local steps send no gradients", "use local_sgd_overlap_steps for the averagings"),
+    ),
+    **_with("next_step", _COMPRESSIONS, goes("it is decoded under the next forward pass")),
+    **_with("next_step", "merge", goes("the runs between two updates have nothing to wait for")),
+    **_with("next_step", "amp", goes("the loss scale of a step goes with its gradients")),
+    **_with("next_step", "sync_bn", goes("statistics are sent on a separate process group")),
+    **_with("next_step", "recompute", goes("gradients are the same bit by bit")),
+    **_with("next_step", "sharding", goes("new parameters travel under the next forward pass")),
+    **_with("next_step", "rows", goes("a table gets its rows before the next lookup")),
 }
 
 

@@ -131,6 +131,11 @@ def few_barriers() -> Profile:
     return Profile(barrier_every_steps=50)
 
 
+def updates_later() -> Profile:
+    """The step before is still to be updated when a rank fails."""
+    return Profile(overlap_next_step=True)
+
+
 def save_on_rank_0_at_the_end() -> None:
     train(Profile(use_local_sgd=True, local_sgd_is_warm_steps=1, local_sgd_steps=4))
     if fleet.is_first_worker():
@@ -264,6 +269,7 @@ def main() -> None:
     fleet.init(role_maker.PaddleCloudRoleMaker(is_collective=True))
     name = case.removeprefix("late ").removeprefix("calc ")
     fault = name.removesuffix(", few barriers")
+    in_next = name.removesuffix(", next step")
     if fault != name:
         timeouts.QUICK_STEP_SECONDS = 600.0  # a busy machine's slow steps would have barriers, too
     if case in CASES:
@@ -274,6 +280,8 @@ def main() -> None:
         train(profile, partial(fail, fault))
     elif fault in FAULTS:
         train(None if fault == name else few_barriers(), partial(fail, fault))
+    elif in_next in FAULTS:
+        train(updates_later(), partial(fail, in_next))
     else:
         train()
     report(RANK, ended=True, state=digest(state()) if case not in CASES else "", world=fleet.worker_num())

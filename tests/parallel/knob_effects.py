@@ -53,13 +53,13 @@ class Watch:
     """Stands before Paddle's collectives, the exchange and the store from its making on.
 
     Notes collectives, ``sent`` (one has ended), ``launch`` and ``launched`` (a bucket's launch operator begins, ends),
-    and ``meet`` (in the job's store). ``holds``: for how many seconds at most a collective waits until no launch
-    operator is under way.
+    ``ran`` (a run of the program has ended), and ``meet`` (in the job's store). ``holds``: for how many seconds at most
+    a collective waits until no launch operator is under way; with ``holds_runs`` until the run has ended.
     """
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self.step, self.holds = 0, 0.0
+        self.step, self.holds, self.holds_runs = 0, 0.0, False
         self._idle = threading.Event()
         self._idle.set()
         stream = paddle.distributed.stream
@@ -94,8 +94,13 @@ class Watch:
         try:
             return self._launch(*args)
         finally:
-            self._idle.set()
+            if not self.holds_runs:
+                self._idle.set()
             self._note("launched")
+
+    def ran(self) -> None:
+        self._note("ran")
+        self._idle.set()
 
     def _meets(self, client: Any, kind: str, name: str, header: Any, body: bytes, count: int, *rest: Any) -> Any:
         self._note("meet", name=name, seconds=rest[0])
@@ -148,6 +153,12 @@ def launches_wait(ran: Ran) -> list[bool]:
     return [end < launch for end, launch in zip(ends, launched, strict=True)]
 
 
+def runs_end_first(ran: Ran) -> bool:
+    """Whether the program's last run has ended before what it sent has arrived."""
+    last = {event.what: place for place, event in enumerate(ran.events)}
+    return last["ran"] < last["sent"]
+
+
 def _steps(ran: Ran) -> list[Any]:
     """The barriers at the beginning of steps; averagings left out."""
     return [event for event in ran.events if event.name.startswith("step ")]
@@ -155,7 +166,7 @@ def _steps(ran: Ran) -> list[Any]:
 
 # Behind these, every fact of a run is a look of its name.
 LOOKS: dict[str, Callable[[Ran], Any]] = {
-    **{look.__name__: look for look in (sent, launches_wait)},
+    **{look.__name__: look for look in (sent, launches_wait, runs_end_first)},
     # Where two groups talk at a time, on two threads.
     "sorted_sent": lambda ran: [sorted(step) for step in sent(ran)],
     "sending_steps": lambda ran: sorted({event.step for event in ran.collectives()}),
@@ -216,6 +227,7 @@ class Trained:
         self.watch.step += 1
         with paddle.static.scope_guard(self.scope):
             fetched = self.exe.run(self.main, feed=feeds, fetch_list=[self.loss, *fetches])
+        self.watch.ran()
         if isinstance(schedule := self.optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):
             schedule.step()
         self.ran.steps.append(self.values())
@@ -428,6 +440,7 @@ RUNS: dict[str, Callable[..., Ran]] = {
 def run(case: dict[str, Any], watch: Watch) -> dict[str, Any]:
     """What is seen."""
     watch.events, watch.holds, before = [], case["holds"], dict(os.environ)
+    watch.holds_runs = case["holds_runs"]
     os.environ.update(case["variables"])
     with contextlib.redirect_stderr(io.StringIO()) as text:
         for _ in range(1 + ("said" in case["sees"])):  # a sentence is due once, however often the optimizer is wrapped

@@ -52,9 +52,13 @@ LONG = pytest.mark.long
     [
         # The codes of the ranks, None for any; what is told by each rank that has a code of the package.
         ("die", [LOST, None, LOST], ["WorkerFailed: step 4: " + RANK_1, "was lost"]),
+        # Its averages of step 3 are on their way while step 4 begins.
+        ("die, next step", [LOST, None, LOST], ["WorkerFailed: (step [34]|counts)", RANK_1, "was lost"]),
         ("throw", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"]),
+        pytest.param("throw, next step", [LOST, 1], [RANK_1, "stopped with ValueError: boom$"], marks=LONG),
         pytest.param("exit with text", [LOST, 1], [r"\) stopped with sys.exit: no disk left$"], marks=LONG),
         pytest.param("leave early", [LOST, 0], [RANK_1, GONE, MADE]),
+        pytest.param("leave early, next step", [LOST, 0], [RANK_1, GONE, MADE], marks=LONG),
         # Where calls are enqueued, a rank that leaves waits for the others.
         pytest.param("late leave early", [OTHER, 0], [RANK_1 + r"\d+\) at 'leaving'"], marks=LONG),
         pytest.param("command", [LOST, DataError.exit_code], ["no such folder on this machine"], marks=LONG),

@@ -57,13 +57,22 @@ OPTIONS = ("steps", "optimizer", "gradients", "shapes", "overflows", "taken")
 
 
 def case(
-    knob: str, value: Any, beside: Any = (), *, run: str = "linear", ranks: int = 2, holds: float = 0.0, **rest: Any
+    knob: str,
+    value: Any,
+    beside: Any = (),
+    *,
+    run: str = "linear",
+    ranks: int = 2,
+    holds: float = 0.0,
+    holds_runs: bool = False,
+    **rest: Any,
 ) -> Case:
     """``rest``: options of the run, and what is seen on every rank; ``said`` is seen on rank 0 alone."""
     options = {name: rest.pop(name) for name in OPTIONS if name in rest}
     if "said" in rest:
         rest["said"] = ByRank([[rest["said"]], *[[]] * (ranks - 1)])
-    return Case(knob, value, dict(beside), rest, ranks, {"run": run, "holds": holds, "options": options})
+    how = {"run": run, "holds": holds, "holds_runs": holds_runs, "options": options}
+    return Case(knob, value, dict(beside), rest, ranks, how)
 
 
 def scaled(knob: str, value: Any, scales: list[float], overflows: tuple[int, ...] = (), **rest: Any) -> Case:
@@ -126,6 +135,7 @@ _ALL = [
     case("nccl_comm_num", 4, _ALONE, threads="abcd", groups="abcd", beside_computing=True),
     case("sync_nccl_allreduce", True, _PAIRS, holds=0.3, steps=1, launches_wait=[True, True], planned=[1, True]),
     case("sync_nccl_allreduce", False, _PAIRS, holds=20.0, steps=1, launches_wait=[False, False]),
+    case("overlap_next_step", True, holds=1.0, holds_runs=True, steps=2, runs_end_first=True),
     case(
         "FLAGS_sync_nccl_allreduce",
         "1",

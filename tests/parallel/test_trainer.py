@@ -36,6 +36,7 @@ class Sink:
 
 def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path, **settings: Any) -> dict[str, Any]:
     dropout, last_batch = settings.pop("dropout", 0.0), settings.pop("last_batch", "keep")
+    overlaps, log_every = settings.pop("overlaps", False), settings.pop("log_every", 1)
     main, startup, scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
     schedule = Schedule("cosine", 3 * samples // (batch * fleet.worker_num()), 2 * merged).of_updates(merged)
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, schedule)
@@ -47,7 +48,8 @@ def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path,
             loss = paddle.nn.functional.cross_entropy(logits, paddle.static.data("labels", [-1], "int64"))
             optimizer = paddle.optimizer.Momentum(scheduler, 0.9)
             over = "samples" if last_batch == "exact" else "ranks"
-            optimizer = fleet.distributed_optimizer(optimizer, Profile(accumulate_steps=merged, average_over=over))
+            profile = Profile(accumulate_steps=merged, average_over=over, overlap_next_step=overlaps)
+            optimizer = fleet.distributed_optimizer(optimizer, profile)
             optimizer.minimize(loss, startup)
         exe = paddle.static.Executor(fleet.place())
         exe.run(startup)
@@ -56,7 +58,7 @@ def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path,
         )
         loader = BatchLoader(synthetic(samples, (6,), 3).train, sampler)
         sink, checkpoints = Sink(), Checkpoints(folder, keep=99)
-        how = TrainerSettings(3, seed=seed, log_every=1, **settings)
+        how = TrainerSettings(3, seed=seed, log_every=log_every, **settings)
         parts = {"scheduler": scheduler, "checkpoints": checkpoints, "gradient_norm": optimizer.gradient_norm()}
         trainer = Trainer(exe, loss, loader, how, sinks=[sink], **parts)
         if (found := checkpoints.newest()) is not None:
@@ -73,7 +75,7 @@ def train_merged(merged: int, samples: int, batch: int, seed: int, folder: Path,
         "place": [state.state.step, state.state.batches, state.state.pending_batches],
         "rates": [(step, one["train/learning_rate"]) for step, one in sink.records if "train/learning_rate" in one],
         "losses": [(step, one["train/loss"]) for step, one in sink.records if "train/loss" in one],
-        "norms": [(step, one["train/gradient_norm"]) for step, one in sink.records if "train/loss" in one],
+        "norms": [(step, one.get("train/gradient_norm")) for step, one in sink.records if "train/loss" in one],
         "parameters": parameters,
         "state": digest(values),
     }
@@ -105,7 +107,19 @@ def uneven_runs(batch: str, folder: str) -> None:
     report(fleet.worker_index(), runs=runs)
 
 
-RUNS = {"joint": joint_runs, "parted": parted_runs, "uneven": uneven_runs}
+def overlapped_runs(merged: str, folder: str) -> None:
+    """Without ``overlap_next_step`` and with it, in one go and begun anew after each epoch."""
+    settings = {"dropout": 0.5, "log_every": 3}
+    runs = [train_merged(int(merged), 48, 4, 1, Path(folder) / "own", **settings)]
+    settings["overlaps"] = True
+    runs.append(train_merged(int(merged), 48, 4, 1, Path(folder) / "next", **settings))
+    runs += [
+        train_merged(int(merged), 48, 4, 1, Path(folder) / "parts", stop_after_epochs=1, **settings) for _ in range(3)
+    ]
+    report(fleet.worker_index(), runs=runs)
+
+
+RUNS = {"joint": joint_runs, "parted": parted_runs, "uneven": uneven_runs, "overlapped": overlapped_runs}
 
 
 def main() -> None:
@@ -149,6 +163,19 @@ def test_epochs_whose_last_batches_are_unlike_are_those_of_one_process(tmp_path:
         assert first["steps"] == expected["steps"] >= 9
         for one, other in zip(first["parameters"], expected["parameters"], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("merged_steps", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_updates_in_the_next_step_give_the_same_bits_in_one_go_and_begun_anew(
+    merged_steps: int, tmp_path: Path
+) -> None:
+    found = run(tmp_path / "ranks", 2, "overlapped", merged_steps, tmp_path / "saved")
+    assert "overlap_next_step: nothing" not in found.report()
+    for own, straight, *parts in found.of_all("runs"):
+        assert straight == own
+        assert parts[-1]["state"] == own["state"]
+        for what in ("losses", "norms", "rates"):
+            assert [one for part in parts for one in part[what]] == own[what]
 
 
 @pytest.mark.long

@@ -246,7 +246,9 @@ def differences(found: Found, case: Case, reference: Record, program: Program) -
     accused = [place for place in records[0]["accused"] if not program.said or program.said not in place]
     wrong += [f"{where}: {place}, is said of the loss" for place in accused]
     if any(record["alike"] is False for record in records):
-        wrong.append(f"{where}: with equal counts the bits are not those of average_over: ranks")
+        wrong.append(
+            f"{where}: with equal counts the bits are not those of average_over: ranks, or of a step's own update"
+        )
     if strategy.rounded:
         return wrong + unequal_losses(where, records, reference["fetched"], IN_LOW_PRECISION)
     wrong += unequal(f"{where}: parameters", records[0]["parameters"], program.tolerance)

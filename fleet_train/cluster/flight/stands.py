@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fleet_train.errors import printable_line
+from fleet_train.errors import FleetTrainError, ScheduleMismatch, printable_line
 from fleet_train.files import read_regular
 
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
@@ -26,6 +26,7 @@ _LIBRARY = re.compile(r"^<frozen |^<string>$|/(site|dist)-packages/|/lib(64)?/py
 # Found by name: the ranks may run another installation than the process that looks.
 _is_module = functools.cache(lambda name: (_PACKAGE / name).is_file())
 T = TypeVar("T")
+_Error = TypeVar("_Error", bound=BaseException)
 _readers: dict[type[Any], Any] = {}
 _MOST_NUMBER = 1 << 63
 _MOST_SOURCE = 80
@@ -192,6 +193,17 @@ def _source(name: str) -> list[str]:
 
 
 # What another process has sent as JSON: read as a dataclass, and made harmless to show.
+
+
+def with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
+    """An error with where ranks stand. Ranks that did not arrive because they wait themselves are not the cause, if
+    another one does not."""
+    if stands:
+        error.args = (f"{error}; {merged(stands)}",)
+        causes = {stand.rank for stand in stands if not stand.waits}
+        if isinstance(error, FleetTrainError) and causes and not isinstance(error, ScheduleMismatch):
+            error.absent = tuple(absence for absence in error.absent if absence.member in causes)
+    return error
 
 
 def from_json(kind: type[T], data: Any) -> T:

@@ -262,3 +262,16 @@ def make_sharded(bucket: Bucket, owners: Owners, job: Job, profile: Profile) -> 
     if bucket.compression in BITS:
         return QuantisedShardedMethod(bucket, owners, job, profile)
     return ShardedMethod(bucket, owners, job)
+
+
+def summed_in_order(group: Any, values: Any) -> Stages[Any]:
+    """The sum of ``values`` ([elements], a float) over a group, in the order of its ranks: the same bits on all."""
+    flat = values.clone()
+    yield HAND_OVER
+    gathered = paddle.empty([len(group.ranks) * flat.shape[0]], flat.dtype)
+    yield Stage((Collective("all_gather", group, flat, output=gathered),))
+    parts = paddle.split(gathered, len(group.ranks))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

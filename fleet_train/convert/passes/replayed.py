@@ -54,7 +54,7 @@ class Replays:
         passes = self._passes_of(self._program)
         devices = dict.fromkeys((None, "cpu"))
         states = {device: paddle.get_rng_state(device) for device in devices}
-        process.run_without_hooks(passes, self._feed, self._scope())
+        process.run_without_hooks(process.running()(), passes, self._feed, self._scope())
         for device, state in states.items():
             paddle.set_rng_state(state, device)
 

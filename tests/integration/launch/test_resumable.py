@@ -21,6 +21,8 @@ CASES = {
     "local_sgd": ("ours", "steps", 40, LOCAL_SGD),
     "gradient_merge": ("function", "steps", 40, ("accumulate_steps=3",)),
     "few_bits": ("ours", "epochs", 4, ("compression=int8",)),
+    "next_step": ("ours", "epochs", 4, ("overlap_next_step=true",)),
+    "next_step_sharding": ("none", "steps", 40, ("overlap_next_step=true", "sharding=true")),
     "workers": ("paddle", "epochs", 4, ()),
 }
 

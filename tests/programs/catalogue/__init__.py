@@ -22,6 +22,7 @@ STEPS = 4
 
 LATE = 1000
 AMP = {"amp_level": "O2"}
+NEXT = {"overlap_next_step": True, "fuse_parameter_groups_size": 2}
 SPLIT = {"nccl_comm_num": 3, "fuse_parameter_groups_size": 2}
 LOCAL = {"use_local_sgd": True, "local_sgd_is_warm_steps": 0}
 
@@ -65,6 +66,11 @@ EXACT: dict[str, Strategy] = {
     "recompute": _for_one({"recompute_segments": 3}),
     "checked every step": _settings(divergence_check_steps=1),
     "executor's threads": _settings(num_threads=4, **SPLIT),
+    "next step": _settings(**NEXT),
+    "next step, merge": _for_one({**NEXT, "accumulate_steps": 2}),
+    "next step, amp": _for_one({**NEXT, **AMP}, rounded=True),
+    "next step, threads": _settings(**NEXT, num_threads=4, nccl_comm_num=2),
+    "next step, sharding": _for_one({**NEXT, "sharding": True}, own_state=True),
     "local_sgd, warm-up": _for_one({"use_local_sgd": True, "local_sgd_is_warm_steps": LATE}),
     "local_sgd, every step": _for_one({**LOCAL, "local_sgd_steps": 1}, linear=True, own_state=True),
     "powersgd, late": _for_one({"compression": "powersgd", "powersgd_start_step": LATE}),
@@ -76,7 +82,7 @@ EXACT: dict[str, Strategy] = {
     "amp, merge": _for_one({"accumulate_steps": 2, **AMP}, rounded=True),
 }
 # Every program meets these; the others are dealt out, so that each meets many programs.
-ALWAYS = ("multi_node", "three communicators", "merge", "recompute", "local_sgd, every step")
+ALWAYS = ("multi_node", "three communicators", "merge", "recompute", "local_sgd, every step", "next step")
 
 _DILOCO = {**LOCAL, "outer_optimizer": "diloco", "outer_lr": 0.7}
 LOSSY: dict[str, Strategy] = {

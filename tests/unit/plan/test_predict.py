@@ -175,6 +175,23 @@ def test_text_says_traffic_conditions_and_prediction() -> None:
     )
 
 
+def test_what_updates_in_the_next_step_would_hide_is_told_where_it_is_something() -> None:
+    conditions = Conditions(NETWORK, COMPUTE)
+    plan = plan_of(PAIR, 3)
+    found = price(plan, PAIR, conditions)
+    # Each bucket takes 12 ms of the link; they are launched at 16.7, 23.3 and 30 ms.
+    assert found.prediction.step == pytest.approx(0.0527, abs=1e-4)
+    # The second one is postponed: they arrive at 28.7, 54 and 42 ms, when it is needed after 3.3 ms more.
+    assert found.in_next_step is not None
+    assert found.in_next_step.step == pytest.approx(0.0507, abs=1e-4)
+    assert "with overlap_next_step: true: 50.667 ms = 30.000 computing" in describe(found)
+    assert predict(replace(plan, overlaps_next_step=True), PAIR, NETWORK, COMPUTE) == found.in_next_step
+    overlapped = plan_of(PAIR, 3, overlap_next_step=True)
+    for each in (plan_of(PAIR), overlapped, plan_of(PAIR, 3, sync_nccl_allreduce=True)):
+        assert price(each, PAIR, conditions).in_next_step is None
+    assert price(overlapped, PAIR, conditions).prediction == found.in_next_step
+
+
 def test_local_sgd_has_a_line_for_its_warm_up() -> None:
     text = describe(pricing_of(use_local_sgd=True, local_sgd_steps=8, local_sgd_is_warm_steps=100))
     assert "steps between synchronisations: 8 (constant; 100 warm-up steps synchronise every step)" in text
@@ -188,7 +205,7 @@ def test_local_sgd_has_a_line_for_its_warm_up() -> None:
 def test_json_has_everything_and_is_plain() -> None:
     content = json.loads(json.dumps(pricing_of(use_local_sgd=True).to_json()))
     names = "steps_between_synchronisations conditions traffic_per_step prediction warm_up_traffic_per_step "
-    assert set(content) == set(f"{names} warm_up_prediction".split())
+    assert set(content) == set(f"{names} warm_up_prediction overlap_next_step_prediction".split())
     assert content["traffic_per_step"]["leaving"] == [content["traffic_per_step"]["sent"][0]] * 2
     prediction = content["prediction"]
     assert set(prediction) == {"compute", "communication", "exposed", "step", "samples_per_second"}

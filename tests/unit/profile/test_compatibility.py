@@ -33,6 +33,7 @@ ON: dict[str, dict[str, Any]] = {
     "recompute": {"recompute_segments": 3},
     "sharding": {"sharding": True},
     "rows": {"sparse_embeddings": True},
+    "next_step": {"overlap_next_step": True},
 }
 
 
@@ -42,6 +43,7 @@ REFUSED = {
     *ONE_KNOB,
     *((other, "sharding") for other in ("hierarchical", "local_sgd", "outer", "powersgd")),
     *((other, "rows") for other in ("quantised", "powersgd")),
+    *((other, "next_step") for other in ("waiting", "local_sgd", "outer")),
 }
 ALL = set(combinations([one.name for one in STRATEGIES], 2))
 
@@ -96,7 +98,7 @@ def test_the_table_refuses_these_pairs_and_no_others_in_either_order() -> None:
     assert ON.keys() == {one.name for one in STRATEGIES}
     assert {pair for pair, entry in PAIRS.items() if not entry.allowed} == REFUSED
     assert {one.knob for one in STRATEGIES} <= KNOBS.keys()
-    assert len(list(entries())) == len(ALL) == 105
+    assert len(list(entries())) == len(ALL) == 120
     assert verdict("local_sgd", "waiting") is verdict("waiting", "local_sgd") is PAIRS["waiting", "local_sgd"]
     with pytest.raises(KeyError):
         verdict("local_sgd", "nothing")
