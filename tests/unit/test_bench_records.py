@@ -234,8 +234,8 @@ def test_the_link_is_busy_where_it_carries_more_than_a_third_of_its_rate() -> No
     # Of the second half, until the last byte was sent: a step of 4 readings, of which one carries nothing.
     sent = [0, 0, 0, 0, 500_000, 900_000, 1_300_000, 1_300_000, 1_800_000]
     readings = [(0.004 * place, each) for place, each in enumerate([*sent, 1_800_000, 1_800_000])]
-    assert step.busy_share(readings) == pytest.approx(3 / 4)
-    assert step.busy_share([(0.0, 70), (0.004, 70), (0.008, 70)]) == 0
+    assert step.busy_share(readings, 125e6) == pytest.approx(3 / 4)
+    assert step.busy_share([(0.0, 70), (0.004, 70), (0.008, 70)], 125e6) == 0
 
 
 def test_a_record_names_no_path_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python tools/bench.py step --record docs/benchmarks
     sudo .venv/bin/python tools/bench.py step --before COMMIT --rounds 3
+    sudo .venv/bin/python tools/bench.py step --task bytes --rate 100mbit
 
-ResNet-18 of the benchmark of strategies, on two emulated machines. Each contestant trains once per round in turn. The
+A task of the benchmark of strategies, on two emulated machines. Each contestant trains once per round in turn. The
 link's counter is read every 4 ms: the link is busy where it carries more than a third of its rate, and idle in the rest
 of a step. Of ours the recorder also says when a step's passes end, and when its first large bucket is on the wire.
 """
@@ -35,9 +36,10 @@ from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread,
 from tools.benchmarks.tasks import RESNET18, TASKS
 from tools.lab import Lab
 
-RATE, BYTES_PER_SECOND = "1gbit", 125e6
-BEFORE = "ours before"
-CONTESTANTS = ("ours:multi_node", "torch:ddp", "torch:ddp_4mb", "torch:ddp_8mb")
+RATES = {"1gbit": 125e6, "100mbit": 12.5e6}
+"""The links, and their bytes per second."""
+BEFORE, ALONE = "ours before", "alone:ours"
+CONTESTANTS = ("ours:multi_node", "ours:next_step", "torch:ddp", "torch:ddp_4mb", "torch:ddp_8mb")
 _STEPS, _TRACED = 60, (30, 49)
 _BETWEEN_READINGS, _BUSY, _LARGE = 0.004, 1 / 3, 400_000
 _TIMEOUT, _FIRST_PORT = 300.0, 6800
@@ -52,14 +54,15 @@ FIGURES = {
 }
 
 
-def busy_share(readings: Sequence[tuple[float, int]]) -> float:
-    """Of the second half of the readings (seconds, bytes sent so far): the share of time in which the link was busy."""
+def busy_share(readings: Sequence[tuple[float, int]], rate: float) -> float:
+    """Of the second half of the readings (seconds, bytes sent so far): the share of time in which the link was busy.
+    ``rate``: its bytes per second."""
     last = next(place for place, (_, sent) in enumerate(readings) if sent == readings[-1][1])
     if not last:
         return 0.0  # nothing was sent
     half = readings[last // 2 : last + 1]
     spans = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(half)]
-    busy = sum(seconds for seconds, sent in spans if sent > _BUSY * BYTES_PER_SECOND * seconds)
+    busy = sum(seconds for seconds, sent in spans if sent > _BUSY * rate * seconds)
     return busy / (half[-1][0] - half[0][0])
 
 
@@ -70,10 +73,10 @@ def of_step(step: TimelineStep) -> dict[str, float]:
     return ends | ({"launched": min(large)} if large else {})
 
 
-def measure(name: str, checkout: Path, place: Place, folder: Path) -> dict[str, float]:
+def measure(name: str, checkout: Path, place: Place, folder: Path, task_name: str, rate: str) -> dict[str, float]:
     """Figures of one turn. Raises JobFailed."""
     contestant = parse(name)
-    task = dataclasses.replace(TASKS[RESNET18], steps=_STEPS)
+    task = dataclasses.replace(TASKS[task_name], steps=_STEPS)
     assignment = Assignment(task, contestant, str(folder), 2, 1, _TIMEOUT)
     folder.mkdir()
     assignment.write(folder / "assignment.json")
@@ -84,7 +87,7 @@ def measure(name: str, checkout: Path, place: Place, folder: Path) -> dict[str, 
     run_commands(name, [*commands, (reader, {})], folder, _TIMEOUT, place.lab)
     step_ms = float(median(rank["step_ms"] for rank in results_of(folder, 2)))
     readings = [line.split() for line in (folder / "readings").read_text().splitlines()]
-    share = busy_share([(float(seconds), int(sent)) for seconds, sent in readings])
+    share = busy_share([(float(seconds), int(sent)) for seconds, sent in readings], RATES[rate])
     found = {"step": step_ms, "busy": share * step_ms, "idle": (1 - share) * step_ms}
     if contestant.kind == OURS:
         rings = [read_ring(path.read_bytes()) for path in sorted(folder.glob("log*/trace.*.bin"))]
@@ -102,14 +105,23 @@ def page(record: Mapping[str, Any]) -> list[str]:
         figures = {key: [each[name][key] for each in rounds if key in each[name]] for key in FIGURES}
         rows.append([name, *(spread(each, median(each), 0) if each else "" for each in figures.values())])
     best = best_of_torch(record)
+    ours = [name for name in names if name.startswith("ours")]
     ratios = [
         f"- {name}: {spread(over, median(over))} of {best}, the best of PyTorch's, within a round."
-        for name in names
-        if best and name.startswith("ours")
+        for name in ours
+        if best
         for over in [over_torch(record, name)]
     ]
+    if ALONE in names:
+        ratios += [
+            f"- {name}: {spread(over, median(over))} of the larger of computing alone and the time of the busy link."
+            for name in ours
+            for over in [over_limit(record, name)]
+        ]
+    what, rate = record.get("task", RESNET18), record.get("rate", "1gbit")
     return [
-        f"# A float32 step of ResNet-18 on two nodes at {RATE}, {record['circumstances']['date'][:10]}",
+        f"# A float32 step of {'ResNet-18' if what == RESNET18 else f'*{what}*'} on two nodes at {rate}, "
+        f"{record['circumstances']['date'][:10]}",
         "",
         *told_circumstances(record["circumstances"], "an emulated network"),
         *([f"- *{BEFORE}*: commit {record['before']}."] if record["before"] else []),
@@ -134,10 +146,17 @@ def over_torch(record: Mapping[str, Any], name: str) -> list[float]:
     return [each[name]["step"] / each[best]["step"] for each in record["rounds"]]
 
 
+def over_limit(record: Mapping[str, Any], name: str) -> list[float]:
+    """A contestant's step over the larger of computing alone and the time in which its link is busy, in each round."""
+    return [each[name]["step"] / max(each[ALONE]["step"], each[name]["busy"]) for each in record["rounds"]]
+
+
 @click.command(context_settings={"show_default": True})
+@click.option("--task", "task_name", type=click.Choice(list(TASKS)), default=RESNET18, help="What is trained.")
+@click.option("--rate", type=click.Choice(list(RATES)), default="1gbit", help="The link of each node.")
 @click.option("--before", help="Ours also runs with the package of this checkout or commit.")
 @recorded(5, "each runs every contestant once")
-def main(before: str | None, rounds: int, keep: Keep) -> None:
+def main(task_name: str, rate: str, before: str | None, rounds: int, keep: Keep) -> None:
     with contextlib.ExitStack() as stack:
         there = stack.enter_context(checkout_of(before)) if before else None
         alone = [each.name for each in with_baselines(CONTESTANTS) if each.kind == "alone" and each.variant != "paddle"]
@@ -145,14 +164,15 @@ def main(before: str | None, rounds: int, keep: Keep) -> None:
         if there is not None:
             sides[BEFORE] = (CONTESTANTS[0], there)
         asked = {"contestants": list(sides), "before": revision_of(there) if there else None}
+        asked |= {"task": task_name, "rate": rate}
         record = keep.begun({"circumstances": circumstances(), **asked, "rounds": []})
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step_")))
         for number in range(len(record["rounds"]) + 1, rounds + 1):
             made: dict[str, Any] = {}
             for turn, (side, (name, checkout)) in enumerate(sides.items()):
-                with Lab(2, RATE) as lab:
+                with Lab(2, rate) as lab:
                     place = Place(lab, 1, _FIRST_PORT + 20 * (turn + len(sides) * number))
-                    found = measure(name, checkout, place, folder / f"{number}-{turn}")
+                    found = measure(name, checkout, place, folder / f"{number}-{turn}", task_name, rate)
                 made[side] = found
                 click.echo(f"round {number} of {rounds}  {side:<18} {found}", err=True)
             record["rounds"].append(made)
