@@ -99,6 +99,10 @@ FIGURES = (
     Figure("docs/how-it-works.md", "step", readings.idle_link,
            "Of the {:.0f} ms in which the link is idle, {:.0f} are the forward pass, {:.0f} the backward pass until "
            "the first large bucket is launched, and {:.0f} the rest"),
+    Figure("docs/methods.md", "next-step", readings.next_step,
+           "a step takes {:.2f} ({:.2f} to {:.2f}) of one of `multi_node`, {:.2f} ({:.2f} to {:.2f}) of one of the "
+           "best of PyTorch DDP's bucket sizes, and {:.2f} ({:.2f} to {:.2f}) of the larger of computing alone and "
+           "the time of the busy link, which no order of sending goes below (`multi_node` {:.2f})"),
     Figure("docs/doctor.md", "doctor-clean-runs", readings.alarms,
            "[{} in {} runs](benchmarks/{name}.md) of two machines, apart from `busy`, which warned in {} of them"),
     Figure("docs/faults.md", "restart", readings.restarts,

@@ -224,6 +224,17 @@ def over_torch(record: Content) -> list[float]:
     return [figure for each in found for figure in (_median(each), *_ends(each))]
 
 
+def next_step(record: Content) -> list[float]:
+    """The step with updates in the next one, over that without, over PyTorch's best, and over the larger of computing
+    alone and the time of the busy link: median, smallest and largest round of each. The same of the step without, over
+    the last of these: its median."""
+    own, later = step.CONTESTANTS[:2]
+    over_own = [each[later]["step"] / each[own]["step"] for each in record["rounds"]]
+    found = [over_own, step.over_torch(record, later), step.over_limit(record, later)]
+    ratios = [figure for each in found for figure in (_median(each), *_ends(each))]
+    return [*ratios, _median(step.over_limit(record, own))]
+
+
 def sharding(record: Content) -> Sequence[float]:
     """Of ResNet-18: the state's share, MB with and without, and with bf16. Steps over those without: sharded, bf16, in
     pairs, of ResNet-18 and of products. MB of products."""

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from fleet_train.cluster.flight.ring import read_ring
 from fleet_train.cluster.flight.timeline import TimelineStep, timelines
-from tools.benchmarks.contestants import OURS, TORCH, parse, with_baselines
+from tools.benchmarks.contestants import NOTHING, OURS, TORCH, parse, with_baselines
 from tools.benchmarks.jobs import Place, checkout_of, commands_of, results_of, revision_of, run_commands
 from tools.benchmarks.ranks import Assignment, interface_bytes
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
@@ -38,7 +38,7 @@ from tools.lab import Lab
 
 RATES = {"1gbit": 125e6, "100mbit": 12.5e6}
 """The links, and their bytes per second."""
-BEFORE, ALONE = "ours before", "alone:ours"
+BEFORE = "ours before"
 CONTESTANTS = ("ours:multi_node", "ours:next_step", "torch:ddp", "torch:ddp_4mb", "torch:ddp_8mb")
 _STEPS, _TRACED = 60, (30, 49)
 _BETWEEN_READINGS, _BUSY, _LARGE = 0.004, 1 / 3, 400_000
@@ -112,7 +112,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
         if best
         for over in [over_torch(record, name)]
     ]
-    if ALONE in names:
+    if NOTHING in names:
         ratios += [
             f"- {name}: {spread(over, median(over))} of the larger of computing alone and the time of the busy link."
             for name in ours
@@ -148,7 +148,7 @@ def over_torch(record: Mapping[str, Any], name: str) -> list[float]:
 
 def over_limit(record: Mapping[str, Any], name: str) -> list[float]:
     """A contestant's step over the larger of computing alone and the time in which its link is busy, in each round."""
-    return [each[name]["step"] / max(each[ALONE]["step"], each[name]["busy"]) for each in record["rounds"]]
+    return [each[name]["step"] / max(each[NOTHING]["step"], each[name]["busy"]) for each in record["rounds"]]
 
 
 @click.command(context_settings={"show_default": True})
