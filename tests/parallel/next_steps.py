@@ -234,7 +234,15 @@ def reads_always(training: Training) -> None:
         training.note(training.value())
 
 
-PREVENTED: dict[str, Callable[[Training], None]] = {each.__name__: each for each in (fetches_always, reads_always)}
+def evaluates_always(training: Training) -> None:
+    for step in range(STEPS):
+        training.step(step)
+        training.exe.run(training.judging, feed=training.batch(50), fetch_list=[])
+
+
+PREVENTED: dict[str, Callable[[Training], None]] = {
+    each.__name__: each for each in (fetches_always, reads_always, evaluates_always)
+}
 OTHERS = {"fails_inside": fails_inside}
 SCRIPTS: dict[str, Callable[[Training], None]] = {
     each.__name__: each

@@ -96,16 +96,19 @@ def test_each_bucket_is_waited_for_right_before_its_first_use(tmp_path: Path) ->
 
 def test_where_nothing_is_sent_later_the_reason_is_said_once(tmp_path: Path) -> None:
     checked = SMALL | {"divergence_check_steps": 1}
+    merged = SMALL | {"accumulate_steps": 4}  # the first four runs are of the first step, which is compared
     cases: list[Case] = [(script, "tied", SMALL) for script in PREVENTED]
-    cases += [("plain", "tied", checked), ("plain", "norms", SMALL)]
+    cases += [("plain", "tied", checked), ("plain", "norms", SMALL), ("plain", "norms", merged)]
     result = run_ranks(SCRIPT, 2, folder=tmp_path, nodes=2, args=[json.dumps(cases)])
     for rank in result.of_all("cases"):
-        assert [case["different"] for case in rank.values()] == [[]] * 4
-        assert [case["early"][1] > 0 for case in rank.values()] == [False, False, False, True]
+        assert [case["different"] for case in rank.values()] == [[]] * 6
+        # The run of the other program begins with the waits, too.
+        assert [case["early"][1] > 0 for case in rank.values()] == [False, False, True, False, True, True]
     told = re.findall(r"overlap_next_step: nothing is sent .* because in \w+\.py, line \d+ (.*)", result.report())
     assert told == [
         "a run fetches what is known after its own update",
         "find_var reads what it changes",
+        "another program or scope comes next",
         "every step is compared (divergence_check_steps, replay_check_steps)",
     ]
     assert result.report().count("call fleet.flush()") == 1

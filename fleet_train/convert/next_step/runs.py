@@ -87,10 +87,9 @@ class NextStep:
         """The exchanges of the program that runs."""
         self._scope: Any = None
         self._thread = threading.get_ident()
-        self._runs = 0
-        self._prevented = ("", 0, 0)
-        """The line of the script that last needed an update before the next run, after which run, and how many times
-        in a row."""
+        self._prevented: dict[str, tuple[int, int]] = {}
+        """Lines of the script that needed an update in its own step or before the next run: after which step last, and
+        after how many steps in a row."""
 
     def begin(self, is_strict: bool) -> None:
         """Take part in every run from now on, and in every read of a scope's variables. ``is_strict``: the updates of
@@ -127,7 +126,6 @@ class NextStep:
                 each.count_step()
             self._pending = replace(self._coming, waited=tuple(each.waited for each in exchanges))
             self._coming = None
-            self._runs += 1
             if self._is_strict:
                 self.flush()
         return results
@@ -167,14 +165,13 @@ class NextStep:
         """The run that begins is one of the whole program."""
         self.flush()
         self._rotation = None
-        self._runs += 1
-        self._note_prevented(why)
+        self._note_prevented(self._of_run, why)
 
     def flush(self, why: str = "") -> None:
         """Make the update that is still to come, if there is one. All ranks call it. ``why``: said once, if a line of
         the script needs it after every step."""
         if self._pending is not None and why:
-            self._note_prevented(why)
+            self._note_prevented(self._pending.exchanges, why)
         pending, self._pending = self._pending, None
         if pending is not None and (scope := pending.scope()) is not None:
             _refuse_half_made(pending)
@@ -186,10 +183,14 @@ class NextStep:
                 if each.watch is not None:
                     each.watch.begin_anew()
 
-    def _note_prevented(self, why: str) -> None:
-        line, (last_line, run, times) = script_line(), self._prevented
-        times = times + 1 if (last_line, run) == (line, self._runs - 1) else 1
-        self._prevented = line, self._runs, times
+    def _note_prevented(self, exchanges: Sequence[GradientExchange], why: str) -> None:
+        """Say why, if it is so after every step; the first one is compared anyway, in all of its micro-batches."""
+        line, step = script_line(), sum(each.step for each in exchanges)
+        last, times = self._prevented.get(line, (0, 0))
+        if step == last:
+            return
+        times = times + 1 if last < step <= last + len(exchanges) else 1
+        self._prevented[line] = step, times
         if times == _IN_A_ROW:
             notice = f"overlap_next_step: nothing is sent under the next forward pass, because in {line} {why}"
             log_once([notice], self._job.cluster.rank)
