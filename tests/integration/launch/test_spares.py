@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -57,8 +58,11 @@ def start(
 
 
 def children(launcher: Started) -> dict[int, str]:
-    below = psutil.Process(launcher.process.pid).children(recursive=True)
-    return {each.pid: " ".join(each.cmdline()) for each in below}
+    found = {}
+    for each in psutil.Process(launcher.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended; also as a zombie
+            found[each.pid] = " ".join(each.cmdline())
+    return found
 
 
 def spares_of(launcher: Started) -> set[int]:
@@ -146,6 +150,7 @@ def test_without_spares_there_is_none_and_ctrl_c_leaves_none(bench: Bench) -> No
 
 UNTIL_TOLD = """
 import sys, time
+from contextlib import suppress
 from pathlib import Path
 import numpy as np
 import paddle
