@@ -30,6 +30,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.transfer import broadcast_arrays
 from fleet_train.convert.embeddings import Table
 from fleet_train.convert.passes.one_card import mark_lookups
+from fleet_train.convert.passes.program import stored_by
 from fleet_train.convert.planning import ReadyGradient, agree, dtype_name, positions_of
 from fleet_train.convert.updates import BucketUpdates
 from fleet_train.errors import ConversionError
@@ -251,9 +252,6 @@ def _insert_after_last_of(values: Sequence[Any]) -> None:
     paddle.pir.set_insertion_point_after(max(operators, key=lambda operator: positions[operator.id()]))
 
 
-_STORES_START_VALUE = ("builtin.set_parameter", "builtin.shadow_output")
-
-
 def make_start_equal(
     job: Job, main: Any, startup: Any, others: Sequence[Any], is_own: Callable[[str], bool] | None = None
 ) -> None:
@@ -353,11 +351,12 @@ def initialized_tensor(scope: Any, name: str) -> Any:
 
 
 def _stores(startup: Any) -> list[Any]:
-    return [operator for operator in startup.global_block().ops if operator.name() in _STORES_START_VALUE]
+    return [operator for operator in startup.global_block().ops if stored_by(operator) is not None]
 
 
 def _name(operator: Any) -> str:
-    return str(operator.attrs().get("parameter_name") or operator.attrs().get("output_name"))
+    """The variable that one of the `_stores` stores into."""
+    return str(stored_by(operator))
 
 
 def _is_done(operator: Any) -> bool:

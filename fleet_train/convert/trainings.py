@@ -13,6 +13,7 @@ import paddle
 
 from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
+from fleet_train.convert.passes.program import variable_of
 from fleet_train.convert.program_state import belongs_to, counts_micro_batches
 from fleet_train.convert.rewrite import broadcast_start_state, names_stored_by
 from fleet_train.convert.saving import make_equal
@@ -48,11 +49,7 @@ def _starts(stored: Set[str], main: Any, exchange: GradientExchange) -> bool:
 
 def _names_of(program: Any) -> set[str]:
     """The variables that a program uses."""
-    attributes = [each.attrs() for each in program.global_block().ops if each.name() in _VARIABLES]
-    return {str(each.get("parameter_name") or each.get("name")) for each in attributes}
-
-
-_VARIABLES = ("builtin.parameter", "pd_op.data")
+    return {name for each in program.global_block().ops if (name := variable_of(each)) is not None}
 
 
 def _begin_anew(program: Any, stored: Set[str], main: Any, exchange: GradientExchange, scope: Any) -> None:

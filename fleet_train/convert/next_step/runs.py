@@ -22,7 +22,8 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in
 from fleet_train.collectives.job import Job
 from fleet_train.convert import process
-from fleet_train.convert.next_step.rotate import NUMBER, CannotRotate, Rotation, rotate
+from fleet_train.convert.next_step.parts import NUMBER
+from fleet_train.convert.next_step.rotate import CannotRotate, Rotation, rotate
 from fleet_train.convert.passes.program import script_line
 from fleet_train.errors import ConversionError
 from fleet_train.log import log_once
@@ -214,7 +215,7 @@ class NextStep:
                 rotation = None
             known = _Known(digest, rotation, Stopwatch(len(exchanges[0].methods)))
             self._known[program] = known
-        if self._can_order(exchanges):
+        if known.rotation is not None and self._can_order(exchanges):
             self._order(program, known, exchanges[0])
         return known.rotation
 
@@ -223,7 +224,7 @@ class NextStep:
         self._runs_of[exchange.number] += 1
         if self._runs_of[exchange.number] in _ASKED_BEFORE and not known.is_ordered:
             last = self._postponed(known, exchange)
-            if last and known.rotation is not None:
+            if last:
                 self.flush()
                 known.rotation = rotate(program, last)
         exchange.watch = None if known.is_ordered else known.watch

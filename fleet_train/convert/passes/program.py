@@ -87,8 +87,23 @@ def all_inputs_of(operator: Any) -> list[Any]:
     return [source for user in users for source in inputs_of(user)]
 
 
-# Operators that read a scope variable by name: accumulators, the learning rate, gradient merge's buffers.
-_READS_SCOPE = ("builtin.parameter", "pd_op.data")
+_DECLARES = ("builtin.parameter", "pd_op.data")
+_STORES = {"builtin.set_parameter": "parameter_name", "builtin.shadow_output": "output_name"}
+
+
+def variable_of(operator: Any) -> str | None:
+    """The variable that an operator declares, by its name: a parameter, an accumulator, the learning rate, gradient
+    merge's buffers; also what is fed. None for another operator."""
+    if operator.name() not in _DECLARES:
+        return None
+    attributes = operator.attrs()
+    return str(attributes.get("parameter_name") or attributes.get("name"))
+
+
+def stored_by(operator: Any) -> str | None:
+    """The variable that an operator stores a value into, by its name; None for another operator."""
+    attribute = _STORES.get(operator.name())
+    return None if attribute is None else str(operator.attrs()[attribute])
 
 
 def run_if(predicate: Any, action: Callable[[], Any]) -> Any:
@@ -115,7 +130,7 @@ def _hoist_scope_reads(conditional: Any) -> None:
     sub-block: they would be missing from checkpoints and from the broadcast of the start state.
     """
     for operator in list(nested_operators(conditional)):
-        if operator.name() in _READS_SCOPE:
+        if variable_of(operator) is not None:
             operator.move_before(conditional)
 
 

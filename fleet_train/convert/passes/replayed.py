@@ -15,7 +15,8 @@ from fleet_train.collectives.host_ops import exchanges_in, is_launch, once_until
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.replay import Pass, Replay
 from fleet_train.convert import process
-from fleet_train.convert.passes.program import BATCH_NORMS, inputs_of, is_random, nested_operators
+from fleet_train.convert.passes.program import is_random, nested_operators, variable_of
+from fleet_train.convert.passes.reads import accesses
 from fleet_train.errors import ConversionError, FleetTrainError
 
 
@@ -67,9 +68,9 @@ def passes_of(program: Any) -> Any:
     last = max(place for place, operator in enumerate(operators) if is_launch(operator))
     for operator in reversed(operators[last + 1 :]):
         block.remove_op(operator)
-    changed = {value.id: value for value in _changed_in(block)}
+    changed = _changed_in(block)
     with paddle.static.program_guard(passes, paddle.static.Program()):
-        for value in changed.values():
+        for value in changed:
             paddle.pir.set_insertion_point_after(value.get_defining_op())
             before = paddle.assign(value)
             paddle.pir.reset_insertion_point_to_end()
@@ -79,18 +80,11 @@ def passes_of(program: Any) -> Any:
 
 def _changed_in(block: Any) -> list[Any]:
     """The variables, or what is fed, that operators of a block write in place."""
-    found = []
-    for operator in chain(block.ops, *map(nested_operators, block.ops)):
-        if not operator.name().endswith("_"):
-            continue
-        sources = operator.operands_source()[1:3] if operator.name() in BATCH_NORMS else inputs_of(operator)
-        for source in sources:
-            maker = source.get_defining_op()
-            found += inputs_of(maker) if maker is not None and maker.name() == "builtin.combine" else [source]
-    return [each for each in found if (maker := each.get_defining_op()) and maker.name() in _VARIABLES]
+    operators = list(block.ops)
+    written = frozenset().union(*(each.writes for each in accesses(operators)))
+    return [operator.result(0) for operator in operators if variable_of(operator) in written]
 
 
-_VARIABLES = ("builtin.parameter", "pd_op.data")
 _SERIAL = "FLAGS_new_executor_serial_run"
 
 

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_train.collectives.host_ops import kind_of, passes_a_token
-from fleet_train.convert.passes.program import BATCH_NORMS, all_inputs_of, inputs_of, nested_operators
+from fleet_train.convert.passes.program import (
+    BATCH_NORMS,
+    all_inputs_of,
+    inputs_of,
+    nested_operators,
+    stored_by,
+    variable_of,
+)
 
-_VARIABLES = ("builtin.parameter", "pd_op.data")
-_STORES = {"builtin.set_parameter": "parameter_name", "builtin.shadow_output": "output_name"}
 _RATE = "learning_rate"
 _WRITING_LINKS = ("share", "fill", "finish")
 
@@ -40,14 +45,6 @@ def accesses(operators: Sequence[Any]) -> list[Access]:
         same = operator.name().endswith("_") or operator.name().startswith("builtin.") or operator.num_regions()
         names[operator.id()] = frozenset([f"%{operator.id()}"]) | (read if same else frozenset())
     return found
-
-
-def variable_of(operator: Any) -> str | None:
-    """The variable that an operator declares, by its name; also of what is fed."""
-    if operator.name() not in _VARIABLES:
-        return None
-    attributes = operator.attrs()
-    return str(attributes.get("parameter_name") or attributes.get("name"))
 
 
 def is_fed(operator: Any) -> bool:
@@ -90,8 +87,8 @@ def _names_of(values: Sequence[Any], names: dict[int, frozenset[str]]) -> frozen
 
 
 def _written(operator: Any, names: dict[int, frozenset[str]]) -> frozenset[str]:
-    if operator.name() in _STORES:
-        return frozenset([str(operator.attrs()[_STORES[operator.name()]])])
+    if (stored := stored_by(operator)) is not None:
+        return frozenset([stored])
     if passes_a_token(operator):
         return _names_of(inputs_of(operator), names) if kind_of(operator) in _WRITING_LINKS else frozenset()
     written: frozenset[str] = frozenset()
@@ -101,6 +98,6 @@ def _written(operator: Any, names: dict[int, frozenset[str]]) -> frozenset[str]:
         elif each.name().endswith("_") and each.name().startswith("pd_op."):
             changed = [source for name, source in _named_inputs(each) if name != _RATE or not _only_reads(each, name)]
             written |= _names_of(changed, names)
-        elif each.name() in _STORES:
-            written |= {str(each.attrs()[_STORES[each.name()]])}
+        elif (stored := stored_by(each)) is not None:
+            written |= {stored}
     return written
