@@ -122,6 +122,8 @@ CHECK_OTHER_LEADER_SECONDS = 2.0
 """How often a leader that waits for nodes checks whether they follow another leader."""
 SIGNPOST_SECONDS = 1.0
 """How often a launcher that waits looks for others with different flags."""
+SIGNPOST_BUSY_SECONDS = 30.0
+"""How long a refused launcher's few looks may take on a busy machine, before it ends without them."""
 ASK_LAUNCHER_SECONDS = 1.0
 """How long another launcher has to report its state, before it counts as silent."""
 LEADER_BUSY_SECONDS = 40.0

@@ -31,6 +31,8 @@ PORTS = range(28170, 28178)
 """The first free one: launchers of several jobs may wait on one machine. Below those of outgoing connections."""
 _NAMESPACE, _CARD, _TOLD = "waiting", "card", "told "
 _HOSTS_AT_A_TIME = 8
+_LAST_WORD = 5
+"""How many times longer a busy machine may take when it is told: whoever tells ends, and does not try again."""
 _LOOKS = 2
 """How often in a row a difference is seen before it counts: a job's own launcher there may be about to start."""
 
@@ -57,6 +59,7 @@ class Signpost:
         self.difference = ""
         """In what a launcher that waits for this one was started differently; empty: none is known."""
         self._seen: dict[str, int] = {}
+        self._looked = 0
         self._turn = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,8 +75,11 @@ class Signpost:
     def look_longer(self) -> None:
         """For a launcher that a store has refused: whoever waits there may wait for it, with other flags. Raises
         ScheduleMismatch then, once the other one is told, too."""
-        until = time.monotonic() + (_LOOKS + 2) * timeouts.SIGNPOST_SECONDS
+        until = time.monotonic() + timeouts.SIGNPOST_BUSY_SECONDS
+        enough = self._looked + _LOOKS + 2
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
+            if self._looked >= enough:
+                break
             self._thread.join(timeouts.SIGNPOST_SECONDS / 10)
         self.refuse()
 
@@ -85,6 +91,7 @@ class Signpost:
             while not self._closing.wait(timeouts.SIGNPOST_SECONDS) and not self.difference:
                 self._server = self._server or self._shown()
                 self._look()
+                self._looked += 1
         if self._server is not None:
             self._server.stop()
 
@@ -123,11 +130,11 @@ class Signpost:
         self._turn += _HOSTS_AT_A_TIME
         yield from sorted({others[each] for each in some} | ({0} & set(others)))
 
-    def _cards(self, index: int) -> Iterator[tuple[int, Card, list[Card]]]:
+    def _cards(self, index: int, patience: int = 1) -> Iterator[tuple[int, Card, list[Card]]]:
         """Of a machine's launchers that wait: the port, the card, and the cards that others have shown there."""
         for port in PORTS:
             try:
-                with self._visited(index, port) as client:
+                with self._visited(index, port, patience) as client:
                     card = client.get(_CARD)
                     told = [client.get(key) for key in client.keys(_TOLD)]
             except JoinTimeout as nobody:
@@ -140,14 +147,14 @@ class Signpost:
                 yield port, card, list(filter(_is_card, told))
 
     @contextmanager
-    def _visited(self, index: int, port: int) -> Iterator[StoreClient]:
+    def _visited(self, index: int, port: int, patience: int = 1) -> Iterator[StoreClient]:
         client = StoreClient.connect(
             f"{self._node.host(index)}:{port}/{_NAMESPACE}",
             os.getpid() % 10_000,
             group="visitor",
             timeout_seconds=0.0,
             watched=False,
-            answer_seconds=timeouts.ASK_LAUNCHER_SECONDS,
+            answer_seconds=patience * timeouts.ASK_LAUNCHER_SECONDS,
             dial_seconds=timeouts.ASK_LAUNCHER_SECONDS,
             access=self._access,
         )
@@ -164,12 +171,12 @@ class Signpost:
 
     def _tell(self, index: int, port: int, card: Card) -> None:
         """Show our card there, and that card to the other launchers like us, which may not see it any more."""
-        with suppress(FleetTrainError, OSError), self._visited(index, port) as client:
+        with suppress(FleetTrainError, OSError), self._visited(index, port, _LAST_WORD) as client:
             client.set(f"{_TOLD}{secrets.token_hex(4)}", self._card)
         for other in self._asked():
-            for where, like_us, _ in list(self._cards(other)):
+            for where, like_us, _ in list(self._cards(other, _LAST_WORD)):
                 if like_us["place"] == self._card["place"] and like_us["program"] == self._card["program"]:
-                    with suppress(FleetTrainError, OSError), self._visited(other, where) as client:
+                    with suppress(FleetTrainError, OSError), self._visited(other, where, _LAST_WORD) as client:
                         client.set(f"{_TOLD}{secrets.token_hex(4)}", card)
 
     def _learn(self, card: Card) -> None:

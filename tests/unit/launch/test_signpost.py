@@ -45,7 +45,7 @@ def waiting(
     return stack.enter_context(closing(Signpost(node, Access(job, secret, own), program, facts)))
 
 
-def told(waits: Signpost, seconds: float = 10.0) -> str:
+def told(waits: Signpost, seconds: float = 40.0) -> str:
     """What a launcher is told within the time; empty: nothing."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
