@@ -62,10 +62,9 @@ class Signpost:
         self._looked = 0
         self._turn = 0
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, name="fleet_train signpost", daemon=True)
         if len(node.addresses) > 1:
-            self._thread = threading.Thread(target=self._watch, name="fleet_train signpost", daemon=True)
-            self._thread.start()
+            self._watcher.start()
 
     def refuse(self) -> None:
         """Raises ScheduleMismatch once a launcher with other flags is known to wait for this one."""
@@ -77,10 +76,8 @@ class Signpost:
         ScheduleMismatch then, once the other one is told, too."""
         until = time.monotonic() + timeouts.SIGNPOST_BUSY_SECONDS
         enough = self._looked + _LOOKS + 2
-        while self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
-            if self._looked >= enough:
-                break
-            self._thread.join(timeouts.SIGNPOST_SECONDS / 10)
+        while self._looked < enough and time.monotonic() < until and self._watcher.is_alive():
+            self._watcher.join(timeouts.SIGNPOST_SECONDS / 10)
         self.refuse()
 
     def close(self) -> None:

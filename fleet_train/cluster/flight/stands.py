@@ -192,9 +192,6 @@ def _source(name: str) -> list[str]:
     return []
 
 
-# What another process has sent as JSON: read as a dataclass, and made harmless to show.
-
-
 def with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
     """An error with where ranks stand. Ranks that did not arrive because they wait themselves are not the cause, if
     another one does not."""
@@ -204,6 +201,9 @@ def with_stands(error: _Error, stands: Sequence[Stand]) -> _Error:
         if isinstance(error, FleetTrainError) and causes and not isinstance(error, ScheduleMismatch):
             error.absent = tuple(absence for absence in error.absent if absence.member in causes)
     return error
+
+
+# What another process has sent as JSON: read as a dataclass, and made harmless to show.
 
 
 def from_json(kind: type[T], data: Any) -> T:
