@@ -42,7 +42,6 @@ def knobs(context: click.Context, parameter: click.Parameter, incomplete: str) -
     """Names of knobs for ``--set``, and after ``=`` the values of a knob that has few."""
     del context, parameter
     from fleet_train.profile import KNOBS
-    from fleet_train.profile.knobs import AUTO
     from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 
     name, equals, _ = incomplete.partition("=")
@@ -50,7 +49,7 @@ def knobs(context: click.Context, parameter: click.Parameter, incomplete: str) -
         names = [each for each in KNOBS if each not in DESCRIPTIVE and each not in FLAG_KNOBS]
         return [CompletionItem(each) for each in names if each.startswith(incomplete)]
     row = KNOBS.get(name)
-    values = () if row is None else row.choices or (("true", "false") if row.kind is bool else (AUTO,) * row.auto)
+    values = () if row is None else row.choices or (("true", "false") if row.kind is bool else row.words)
     return [CompletionItem(f"{name}={value}") for value in values if f"{name}={value}".startswith(incomplete)]
 
 

@@ -17,6 +17,8 @@ from fleet_train.cluster import Cluster
 from fleet_train.cluster.store.client import StepAnswer, StepNote
 from fleet_train.collectives.engine import Moment
 
+_MOST_LAST_STEPS = 1000
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -152,6 +154,8 @@ class StepClock:
         self._ended: deque[_Step] = deque()
         self._left: list[_Span] = []
         """Exposed time of a step that was read in the middle and had not passed then."""
+        self.last_ms: deque[float] = deque(maxlen=_MOST_LAST_STEPS)
+        """This rank's own time of each of the last steps; whoever reads it may clear it."""
 
     def begin_step(self) -> None:
         """Begin the first step; every other step begins where the previous one ended."""
@@ -205,7 +209,9 @@ class StepClock:
         while self._ended and (last := self._ended[0].ended) is not None and last.has_passed():
             step = self._ended.popleft()
             exposed = _seconds(step.exposed)
-            self._unsent.busy_seconds += last.seconds_since(step.began) - exposed
+            busy = last.seconds_since(step.began) - exposed
+            self.last_ms.append(1e3 * busy)
+            self._unsent.busy_seconds += busy
             self._unread.exposed_seconds += exposed
             self._unread.steps += 1
             self._unsent.steps += 1

@@ -39,6 +39,7 @@ from fleet_train.convert.passes.skipping import of_feeds
 from fleet_train.convert.program_state import held_names, missing_in_scope, statistics_of
 from fleet_train.convert.role_maker import cluster_of
 from fleet_train.convert.schedules import Schedules
+from fleet_train.convert.shares import BatchShares
 from fleet_train.errors import ConversionError, FleetTrainError, NotFinite
 from fleet_train.log import log_once
 from fleet_train.plan import CommPlan
@@ -66,6 +67,8 @@ class Session:
     schedules: Schedules = field(init=False)
     next_step: NextStep | None = None
     """The runs that make the update of the run before; None if no program has such."""
+    shares: BatchShares | None = None
+    """The parts of the joint batch that ranks take; None until somebody asks (`batch_shares`)."""
     _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -291,6 +294,15 @@ def current() -> Session:
     if _session is None:
         raise ConversionError("fleet.init(role) has not been called yet; call it before anything else of fleet")
     return _session
+
+
+def batch_shares() -> BatchShares:
+    """The ranks' shares of the joint batch, by the profile."""
+    now = current()
+    profile = now.profile or Profile()
+    if now.shares is None or not now.shares.follows(profile):
+        now.shares = BatchShares(now.job, profile)
+    return now.shares
 
 
 def settle() -> None:

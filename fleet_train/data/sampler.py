@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from fleet_train.data.datasets import Indices
+from fleet_train.cluster.shares import Deal
 from fleet_train.errors import DataError
 
 LAST_BATCHES = ("keep", "merge", "refuse", "exact")
@@ -35,7 +36,8 @@ class BatchSampler(Protocol):
 
 
 class ShardedBatchSampler:
-    """Batches of sample indices for one rank; every rank gets the same number of batches, each of the same size.
+    """Batches of sample indices for one rank; every rank gets the same number of batches, each of the same size, or of
+    its share.
 
     Step k of all ranks together is a contiguous slice of one global order (rank r takes every world_size-th index of
     it). So the joint batch does not depend on the number of ranks, only on the global batch size, and the rest of an
@@ -51,6 +53,8 @@ class ShardedBatchSampler:
             `keep` it, `merge` it into the previous batch (batch_size + 1 samples), or `refuse` with a DataError.
             `exact` merges it and repeats no sample: a rank's last batch may have one less than another's, which needs
             ``average_over: samples``. Where fewer samples than ranks are left, it repeats some, too.
+        shares: unlike parts of each joint batch of batch_size * world_size samples, by rank, such as
+            ``fleet.batch_shares()``: see `deal`. None: equal parts.
     Source: the semantics of torch's DistributedSampler and Paddle's DistributedBatchSampler, made step-addressable.
     """
 
@@ -65,6 +69,7 @@ class ShardedBatchSampler:
         seed: int = 0,
         drop_last: bool = False,
         last_batch: str = "keep",
+        shares: Sequence[float] | None = None,
     ) -> None:
         check_sizes(num_samples, batch_size, rank, world_size)
         if last_batch not in LAST_BATCHES:
@@ -81,7 +86,29 @@ class ShardedBatchSampler:
         self.seed = seed
         self.drop_last = drop_last
         self.last_batch = last_batch
+        self._consumed = 0
+        self._deal: Deal | None = None
+        self.deal(shares)
         self.set_epoch(0)
+
+    def deal(self, shares: Sequence[float] | None) -> None:
+        """Deal the samples that are left by these shares, by rank; None: in equal parts.
+
+        A rank's batches then have unlike sizes, at least 2 samples each where the joint batch has as many, and each
+        sample comes once: a last batch that ``drop_last`` does not drop is dealt like the others, with ``merge`` and
+        ``exact`` as part of the one before if it has less than 2 samples for each rank.
+        """
+        if shares is not None and len(shares) != self.world_size:
+            raise DataError(f"{len(shares)} shares for {self.world_size} ranks: {list(shares)}")
+        self._shares = None if shares is None else tuple(shares)
+        self._deal_left()
+
+    def _deal_left(self) -> None:
+        if self._shares is None:
+            self._deal = None
+            return
+        merges, joint = self.last_batch in ("merge", "exact"), self.batch_size * self.world_size
+        self._deal = Deal(self.num_samples - self._consumed, joint, self._shares, merges, self.drop_last)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Choose the epoch, or the rest of it; without this call every pass repeats epoch 0's order.
@@ -96,6 +123,7 @@ class ShardedBatchSampler:
             )
         self.epoch = epoch
         self._consumed = consumed_samples
+        self._deal_left()
         if self.last_batch == "refuse" and self._has_single_rest():
             raise DataError(
                 f"{self.num_samples - consumed_samples} samples on {self.world_size} rank(s) with batch_size="
@@ -113,6 +141,8 @@ class ShardedBatchSampler:
 
     def __len__(self) -> int:
         """Remaining steps of the epoch, equal on every rank."""
+        if self._deal is not None:
+            return len(self._deal)
         merged = self.last_batch in ("merge", "exact") and self._has_single_rest()
         return -(-self.samples_per_rank // self.batch_size) - merged
 
@@ -120,25 +150,35 @@ class ShardedBatchSampler:
         """This rank's indices at a remaining step: step 0 is the first one after `consumed_samples`."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
-        places = self._consumed + self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
-        if self.last_batch == "exact" and self.num_samples - self._consumed >= self.world_size:
-            places = places[places < self.num_samples]
+        places = self._consumed + self._places(step)
         # Past the end it continues with the first samples of the order, even if there are fewer samples than ranks.
         return epoch_order(self.num_samples, self.seed, self.epoch, self.shuffle)[places % self.num_samples]
 
     def consumed_after(self, steps: int) -> int:
         """Finished samples of the global order after this many of the remaining steps; padding does not count."""
+        if self._deal is not None:
+            return self._consumed + (self._deal.end(steps - 1) if steps else 0)
         done = self._end(steps - 1) if steps else 0
         return min(self.num_samples, self._consumed + done * self.world_size)
 
     def __iter__(self) -> Iterator[Indices]:
         return (self.batch(step) for step in range(len(self)))
 
+    def _places(self, step: int) -> Indices:
+        """This rank's places in what is left of the order."""
+        if self._deal is not None:
+            return np.array(self._deal.part(step, self.rank))
+        places = self.rank + self.world_size * np.arange(step * self.batch_size, self._end(step))
+        left = self.num_samples - self._consumed
+        return places[places < left] if self.last_batch == "exact" and left >= self.world_size else places
+
     def _end(self, step: int) -> int:
         """Samples of this rank up to and including that step."""
         return self.samples_per_rank if step >= len(self) - 1 else (step + 1) * self.batch_size
 
     def _has_single_rest(self) -> bool:
+        if self._deal is not None:
+            return self._deal.has_small_rest
         return self.samples_per_rank > self.batch_size > 1 and self.samples_per_rank % self.batch_size == 1
 
 

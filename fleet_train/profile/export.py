@@ -69,7 +69,7 @@ def json_schema() -> dict[str, Any]:
     properties = schema["properties"]
     for name, row in properties.items():
         row.pop("title", None)
-        if KNOBS[name].auto:
+        if KNOBS[name].auto and KNOBS[name].kind is not list:
             row["anyOf"][0] |= _bounds(row)
     properties["environment"]["additionalProperties"] = {"type": ["string", "number", "boolean"]}
     properties["environment"]["propertyNames"] = {"pattern": f"^({VARIABLE_NAME.pattern})$"}

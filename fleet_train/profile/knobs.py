@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -105,7 +106,7 @@ class Knob:
     ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
     mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one has
     no effect, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old ``FLAGS_*``
-    spelling is read as. ``auto``: whether it takes that word as well as numbers.
+    spelling is read as. ``words``: texts that it takes as well as numbers. ``entries``: the kind of a list's entries.
     ``refused``: (value, reason) of what others allow here and this does not.
     """
 
@@ -124,20 +125,26 @@ class Knob:
     choices: tuple[str, ...] = ()
     only_with: OnlyWith | None = None
     refused: tuple[tuple[Any, str], ...] = ()
-    auto: bool = False
+    words: tuple[str, ...] = ()
+    entries: type = str
+
+    @property
+    def auto(self) -> bool:
+        """Whether its number may be left open."""
+        return AUTO in self.words
 
     @property
     def allowed(self) -> str:
         """The rule for values in words: ``a whole number, 1 to 16``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = NEEDS[self.kind]
+        words = "a list of numbers, one for each rank" if self.entries is float else NEEDS[self.kind]
         if self.above is not None:
             words += f", more than {shown(self.above)}" + (f" and up to {shown(self.maximum)}" if self.maximum else "")
         elif self.minimum is not None:
             upper = f"to {shown(self.maximum)}" if self.maximum else "or more"
             words += f", {shown(self.minimum)} {upper}"
-        return f"{words}, or {AUTO}" if self.auto else words
+        return ", or ".join([", ".join([words, *self.words[:-1]]), *self.words[-1:]])
 
 
 def knob(
@@ -174,8 +181,8 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         mark: getattr(rule, mark) for rule in field.metadata for mark in ("ge", "gt", "le") if hasattr(rule, mark)
     }
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    auto = Auto in get_args(field.annotation)
-    numbers = get_args(field.annotation)[0] if auto else field.annotation
+    parts = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    numbers = parts[0]
     kind = str if choices else (get_origin(numbers) or numbers)
     return Knob(
         name=name,
@@ -192,7 +199,8 @@ def knob_of(name: str, field: FieldInfo) -> Knob:
         choices=choices,
         only_with=OnlyWith(**extra["only_with"]) if "only_with" in extra else None,
         refused=tuple(extra.get("refused", {}).items()),
-        auto=auto,
+        words=tuple(word for part in parts[1:] for word in get_args(part)),
+        entries=next(iter(get_args(numbers)), str) if kind is list else str,
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 from fleet_train.errors import UNPRINTABLE, ProfileError
 from fleet_train.files import NotThatFile, read_regular
 from fleet_train.profile.fleet_objects import fold_flags
-from fleet_train.profile.knobs import AUTO, Knob, Problem, cut
+from fleet_train.profile.knobs import Knob, Problem, cut
 from fleet_train.profile.profile import Profile
 from fleet_train.profile.rules import FALSE_WORDS, TRUE_WORDS, problems_in, unknown_key
 from fleet_train.profile.schema import DESCRIPTIVE, KNOBS
@@ -191,7 +191,7 @@ class Source:
             self.settings[key] = []
             for item in node.value:
                 with self.problem_of(key):
-                    self.settings[key].append(_read(item, replace(row, kind=str)))
+                    self.settings[key].append(_read(item, replace(row, kind=row.entries, words=())))
         else:
             with self.problem_of(key):
                 self.settings[key] = _read(node, row)
@@ -351,8 +351,8 @@ def _read(node: yaml.Node, row: Knob) -> Any:
         raise _Unreadable(f"has no value; allowed: {row.allowed}")
     if row.choices and tag != "str":
         raise _Unreadable(f"{quoted} is read as {kind} by YAML; allowed: {row.allowed}")
-    if row.auto and tag == "str" and text == AUTO:
-        return AUTO
+    if tag == "str" and text in row.words:
+        return text
     if row.kind is str:
         if tag != "str":
             raise _Unreadable(f'{quoted} is read as {kind} by YAML; write "{quoted}"')
@@ -360,7 +360,7 @@ def _read(node: yaml.Node, row: Knob) -> Any:
     given = f"given {quoted!r} (text)" if tag == "str" else f"given {quoted} ({kind})"
     if row.kind is bool:
         return _read_boolean(tag, text, f"{given}; allowed: {row.allowed}")
-    if row.kind in (int, float):
+    if row.kind in (int, float) or (row.entries is float and tag in ("int", "float")):
         return _read_number(tag, text, row, given)
     # The environment section's text may be a variable with its value.
     raise _Unreadable(f"given {'text' if row.kind is dict else _kind_of(node)}; allowed: {row.allowed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -92,6 +93,7 @@ def contradictions(settings: Mapping[str, Any], ignoring: Collection[str] = ()) 
         + _skipping_contradictions(settings)
         + _recompute_contradictions(settings)
         + _executor_contradictions(settings)
+        + _share_contradictions(settings)
         + _block_contradictions(settings)
         + _fragment_contradictions(settings)
     )
@@ -223,6 +225,29 @@ def _executor_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
     return [Problem("environment.FLAGS_new_executor_serial_run", rule)]
 
 
+def _share_contradictions(settings: Mapping[str, Any]) -> list[Problem]:
+    """Problems of shares that are valid by themselves: of their numbers, and of averages that do not weight ranks."""
+    problems, shares = [], settings.get("batch_shares", "equal")
+    for name, most in (("batch_shares", math.inf), ("max_share", 1.0)):
+        given = settings.get(name)
+        numbers = given if isinstance(given, list) else [given] if isinstance(given, float | int) else [1.0]
+        if not numbers or not all(0 < number <= most for number in numbers):
+            rule = "numbers above 0" if name == "batch_shares" else "numbers above 0 and up to 1"
+            problems.append(Problem(name, f"given {given}; allowed: {rule}, one for each rank"))
+    if shares == "equal":
+        return problems
+    if settings.get("average_over") == "ranks":
+        rule = "unlike batches would count alike with average_over: ranks; use average_over: samples"
+        problems.append(Problem("batch_shares", rule))
+    if settings.get("use_local_sgd"):
+        rule = (
+            "LocalSGD averages parameters of ranks alike, whatever number of samples they have seen; use batch_shares: "
+            "equal, or a profile without use_local_sgd"
+        )
+        problems.append(Problem("batch_shares", rule))
+    return problems
+
+
 def _switched_off(row: Knob, settings: Mapping[str, Any]) -> bool:
     return bool(row.needs) and settings.get(row.needs, KNOBS[row.needs].default) is False
 
@@ -231,7 +256,8 @@ def _schema_problems(settings: Mapping[str, Any]) -> list[Problem]:
     try:
         Settings(**settings)
     except ValidationError as error:
-        return [_in_our_words(details) for details in error.errors(include_url=False) if not _is_about_auto(details)]
+        found = [_in_our_words(details) for details in error.errors(include_url=False) if not _is_about_auto(details)]
+        return list(dict.fromkeys(found))  # of two types that a knob takes each complains
     return []
 
 
@@ -250,7 +276,7 @@ def _in_our_words(details: Any) -> Problem:
         allowed = "text" if len(details["loc"]) > 1 else KNOBS[name].allowed
         key = ".".join(map(str, details["loc"][:2]))
         return Problem(key, f"given {kind_in_words(details['input'])}; allowed: {allowed}")
-    if len(details["loc"]) > 1 and not KNOBS[name].auto:
+    if len(details["loc"]) > 1 and not KNOBS[name].auto and KNOBS[name].entries is str:
         return Problem(".".join(map(str, details["loc"][:2])), f"given {describe(details['input'])}; allowed: text")
     given, row = details["input"], KNOBS[name]
     for value, reason in row.refused:

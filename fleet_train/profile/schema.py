@@ -119,6 +119,32 @@ class ProgramKnobs(CompressionKnobs):
         "sent while the forward pass runs; sums that depend on parameters where they stand. Where ranks have equal "
         "counts, bits are those of ranks. LocalSGD's local steps send nothing, so they are as with ranks.",
     )
+    batch_shares: list[float] | Literal["equal", "auto"] = knob(
+        "equal",
+        meaning="The parts of the joint batch that ranks take: equal, numbers in proportion by rank such as [3, 1], or "
+        "auto: so that ranks of unlike speed compute equally long.",
+        reason="`Trainer`, `fleet.resumable` and `ShardedBatchSampler` deal by them, a loop of one's own feeds "
+        "`fleet.batch_size(GLOBAL)` samples; gradients are weighted by samples, so that they are the joint batch's. "
+        "auto begins with equal parts, measures what each rank computes, and changes parts between epochs (in a loop "
+        "of one's own every batch_shares_steps) where that saves 3 % of a step. Checkpoints keep the parts.",
+    )
+    max_share: list[float] | float = knob(
+        1.0,
+        only_with=OnlyWith("batch_shares", ("auto",)),
+        meaning="The largest part of the joint batch that a rank may get, for its memory: one number for all, or one "
+        "for each rank. 1 = no bound.",
+        reason="What a rank may not get is divided over the others. Bounds that leave a part to nobody are refused.",
+    )
+    batch_shares_steps: int = knob(
+        200,
+        unit="steps",
+        ge=1,
+        le=1_000_000_000,
+        only_with=OnlyWith("batch_shares", ("auto",)),
+        meaning="In a loop of one's own: steps between two measurements. The first one comes after 10.",
+        reason="Counted in calls of fleet.batch_size, at which all ranks agree. Epochs of `Trainer` and of a loader of "
+        "`fleet.resumable` do not need it.",
+    )
     recompute_segments: int = knob(
         0,
         unit="segments",
@@ -215,7 +241,7 @@ def _flag(name: str, becomes: str, meaning: str) -> Knob:
         meaning=meaning,
         reason=f"Read as {becomes}, from a profile or from the process environment; the profile's own knob wins.",
         becomes=becomes,
-        auto=False,
+        words=(),
     )
 
 

@@ -261,15 +261,12 @@ class Speed(NamedTuple):
 
 
 class StepMeter:
-    """Counts batches and samples of one rank between two readings; all ranks have the same number of both.
+    """Counts batches of one rank and samples of all between two readings; all ranks have the same number of batches.
 
     ``batches_per_step``: those that a rank takes for one update; above 1 with gradient merge.
     """
 
-    def __init__(
-        self, world_size: int, clock: Callable[[], float] = time.perf_counter, *, batches_per_step: int = 1
-    ) -> None:
-        self._world_size = world_size
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, batches_per_step: int = 1) -> None:
         self._batches_per_step = batches_per_step
         self._clock = clock
         self.restart()
@@ -295,7 +292,7 @@ class StepMeter:
             yield batch
 
     def count(self, samples: int) -> None:
-        """Count one finished batch of this rank with this many samples."""
+        """Count one finished batch with this many samples of all ranks."""
         self.batches += 1
         self._samples += samples
 
@@ -303,7 +300,7 @@ class StepMeter:
         """The speed since the interval began; does not end it."""
         seconds = max(self._clock() - self._began, 1e-9)
         return Speed(
-            self._samples * self._world_size / seconds,
+            self._samples / seconds,
             1000.0 * seconds * self._batches_per_step / max(1, self.batches),
             min(1.0, self._waited / seconds),
         )

@@ -30,6 +30,7 @@ from fleet_train.train.checkpoint.position import (
     steps_of,
     versions,
 )
+from fleet_train.train.dealing import Dealing
 from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
 from fleet_train.train.metrics import MetricSink, UserSink, UserSinks, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
@@ -41,9 +42,10 @@ from fleet_train.train.stopping import listening, preempted
 
 @dataclass
 class StepSums:
-    """The batches of one step that are in one epoch, on this rank."""
+    """The batches of one step that are in one epoch."""
 
     samples: int = 0
+    """Of all ranks."""
     losses: list[float] = field(default_factory=list)
     """The fetched losses."""
     gradient_norm: float | None = None
@@ -108,7 +110,8 @@ class Trainer:
         self._description = dict(description or {})
         self._merged = fleet.profile().accumulate_steps
         """Batches of a step."""
-        self._meter = StepMeter(fleet.worker_num(), batches_per_step=self._merged)
+        self._meter = StepMeter(batches_per_step=self._merged)
+        self._dealing = Dealing(loader)
         self._batches_per_epoch = agreed_steps(len(loader))
         self._data = RunData(loader)
         self._checkpoints = checkpoints
@@ -175,8 +178,9 @@ class Trainer:
             first = self._first_step
             self._reported = last_reported(begun, self._settings.log_every, lambda i: self._is_fetched(first + i - 1))
             for index, batch in enumerate(islice(self._meter.timed(batches), left)):
-                self._train_batch(index, batch)
-                at.consumed_samples = self._loader.consumed_after(index + 1)
+                consumed = self._loader.consumed_after(index + 1)
+                self._train_batch(index, batch, consumed - at.consumed_samples)
+                at.consumed_samples = consumed
                 is_last = index + 1 == left
                 if at.pending and not is_last:
                     continue
@@ -190,6 +194,8 @@ class Trainer:
         self.outcome.train_loss = self._losses.mean()
         self._losses = EpochLoss()
         at.epoch, at.consumed_samples = at.epoch + 1, 0
+        if at.epoch < self._settings.epochs and (said := self._dealing.after_epoch()):
+            self._progress.say(f"from epoch {at.epoch + 1} on, {said}")
 
     def _begin_at_batch(self, batch: int, left: int) -> None:
         """The rest of an epoch determines the next batch: a resume on another number of ranks has only a rounded one.
@@ -205,8 +211,9 @@ class Trainer:
         self._first_step = min(at.step, at.epoch * self._batches_per_epoch // self._merged)
         self._last_step = at.step + (at.pending + left) // self._merged
 
-    def _train_batch(self, index: int, batch: Arrays) -> None:
-        """One run of the training program: a step, or with gradient merge a micro-batch of one."""
+    def _train_batch(self, index: int, batch: Arrays, samples: int) -> None:
+        """One run of the training program: a step, or with gradient merge a micro-batch of one. ``samples``: of all
+        ranks."""
         at, indices = self.position, self._loader.indices(index)
         is_fetched = at.step + 1 >= self._last_step or self._is_fetched(at.step)
         paddle.seed(stream_seed(self._settings.seed, fleet.worker_index(), at.batches))
@@ -220,8 +227,8 @@ class Trainer:
             at.step, at.updates = step, at.updates + 1
             if self._scheduler is not None:
                 self._scheduler.step()
-        self._meter.count(len(indices))
-        self._of_step.samples += len(indices)
+        self._meter.count(samples)
+        self._of_step.samples += samples
         if not is_fetched:
             return
         loss = float(fetched[0].item())
@@ -236,7 +243,7 @@ class Trainer:
 
     def _account(self, of_step: StepSums, is_whole: bool) -> None:
         """Count, record and show a step; if not whole: the batches whose update is in the next epoch."""
-        loss, samples = of_step.loss(), of_step.samples * fleet.worker_num()
+        loss, samples = of_step.loss(), of_step.samples
         self.outcome.samples += samples
         self._losses.add(loss)
         if not is_whole:
@@ -308,6 +315,7 @@ class Trainer:
             updates=at.updates,
             data=self._data.record(at, [done for _, _, done in of_ranks]),
             compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
+            shares=self._dealing.record(),
         )
 
     def _stop_if_asked(self, *, has_saved: bool) -> None:
@@ -344,6 +352,7 @@ class Trainer:
         state = checkpoint.state
         position, losses = resumed(state, self._batches_per_epoch)
         notes = self._data.resume(checkpoint, position, self._settings.accept_changed_data)
+        notes += self._dealing.resume(state.shares)
         self._load(checkpoint)
         self.position, self._losses = position, losses
         self.outcome.checkpoint = checkpoint.folder

@@ -62,6 +62,8 @@ class TrainState:
     compared: bool | None = None
     """Whether all ranks held the same values when it was saved: compared just before (divergence_check_steps), or of
     one rank alone. False: not compared. None: not known."""
+    shares: list[float] | None = None
+    """The parts of the joint batch that ranks took (batch_shares), by rank. None: equal ones."""
 
     @property
     def recorded_step(self) -> int:
@@ -113,6 +115,10 @@ def _or_none(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_valid(value)
 
 
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is float and 0 < each <= 1 for each in value)
+
+
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("epoch", "step", "steps_per_epoch", "world_size"), _is_count),
     **dict.fromkeys(("consumed_samples", "pending_batches", "accumulate_steps"), _is_count),
@@ -121,6 +127,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "compared": lambda value: isinstance(value, bool | None),
     "epoch_losses": _are_losses,
     "data": _or_none(_is_data),
+    "shares": _or_none(_are_shares),
 }
 """What each entry of a `TrainState` may be."""
 

@@ -1,0 +1,114 @@
+"""How samples are dealt over ranks of unlike speed. Pure: equal arguments give the same on every machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fleet_train.errors import DataError
+
+_WITH_VARIANCE = 2
+"""The samples of which batch norm has a variance."""
+_LEAST_GAIN = 0.03
+"""The part of a step's time that other shares must save: less is what a measurement is wrong by."""
+
+
+def dealt(samples: int, shares: Sequence[float]) -> list[int]:
+    """Of ``samples`` each rank's number, in proportion to its share: the largest remainders are rounded up, equal ones
+    from rank 0 on. Each rank gets 2 where there are as many, so that batch norm has a variance, else 1.
+
+    Raises DataError for shares that are not positive, and for fewer samples than ranks.
+    """
+    ranks = range(len(shares))
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise DataError(f"shares {list(shares)}: each rank needs a share above 0")
+    if samples < len(shares):
+        raise DataError(f"{samples} samples cannot be dealt over {len(shares)} ranks: each needs one")
+    least, total = min(_WITH_VARIANCE, samples // len(shares)), sum(shares)
+    exact = [samples * share / total for share in shares]
+    numbers = [max(least, int(each)) for each in exact]
+    while sum(numbers) < samples:
+        numbers[min(ranks, key=lambda rank: (numbers[rank] - exact[rank], rank))] += 1
+    while sum(numbers) > samples:  # some have the least, which is more than their share
+        above = [rank for rank in ranks if numbers[rank] > least]
+        numbers[max(above, key=lambda rank: (numbers[rank] - exact[rank], rank))] -= 1
+    return numbers
+
+
+def bounded(shares: Sequence[float], most: Sequence[float]) -> list[float]:
+    """The shares as parts of 1, none above its rank's ``most``: what is above is divided over the others in proportion.
+
+    Raises DataError where the bounds leave less than the whole batch.
+    """
+    if sum(most) < 1:
+        raise DataError(f"max_share: {list(most)} leaves {1 - sum(most):.0%} of the joint batch to no rank")
+    full: set[int] = set()
+    while True:
+        rest = 1 - sum(most[rank] for rank in full)
+        free = sum(share for rank, share in enumerate(shares) if rank not in full) or 1.0
+        parts = [most[rank] if rank in full else rest * share / free for rank, share in enumerate(shares)]
+        above = {rank for rank, part in enumerate(parts) if part > most[rank]}
+        if above <= full:
+            return parts
+        full |= above
+
+
+def measured_shares(shares: Sequence[float], step_ms: Sequence[float], most: Sequence[float]) -> list[float]:
+    """The shares with which all ranks would compute equally long, from the milliseconds that each computes in a step
+    with the present ones; the present ones where that would save less than 3 % of a step, or a time is not known.
+
+    A part of a step that does not depend on the samples makes a change too small; the next measurement adds to it.
+    """
+    if min(step_ms) <= 0:
+        return list(shares)
+    wanted = bounded([share / time for share, time in zip(shares, step_ms, strict=True)], most)
+    now = max(step_ms)
+    then = max(time * new / old for time, new, old in zip(step_ms, wanted, shares, strict=True))
+    return wanted if then < (1 - _LEAST_GAIN) * now else list(shares)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The samples that are left of an epoch, in joint batches of ``joint`` samples, each dealt by ``shares``. Their
+    number does not depend on the shares. A rank's part of a joint batch is contiguous, in the order of ranks."""
+
+    left: int
+    joint: int
+    shares: tuple[float, ...]
+    merges: bool = True
+    """Whether a last batch with less than 2 samples for each rank becomes part of the one before."""
+    drops: bool = False
+    """Whether a last batch that is not whole is dropped."""
+
+    @property
+    def rest(self) -> int:
+        """The samples that fill no joint batch."""
+        return self.left % self.joint
+
+    @property
+    def has_small_rest(self) -> bool:
+        """Whether a last batch leaves some rank without a variance that others of its batches have."""
+        least = min(_WITH_VARIANCE, self.joint // len(self.shares)) * len(self.shares)
+        return self.left > self.joint and 0 < self.rest < least
+
+    def __len__(self) -> int:
+        """The steps of every rank."""
+        whole = self.left // self.joint
+        if self.drops or not self.rest or (self.merges and self.has_small_rest):
+            return whole
+        return whole + 1
+
+    def end(self, step: int) -> int:
+        """The samples of all ranks up to and including that step, without what is repeated."""
+        return (step + 1) * self.joint if step < len(self) - 1 or self.drops else self.left
+
+    def part(self, step: int, rank: int) -> range:
+        """A rank's places in what is left. With fewer samples than ranks they go on past its end: some are repeated."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of an epoch with {len(self)} steps")
+        begin = step * self.joint
+        numbers = dealt(max(self.end(step) - begin, len(self.shares)), self.shares)
+        ends = list(accumulate(numbers, initial=begin))
+        return range(ends[rank], ends[rank + 1])

@@ -1,0 +1,104 @@
+"""``batch_shares``: the parts of the joint batch that the ranks take, as the profile asks and as they compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import median
+
+from fleet_train.collectives.job import Job
+from fleet_train.cluster.shares import bounded, dealt, measured_shares
+from fleet_train.errors import DataError, ProfileError
+from fleet_train.log import log_once
+from fleet_train.profile import Profile
+
+_FIRST_CALLS = 10
+"""Calls of ``fleet.batch_size`` before the first measurement."""
+
+
+class BatchShares:
+    """The shares of all ranks, the same on every rank. Raises ProfileError for numbers that do not fit the ranks."""
+
+    def __init__(self, job: Job, profile: Profile) -> None:
+        self._job, self._profile = job, profile
+        self.is_auto = profile.batch_shares == "auto"
+        self._calls = 0
+        self.is_used = False
+        """Whether somebody deals by them."""
+        ranks, asked, most = job.world_size, profile.batch_shares, profile.max_share
+        self._most = [float(each) for each in (most if isinstance(most, list) else [most] * ranks)]
+        for knob, numbers in (("batch_shares", asked), ("max_share", self._most)):
+            if isinstance(numbers, list) and len(numbers) != ranks:
+                raise ProfileError(
+                    f"{knob}: {numbers} has {len(numbers)} numbers, and the job {ranks} ranks; give one for each, or "
+                    f"{'auto' if knob == 'batch_shares' else 'one number for all'}"
+                )
+        parts = [float(each) for each in asked] if isinstance(asked, list) else [1.0] * ranks
+        try:
+            self.now = tuple(bounded(parts, self._most))
+        except DataError as error:
+            raise ProfileError(str(error)) from None
+        """Parts of 1, by rank."""
+
+    def follows(self, profile: Profile) -> bool:
+        """Whether that profile asks for the same."""
+        knobs = ("batch_shares", "max_share", "batch_shares_steps")
+        return all(getattr(profile, knob) == getattr(self._profile, knob) for knob in knobs)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether each rank takes the same part in the whole training."""
+        return self._job.world_size == 1 or self._profile.batch_shares == "equal"
+
+    def part(self, samples: int) -> slice:
+        """This rank's place in a joint batch of so many samples. With ``auto`` all ranks call it once for each step, on
+        the thread that trains: at times they measure and agree in it.
+
+        Raises DataError for fewer samples than ranks.
+        """
+        self.is_used = True
+        self._calls += 1
+        if self.is_auto and self._job.world_size > 1:
+            if threading.current_thread() is not threading.main_thread():
+                raise DataError(
+                    "fleet.batch_size with batch_shares: auto is called on another thread than the one that trains: "
+                    "its ranks agree in it; call it in the loop, before the step"
+                )
+            if self._calls == _FIRST_CALLS + 1 or self._calls % self._profile.batch_shares_steps == 0:
+                log_once([line] if (line := self.adjust()) else [], self._job.cluster.rank)
+        ends = list(accumulate(dealt(samples, self.now), initial=0))
+        rank = self._job.cluster.rank
+        return slice(ends[rank], ends[rank + 1])
+
+    def adjust(self) -> str | None:
+        """With ``auto``, go over to shares with which all ranks compute equally long, if that is worth it; returns what
+        to say about a change. All ranks call it between the same two steps.
+
+        A rank's time is the median of its own time in the steps since the last call.
+        """
+        if not self.is_auto or self._job.world_size == 1:
+            return None
+        last = self._job.clock.last_ms
+        mine = round(median(last), 3) if last else 0.0
+        last.clear()
+        with self._job.inside("batch_shares: auto"):
+            of_ranks = self._job.all_gather(f"step times {self._job.count('step times')}", mine)
+        times = [of_ranks[rank] for rank in range(self._job.world_size)]
+        before, self.now = self.now, tuple(measured_shares(self.now, times, self._most))
+        if self.now == before:
+            return None
+        return f"batch_shares: {self.in_words()}; a step took them {_listed(times)} ms of their own before"
+
+    def restore(self, shares: Sequence[float]) -> None:
+        """Go on with these shares: those of a checkpoint."""
+        self.now = tuple(shares)
+
+    def in_words(self) -> str:
+        """``rank 0 takes 80 %, rank 1 20 %`` of the joint batch."""
+        parts = [f"rank {rank} {'takes ' * (rank == 0)}{100 * part:.0f} %" for rank, part in enumerate(self.now)]
+        return f"{', '.join(parts)} of the joint batch"
+
+
+def _listed(times: Sequence[float]) -> str:
+    return ", ".join(f"{each:.0f}" for each in times)

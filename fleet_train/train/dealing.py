@@ -1,0 +1,56 @@
+"""Lets the loader of a loop deal each joint batch by the profile's ``batch_shares``, which change between epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet_train import fleet
+from fleet_train.convert.session import batch_shares
+from fleet_train.errors import DataError
+
+
+class Dealing:
+    """The shares by which one loader deals. All ranks make the same calls.
+
+    Raises DataError for a loader that cannot deal unlike shares.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._shares = batch_shares()
+        self._sampler = getattr(loader, "sampler", None)
+        if self._shares.are_equal:
+            return
+        if not hasattr(self._sampler, "deal"):
+            what = type(loader if self._sampler is None else self._sampler).__name__
+            raise DataError(
+                f"batch_shares: {fleet.profile().batch_shares} needs a ShardedBatchSampler (--shard_by sample), which "
+                f"deals each joint batch; a {what} does not: use batch_shares: equal, or feed fleet.batch_size(GLOBAL) "
+                "samples in a loop of your own"
+            )
+        self.deal()
+
+    def deal(self) -> None:
+        """Before an epoch is opened."""
+        if not self._shares.are_equal:
+            self._shares.is_used = True
+            self._sampler.deal(self._shares.now)
+
+    def after_epoch(self) -> str | None:
+        """Agree on the shares of the next epoch; returns what to say if they change."""
+        said = self._shares.adjust()
+        self.deal()
+        return said
+
+    def record(self) -> list[float] | None:
+        """What a checkpoint keeps; None for equal shares."""
+        return None if self._shares.are_equal else list(self._shares.now)
+
+    def resume(self, saved: list[float] | None) -> list[str]:
+        """Go on with the shares of a checkpoint; returns what to say."""
+        if self._shares.are_equal or saved is None or not self._shares.is_auto:
+            return []
+        if len(saved) != len(self._shares.now):
+            return [f"batch_shares: the checkpoint has those of {len(saved)} ranks; they are measured anew"]
+        self._shares.restore(saved)
+        self.deal()
+        return [f"batch_shares: {self._shares.in_words()}"]
