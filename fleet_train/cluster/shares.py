@@ -9,15 +9,21 @@ from itertools import accumulate
 
 from fleet_train.errors import DataError
 
-_WITH_VARIANCE = 2
-"""The samples of which batch norm has a variance."""
+_WITH_VARIANCE, _MANY = 2, 4
+"""The samples of which batch norm has a variance; from how many for each rank on every rank gets so many."""
 _LEAST_GAIN = 0.03
 """The part of a step's time that other shares must save: less is what a measurement is wrong by."""
 
 
-def dealt(samples: int, shares: Sequence[float]) -> list[int]:
+def least_of(samples: int, ranks: int) -> int:
+    """The fewest samples that a rank gets of a joint batch: 2, of which batch norm has a variance, where there are 4
+    for each; else 1."""
+    return _WITH_VARIANCE if samples >= _MANY * ranks else 1
+
+
+def dealt(samples: int, shares: Sequence[float], least: int | None = None) -> list[int]:
     """Of ``samples`` each rank's number, in proportion to its share: the largest remainders are rounded up, equal ones
-    from rank 0 on. Each rank gets 2 where there are as many, so that batch norm has a variance, else 1.
+    from rank 0 on. Each rank gets ``least``; None: `least_of` so many.
 
     Raises DataError for shares that are not positive, and for fewer samples than ranks.
     """
@@ -26,7 +32,7 @@ def dealt(samples: int, shares: Sequence[float]) -> list[int]:
         raise DataError(f"shares {list(shares)}: each rank needs a share above 0")
     if samples < len(shares):
         raise DataError(f"{samples} samples cannot be dealt over {len(shares)} ranks: each needs one")
-    least, total = min(_WITH_VARIANCE, samples // len(shares)), sum(shares)
+    least, total = least or least_of(samples, len(shares)), sum(shares)
     exact = [samples * share / total for share in shares]
     numbers = [max(least, int(each)) for each in exact]
     while sum(numbers) < samples:
@@ -78,7 +84,7 @@ class Deal:
     joint: int
     shares: tuple[float, ...]
     merges: bool = True
-    """Whether a last batch with less than 2 samples for each rank becomes part of the one before."""
+    """Whether a last batch with less for each rank than others have at least becomes part of the one before."""
     drops: bool = False
     """Whether a last batch that is not whole is dropped."""
 
@@ -89,9 +95,9 @@ class Deal:
 
     @property
     def has_small_rest(self) -> bool:
-        """Whether a last batch leaves some rank without a variance that others of its batches have."""
-        least = min(_WITH_VARIANCE, self.joint // len(self.shares)) * len(self.shares)
-        return self.left > self.joint and 0 < self.rest < least
+        """Whether the last batch has less for each rank than others have at least."""
+        ranks = len(self.shares)
+        return self.left > self.joint and 0 < self.rest < least_of(self.joint, ranks) * ranks
 
     def __len__(self) -> int:
         """The steps of every rank."""
@@ -108,7 +114,8 @@ class Deal:
         """A rank's places in what is left. With fewer samples than ranks they go on past its end: some are repeated."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of an epoch with {len(self)} steps")
-        begin = step * self.joint
-        numbers = dealt(max(self.end(step) - begin, len(self.shares)), self.shares)
+        begin, ranks = step * self.joint, len(self.shares)
+        samples = max(self.end(step) - begin, ranks)
+        numbers = dealt(samples, self.shares, min(least_of(self.joint, ranks), samples // ranks))
         ends = list(accumulate(numbers, initial=begin))
         return range(ends[rank], ends[rank + 1])

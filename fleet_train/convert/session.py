@@ -106,6 +106,14 @@ class Session:
                 f"fleet.all_gather_samples in {line}: the program trains, and this value is that of each rank alone; "
                 "call it before minimize of the optimizer that fleet.distributed_optimizer returns"
             )
+        if self.shares_are_ignored and exchanges_in(program):
+            self.advise(
+                ConversionError(
+                    f"batch_shares: {self.profile and self.profile.batch_shares}, and nobody deals by it: each rank is "
+                    "fed what the script reads; feed fleet.batch_size(GLOBAL) samples, or use "
+                    "fleet_train.data.ShardedBatchSampler(shares=fleet.batch_shares()), a Trainer or fleet.resumable"
+                )
+            )
         if not where:
             return
         ranks = self.job.world_size
@@ -116,6 +124,12 @@ class Session:
                 f"fleet.distributed_optimizer(optimizer) before it, and use that optimizer in it{late}"
             )
         )
+
+    @property
+    def shares_are_ignored(self) -> bool:
+        """Whether the profile asks for unlike shares, and nothing deals by them."""
+        asked = self.profile is not None and self.profile.batch_shares != "equal" and self.job.world_size > 1
+        return asked and not (self.shares is not None and self.shares.is_used)
 
     def owner_of(self, scope: Any, exchange: GradientExchange) -> Any:
         """The scope that has the variables which a run in ``scope`` trains: itself, or the one that it was made in by

@@ -90,9 +90,18 @@ class BatchShares:
             return None
         return f"batch_shares: {self.in_words()}; a step took them {_listed(times)} ms of their own before"
 
-    def restore(self, shares: Sequence[float]) -> None:
-        """Go on with these shares: those of a checkpoint."""
-        self.now = tuple(shares)
+    def record(self) -> list[float] | None:
+        """What a checkpoint keeps; None for equal shares."""
+        return None if self.are_equal else list(self.now)
+
+    def resume(self, saved: Sequence[float] | None) -> list[str]:
+        """With ``auto``, go on with the shares of a checkpoint; returns what to say."""
+        if self.are_equal or saved is None or not self.is_auto:
+            return []
+        if len(saved) != len(self.now):
+            return [f"batch_shares: the checkpoint has those of {len(saved)} ranks; they are measured anew"]
+        self.now = tuple(saved)
+        return [f"batch_shares: {self.in_words()}"]
 
     def in_words(self) -> str:
         """``rank 0 takes 80 %, rank 1 20 %`` of the joint batch."""

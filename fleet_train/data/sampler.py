@@ -94,9 +94,9 @@ class ShardedBatchSampler:
     def deal(self, shares: Sequence[float] | None) -> None:
         """Deal the samples that are left by these shares, by rank; None: in equal parts.
 
-        A rank's batches then have unlike sizes, at least 2 samples each where the joint batch has as many, and each
-        sample comes once: a last batch that ``drop_last`` does not drop is dealt like the others, with ``merge`` and
-        ``exact`` as part of the one before if it has less than 2 samples for each rank.
+        A rank's batches then have unlike sizes, at least 2 samples each where the joint batch has 4 for each rank, and
+        each sample comes once: a last batch that ``drop_last`` does not drop is dealt like the others, with ``merge``
+        and ``exact`` as part of the one before if it has not that many.
         """
         if shares is not None and len(shares) != self.world_size:
             raise DataError(f"{len(shares)} shares for {self.world_size} ranks: {list(shares)}")

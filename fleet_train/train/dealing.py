@@ -41,16 +41,3 @@ class Dealing:
         self.deal()
         return said
 
-    def record(self) -> list[float] | None:
-        """What a checkpoint keeps; None for equal shares."""
-        return None if self._shares.are_equal else list(self._shares.now)
-
-    def resume(self, saved: list[float] | None) -> list[str]:
-        """Go on with the shares of a checkpoint; returns what to say."""
-        if self._shares.are_equal or saved is None or not self._shares.is_auto:
-            return []
-        if len(saved) != len(self._shares.now):
-            return [f"batch_shares: the checkpoint has those of {len(saved)} ranks; they are measured anew"]
-        self._shares.restore(saved)
-        self.deal()
-        return [f"batch_shares: {self._shares.in_words()}"]

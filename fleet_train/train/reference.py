@@ -234,6 +234,7 @@ def summarize(config: TrainConfig, outcome: Outcome, corrupt_images: int, second
         "learning_rate": config.peak_learning_rate(ranks),
         "batch_size_per_rank": config.batch_size,
         "global_batch_size": global_batch_size(config),
+        "batch_shares": [round(share, 4) for share in fleet.batch_shares()],
         "seed": config.seed,
         "corrupt_images": corrupt_images,
         "skipped_updates": outcome.skipped_updates,

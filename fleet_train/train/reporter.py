@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -58,7 +59,8 @@ class Reporter:
     def __init__(self, sinks: MetricSink, progress: Progress, straggler_factor: float) -> None:
         self._sinks = sinks
         self._progress = progress
-        self._stragglers = StragglerWatch(fleet.worker_endpoints(), straggler_factor)
+        deals = fleet.profile().batch_shares == "auto"
+        self._stragglers = StragglerWatch(fleet.worker_endpoints(), straggler_factor, deals=deals)
         self._sent_bytes = 0.0
         self._shown: trace.Trace | None = None
 
@@ -97,6 +99,8 @@ class Reporter:
             scalars["communication/sent_bytes"] = self._sent_bytes
         if learning_rate is not None:
             scalars["train/learning_rate"] = learning_rate
+        if fleet.profile().batch_shares != "equal" and fleet.worker_num() <= MOST_RANKS_WITH_CURVES:
+            scalars |= {f"ranks/share/{rank}": share for rank, share in enumerate(fleet.batch_shares())}
         scale = fleet.loss_scale()
         if scale is not None:
             scalars["train/loss_scale"] = scale
@@ -207,13 +211,18 @@ class StragglerWatch:
         intervals: int = 3,
         seconds: float = _STRAGGLER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        deals: bool = False,
     ) -> None:
-        """`endpoints`: host:port by rank. `factor` 0 = never report."""
+        """`endpoints`: host:port by rank. `factor` 0 = never report. `deals`: ranks get samples as they compute."""
+        self._deals = deals
         self._endpoints = endpoints
         self._factor = factor
         self._intervals = intervals
         self._seconds = seconds
         self._clock = clock
+        self._kept_up: Counter[int] = Counter()
+        """Intervals in which a rank was as fast as the others."""
         self._suspect: int | None = None
         self._in_a_row, self._since = 0, clock()
         self._named: int | None = None
@@ -230,6 +239,7 @@ class StragglerWatch:
         others = [each for each in range(len(rank_step_ms)) if each != rank]
         times_slower = rank_step_ms[rank] / median(rank_step_ms[each] for each in others)
         suspect = rank if times_slower > self._factor else None
+        self._kept_up.update({rank, *others} - {suspect})
         if suspect != self._suspect:
             self._suspect, self._in_a_row, self._since = suspect, 0, self._clock()
         self._in_a_row += 1
@@ -242,8 +252,16 @@ class StragglerWatch:
         waited = sum(rank_wait_ms[each] / (rank_wait_ms[each] + rank_step_ms[each]) for each in others) / len(others)
         return (
             f"{self._describe(suspect)} takes {times_slower:.1f}x the median step of the others; "
-            f"they waited {100 * waited:.0f} % of their time for it"
+            f"they waited {100 * waited:.0f} % of their time for it; {self._cause(rank)}"
         )
+
+    def _cause(self, rank: int) -> str:
+        """Whether a straggler is a slower machine, or one that has become slow."""
+        if self._kept_up[rank] >= self._intervals:
+            then = ", if it lasts its share falls with the next epoch" if self._deals else ""
+            return f"it kept up with them before: look there for load, heat or a fault{then}"
+        how = "its share falls with the next epoch" if self._deals else "batch_shares: auto would give it fewer samples"
+        return f"it never kept up: a slower machine; {how}"
 
     def _describe(self, rank: int | None) -> str:
         return "no rank" if rank is None else f"rank {rank} ({self._endpoints[rank]})"

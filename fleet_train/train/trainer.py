@@ -14,6 +14,7 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.cluster.flight.ring import recorder
+from fleet_train.convert.session import batch_shares
 from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError
@@ -315,7 +316,7 @@ class Trainer:
             updates=at.updates,
             data=self._data.record(at, [done for _, _, done in of_ranks]),
             compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
-            shares=self._dealing.record(),
+            shares=batch_shares().record(),
         )
 
     def _stop_if_asked(self, *, has_saved: bool) -> None:
@@ -352,7 +353,8 @@ class Trainer:
         state = checkpoint.state
         position, losses = resumed(state, self._batches_per_epoch)
         notes = self._data.resume(checkpoint, position, self._settings.accept_changed_data)
-        notes += self._dealing.resume(state.shares)
+        notes += batch_shares().resume(state.shares)
+        self._dealing.deal()
         self._load(checkpoint)
         self.position, self._losses = position, losses
         self.outcome.checkpoint = checkpoint.folder

@@ -14,6 +14,7 @@ from fleet_train.log import log_once
 from fleet_train.train.agree import agreed_steps
 from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import Position, RunData
+from fleet_train.train.dealing import Dealing
 
 
 class Batches(Protocol):
@@ -25,6 +26,9 @@ class Batches(Protocol):
 
     def open(self, at: Position) -> Iterator[Any]:
         """The batches of the epoch after those that are done; what is to be dropped before them has been dropped."""
+
+    def after_epoch(self) -> str | None:
+        """An epoch has ended; returns what is to be said about the next one."""
 
     def record(self, at: Position) -> dict[str, Any]:
         """What a checkpoint keeps of all ranks: entries of `TrainState`."""
@@ -42,7 +46,7 @@ class SeekingBatches:
     """The batches of a `fleet_train.data.Loader`, which continues at any sample with any number of ranks."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._data = loader, RunData(loader)
+        self._loader, self._data, self._dealing = loader, RunData(loader), Dealing(loader)
         self.consumed_samples = 0
 
     def open(self, at: Position) -> Iterator[Any]:
@@ -51,6 +55,9 @@ class SeekingBatches:
                 self.consumed_samples = self._loader.consumed_after(index + 1)
                 yield batch
 
+    def after_epoch(self) -> str | None:
+        return self._dealing.after_epoch()
+
     def record(self, at: Position) -> dict[str, Any]:
         return {
             "consumed_samples": at.consumed_samples,
@@ -58,6 +65,7 @@ class SeekingBatches:
         }
 
     def resume(self, checkpoint: StoredCheckpoint, at: Position) -> list[str]:
+        self._dealing.deal()
         return self._data.resume(checkpoint, at, accepts_changes=False)
 
 
@@ -110,6 +118,9 @@ class DrawnBatches:
             text = f"the ranks have {', '.join(map(str, known))} batches in an epoch; each trains {min(known)} of them"
             log_once([text], fleet.worker_index())
         return min(known)
+
+    def after_epoch(self) -> str | None:
+        return None
 
     def record(self, at: Position) -> dict[str, Any]:
         del at  # the batches that are done say it

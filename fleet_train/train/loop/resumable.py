@@ -13,6 +13,7 @@ import paddle
 from fleet_train import fleet
 from fleet_train.convert import process
 from fleet_train.convert.rewrite import names_stored_by
+from fleet_train.convert.session import batch_shares
 from fleet_train.errors import CheckpointError, DataError
 from fleet_train.log import log_once
 from fleet_train.train.agree import share
@@ -243,6 +244,8 @@ class Resumable:
     def _end_epoch(self) -> None:
         at = self._at
         at.epoch, at.batches, at.consumed_samples, self._is_saved = at.epoch + 1, 0, 0, False
+        if self._batches is not None and (said := self._batches.after_epoch()):
+            self._say(f"from epoch {at.epoch + 1} on, {said}")
 
     def _opened(self) -> Iterator[Any]:
         if self._batches is None:
@@ -292,6 +295,7 @@ class Resumable:
             batches=at.step,
             pending_batches=at.step % self._merged,
             accumulate_steps=self._merged,
+            shares=batch_shares().record(),
             **({} if self._batches is None else self._batches.record(at)),
         )
 
@@ -306,7 +310,8 @@ class Resumable:
                     "folder, or remove that one to begin anew"
                 )
         at = self._at = Position(state.epoch, state.step, state.consumed_samples, loop["batches_in_epoch"])
-        notes = [] if self._batches is None else self._batches.resume(found, at)
+        notes = batch_shares().resume(state.shares)
+        notes += [] if self._batches is None else self._batches.resume(found, at)
         self._checkpoints.load(self._exe, found)
         self._loaded = {each.name for each in fleet.main_program.global_block().all_parameters()}
         self._seed, self._planned, self._is_saved = loop["seed"], loop["planned"], True

@@ -92,7 +92,7 @@ def test_confusion_is_blue_on_the_diagonal_and_red_beside_it() -> None:
     assert np.sign(cells[..., 2] - cells[..., 0]).tolist() == [[1, -1, 0], [0, 0, -1], [0, 0, 0]]
 
 
-def test_speed_counts_all_ranks_micro_batches_and_the_share_of_waiting() -> None:
+def test_speed_counts_micro_batches_and_the_share_of_waiting() -> None:
     now = 0.0
 
     def slow_source() -> Iterator[int]:
@@ -101,21 +101,21 @@ def test_speed_counts_all_ranks_micro_batches_and_the_share_of_waiting() -> None
             now += 1.0  # one second of reading
             yield batch
 
-    meter = StepMeter(world_size=3, clock=lambda: now)
+    meter = StepMeter(clock=lambda: now)
     assert meter.read().samples_per_second == 0.0
     for _ in meter.timed(slow_source()):
         now += 3.0  # three seconds of computing
         meter.count(samples=8)
-    assert meter.read() == (2 * 8 * 3 / 8.0, 4000.0, 0.25)
+    assert meter.read() == (2 * 8 / 8.0, 4000.0, 0.25)
     meter.restart()
     now += 2.0
     meter.count(10)
-    assert meter.read() == (15.0, 2000.0, 0.0)
-    merged = StepMeter(3, lambda: now, batches_per_step=2)
+    assert meter.read() == (5.0, 2000.0, 0.0)
+    merged = StepMeter(lambda: now, batches_per_step=2)
     for _ in range(4):
         now += 0.5
         merged.count(samples=8)
-    assert merged.read() == (4 * 8 * 3 / 2.0, 1000.0, 0.0)
+    assert merged.read() == (4 * 8 / 2.0, 1000.0, 0.0)
 
 
 ENDPOINTS = ("10.0.0.1:6170", "10.0.0.1:6171", "10.0.0.2:6170", "10.0.0.2:6171")
@@ -124,8 +124,8 @@ WAITS = [80.0, 76.0, 82.0, 0.0]
 EVEN = [100.0, 104.0, 98.0, 101.0]
 
 
-def watch(factor: float = 1.5, intervals: int = 3) -> StragglerWatch:
-    return StragglerWatch(ENDPOINTS, factor, intervals, seconds=0)
+def watch(factor: float = 1.5, intervals: int = 3, deals: bool = False) -> StragglerWatch:
+    return StragglerWatch(ENDPOINTS, factor, intervals, seconds=0, deals=deals)
 
 
 def test_it_is_named_with_its_share_of_the_waiting_once_per_change() -> None:
@@ -134,9 +134,30 @@ def test_it_is_named_with_its_share_of_the_waiting_once_per_change() -> None:
     said = [watching.check(step, WAITS) for step in [SLOW] * 5 + [EVEN] * 4]
     assert [number for number, each in enumerate(said) if each is not None] == [2, 7]
     assert said[2] == (
-        "rank 3 (10.0.0.2:6171) takes 1.8x the median step of the others; they waited 44 % of their time for it"
+        "rank 3 (10.0.0.2:6171) takes 1.8x the median step of the others; they waited 44 % of their time for it; it "
+        "never kept up: a slower machine; batch_shares: auto would give it fewer samples"
     )
     assert said[7] == "rank 3 (10.0.0.2:6171) keeps up with the others again"
+
+
+@pytest.mark.parametrize(
+    ("before", "deals", "cause"),
+    [
+        ([EVEN], False, "it never kept up: a slower machine; batch_shares: auto would give it fewer samples"),
+        ([], True, "it never kept up: a slower machine; its share falls with the next epoch"),
+        ([EVEN] * 3, False, "it kept up with them before: look there for load, heat or a fault"),
+        (
+            [EVEN] * 3,
+            True,
+            "it kept up with them before: look there for load, heat or a fault, if it lasts its share falls with the "
+            "next epoch",
+        ),
+    ],
+)
+def test_a_slower_machine_and_one_that_has_become_slow_are_told_apart(before: Any, deals: bool, cause: str) -> None:
+    watching = watch(deals=deals)
+    said = [watching.check(step, WAITS) for step in [*before, *[SLOW] * 3]]
+    assert str(said[-1]).endswith(f"for it; {cause}")
 
 
 def test_another_straggler_is_named_in_turn_and_of_two_the_slower() -> None:
