@@ -205,6 +205,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     else:
         asked, notices = resolve(strategy, now.strategy, session.offered_profile, unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
+    session.batch_shares()  # refuses numbers that do not fit the ranks
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
     made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)

@@ -58,14 +58,14 @@ class BatchShares:
         Raises DataError for fewer samples than ranks.
         """
         self.is_used = True
-        self._calls += 1
+        done, self._calls = self._calls, self._calls + 1
         if self.is_auto and self._job.world_size > 1:
             if threading.current_thread() is not threading.main_thread():
                 raise DataError(
                     "fleet.batch_size with batch_shares: auto is called on another thread than the one that trains: "
                     "its ranks agree in it; call it in the loop, before the step"
                 )
-            if self._calls == _FIRST_CALLS + 1 or self._calls % self._profile.batch_shares_steps == 0:
+            if done == _FIRST_CALLS or (done and done % self._profile.batch_shares_steps == 0):
                 log_once([line] if (line := self.adjust()) else [], self._job.cluster.rank)
         ends = list(accumulate(dealt(samples, self.now), initial=0))
         rank = self._job.cluster.rank

@@ -251,9 +251,22 @@ def _program(profile: Profile, statistics: Sequence[CollectiveSpec]) -> list[Not
         notes.append(
             Note("amp_level", f"{profile.amp_level} in {profile.amp_dtype}{scale}; gradients are sent as float32")
         )
+    if profile.batch_shares != "equal":
+        notes.append(Note("batch_shares", _shares(profile)))
     if cuts := _recompute_cuts(profile):
         notes.append(Note("recompute", f"the forward pass is cut {cuts} and recomputed; communication is unchanged"))
     return notes
+
+
+def _shares(profile: Profile) -> str:
+    if profile.batch_shares != "auto":
+        return f"ranks take parts of the joint batch as {', '.join(f'{each:g}' for each in profile.batch_shares)}"
+    most = profile.max_share if isinstance(profile.max_share, list) else [profile.max_share]
+    bound = f", each at most {' and '.join(f'{100 * each:g} %' for each in most)}" if min(most) < 1 else ""
+    return (
+        f"ranks take parts of the joint batch with which they compute equally long{bound}; measured between epochs, or "
+        f"every {profile.batch_shares_steps} steps in a loop of one's own"
+    )
 
 
 def _recompute_cuts(profile: Profile) -> str:

@@ -40,4 +40,3 @@ class Dealing:
         said = self._shares.adjust()
         self.deal()
         return said
-

@@ -57,7 +57,7 @@ def other_values(knob: Knob) -> list[Any]:
     elif knob.kind is bool:
         values = [True, False]
     elif knob.kind is list:
-        values = [["w0"]]
+        values = [["w0"]] if knob.entries is str else [[0.5, 0.25], *knob.words]
     elif knob.kind is dict:
         values = [{"NCCL_DEBUG": "INFO"}]
     else:

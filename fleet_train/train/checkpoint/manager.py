@@ -73,7 +73,7 @@ class TrainState:
 
 def _checked(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint; CheckpointError names the first invalid entry."""
-    missing = [each.name for each in fields(TrainState) if each.name not in state]
+    missing = [each.name for each in fields(TrainState) if each.name not in state and each.name not in _LATER]
     wrong = [name for name, is_valid in _ENTRIES.items() if name in state and not is_valid(state[name])]
     if damage := [*missing, *wrong, *sorted(state.keys() - _ENTRIES.keys())]:
         raise CheckpointError(
@@ -113,6 +113,10 @@ def _are_losses(value: Any) -> bool:
 
 def _or_none(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_valid(value)
+
+
+_LATER = frozenset({"shares"})
+"""Entries that checkpoints of earlier versions do not have."""
 
 
 def _are_shares(value: Any) -> bool:
