@@ -35,6 +35,7 @@ MODULES = {
         "sharding",
         "A sharded optimizer beside a whole one: memory, steps, bytes on an emulated network. Root.",
     ),
+    "shares": ("shares", "Unlike machines together, by shares of the joint batch, over each alone. Root."),
     "streams": ("streams", "A model of several GPUs' streams: deadlocks under random interleavings."),
     "coding": ("coding", "What compressions cost a rank beside their bytes: the constants of their descriptions."),
     "embeddings": ("embeddings", "Touched rows of embeddings beside whole tables, PyTorch and Horovod. Root."),
