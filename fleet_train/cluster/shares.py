@@ -61,18 +61,18 @@ def bounded(shares: Sequence[float], most: Sequence[float]) -> list[float]:
         full |= above
 
 
-def measured_shares(shares: Sequence[float], step_ms: Sequence[float], most: Sequence[float]) -> list[float]:
-    """The shares with which all ranks would compute equally long, from the milliseconds that each computes in a step
-    with the present ones; the present ones where that would save less than 3 % of a step, or a time is not known.
+def measured_shares(samples: Sequence[int], step_ms: Sequence[float], most: Sequence[float]) -> list[float] | None:
+    """The shares with which all ranks would compute equally long, from the samples that each took of a joint batch and
+    the milliseconds that it computed; None where that would save less than 3 % of a step, or a time is not known.
 
     A part of a step that does not depend on the samples makes a change too small; the next measurement adds to it.
     """
     if min(step_ms) <= 0:
-        return list(shares)
-    wanted = bounded([share / time for share, time in zip(shares, step_ms, strict=True)], most)
-    now = max(step_ms)
-    then = max(time * new / old for time, new, old in zip(step_ms, wanted, shares, strict=True))
-    return wanted if then < (1 - _LEAST_GAIN) * now else list(shares)
+        return None
+    wanted = bounded([number / time for number, time in zip(samples, step_ms, strict=True)], most)
+    joint = sum(samples)
+    then = max(time * joint * new / old for time, new, old in zip(step_ms, wanted, samples, strict=True))
+    return wanted if then < (1 - _LEAST_GAIN) * max(step_ms) else None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from fleet_train.convert.saving import (
     synchronize_parameters,
 )
 from fleet_train.convert.session import current as _current
+from fleet_train.convert.shares import BatchShares
 from fleet_train.convert.strategy import DistributedStrategy, needed, one_of
 from fleet_train.lazy import part_if_there
 from fleet_train.log import log_once
@@ -205,7 +206,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     else:
         asked, notices = resolve(strategy, now.strategy, session.offered_profile, unwrapped, node_num)
     now.profile, more = asked.overridden_by(os.environ)
-    session.batch_shares()  # refuses numbers that do not fit the ranks
+    now.shares = BatchShares(now.job, now.profile)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
     made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)

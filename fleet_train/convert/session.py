@@ -68,7 +68,7 @@ class Session:
     next_step: NextStep | None = None
     """The runs that make the update of the run before; None if no program has such."""
     shares: BatchShares | None = None
-    """The parts of the joint batch that ranks take; None until somebody asks (`batch_shares`)."""
+    """The parts of the joint batch that ranks take: see `batch_shares`."""
     _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -311,11 +311,9 @@ def current() -> Session:
 
 
 def batch_shares() -> BatchShares:
-    """The ranks' shares of the joint batch, by the profile."""
+    """The ranks' shares of the joint batch, by the profile of the optimizer that was wrapped last."""
     now = current()
-    profile = now.profile or Profile()
-    if now.shares is None or not now.shares.follows(profile):
-        now.shares = BatchShares(now.job, profile)
+    now.shares = now.shares or BatchShares(now.job, now.profile or Profile())
     return now.shares
 
 

@@ -26,25 +26,25 @@ class BatchShares:
         self._calls = 0
         self.is_used = False
         """Whether somebody deals by them."""
-        ranks, asked, most = job.world_size, profile.batch_shares, profile.max_share
-        self._most = [float(each) for each in (most if isinstance(most, list) else [most] * ranks)]
-        for knob, numbers in (("batch_shares", asked), ("max_share", self._most)):
-            if isinstance(numbers, list) and len(numbers) != ranks:
-                raise ProfileError(
-                    f"{knob}: {numbers} has {len(numbers)} numbers, and the job {ranks} ranks; give one for each, or "
-                    f"{'auto' if knob == 'batch_shares' else 'one number for all'}"
-                )
-        parts = [float(each) for each in asked] if isinstance(asked, list) else [1.0] * ranks
+        self._most = self._numbers("max_share", profile.max_share)
         try:
-            self.now = tuple(bounded(parts, self._most))
+            self.now = tuple(bounded(self._numbers("batch_shares", profile.batch_shares), self._most))
+            """Parts of 1, by rank."""
         except DataError as error:
-            raise ProfileError(str(error)) from None
-        """Parts of 1, by rank."""
+            raise ProfileError(f"{error}; use larger bounds, or none") from None
+        job.clock.last_ms.clear()  # of another training
 
-    def follows(self, profile: Profile) -> bool:
-        """Whether that profile asks for the same."""
-        knobs = ("batch_shares", "max_share", "batch_shares_steps")
-        return all(getattr(profile, knob) == getattr(self._profile, knob) for knob in knobs)
+    def _numbers(self, knob: str, given: str | float | list[float]) -> list[float]:
+        """A number for each rank; 1 for what is no number, and for one process."""
+        ranks = self._job.world_size
+        if ranks == 1 or not isinstance(given, list):
+            return [float(given) if isinstance(given, int | float) and ranks > 1 else 1.0] * ranks
+        if len(given) != ranks:
+            raise ProfileError(
+                f"{knob}: {given} has {len(given)} numbers, and the job {ranks} ranks; give one for each, or "
+                f"{'auto' if knob == 'batch_shares' else 'one number for all'}"
+            )
+        return [float(each) for each in given]
 
     @property
     def are_equal(self) -> bool:
@@ -66,14 +66,14 @@ class BatchShares:
                     "its ranks agree in it; call it in the loop, before the step"
                 )
             if done == _FIRST_CALLS or (done and done % self._profile.batch_shares_steps == 0):
-                log_once([line] if (line := self.adjust()) else [], self._job.cluster.rank)
+                log_once([line] if (line := self.adjust(samples)) else [], self._job.cluster.rank)
         ends = list(accumulate(dealt(samples, self.now), initial=0))
         rank = self._job.cluster.rank
         return slice(ends[rank], ends[rank + 1])
 
-    def adjust(self) -> str | None:
+    def adjust(self, samples: int) -> str | None:
         """With ``auto``, go over to shares with which all ranks compute equally long, if that is worth it; returns what
-        to say about a change. All ranks call it between the same two steps.
+        to say about a change. All ranks call it between the same two steps. ``samples``: of a joint batch.
 
         A rank's time is the median of its own time in the steps since the last call.
         """
@@ -85,9 +85,10 @@ class BatchShares:
         with self._job.inside("batch_shares: auto"):
             of_ranks = self._job.all_gather(f"step times {self._job.count('step times')}", mine)
         times = [of_ranks[rank] for rank in range(self._job.world_size)]
-        before, self.now = self.now, tuple(measured_shares(self.now, times, self._most))
-        if self.now == before:
+        shares = measured_shares(dealt(samples, self.now), times, self._most)
+        if shares is None:
             return None
+        self.now = tuple(shares)
         return f"batch_shares: {self.in_words()}; a step took them {_listed(times)} ms of their own before"
 
     def record(self) -> list[float] | None:

@@ -16,9 +16,8 @@ class Dealing:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._shares = batch_shares()
         self._sampler = getattr(loader, "sampler", None)
-        if self._shares.are_equal:
+        if batch_shares().are_equal:
             return
         if not hasattr(self._sampler, "deal"):
             what = type(loader if self._sampler is None else self._sampler).__name__
@@ -31,12 +30,16 @@ class Dealing:
 
     def deal(self) -> None:
         """Before an epoch is opened."""
-        if not self._shares.are_equal:
-            self._shares.is_used = True
-            self._sampler.deal(self._shares.now)
+        shares = batch_shares()
+        if not shares.are_equal:
+            shares.is_used = True
+            self._sampler.deal(shares.now)
 
     def after_epoch(self) -> str | None:
         """Agree on the shares of the next epoch; returns what to say if they change."""
-        said = self._shares.adjust()
+        shares = batch_shares()
+        if shares.are_equal:
+            return None
+        said = shares.adjust(self._sampler.batch_size * fleet.worker_num())
         self.deal()
         return said

@@ -348,6 +348,24 @@ def unequal(profile: Profile, taken: str = "mean") -> Ran:
     return trained.end()
 
 
+def shares(profile: Profile, steps: int = 1) -> Ran:
+    """A rank's part of 8 samples in each step, where rank 1 sleeps for each of its own."""
+    trained, sizes = (
+        Trained(profile, lambda: paddle.mean(parameter("w0", [1]) * paddle.static.data("x", [None, 1]))),
+        [],
+    )
+    for _ in range(steps):
+        sizes.append(fleet.batch_size(8))
+        time.sleep(0.004 * sizes[-1] * fleet.worker_index())
+        trained.step({"x": np.ones((sizes[-1], 1), "float32")})
+    ran = trained.end()
+    ran.facts |= {
+        "size": sizes[-1],
+        "first change": next((i for i, size in enumerate(sizes) if size != sizes[0]), None),
+    }
+    return ran
+
+
 def lowered(profile: Profile) -> Ran:
     """The forward program that a GPU would get. A CPU has no kernels for it, so that its operators are only read."""
     main, inner = paddle.static.Program(), paddle.optimizer.SGD(1.0)
@@ -433,7 +451,7 @@ def embedding(profile: Profile) -> Ran:
 
 RUNS: dict[str, Callable[..., Ran]] = {
     run.__name__: run
-    for run in (linear, on_streams, layers, batch_norm, unequal, lowered, scaled, trainer, memory, embedding)
+    for run in (linear, on_streams, layers, batch_norm, unequal, shares, lowered, scaled, trainer, memory, embedding)
 }
 
 

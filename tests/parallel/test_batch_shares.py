@@ -194,12 +194,30 @@ def too_many_shares() -> None:
     fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(batch_shares=[1.0] * 7))
 
 
-# The trainer, whose last rank reads slowly.
+# The trainer, a rank of which reads slowly.
+
+MOVES = 3
 
 
 def slow_reading(dataset: Any, draws: Any) -> Any:
-    time.sleep(0.004 * len(draws.indices) if fleet.worker_index() == fleet.worker_num() - 1 else 0)
+    """Slow is the last rank, from the epoch `MOVES` on the first one."""
+    slow = fleet.worker_num() - 1 if draws.epoch < MOVES else 0
+    time.sleep(0.004 * len(draws.indices) if fleet.worker_index() == slow else 0)
     return keep(dataset, draws)
+
+
+class Sink:
+    """Keeps the shares of all ranks that a record has."""
+
+    def __init__(self) -> None:
+        self.shares: list[list[float]] = []
+
+    def write(self, step: int, scalars: Any) -> None:
+        del step
+        shares = [scalars[f"ranks/share/{rank}"] for rank in range(fleet.worker_num()) if "train/loss" in scalars]
+        self.shares += [shares] if shares else []
+
+    def close(self) -> None: ...
 
 
 def train(folder: Path, shares: Any, epochs: int = 3, seed: int = 0, **settings: Any) -> dict[str, Any]:
@@ -217,14 +235,16 @@ def train(folder: Path, shares: Any, epochs: int = 3, seed: int = 0, **settings:
         sampler = ShardedBatchSampler(260, 16, fleet.worker_index(), fleet.worker_num(), last_batch="merge")
         loader = BatchLoader(synthetic(260, (6,), 3).train, sampler, slow_reading)
         checkpoints = Checkpoints(folder, keep=99)
-        trainer = Trainer(exe, loss, loader, TrainerSettings(epochs, **settings), checkpoints=checkpoints)
+        sink, how = Sink(), TrainerSettings(epochs, **settings)
+        trainer = Trainer(exe, loss, loader, how, checkpoints=checkpoints, sinks=[sink])
         if (found := checkpoints.newest()) is not None:
             trainer.resume(found)
         outcome = trainer.fit()
         values = {name: np.array(value) for name, value in main.state_dict("all", scope).items()}
     newest = checkpoints.newest()
     assert newest is not None
-    return {"state": digest(values), "samples": outcome.samples, "shares": newest.state.shares, "steps": outcome.steps}
+    found = {"state": digest(values), "samples": outcome.samples, "shares": newest.state.shares, "steps": outcome.steps}
+    return found | {"by epoch": sink.shares}
 
 
 def trainer_runs(folder: str) -> None:
@@ -241,6 +261,7 @@ def trainer_runs(folder: str) -> None:
             copy_of(where / "measured", where / name)
         fleet.barrier_worker()
         found[name] = train(where / name, "auto", epochs=3)
+    found["moved"] = train(where / "moved", "auto", epochs=MOVES + 3)
     report(fleet.worker_index(), **found)
 
 
@@ -330,8 +351,8 @@ def test_given_shares_are_whole_numbers_of_samples_and_those_that_fit_no_job_are
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_trainer_deals_follows_a_slow_rank_and_goes_on_with_the_same_bits(tmp_path: Path, ranks: int) -> None:
     result = run(tmp_path, ranks, "trainer", tmp_path / "saved")
-    names = ("straight", "anew", "measured", "once", "again")
-    straight, anew, measured, once, again = ([rank[name] for rank in _by_name(result, names)] for name in names)
+    names = ("straight", "anew", "measured", "once", "again", "moved")
+    straight, anew, measured, once, again, moved = ([rank[name] for rank in _by_name(result, names)] for name in names)
     total = sum(SHARES[ranks])
     for one, other in zip(straight, anew, strict=True):
         assert one["state"] == other["state"] and one["samples"] == 3 * 260
@@ -339,6 +360,11 @@ def test_the_trainer_deals_follows_a_slow_rank_and_goes_on_with_the_same_bits(tm
     assert measured[0]["shares"][-1] < 1 / ranks - 0.1, measured
     assert [each["state"] for each in once] == [each["state"] for each in again]
     assert once[0]["shares"] == measured[0]["shares"] == again[0]["shares"]
+    by_epoch = moved[0]["by epoch"]
+    assert len(by_epoch) == MOVES + 3 and by_epoch[0] == pytest.approx([1 / ranks] * ranks)
+    assert min(by_epoch[MOVES]) == by_epoch[MOVES][-1] < 1 / ranks - 0.1, "the last rank was slow until then"
+    assert by_epoch[MOVES + 1][0] < by_epoch[MOVES][0] - 0.1, "the first one in the epoch before"
+    assert by_epoch[-1][0] < min(1 / ranks, by_epoch[MOVES][0] - 0.2)
 
 
 def _by_name(result: RanksResult, names: tuple[str, ...]) -> list[dict[str, Any]]:

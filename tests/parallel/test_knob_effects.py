@@ -107,6 +107,8 @@ _ROWS = ["all_gather 8 int64", "all_gather 60 uint8"]
 _OWNED, _SHARDED = [*["broadcast 4736"] * 2, "all_gather 4736"], {"sharding": True}
 _SLOW = {"link_gigabits": 0.01, "link_latency_ms": 0.1}
 
+_WEIGHTED = {"average_over": "samples"}
+_SHARED = _WEIGHTED | {"batch_shares": "auto"}
 _ALL = [
     # Buckets.
     case("fuse_all_reduce_ops", False, sent=[_UNFUSED] * 2),
@@ -403,6 +405,11 @@ _ALL = [
     case("average_over", "samples", _ALONE, run="unequal", taken="sum", moved=[8.0]),
     case("average_over", "ranks", run="unequal", moved=[3.0]),
     case("average_over", "nothing", run="unequal", moved=[6.0]),
+    case("batch_shares", [3.0, 1.0], _WEIGHTED, run="shares", size=ByRank([6, 2])),
+    case("batch_shares", "auto", _WEIGHTED, run="shares", steps=12, size=ByRank([6, 2]), **{"first change": 10}),
+    case("max_share", [0.625, 1.0], _SHARED, run="shares", steps=12, size=ByRank([5, 3])),
+    case("max_share", 0.5, _SHARED, run="shares", steps=12, size=4),
+    case("batch_shares_steps", 3, _SHARED, run="shares", steps=4, **{"first change": 3}),
     case("recompute_segments", 2, run="layers", tanhs=6),
     case("recompute_every_blocks", 2, run="layers", tanhs=5),
     case("recompute_checkpoints", ["layer_3"], run="layers", tanhs=6),
