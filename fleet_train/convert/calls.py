@@ -1,5 +1,5 @@
-"""``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work; and `ABSENT`, every name of
-Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
+"""``fleet.util``: small helpers of Fleet 2.x that communicate between ranks or split work; a rank's part of a batch;
+and `ABSENT`, every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fleet_train.collectives.job import Array
-from fleet_train.convert.session import current
+from fleet_train.convert.session import current, current_shares
 from fleet_train.errors import ConversionError
 from fleet_train.profile.rules import suggestion
 
@@ -51,6 +51,31 @@ class UtilBase:
         """Print on one rank."""
         if current().job.cluster.rank == rank_id:
             print(message, flush=True)
+
+
+def batch_size(global_batch_size: int) -> int:
+    """How many of ``global_batch_size`` samples this rank is to be fed in the next step, by the profile's
+    ``batch_shares``: the ranks' numbers add up to it.
+
+    With ``batch_shares: auto`` all ranks call it once before each step, on the thread that trains; after 10 calls, and
+    then at every ``batch_shares_steps``-th one, they agree on new shares in it. Raises DataError for fewer samples than
+    ranks.
+    """
+    mine = batch_slice(global_batch_size)
+    return int(mine.stop - mine.start)
+
+
+def batch_slice(global_batch_size: int) -> slice:
+    """This rank's part of a joint batch that every rank has: ``joint[fleet.batch_slice(len(joint))]``. Called like
+    ``batch_size``, instead of it."""
+    return current_shares().part(global_batch_size)
+
+
+def batch_shares() -> tuple[float, ...]:
+    """The parts of the joint batch that the ranks take now, by rank; they add up to 1."""
+    shares = current_shares()
+    shares.is_used = True
+    return shares.now
 
 
 def meet(call: str, timeout_seconds: float | None = None) -> None:

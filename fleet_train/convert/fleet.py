@@ -30,7 +30,16 @@ import paddle
 
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import metrics, planning, session, trainings
-from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.calls import (
+    UtilBase,
+    batch_shares,
+    batch_size,
+    batch_slice,
+    meet,
+    reduce,
+    unknown,
+    values_of_all,
+)
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
@@ -267,31 +276,6 @@ def should_fetch(step: int) -> bool:
     It does not change the executor: everything in ``fetch_list`` is fetched.
     """
     return step % profile().fetch_frequency == 0
-
-
-def batch_size(global_batch_size: int) -> int:
-    """How many of ``global_batch_size`` samples this rank is to be fed in the next step, by the profile's
-    ``batch_shares``: the ranks' numbers add up to it.
-
-    With ``batch_shares: auto`` all ranks call it once before each step, on the thread that trains; after 10 calls, and
-    then at every ``batch_shares_steps``-th one, they agree on new shares in it. Raises DataError for fewer samples than
-    ranks.
-    """
-    mine = batch_slice(global_batch_size)
-    return mine.stop - mine.start
-
-
-def batch_slice(global_batch_size: int) -> slice:
-    """This rank's part of a joint batch that every rank has: ``joint[fleet.batch_slice(len(joint))]``. Called like
-    ``batch_size``, instead of it."""
-    return session.batch_shares().part(global_batch_size)
-
-
-def batch_shares() -> tuple[float, ...]:
-    """The parts of the joint batch that the ranks take now, by rank; they add up to 1."""
-    shares = session.batch_shares()
-    shares.is_used = True
-    return shares.now
 
 
 def flush() -> None:

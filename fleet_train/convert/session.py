@@ -68,7 +68,7 @@ class Session:
     next_step: NextStep | None = None
     """The runs that make the update of the run before; None if no program has such."""
     shares: BatchShares | None = None
-    """The parts of the joint batch that ranks take: see `batch_shares`."""
+    """The parts of the joint batch that ranks take: see `current_shares`."""
     _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -310,7 +310,7 @@ def current() -> Session:
     return _session
 
 
-def batch_shares() -> BatchShares:
+def current_shares() -> BatchShares:
     """The ranks' shares of the joint batch, by the profile of the optimizer that was wrapped last."""
     now = current()
     now.shares = now.shares or BatchShares(now.job, now.profile or Profile())

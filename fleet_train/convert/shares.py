@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
-from fleet_train.collectives.job import Job
 from fleet_train.cluster.shares import bounded, dealt, measured_shares
+from fleet_train.collectives.job import Job
 from fleet_train.errors import DataError, ProfileError
 from fleet_train.log import log_once
 from fleet_train.profile import Profile

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fleet_train.data.datasets import Indices
 from fleet_train.cluster.shares import Deal
+from fleet_train.data.datasets import Indices
 from fleet_train.errors import DataError
 
 LAST_BATCHES = ("keep", "merge", "refuse", "exact")

@@ -138,7 +138,9 @@ class Knob:
         """The rule for values in words: ``a whole number, 1 to 16``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = "a list of numbers, one for each rank" if self.entries is float else NEEDS[self.kind]
+        words = NEEDS[self.kind]
+        if self.entries is float:
+            words = "a number, or " * isinstance(self.default, float) + "a list of numbers, one for each rank"
         if self.above is not None:
             words += f", more than {shown(self.above)}" + (f" and up to {shown(self.maximum)}" if self.maximum else "")
         elif self.minimum is not None:

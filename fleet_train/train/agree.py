@@ -1,4 +1,4 @@
-"""Agreements of all ranks: they continue or stop for the same reason, and make the same number of steps."""
+"""Agreements of all ranks: they continue or stop for the same reason, make the same number of steps, and deal alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleet_train import errors, fleet, timeouts
+from fleet_train.convert.session import current_shares
 from fleet_train.data import agree_steps
 
 
@@ -81,3 +82,40 @@ def together(work: Callable[[], Any] | None, most_seconds: float) -> list[dict[s
             )
             late.failed_rank = [each["done"] for each in states].index(False)
             raise late
+
+
+class Dealing:
+    """Lets the loader of a loop deal by the profile's ``batch_shares``, which change between epochs. All ranks make the
+    same calls.
+
+    Raises DataError for a loader that cannot deal unlike shares.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._sampler: Any = getattr(loader, "sampler", None)
+        if current_shares().are_equal:
+            return
+        if not hasattr(self._sampler, "deal"):
+            what = type(loader if self._sampler is None else self._sampler).__name__
+            raise errors.DataError(
+                f"batch_shares: {fleet.profile().batch_shares} needs a ShardedBatchSampler (--shard_by sample), which "
+                f"deals each joint batch; a {what} does not: use batch_shares: equal, or feed fleet.batch_size(GLOBAL) "
+                "samples in a loop of your own"
+            )
+        self.deal()
+
+    def deal(self) -> None:
+        """Before an epoch is opened."""
+        shares = current_shares()
+        if not shares.are_equal:
+            shares.is_used = True
+            self._sampler.deal(shares.now)
+
+    def after_epoch(self) -> str | None:
+        """Agree on the shares of the next epoch; returns what to say if they change."""
+        shares = current_shares()
+        if shares.are_equal:
+            return None
+        said = shares.adjust(self._sampler.batch_size * fleet.worker_num())
+        self.deal()
+        return said

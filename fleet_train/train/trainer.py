@@ -14,12 +14,12 @@ import paddle
 
 from fleet_train import fleet
 from fleet_train.cluster.flight.ring import recorder
-from fleet_train.convert.session import batch_shares
+from fleet_train.convert.session import current_shares
 from fleet_train.data import Loader
 from fleet_train.data.datasets import Arrays
 from fleet_train.errors import CheckpointError
 from fleet_train.train import numerics
-from fleet_train.train.agree import agreed_steps
+from fleet_train.train.agree import Dealing, agreed_steps
 from fleet_train.train.checkpoint.manager import Checkpoints, StoredCheckpoint, TrainState
 from fleet_train.train.checkpoint.position import (
     EpochLoss,
@@ -31,7 +31,6 @@ from fleet_train.train.checkpoint.position import (
     steps_of,
     versions,
 )
-from fleet_train.train.dealing import Dealing
 from fleet_train.train.evaluation import Evaluation, Evaluator, Outcome
 from fleet_train.train.metrics import MetricSink, UserSink, UserSinks, sinks_of
 from fleet_train.train.numerics import WeightAverage, describe_statistics, stream_seed
@@ -316,7 +315,7 @@ class Trainer:
             updates=at.updates,
             data=self._data.record(at, [done for _, _, done in of_ranks]),
             compared=profile.divergence_check_steps > 0 or fleet.worker_num() == 1,
-            shares=batch_shares().record(),
+            shares=current_shares().record(),
         )
 
     def _stop_if_asked(self, *, has_saved: bool) -> None:
@@ -353,7 +352,7 @@ class Trainer:
         state = checkpoint.state
         position, losses = resumed(state, self._batches_per_epoch)
         notes = self._data.resume(checkpoint, position, self._settings.accept_changed_data)
-        notes += batch_shares().resume(state.shares)
+        notes += current_shares().resume(state.shares)
         self._dealing.deal()
         self._load(checkpoint)
         self.position, self._losses = position, losses

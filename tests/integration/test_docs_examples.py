@@ -38,7 +38,15 @@ def test_what_is_said_of_paddle_is_so(example: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("example", [*blocks("training"), *blocks("checkpoints"), "\n".join(blocks("data"))])
+@pytest.mark.parametrize(
+    "example",
+    [
+        *blocks("training"),
+        *blocks("checkpoints"),
+        "\n".join(each for each in blocks("data") if "batch_slice" not in each),
+        block("data", "batch_slice"),
+    ],
+)
 def test_examples_about_training_run(example: str, tmp_path: Path) -> None:
     ended = run(example, tmp_path)
     assert ended.exit_code == 0, ended.output

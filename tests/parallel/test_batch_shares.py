@@ -326,10 +326,13 @@ def test_a_loop_of_ones_own_gives_a_slow_rank_less_and_trains_the_same_joint_bat
     assert all(each == shares[0] for each in shares)
     first = [1 / ranks] * ranks
     changed = [step for step in range(1, STEPS) if shares[0][step] != shares[0][step - 1]]
-    assert shares[0][0] == first and changed[0] == 10 and {step % EVERY for step in changed} == {0}, changed
+    assert shares[0][0] == first
+    assert changed[0] == 10, changed
+    assert {step % EVERY for step in changed} == {0}, changed
     assert shares[0][-1][-1] < SLOW[ranks], shares[0]
     parts = np.array(result.of_all("parts"))
-    assert (parts[1:, :, 0] == parts[:-1, :, 1]).all() and not parts[0, :, 0].any()
+    assert (parts[1:, :, 0] == parts[:-1, :, 1]).all()
+    assert not parts[0, :, 0].any()
     assert parts[-1, :, 1].tolist() == [JOINT - step % 5 for step in range(STEPS)]
     model = Model(plain, 1, None)
     for step in range(STEPS):
@@ -355,13 +358,15 @@ def test_the_trainer_deals_follows_a_slow_rank_and_goes_on_with_the_same_bits(tm
     straight, anew, measured, once, again, moved = ([rank[name] for rank in _by_name(result, names)] for name in names)
     total = sum(SHARES[ranks])
     for one, other in zip(straight, anew, strict=True):
-        assert one["state"] == other["state"] and one["samples"] == 3 * 260
+        assert one["state"] == other["state"]
+        assert one["samples"] == 3 * 260
         assert one["shares"] == pytest.approx([share / total for share in SHARES[ranks]])
     assert measured[0]["shares"][-1] < 1 / ranks - 0.1, measured
     assert [each["state"] for each in once] == [each["state"] for each in again]
     assert once[0]["shares"] == measured[0]["shares"] == again[0]["shares"]
     by_epoch = moved[0]["by epoch"]
-    assert len(by_epoch) == MOVES + 3 and by_epoch[0] == pytest.approx([1 / ranks] * ranks)
+    assert len(by_epoch) == MOVES + 3
+    assert by_epoch[0] == pytest.approx([1 / ranks] * ranks)
     assert min(by_epoch[MOVES]) == by_epoch[MOVES][-1] < 1 / ranks - 0.1, "the last rank was slow until then"
     assert by_epoch[MOVES + 1][0] < by_epoch[MOVES][0] - 0.1, "the first one in the epoch before"
     assert by_epoch[-1][0] < min(1 / ranks, by_epoch[MOVES][0] - 0.2)

@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fleet_train import fleet
 from fleet_train.files import publish_where_linked
 from tools.benchmarks.contestants import OURS, TORCH, parse
 from tools.benchmarks.networks import CLASSES, VOCABULARY
@@ -49,14 +50,9 @@ def main(kind: str, name: str, joint: int, steps: int, folder: str) -> None:
         rank, ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
     task = replace(TASKS[name], global_batch_size=joint)
     trainee = trainee_of(kind, task, rank, ranks, folder)
-    size_of: Any = lambda: joint // ranks
-    if kind == OURS:
-        from fleet_train import fleet
-
-        size_of = lambda: fleet.batch_size(joint)
     random, notes = np.random.default_rng(rank), []
     for _ in range(steps):
-        size = size_of()
+        size = fleet.batch_size(joint) if kind == OURS else joint // ranks
         trainee.step(*random_batch(task, random, size))
         notes.append([time.monotonic(), size])
         publish_where_linked(Path(folder) / f"notes.{rank}.json", json.dumps(notes).encode())

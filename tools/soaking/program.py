@@ -69,11 +69,11 @@ class NotedTrainer(trainer.Trainer):
         write("begin", place=self.place, came_from=found and digest(found), samples=samples)
         return super().fit()
 
-    def _train_batch(self, index: int, batch: Any) -> None:
+    def _train_batch(self, index: int, batch: Any, samples: int) -> None:
         if PAUSE and not (FOLDER / HURRY).exists():
             time.sleep(PAUSE)
         before, known = self.place, len(self._of_step.losses)
-        super()._train_batch(index, batch)
+        super()._train_batch(index, batch, samples)
         loss = next(iter(self._of_step.losses[known:]), None)  # not every step fetches it
         after = [before[0], self._loader.consumed_after(index + 1)]
         indices = [int(sample) for sample in self._loader.indices(index)]

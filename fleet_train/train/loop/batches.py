@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from fleet_train import fleet
 from fleet_train.errors import CheckpointError, DataError
 from fleet_train.log import log_once
-from fleet_train.train.agree import agreed_steps
+from fleet_train.train.agree import Dealing, agreed_steps
 from fleet_train.train.checkpoint.manager import StoredCheckpoint
 from fleet_train.train.checkpoint.position import Position, RunData
-from fleet_train.train.dealing import Dealing
 
 
 class Batches(Protocol):

@@ -13,7 +13,7 @@ import paddle
 from fleet_train import fleet
 from fleet_train.convert import process
 from fleet_train.convert.rewrite import names_stored_by
-from fleet_train.convert.session import batch_shares
+from fleet_train.convert.session import current_shares
 from fleet_train.errors import CheckpointError, DataError
 from fleet_train.log import log_once
 from fleet_train.train.agree import share
@@ -295,7 +295,7 @@ class Resumable:
             batches=at.step,
             pending_batches=at.step % self._merged,
             accumulate_steps=self._merged,
-            shares=batch_shares().record(),
+            shares=current_shares().record(),
             **({} if self._batches is None else self._batches.record(at)),
         )
 
@@ -310,7 +310,7 @@ class Resumable:
                     "folder, or remove that one to begin anew"
                 )
         at = self._at = Position(state.epoch, state.step, state.consumed_samples, loop["batches_in_epoch"])
-        notes = batch_shares().resume(state.shares)
+        notes = current_shares().resume(state.shares)
         notes += [] if self._batches is None else self._batches.resume(found, at)
         self._checkpoints.load(self._exe, found)
         self._loaded = {each.name for each in fleet.main_program.global_block().all_parameters()}

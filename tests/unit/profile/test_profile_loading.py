@@ -41,6 +41,7 @@ def test_a_file_sets_what_it_says_and_is_called_after_itself(load: Load) -> None
     assert profile.origin("fetch_frequency") == "default"
 
 
+SHARES = "allowed: a list of numbers, one for each rank"
 COUNT = "allowed: a whole number, 1 to 16, or auto"
 SIZE = "allowed: a number, more than 0 and up to 4096, or auto"
 STREAMS = "allowed: one of auto, calc, own"
@@ -82,6 +83,9 @@ DECIMAL = "write a plain decimal number"
             "recompute_checkpoints: w_0",
             "recompute_checkpoints: given the single value 'w_0'; allowed: a list of texts",
         ),
+        ("batch_shares: fast", f"batch_shares: given the single value 'fast'; {SHARES}, equal, or auto"),
+        ("batch_shares: [3, fast]", f"batch_shares: given 'fast' (text); {SHARES}"),
+        ("batch_shares: 3", f"batch_shares: given 3 (a whole number); {SHARES}, equal, or auto"),
         ("recompute_checkpoints: [no]", 'recompute_checkpoints: no is read as a boolean by YAML; write "no"'),
         ("environment: 3", "environment: given text; allowed: a section of NAME: value lines"),
         ("<<: {nccl_comm_num: 2}", f"<<: {NO_KEY}"),

@@ -55,6 +55,7 @@ def test_wrong_settings_are_reported_all_at_once() -> None:
     ]
 
 
+SHARES = "allowed: a list of numbers, one for each rank"
 CHOICES = "allowed: one of constant, doubling, adaptive"
 SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
 
@@ -76,6 +77,23 @@ SCALED = {"amp_level": "O2", "amp_dtype": "float16"}
         (
             {"recompute_every_blocks": 1, "recompute_checkpoints": ["w"]},
             "recompute_checkpoints: sets where recompute splits, as recompute_every_blocks",
+        ),
+        ({"batch_shares": [1, 0]}, "batch_shares: given [1, 0]; allowed: numbers above 0, one for each rank"),
+        ({"batch_shares": []}, "batch_shares: given []; allowed: numbers above 0, one for each rank"),
+        ({"batch_shares": [3, "1"]}, f"batch_shares: given '1' (text); {SHARES}, equal, or auto"),
+        ({"batch_shares": 3}, f"batch_shares: given 3 (a whole number); {SHARES}, equal, or auto"),
+        (
+            {"batch_shares": "auto", "max_share": [1, 1.5]},
+            "max_share: given [1, 1.5]; allowed: numbers above 0 and up to 1, one for each rank",
+        ),
+        ({"max_share": 0.5}, "max_share: has no effect while batch_shares is equal; set batch_shares: auto, or remove"),
+        (
+            {"batch_shares": [3, 1], "average_over": "ranks"},
+            "batch_shares: unlike batches would count alike with average_over: ranks; use average_over: samples",
+        ),
+        (
+            {"batch_shares": "auto", "use_local_sgd": True},
+            "batch_shares: LocalSGD averages parameters of ranks alike, whatever number of samples they have seen",
         ),
         (
             {"accumulate_steps": 2, **SCALED},
@@ -114,6 +132,9 @@ def test_one_wrong_setting_is_refused_once_with_the_rule_and_the_way_out(setting
 def test_values_are_those_of_yaml() -> None:
     noted = with_assignments(Profile().with_notes(["a note"]), ["FLAGS_fuse_parameter_memory_size=8"])
     assert (noted.fuse_grad_size_in_MB, noted.notes) == (8, ("a note",))
+    shares = with_assignments(Profile(), ["batch_shares=auto", "max_share=[0.5, 1]"])
+    assert (shares.batch_shares, shares.max_share) == ("auto", [0.5, 1.0])
+    assert with_assignments(Profile(), ["batch_shares=[3, 1.5]"]).batch_shares == [3.0, 1.5]
     texts = ["nccl_comm_num=2", "outer_lr=0.5", "use_local_sgd=true", "recompute_checkpoints=[a, b]"]
     read = {"nccl_comm_num": 2, "outer_lr": 0.5, "use_local_sgd": True, "recompute_checkpoints": ["a", "b"]}
     assert check_assignments([*texts, "fuse_grad_size_in_MB=auto"]) == read | {"fuse_grad_size_in_MB": "auto"}
