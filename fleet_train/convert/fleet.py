@@ -29,17 +29,8 @@ require_paddle()
 import paddle
 
 from fleet_train.collectives.step_notes import Communication as Communication
-from fleet_train.convert import metrics, planning, session, trainings
-from fleet_train.convert.calls import (
-    UtilBase,
-    batch_shares,
-    batch_size,
-    batch_slice,
-    meet,
-    reduce,
-    unknown,
-    values_of_all,
-)
+from fleet_train.convert import calls, metrics, planning, session, trainings
+from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
 from fleet_train.convert.moving_average import replace_paddles
 from fleet_train.convert.optimizer import DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
@@ -135,6 +126,7 @@ __all__ = [
 
 util = UtilBase()
 split_files = util.get_file_shard
+batch_shares, batch_size, batch_slice = calls.batch_shares, calls.batch_size, calls.batch_slice
 
 
 def init(
