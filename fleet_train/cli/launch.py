@@ -22,7 +22,7 @@ from fleet_train.cli.options import (
     seconds,
     set_option,
 )
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_nodes
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
@@ -299,7 +299,7 @@ def read_request(
     that cannot be parsed."""
     if steps := same_names.get("trace"):
         read_steps(steps)
-    hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
+    hosts, counts = parse_nodes(cluster_node_ips) if cluster_node_ips is not None else (None, ())
     ports_per_node = None
     if use_paddlecloud:
         from fleet_train.cluster.kubernetes import read_paddlecloud
@@ -310,6 +310,7 @@ def read_request(
     return LaunchRequest(
         command=program,
         hosts=hosts,
+        counts=counts,
         node_host=node_ip,
         started_port=started_port,
         ports_per_node=ports_per_node,

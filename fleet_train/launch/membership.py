@@ -200,8 +200,9 @@ class Membership:
         if place == 0:
             self._server.open_root(round_name)
         else:
-            ranks = [range(index * node.processes, (index + 1) * node.processes) for index in order]
-            host, port = node.addresses[order[parent_of(place)]], node.store_port
+            ranks = [node.ranks_of(index) for index in order]
+            above = order[parent_of(place)]
+            host, port = node.addresses[above], node.store_port_of(above)
             silence = self._policy.lost_node_timeout_seconds
             parent = Parent(host, port, round_name, place, node.describe(), below(place, ranks), self.access, silence)
             self._server.open_relay(parent, timeout_seconds)

@@ -90,9 +90,10 @@ class Launch:
         nodes = counted(len(node.addresses), "node")
         on = f"devices {','.join(node.devices)}" if node.devices else "CPU"
         ranks = counted(node.world_size, "rank")
+        each = f"{nodes} {'with' if node.counts else 'x'} {node.processes_in_words}"
         changed = f" with --set {self.settings}" if self.settings else ""
         return (
-            f"{nodes} x {node.processes} = {ranks}; this is {node.describe()}, {on}, interface "
+            f"{each} = {ranks}; this is {node.describe()}, {on}, interface "
             f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}{changed}; "
             f"logs in {self.log_dir}"
         )
@@ -261,7 +262,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     """What must be equal on every node, by the names used to report a difference."""
     facts: Facts = {
         "the node list": ",".join(node.every_host),
-        "the number of processes per node (--nproc_per_node)": node.processes,
+        "the number of processes per node (--nproc_per_node)": node.processes_in_words,
         "--started_port": node.started_port,
         "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
         if profile and request.strategy

@@ -259,7 +259,7 @@ class Rendezvous:
         count = len(self.node.addresses)
         if count <= _MOST_READ:
             return set(range(count)) - {self.node.index}
-        first = [report.rank // self.node.processes for report in self.reports()]
+        first = [self.node.node_of(report.rank) for report in self.reports()]
         return {index for index in list(dict.fromkeys(first))[:_MOST_READ] if index < count} - {self.node.index}
 
     def _ended_nodes(self) -> set[int]:

@@ -157,6 +157,11 @@ def test_flags_of_a_program_win_over_the_launchers_and_rank_0_says_so() -> None:
 
 
 def test_ranks_are_counted_through_the_hosts_and_endpoints_on_one_form_a_node() -> None:
+    assert assign(["a", "b"], [1, 2], 6170) == (
+        Rank(0, "a", 6170, 0, 0),
+        Rank(1, "b", 6170, 1, 0),
+        Rank(2, "b", 6171, 1, 1),
+    )
     assert assign(["a", "b"], 2, 6170) == (
         Rank(0, "a", 6170, 0, 0),
         Rank(1, "a", 6171, 0, 1),
