@@ -267,18 +267,6 @@ def choose_interface(
     return own
 
 
-def check_ports(node: Node) -> None:
-    """The ports that this node will listen on must be free now. Raises ClusterError with the process that uses one."""
-    wanted = [(port, f"rank {rank}") for port, rank in enumerate(node.ranks, node.started_port)]
-    wanted.append((node.store_port, "the job store"))
-    for port, purpose in wanted:
-        if not network.port_is_free(node.address, port):
-            raise ClusterError(
-                f"port {port} on {node.address}, which {purpose} needs (--started_port={node.started_port}), is in use "
-                f"by {network.port_owner(port, node.address)}; end it or choose another --started_port on every node"
-            )
-
-
 @dataclass(frozen=True)
 class Machine:
     """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""

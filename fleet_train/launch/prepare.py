@@ -32,11 +32,11 @@ from fleet_train.launch.node import (
     Machine,
     Node,
     build_environment,
-    check_ports,
     look_around,
     place,
     variables_of_rank,
 )
+from fleet_train.launch.ports import take_ports
 from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import ON, FaultPolicy, LaunchRequest, read_job_id
@@ -128,7 +128,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile
     check_program(request)
     strategy, profile = (None, offered) if offered else load_strategy(request.strategy, request.settings)
     node = place(request, machine)
-    check_ports(node)
+    node = take_ports(node, request)
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
