@@ -20,7 +20,7 @@ from fleet_train.cluster import network
 from fleet_train.cluster.at_import import ADVICE, advice_for_rank, advise, advised, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import CHECKS, SETTINGS, TRACE, is_strict, rank_variables
-from fleet_train.cluster.installed import installed_paddle
+from fleet_train.cluster.installed import container, installed_paddle
 from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -133,7 +133,7 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
     hosts = request.hosts or (DEFAULT_HOST,)
     addresses = tuple(network.resolve(host) for host in hosts)
     check_addresses(hosts, addresses)
-    index = choose_node(hosts, addresses, request.node_host, machine.addresses)
+    index = choose_node(hosts, addresses, request.node_host, machine.addresses, machine.container)
     counts = choose_counts(request, index, machine.gpus)
     asked = counts[index] if counts else request.processes_per_node
     given = f"--cluster_node_ips gives {hosts[index]}:{asked}" if counts else ""
@@ -169,27 +169,38 @@ def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
         )
 
 
-def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...]) -> int:
-    """Which of the listed nodes this machine is. Raises ClusterError with its addresses."""
+def choose_node(
+    hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...], container: str = ""
+) -> int:
+    """Which of the listed nodes this machine is. Raises ClusterError with its addresses. ``container``: its kind, if
+    this process runs in one."""
+    bridged = (
+        f"this is a container ({container}), which has its machine's addresses only in the machine's network: start it "
+        "with docker run --network=host (a pod with hostNetwork: true)"
+        if container
+        else ""
+    )
     mine = f"this machine has {', '.join(local) or 'no IPv4 address'}"
     if asked is None:
         matching = [i for i, address in enumerate(addresses) if network.is_local(address, local)]
         if len(matching) == 1:
             return matching[0]
         matches = "none" if not matching else ", ".join(addresses[i] for i in matching)
+        fix = bridged if bridged and not matching else "add --node_ip=<this machine's address>"
         raise ClusterError(
             f"cannot tell which of the nodes {','.join(hosts)} this machine is: {matches} of them "
-            f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<this machine's address>"
+            f"{'is' if not matching else 'are'} its own ({mine}); {fix}"
         )
     address = asked if asked in addresses else network.resolve(asked)
     if address not in addresses:
         raise ClusterError(
             f"--node_ip={asked} is not among --cluster_node_ips={','.join(hosts)}; every node is started with the same "
-            f"list and with its own address from it ({mine})"
+            f"list and with its own address from it ({mine}){bridged and '; ' + bridged}"
         )
     if not network.is_local(address, local):
         raise ClusterError(
-            f"--node_ip={asked} is not an address of this machine: {mine}; --node_ip must differ on every machine"
+            f"--node_ip={asked} is not an address of this machine: {mine}; "
+            f"{bridged or '--node_ip must differ on every machine'}"
         )
     return addresses.index(address)
 
@@ -276,6 +287,8 @@ class Machine:
     is_amd: bool
     gpus: tuple[str, ...] | None
     versions: dict[str, str]
+    container: str = ""
+    """The kind of container that this process runs in, as far as it can be seen."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -294,6 +307,7 @@ def look_around(environ: Mapping[str, str]) -> Machine:
             "fleet_train": __version__,
             "paddle": f"{paddle_version} ({distribution})" if distribution else "not installed",
         },
+        container=container(environ),
     )
 
 

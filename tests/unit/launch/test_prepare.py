@@ -135,6 +135,23 @@ def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() ->
 AMD = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}, 8, True, None, {})
 
 
+def test_a_container_in_a_network_of_its_own_is_told_so() -> None:
+    hosts, bridge = ("10.0.0.1", "10.0.0.2"), ("127.0.0.1", "172.17.0.2")
+    for asked, said in [
+        (None, "none of them is its own (this machine has 127.0.0.1, 172.17.0.2); this is a container (Docker), which"),
+        (
+            "10.0.0.2",
+            "--node_ip=10.0.0.2 is not an address of this machine: this machine has 127.0.0.1, 172.17.0.2; this",
+        ),
+        ("172.17.0.2", "is not among --cluster_node_ips=10.0.0.1,10.0.0.2"),
+    ]:
+        with pytest.raises(ClusterError, match=re.escape(said)) as refusal:
+            choose_node(hosts, hosts, asked, bridge, "Docker")
+        assert "docker run --network=host" in str(refusal.value)
+    with pytest.raises(ClusterError, match=r"are its own .*; add --node_ip=") as refusal:
+        choose_node(hosts, hosts, None, hosts, "Docker")
+
+
 def test_nodes_with_unlike_numbers_of_processes_have_ranks_in_the_order_of_the_list() -> None:
     hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
     node = place(asked(hosts=hosts, counts=(None, 2, None), node_host="127.0.0.3"), CPU)
