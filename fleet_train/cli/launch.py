@@ -42,6 +42,9 @@ Examples
   # the same, restarted when a process or machine fails; the script loads its checkpoint
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
 \b
+  # three machines with 1, 2 and 1 processes
+  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3:2,192.168.1.4 train.py
+\b
   # two "nodes" on this one machine, to try it out (one command per terminal)
   python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
   python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.3 train.py
@@ -109,7 +112,10 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     context_settings=DASHES_ALLOWED,
 )
 @click.option(
-    "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
+    "--cluster_node_ips",
+    "--ips",
+    metavar="A,B:2",
+    help="All nodes, the same list on each; A:N is a node of N processes. [default: 127.0.0.1]",
 )
 @click.option(
     "--node_ip", "--host", metavar="A", help="This machine's address in the list. Detected if exactly one is its own."
@@ -119,7 +125,8 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--start_port",
     type=WholeNumber(),
     metavar="PORT",
-    help=f"First port; rank N of a node uses PORT+N, the job store the next one. [default: {DEFAULT_STARTED_PORT}]",
+    help="First port; rank N of a node uses PORT+N, the job store the next one. [default: "
+    f"{DEFAULT_STARTED_PORT}; on one machine alone the first free ones from there]",
 )
 @click.option(
     "--selected_gpus",
@@ -129,7 +136,10 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     help="One process per device. On a CPU build of Paddle: as many processes.",
 )
 @click.option(
-    "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
+    "--nproc_per_node",
+    type=WholeNumber(),
+    metavar="N",
+    help="Processes per node, of nodes without a number in the list. [default: every GPU; 1 without]",
 )
 @click.option(
     "--strategy",

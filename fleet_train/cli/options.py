@@ -186,7 +186,7 @@ def where(ranks: str) -> Callable[[Command], Command]:
             metavar="N",
             help=f"Ranks per machine. [default: every GPU, or {ranks}]",
         ),
-        click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each."),
+        click.option("--ips", "--cluster_node_ips", metavar="A,B:2", help="All machines, the same list on each."),
         click.option("--node_ip", "--host", metavar="A", help="This machine's address in the list, if it has several."),
         click.option(
             "--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as for launch."
@@ -286,7 +286,7 @@ def of_a_job(command: Command) -> Command:
         click.option(
             "--ips",
             "--cluster_node_ips",
-            metavar="A,B",
+            metavar="A,B:2",
             help="The job's machines, as for launch: the first that answers is asked. HOST:PORT names a store.",
         ),
         click.option(
