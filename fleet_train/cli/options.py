@@ -251,7 +251,7 @@ def ask_here(strategy: str | None, settings: Sequence[str]) -> None:
 # Options of the commands that look at a running job from outside.
 
 
-def _with_store_port(node: str, started_port: int) -> str:
+def with_store_port(node: str, started_port: int) -> str:
     """A node with its number of ranks, ``10.0.0.2:2``, becomes its store, ``10.0.0.2:6172``."""
     from fleet_train.cluster.cluster import MOST_PROCESSES, is_number
 
@@ -272,7 +272,7 @@ def of_a_job(command: Command) -> Command:
         if job_secret_file is not None:
             os.environ[SECRET_FILE] = str(job_secret_file)
         if named["ips"] is not None:
-            named["ips"] = ",".join(_with_store_port(each.strip(), started_port) for each in named["ips"].split(","))
+            named["ips"] = ",".join(with_store_port(each.strip(), started_port) for each in named["ips"].split(","))
         return command(port=started_port + nproc, **named)
 
     options = all_of(
