@@ -195,7 +195,7 @@ def _host_and_count(part: str, given: str) -> tuple[str, int | None]:
         return host, None
     if not host or not is_number(number) or not 1 <= int(number) <= MOST_PROCESSES:
         raise ClusterError(
-            f"{given}: {part} is not an address with its number of processes, such as 10.0.0.2:2 or [fd00::1]:2, of 1 "
+            f"{given}: {part} is not an address with its number of processes, such as 10.0.0.2:2, of 1 "
             f"to {MOST_PROCESSES}; ports come from --started_port"
         )
     return host, int(number)

@@ -529,7 +529,7 @@ def test_numbers_that_are_right_are_read() -> None:
         (parse_nodes, "10.0.0.1:6170,10.0.0.2:6170", "10.0.0.1:6170 is not an address with its number of processes"),
         (parse_nodes, "10.0.0.1:0", "of 1 to 1000; ports come from --started_port"),
         (parse_nodes, "10.0.0.1:two", "10.0.0.1:two is not an address with"),
-        (parse_nodes, "[fd00::1]:", "such as 10.0.0.2:2 or"),
+        (parse_nodes, "[fd00::1]:", "such as 10.0.0.2:2, of"),
         (parse_nodes, "10.0.0.1,10.0.0.1:2", "written behind it: A,B:2"),
         (parse_devices, "0,x", "'x' is not a device number"),
         (parse_devices, "0,,1", "'' is not"),
