@@ -11,7 +11,15 @@ import pytest
 
 from tests.integration.launch.conftest import Bench, send
 from tests.support.ports import free_ports
-from tests.support.processes import RESULTS_VARIABLE, Started, clean_environ, python, run_alone, write_script
+from tests.support.processes import (
+    RESULTS_VARIABLE,
+    Started,
+    clean_environ,
+    output_of,
+    python,
+    run_alone,
+    write_script,
+)
 from tests.support.ranks import read_results
 
 _HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -136,6 +144,29 @@ def test_they_restart_after_a_rank_and_go_on_without_a_machine(bench: Bench) -> 
         "attempt 2 1 3 1 2 2\n",
         "attempt 2 2 3 0 1 2\n",
     ]
+
+
+_WAIT = """
+import time
+import paddle
+from fleet_train import fleet
+paddle.enable_static()
+fleet.init(is_collective=True)
+print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+def test_where_they_stand_is_told_by_any_machine_of_the_list(bench: Bench) -> None:
+    launchers = start(bench, _WAIT, _LIST)
+    bench.wait_for_output("joined", "node0/log/workerlog.0", "node1/log/workerlog.1", "node2/log/workerlog.0")
+    store = json.loads(bench.log("node0/log/job.json"))["store"]  # on the first machine, behind its one rank
+    port = int(store.partition("/")[0].rpartition(":")[2]) - 1
+    for node in ("127.0.0.2:1", "127.0.0.3:2"):
+        asked = output_of(python("-m", "fleet_train", "stacks", f"--ips={node}", f"--started_port={port}", "--json"))
+        assert [each["rank"] for each in json.loads(asked)[0][0]] == [0, 1, 2, 3]
+    send(launchers[0], signal.SIGTERM)
+    bench.ended()
 
 
 def test_flags_that_give_unlike_numbers_are_refused_with_how_to_write_them(bench: Bench) -> None:
