@@ -192,7 +192,9 @@ FAULTS |= {
 ROUTES = {0: Route("", ""), 2: Route("eth0", ADDRESSES[1])}
 _ALONE = with_network(0, held={6170: "process 5 (python)"})
 FAULTS["held, alone"] = (
-    replace(_ALONE, addresses=ADDRESSES[:1], reports={0: NodeReport(_ALONE.reports[0].facts)}, groups={0: HEALTHY.groups[0]}),
+    replace(
+        _ALONE, addresses=ADDRESSES[:1], reports={0: NodeReport(_ALONE.reports[0].facts)}, groups={0: HEALTHY.groups[0]}
+    ),
     WARN,
     "ports_held",
     ("this machine",),
