@@ -22,7 +22,7 @@ from fleet_train.cli.options import (
     seconds,
     set_option,
 )
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_hosts
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_nodes
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
@@ -41,6 +41,9 @@ Examples
 \b
   # the same, restarted when a process or machine fails; the script loads its checkpoint
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
+\b
+  # three machines with 1, 2 and 1 processes
+  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3:2,192.168.1.4 train.py
 \b
   # two "nodes" on this one machine, to try it out (one command per terminal)
   python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
@@ -109,7 +112,10 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     context_settings=DASHES_ALLOWED,
 )
 @click.option(
-    "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
+    "--cluster_node_ips",
+    "--ips",
+    metavar="A,B:2",
+    help="All nodes, the same list on each; A:N is a node of N processes. [default: 127.0.0.1]",
 )
 @click.option(
     "--node_ip", "--host", metavar="A", help="This machine's address in the list. Detected if exactly one is its own."
@@ -119,7 +125,8 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     "--start_port",
     type=WholeNumber(),
     metavar="PORT",
-    help=f"First port; rank N of a node uses PORT+N, the job store the next one. [default: {DEFAULT_STARTED_PORT}]",
+    help="First port; rank N of a node uses PORT+N, the job store the next one. [default: "
+    f"{DEFAULT_STARTED_PORT}; on one machine alone the first free ones from there]",
 )
 @click.option(
     "--selected_gpus",
@@ -129,7 +136,10 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     help="One process per device. On a CPU build of Paddle: as many processes.",
 )
 @click.option(
-    "--nproc_per_node", type=WholeNumber(), metavar="N", help="Processes per node. [default: every GPU; 1 without]"
+    "--nproc_per_node",
+    type=WholeNumber(),
+    metavar="N",
+    help="Processes per node, of nodes without a number in the list. [default: every GPU; 1 without]",
 )
 @click.option(
     "--strategy",
@@ -299,7 +309,7 @@ def read_request(
     that cannot be parsed."""
     if steps := same_names.get("trace"):
         read_steps(steps)
-    hosts = parse_hosts(cluster_node_ips) if cluster_node_ips is not None else None
+    hosts, counts = parse_nodes(cluster_node_ips) if cluster_node_ips is not None else (None, ())
     ports_per_node = None
     if use_paddlecloud:
         from fleet_train.cluster.kubernetes import read_paddlecloud
@@ -310,6 +320,7 @@ def read_request(
     return LaunchRequest(
         command=program,
         hosts=hosts,
+        counts=counts,
         node_host=node_ip,
         started_port=started_port,
         ports_per_node=ports_per_node,

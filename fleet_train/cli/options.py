@@ -185,7 +185,7 @@ def where(ranks: str) -> Callable[[Command], Command]:
             metavar="N",
             help=f"Ranks per machine. [default: every GPU, or {ranks}]",
         ),
-        click.option("--ips", "--cluster_node_ips", metavar="A,B", help="All machines, the same list on each."),
+        click.option("--ips", "--cluster_node_ips", metavar="A,B:2", help="All machines, the same list on each."),
         click.option("--node_ip", "--host", metavar="A", help="This machine's address in the list, if it has several."),
         click.option(
             "--started_port", "--start_port", type=WholeNumber(), metavar="PORT", help="First port, as for launch."
@@ -250,6 +250,15 @@ def ask_here(strategy: str | None, settings: Sequence[str]) -> None:
 # Options of the commands that look at a running job from outside.
 
 
+def with_store_port(node: str, started_port: int) -> str:
+    """A node with its number of ranks, ``10.0.0.2:2``, becomes its store, ``10.0.0.2:6172``."""
+    from fleet_train.cluster.cluster import MOST_PROCESSES, is_number
+
+    host, _, number = node.rpartition(":")
+    is_count = bool(host) and is_number(number) and 1 <= int(number) <= MOST_PROCESSES
+    return f"{host}:{started_port + int(number)}" if is_count else node
+
+
 def of_a_job(command: Command) -> Command:
     """Add the flags to a command, as ``log_dir``, ``ips`` and ``port``, the port of the store."""
     from fleet_train.cluster.cluster import DEFAULT_STARTED_PORT
@@ -261,6 +270,8 @@ def of_a_job(command: Command) -> Command:
             raise click.UsageError("give --log_dir or --ips, not both")
         if job_secret_file is not None:
             os.environ[SECRET_FILE] = str(job_secret_file)
+        if named["ips"] is not None:
+            named["ips"] = ",".join(with_store_port(each.strip(), started_port) for each in named["ips"].split(","))
         return command(port=started_port + nproc, **named)
 
     options = all_of(
@@ -274,8 +285,8 @@ def of_a_job(command: Command) -> Command:
         click.option(
             "--ips",
             "--cluster_node_ips",
-            metavar="A,B",
-            help="The job's machines, as given to launch: the first that answers is asked. HOST:PORT names a store.",
+            metavar="A,B:2",
+            help="The job's machines, as for launch: the first that answers is asked. HOST:PORT names a store.",
         ),
         click.option(
             "--nproc",

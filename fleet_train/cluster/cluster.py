@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,12 +87,13 @@ class Cluster:
         return f"rank {rank} ({self.ranks[rank].endpoint})"
 
 
-def assign(hosts: Sequence[str], ranks_per_node: int, started_port: int) -> tuple[Rank, ...]:
-    """Ranks in the order of the host list, ``ranks_per_node`` on each, with ports from ``started_port`` up."""
+def assign(hosts: Sequence[str], ranks_per_node: int | Sequence[int], started_port: int) -> tuple[Rank, ...]:
+    """Ranks in the order of the host list, ``ranks_per_node`` on each (or on one after the other), with ports from
+    ``started_port`` up."""
+    counts = [ranks_per_node] * len(hosts) if isinstance(ranks_per_node, int) else ranks_per_node
+    places = [(node, local) for node, count in zip(range(len(hosts)), counts, strict=True) for local in range(count)]
     return tuple(
-        Rank(node * ranks_per_node + local, host, started_port + local, node, local)
-        for node, host in enumerate(hosts)
-        for local in range(ranks_per_node)
+        Rank(rank, hosts[node], started_port + local, node, local) for rank, (node, local) in enumerate(places)
     )
 
 
@@ -162,16 +164,41 @@ def below(node: int, ranks: Sequence[Sequence[int]], fan_in: int = FAN_IN) -> in
 
 def parse_hosts(text: str, flag: str = "--cluster_node_ips") -> tuple[str, ...]:
     """``"10.0.0.1, 10.0.0.2"`` -> ``("10.0.0.1", "10.0.0.2")``. Raises ClusterError for a gap or a repetition."""
-    hosts = tuple(part.strip() for part in text.split(","))
-    if not all(hosts):
-        raise ClusterError(f"{flag}={text}: there is a comma with no address on one side; write A,B,C")
-    for host in hosts:
-        if ":" in host and host.count(":") == 1:
-            raise ClusterError(
-                f"{flag}={text}: {host} carries a port; give addresses only, ports come from --started_port"
-            )
-    refuse_repeated(hosts, f"{flag}={text}", "each node is listed once; processes per node are --nproc_per_node")
+    hosts, counts = parse_nodes(text, flag)
+    if counts:
+        raise ClusterError(f"{flag}={text}: it takes addresses only; processes per node are --nproc_per_node")
     return hosts
+
+
+MOST_PROCESSES = 1000
+"""Of a node. What is larger behind an address reads as a port."""
+
+
+def parse_nodes(text: str, flag: str = "--cluster_node_ips") -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """``"10.0.0.1,10.0.0.2:2"`` -> ``(("10.0.0.1", "10.0.0.2"), (None, 2))``: hosts, and the numbers of their
+    processes; no numbers at all if none is given. Raises ClusterError for a gap, a repetition or a port."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ClusterError(f"{flag}={text}: there is a comma with no address on one side; write A,B,C")
+    hosts, counts = zip(*(_host_and_count(part, f"{flag}={text}") for part in parts), strict=True)
+    rule = "each node is listed once; a node's number of processes is written behind it: A,B:2"
+    refuse_repeated(hosts, f"{flag}={text}", rule)
+    return hosts, counts if any(counts) else ()
+
+
+def _host_and_count(part: str, given: str) -> tuple[str, int | None]:
+    bracketed = re.fullmatch(r"\[([^]]*)\](?::(.*))?", part)
+    host, number = bracketed.groups() if bracketed else (part, None)
+    if bracketed is None and part.count(":") == 1:
+        host, _, number = part.partition(":")
+    if number is None:
+        return host, None
+    if not host or not is_number(number) or not 1 <= int(number) <= MOST_PROCESSES:
+        raise ClusterError(
+            f"{given}: {part} is not an address with its number of processes, such as 10.0.0.2:2, of 1 "
+            f"to {MOST_PROCESSES}; ports come from --started_port"
+        )
+    return host, int(number)
 
 
 def is_number(text: str) -> bool:

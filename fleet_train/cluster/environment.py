@@ -21,6 +21,7 @@ from fleet_train.cluster.cluster import (
     assign,
     from_endpoints,
     is_number,
+    parse_nodes,
 )
 from fleet_train.cluster.engines import detect
 from fleet_train.cluster.flight.trace import read_steps
@@ -206,24 +207,22 @@ def _started(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _old_recipe(asked: AskedLaunch, environ: Mapping[str, str]) -> Cluster:
-    hosts = asked.ips()
+    hosts, counts = parse_nodes(",".join(asked.ips()))
     node_ip = asked.flags.get("node_ip") or asked.flags.get("host") or (hosts[0] if len(hosts) == 1 else "")
-    twice = sorted({host for host in hosts if hosts.count(host) > 1})
-    if twice:
-        raise ClusterError(f"--cluster_node_ips lists {', '.join(twice)} twice; list every machine once")
     if node_ip not in hosts:
         raise ClusterError(
             f"--node_ip={node_ip or '(not given)'} is not one of --cluster_node_ips={','.join(hosts)}; "
             "give each machine its own address of that list"
         )
     local_index, started = _started(environ)
-    asked_for = _asked_processes(asked, started)
+    asked_for, node = _asked_processes(asked, started), hosts.index(node_ip)
+    numbers = [count or _asked_number(asked, "nproc_per_node") or 1 for count in counts] or [asked_for] * len(hosts)
     first_port = _asked_number(asked, "started_port") or DEFAULT_STARTED_PORT
-    if started != asked_for:
-        raise ClusterError(_fewer_than_asked(asked, hosts, node_ip, first_port, asked_for, started))
+    if started != numbers[node]:
+        raise ClusterError(_fewer_than_asked(asked, node_ip, first_port, numbers[node], started))
     refuse_unknown_flags(asked)
-    ranks = assign(hosts, started, first_port)
-    rank = hosts.index(node_ip) * started + local_index
+    ranks = assign(hosts, numbers, first_port)
+    rank = sum(numbers[:node]) + local_index
     return Cluster(ranks, rank, formed_by="the launcher's --cluster_node_ips")
 
 
@@ -242,15 +241,14 @@ def _asked_number(asked: AskedLaunch, flag: str) -> int | None:
     return int(text) if text else None
 
 
-def _fewer_than_asked(
-    asked: AskedLaunch, hosts: list[str], node_ip: str, first_port: int, asked_for: int, started: int
-) -> str:
+def _fewer_than_asked(asked: AskedLaunch, node_ip: str, first_port: int, asked_for: int, started: int) -> str:
+    nodes = ",".join(asked.ips())
     script = " ".join(asked.script) or "train.py"
     return (
         f"paddle.distributed.launch was asked for {asked_for} processes on this machine and started {started} "
         "(on a CPU build it ignores --selected_gpus). The command that works: python -m fleet_train launch "
-        f"--cluster_node_ips={','.join(hosts)} --node_ip={node_ip} --started_port={first_port} "
-        f"--nproc_per_node={asked_for} {script}"
+        f"--cluster_node_ips={nodes} --node_ip={node_ip} --started_port={first_port} "
+        f"{'' if ':' in nodes else f'--nproc_per_node={asked_for} '}{script}"
     )
 
 

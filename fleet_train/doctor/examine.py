@@ -117,7 +117,7 @@ class Examiner:
             except (JoinTimeout, WorkerFailed) as lost:
                 report = self._own or NodeReport(facts, meeting.dialled)
                 examined = Examination(node.addresses, {node.index: report}, started_port=ports[0], cut_off=str(lost))
-            return replace(examined, difference=signpost.difference)
+            return replace(examined, difference=signpost.difference, counts=node.counts)
 
     def _met(self, meeting: Meeting, sockets: Sockets, facts: NodeFacts) -> Examination:
         """Meet the other nodes, measure, exchange results. Raises JoinTimeout, WorkerFailed without node 0's store."""
@@ -142,7 +142,7 @@ class Examiner:
         facts = {
             "the node list (--ips)": ",".join(node.addresses),
             "--started_port": node.started_port,
-            "the number of processes per node (--nproc)": node.processes,
+            "the number of processes per node (--nproc)": node.processes_in_words,
         }
         return Signpost(node, self.participants.access, ["doctor"], facts)
 

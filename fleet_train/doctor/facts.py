@@ -249,6 +249,9 @@ class Examination:
     cut_off: str = ""
     """Why this node has no store of node 0, and so nobody else's report; empty: it has."""
 
+    counts: tuple[int, ...] = ()
+    """The numbers of processes that the node list gives, if they are unlike. Empty: the same on every node."""
+
     def host(self, index: int) -> str:
         return f"node {index} ({self.addresses[index]})" if len(self.addresses) > 1 else "this machine"
 

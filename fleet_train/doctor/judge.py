@@ -64,7 +64,8 @@ def started_differently(examined: Examination) -> Iterator[Finding]:
         hosts = tuple(examined.host(index) for index in missing)
         yield Finding("network", "flags", FAIL, hosts, examined.difference.partition("; start every")[0], rule, fix)
     numbers = {index: report.facts.processes for index, report in examined.reports.items()}
-    if len(set(numbers.values())) > 1:
+    expected = dict(enumerate(examined.counts)) or dict.fromkeys(numbers, max(numbers.values(), default=0))
+    if any(number != expected[index] for index, number in numbers.items()):
         said = ", ".join(f"{number} on {examined.host(index)}" for index, number in numbers.items())
         hosts = tuple(examined.host(index) for index in numbers)
         yield Finding("network", "flags", FAIL, hosts, f"processes per node (--nproc): {said}", rule, fix)

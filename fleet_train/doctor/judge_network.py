@@ -51,7 +51,7 @@ def network_findings(examined: Examination) -> Iterator[Finding]:
         if network is None:
             continue
         host = examined.host(index)
-        yield ports_held(host, network)
+        yield ports_held(host, network, several=several)
         yield ports_outgoing(host, network, examined.started_port)
         if several:
             yield own_name(host, examined.addresses[index], network)
@@ -164,15 +164,15 @@ def routes(examined: Examination, index: int, network: NetworkFacts) -> Iterator
     ]
 
 
-def ports_held(host: str, network: NetworkFacts) -> Finding:
+def ports_held(host: str, network: NetworkFacts, *, several: bool) -> Finding:
     if not network.held:
         return _finding("ports_held", PASS, (host,), "the ports of a job are free here", "free")
     measured = "; ".join(f"port {port} is in use by {who}" for port, who in sorted(network.held.items()))
+    other = "choose another --started_port on every node" if several else "launch without --started_port takes others"
     fix = (
-        f"choose another --started_port on every node; or sudo ss -ltnp 'sport = :{min(network.held)}' shows who it "
-        "is: end it if it is a leftover of a job"
+        f"{other}; or sudo ss -ltnp 'sport = :{min(network.held)}' shows who it is: end it if it is a leftover of a job"
     )
-    return _finding("ports_held", FAIL, (host,), measured, "free", fix)
+    return _finding("ports_held", FAIL if several else WARN, (host,), measured, "free", fix)
 
 
 def ports_outgoing(host: str, network: NetworkFacts, started_port: int) -> Finding:

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from fleet_train.cluster import network
 from fleet_train.cluster.at_import import launch_environment, parent_command
-from fleet_train.cluster.cluster import parse_hosts
+from fleet_train.cluster.cluster import parse_nodes
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.partial import complete
 from fleet_train.cluster.store.access import Access
@@ -61,14 +61,18 @@ def _of_rank(join_timeout_seconds: float) -> Participants | None:
     addresses = tuple(network.resolve(ranks[0].host) for ranks in nodes)
     ports = tuple(tuple(rank.port for rank in ranks) for ranks in nodes)
     index = cluster.this.node_index
-    node = Node(addresses, index, ports[index][0], len(nodes[index]), None, None)
+    each = tuple(map(len, nodes))
+    counts = each if len(set(each)) > 1 else ()
+    node = Node(addresses, index, ports[index][0], each[index], None, None, counts=counts)
     return Participants(node, ports, _access(addresses, node))
 
 
 def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
+    hosts, counts = parse_nodes(where.ips, "--ips") if where.ips is not None else (None, ())
     request = LaunchRequest(
         command=("doctor",),
-        hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
+        hosts=hosts,
+        counts=counts,
         node_host=where.node_ip,
         started_port=where.started_port,
         processes_per_node=where.nproc,
@@ -81,8 +85,8 @@ def _of_flags(where: Where, join_timeout_seconds: float) -> Participants:
         own = addresses[named]
         request = replace(request, hosts=(*hosts[:named], own, *hosts[named + 1 :]), node_host=own)
     node = place(request, look_around(os.environ))
-    ports = tuple(range(node.started_port, node.store_port + 1))
-    return Participants(node, (ports,) * len(hosts), _access(hosts, node), named == node.index)
+    ports = tuple(tuple(range(node.started_port, node.store_port_of(each) + 1)) for each in range(len(hosts)))
+    return Participants(node, ports, _access(hosts, node), named == node.index)
 
 
 def without_loopback_name(

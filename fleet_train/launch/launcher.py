@@ -40,6 +40,7 @@ from fleet_train.launch.job import begun, first, step
 from fleet_train.launch.job_state import JobState, Phase
 from fleet_train.launch.logs import LogFolder, take_log_dir
 from fleet_train.launch.membership import Membership
+from fleet_train.launch.ports import give_back
 from fleet_train.launch.prepare import Launch
 from fleet_train.launch.processes import Stopping, StopRequested, request_name, stopping_signals
 from fleet_train.launch.rendezvous import Rendezvous
@@ -70,6 +71,7 @@ def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] 
             return stop.exit_code
         finally:
             launcher.close()
+            give_back(launch.node)
 
 
 class Launcher:

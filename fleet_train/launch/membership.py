@@ -192,16 +192,19 @@ class Membership:
     def open_tree(self, node: Node, round_name: str, timeout_seconds: float) -> str:
         """The server for this node's ranks in that round: the leader's if they are few, else their own node's, which
         relays. Raises ClusterError if its parent does not answer."""
-        self._server.publish("", ROUND, round_name)
-        if node.world_size <= self._direct_ranks or len(node.addresses) == 1:
-            return f"{node.store_endpoint}/{round_name}"
+        is_direct = node.world_size <= self._direct_ranks or len(node.addresses) == 1
+        root = f"{node.store_endpoint}/{round_name}"
+        self._server.publish("", ROUND, root if is_direct and not node.is_leader else round_name)
+        if is_direct:
+            return root
         order = [node.leader, *(index for index in range(len(node.addresses)) if index != node.leader)]
         place = order.index(node.index)
         if place == 0:
             self._server.open_root(round_name)
         else:
-            ranks = [range(index * node.processes, (index + 1) * node.processes) for index in order]
-            host, port = node.addresses[order[parent_of(place)]], node.store_port
+            ranks = [node.ranks_of(index) for index in order]
+            above = order[parent_of(place)]
+            host, port = node.addresses[above], node.store_port_of(above)
             silence = self._policy.lost_node_timeout_seconds
             parent = Parent(host, port, round_name, place, node.describe(), below(place, ranks), self.access, silence)
             self._server.open_relay(parent, timeout_seconds)

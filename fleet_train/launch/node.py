@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import platform
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from fleet_train import __version__, timeouts
@@ -18,7 +20,7 @@ from fleet_train.cluster import network
 from fleet_train.cluster.at_import import ADVICE, advice_for_rank, advise, advised, is_amd_processor, usable_processors
 from fleet_train.cluster.cluster import Cluster, assign, is_number, refuse_repeated
 from fleet_train.cluster.environment import CHECKS, SETTINGS, TRACE, is_strict, rank_variables
-from fleet_train.cluster.installed import installed_paddle
+from fleet_train.cluster.installed import container, installed_paddle
 from fleet_train.cluster.network import interface_variables, is_local
 from fleet_train.cluster.store.access import JOB_ID, SECRET_FILE
 from fleet_train.errors import ClusterError, ProfileError
@@ -43,6 +45,8 @@ class Node:
     """The names of the nodes, if these stay the same when an address changes. Empty: addresses are fixed."""
     numbers: tuple[int, ...] = ()
     """If ``addresses`` are a part of --cluster_node_ips: their positions there. Empty: all of it."""
+    counts: tuple[int, ...] = ()
+    """The number of processes of each node, if they are unlike. Empty: ``processes``, this node's, on each."""
 
     @property
     def address(self) -> str:
@@ -62,7 +66,16 @@ class Node:
 
     @property
     def world_size(self) -> int:
-        return len(self.addresses) * self.processes
+        return sum(self.every_count)
+
+    @property
+    def every_count(self) -> tuple[int, ...]:
+        return self.counts or (self.processes,) * len(self.addresses)
+
+    @property
+    def processes_in_words(self) -> int | str:
+        """``2``; ``1 + 2 + 1`` if they are unlike."""
+        return " + ".join(map(str, self.counts)) if self.counts else self.processes
 
     @property
     def store_port(self) -> int:
@@ -74,31 +87,41 @@ class Node:
         return self.store_of(self.leader)
 
     def store_of(self, index: int) -> str:
-        return f"{self.host(index)}:{self.store_port}"
+        return f"{self.host(index)}:{self.store_port_of(index)}"
+
+    def store_port_of(self, index: int) -> int:
+        return self.started_port + (self.counts[index] if self.counts else self.processes)
 
     @property
     def ranks(self) -> range:
         """The ranks that run on this node, in the order of their local index."""
-        return range(self.index * self.processes, (self.index + 1) * self.processes)
+        return self.ranks_of(self.index)
+
+    def ranks_of(self, index: int) -> range:
+        first = sum(self.counts[:index]) if self.counts else index * self.processes
+        return range(first, first + self.every_count[index])
+
+    def node_of(self, rank: int) -> int:
+        """The node on which a rank runs; of a rank outside the job, a number outside of the nodes."""
+        return bisect_right(list(accumulate(self.every_count)), rank)
 
     def cluster(self, rank: int) -> Cluster:
         """The job, as one of its ranks sees it."""
-        return Cluster(assign(self.addresses, self.processes, self.started_port), rank)
+        return Cluster(assign(self.addresses, self.every_count, self.started_port), rank)
 
     def endpoint_of(self, rank: int) -> str:
         """Its address and port; unlike the store's, nothing of ours listens there."""
-        index, local = divmod(rank, self.processes)
-        return f"{self.addresses[index]}:{self.started_port + local}"
+        index = self.node_of(rank)
+        return f"{self.addresses[index]}:{self.started_port + self.ranks_of(index).index(rank)}"
 
     def among(self, nodes: tuple[int, ...]) -> Node:
         """This node in a job of these nodes only (positions in ``addresses``), which must contain it
         and the leader."""
         addresses = tuple(self.addresses[i] for i in nodes)
         hosts = tuple(self.hosts[i] for i in nodes) if self.hosts else ()
-        leader = nodes.index(self.leader)
-        return replace(
-            self, addresses=addresses, hosts=hosts, index=nodes.index(self.index), leader=leader, numbers=nodes
-        )
+        counts = tuple(self.counts[i] for i in nodes) if self.counts else ()
+        index, leader = nodes.index(self.index), nodes.index(self.leader)
+        return replace(self, addresses=addresses, hosts=hosts, index=index, leader=leader, numbers=nodes, counts=counts)
 
     def describe(self, index: int | None = None) -> str:
         index = self.index if index is None else index
@@ -110,8 +133,11 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
     hosts = request.hosts or (DEFAULT_HOST,)
     addresses = tuple(network.resolve(host) for host in hosts)
     check_addresses(hosts, addresses)
-    index = choose_node(hosts, addresses, request.node_host, machine.addresses)
-    processes, devices = choose_processes(request.selected_gpus, request.processes_per_node, machine.gpus)
+    index = choose_node(hosts, addresses, request.node_host, machine.addresses, machine.container)
+    counts = choose_counts(request, index, machine.gpus)
+    asked = counts[index] if counts else request.processes_per_node
+    given = f"--cluster_node_ips gives {hosts[index]}:{asked}" if counts else ""
+    processes, devices = choose_processes(request.selected_gpus, asked, machine.gpus, given)
     check_port_range(request.first_port, processes)
     if request.ports_per_node is not None and processes > request.ports_per_node:
         raise ClusterError(
@@ -120,7 +146,8 @@ def place(request: LaunchRequest, machine: Machine) -> Node:
         )
     interface = choose_interface(addresses, index, machine, network.interface_towards)
     names = hosts if request.by_name else ()
-    return Node(addresses, index, request.first_port, processes, devices, interface, hosts=names)
+    counts = counts if len(set(counts)) > 1 else ()
+    return Node(addresses, index, request.first_port, processes, devices, interface, hosts=names, counts=counts)
 
 
 def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
@@ -142,41 +169,75 @@ def check_addresses(hosts: tuple[str, ...], addresses: tuple[str, ...]) -> None:
         )
 
 
-def choose_node(hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...]) -> int:
-    """Which of the listed nodes this machine is. Raises ClusterError with its addresses."""
+def choose_node(
+    hosts: tuple[str, ...], addresses: tuple[str, ...], asked: str | None, local: tuple[str, ...], container: str = ""
+) -> int:
+    """Which of the listed nodes this machine is. Raises ClusterError with its addresses. ``container``: its kind, if
+    this process runs in one."""
+    bridged = (
+        f"this is a container ({container}), which has its machine's addresses only in the machine's network: start it "
+        "with docker run --network=host (a pod with hostNetwork: true)"
+        if container
+        else ""
+    )
     mine = f"this machine has {', '.join(local) or 'no IPv4 address'}"
     if asked is None:
         matching = [i for i, address in enumerate(addresses) if network.is_local(address, local)]
         if len(matching) == 1:
             return matching[0]
         matches = "none" if not matching else ", ".join(addresses[i] for i in matching)
+        fix = bridged if bridged and not matching else "add --node_ip=<this machine's address>"
         raise ClusterError(
             f"cannot tell which of the nodes {','.join(hosts)} this machine is: {matches} of them "
-            f"{'is' if not matching else 'are'} its own ({mine}); add --node_ip=<this machine's address>"
+            f"{'is' if not matching else 'are'} its own ({mine}); {fix}"
         )
     address = asked if asked in addresses else network.resolve(asked)
     if address not in addresses:
         raise ClusterError(
             f"--node_ip={asked} is not among --cluster_node_ips={','.join(hosts)}; every node is started with the same "
-            f"list and with its own address from it ({mine})"
+            f"list and with its own address from it ({mine}){bridged and '; ' + bridged}"
         )
     if not network.is_local(address, local):
         raise ClusterError(
-            f"--node_ip={asked} is not an address of this machine: {mine}; --node_ip must differ on every machine"
+            f"--node_ip={asked} is not an address of this machine: {mine}; "
+            f"{bridged or '--node_ip must differ on every machine'}"
         )
     return addresses.index(address)
 
 
+def choose_counts(request: LaunchRequest, index: int, gpus: tuple[str, ...] | None) -> tuple[int, ...]:
+    """The number of processes of each node, if the node list gives that of any; ``index``: this node. A node without
+    a number has --nproc_per_node, or 1: every machine must read the same numbers. Raises ClusterError."""
+    if not request.counts:
+        return ()
+    asked, own = request.processes_per_node, request.counts[index]
+    node = (request.hosts or (DEFAULT_HOST,))[index]
+    if asked is not None and own not in (None, asked) and None not in request.counts:
+        raise ClusterError(
+            f"--nproc_per_node={asked}, but --cluster_node_ips gives {node}:{own}; leave --nproc_per_node out: it "
+            "is for the nodes without a number in the list"
+        )
+    if own is None and asked is None and request.selected_gpus is None and gpus and len(gpus) > 1:
+        raise ClusterError(
+            f"--cluster_node_ips gives numbers of processes, but none to {node}, which has {len(gpus)} visible GPUs; "
+            f"write {node}:{len(gpus)}, or fewer, in the list on every machine"
+        )
+    return tuple(asked or 1 if count is None else count for count in request.counts)
+
+
 def choose_processes(
-    selected: tuple[str, ...] | None, asked: int | None, gpus: tuple[str, ...] | None
+    selected: tuple[str, ...] | None, asked: int | None, gpus: tuple[str, ...] | None, given: str = ""
 ) -> tuple[int, tuple[str, ...] | None]:
-    """(processes, devices). Without GPUs in the build, ``--selected_gpus=0,1`` gives the number of processes."""
+    """(processes, devices). Without GPUs in the build, ``--selected_gpus=0,1`` gives the number of processes.
+
+    ``given``: what asks for that many, for messages."""
+    given = given or f"--nproc_per_node={asked}"
     if asked is not None and asked < 1:
         raise ClusterError(f"--nproc_per_node={asked} is too few; a node runs at least 1 process")
     if selected and asked and len(selected) != asked:
         raise ClusterError(
-            f"--selected_gpus={','.join(selected)} names {len(selected)} devices, but --nproc_per_node={asked}; there "
-            "is one process per device, so give one of the two flags, or numbers that agree"
+            f"--selected_gpus={','.join(selected)} names {len(selected)} devices, but {given}; there is one process "
+            "per device, so give one of the two, or numbers that agree"
         )
     if gpus is None:
         return (len(selected) if selected else asked or 1), None
@@ -190,7 +251,7 @@ def choose_processes(
     devices = selected or gpus[: asked or len(gpus)]
     missing = [device for device in devices if device not in gpus]
     if missing or (asked or 0) > len(gpus):
-        wanted = f"--selected_gpus={','.join(devices)}" if missing else f"--nproc_per_node={asked}"
+        wanted = f"--selected_gpus={','.join(devices)}" if missing else given
         raise ClusterError(f"{wanted}: the visible GPUs are {','.join(gpus)} (see nvidia-smi and CUDA_VISIBLE_DEVICES)")
     return len(devices), devices
 
@@ -217,18 +278,6 @@ def choose_interface(
     return own
 
 
-def check_ports(node: Node) -> None:
-    """The ports that this node will listen on must be free now. Raises ClusterError with the process that uses one."""
-    wanted = [(port, f"rank {rank}") for port, rank in enumerate(node.ranks, node.started_port)]
-    wanted.append((node.store_port, "the job store"))
-    for port, purpose in wanted:
-        if not network.port_is_free(node.address, port):
-            raise ClusterError(
-                f"port {port} on {node.address}, which {purpose} needs (--started_port={node.started_port}), is in use "
-                f"by {network.port_owner(port, node.address)}; end it or choose another --started_port on every node"
-            )
-
-
 @dataclass(frozen=True)
 class Machine:
     """Facts that decide how a job is started here. ``gpus`` is None for a build of Paddle without GPU code."""
@@ -238,6 +287,8 @@ class Machine:
     is_amd: bool
     gpus: tuple[str, ...] | None
     versions: dict[str, str]
+    container: str = ""
+    """The kind of container that this process runs in, as far as it can be seen."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -256,6 +307,7 @@ def look_around(environ: Mapping[str, str]) -> Machine:
             "fleet_train": __version__,
             "paddle": f"{paddle_version} ({distribution})" if distribution else "not installed",
         },
+        container=container(environ),
     )
 
 
@@ -372,8 +424,9 @@ def refuse_ours(profile: Mapping[str, str]) -> None:
 
 def _advice(node: Node, machine: Machine) -> dict[str, str]:
     # Nodes that are emulated on this machine share its processors.
-    nodes_here = sum(is_local(address, machine.addresses) for address in node.addresses)
-    threads = max(1, machine.processors // (node.processes * max(1, nodes_here)))
+    here = zip(node.addresses, node.every_count, strict=True)
+    processes = sum(count for address, count in here if is_local(address, machine.addresses))
+    threads = max(1, machine.processors // max(node.processes, processes))
     advice = advice_for_rank(threads, node.devices is None, machine.is_amd)
     if node.interface is not None:
         advice |= interface_variables(node.interface)

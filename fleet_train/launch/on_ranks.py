@@ -20,7 +20,7 @@ from typing import Any
 
 from fleet_train import timeouts
 from fleet_train.cluster.at_import import launch_environment, parent_command
-from fleet_train.cluster.cluster import Cluster, parse_hosts
+from fleet_train.cluster.cluster import Cluster, parse_nodes
 from fleet_train.cluster.environment import cluster_from_environ, rank_variables
 from fleet_train.cluster.network import free_port
 from fleet_train.cluster.partial import complete
@@ -115,14 +115,16 @@ def _launch(command: RankCommand, where: Where) -> int:
 
 
 def request_of(command: RankCommand, where: Where, outcome: Path) -> LaunchRequest:
-    """This machine's ranks: every GPU, or two by default."""
+    """This machine's ranks: what the node list says, every GPU, or two by default."""
+    hosts, counts = parse_nodes(where.ips, "--ips") if where.ips is not None else (None, ())
     nproc = where.nproc
-    if nproc is None and look_around(os.environ).gpus is None:
+    if nproc is None and not counts and look_around(os.environ).gpus is None:
         nproc = _PROCESSES_WITHOUT_GPUS
     return LaunchRequest(
         command=("fleet_train", command.name, "--outcome", str(outcome), *command.arguments),
         is_module=True,
-        hosts=parse_hosts(where.ips, "--ips") if where.ips is not None else None,
+        hosts=hosts,
+        counts=counts,
         node_host=where.node_ip,
         started_port=where.started_port,
         processes_per_node=nproc,

@@ -32,11 +32,11 @@ from fleet_train.launch.node import (
     Machine,
     Node,
     build_environment,
-    check_ports,
     look_around,
     place,
     variables_of_rank,
 )
+from fleet_train.launch.ports import take_ports
 from fleet_train.launch.rendezvous import Facts
 from fleet_train.launch.report import counted
 from fleet_train.launch.request import ON, FaultPolicy, LaunchRequest, read_job_id
@@ -90,9 +90,10 @@ class Launch:
         nodes = counted(len(node.addresses), "node")
         on = f"devices {','.join(node.devices)}" if node.devices else "CPU"
         ranks = counted(node.world_size, "rank")
+        each = f"{nodes} {'with' if node.counts else 'x'} {node.processes_in_words}"
         changed = f" with --set {self.settings}" if self.settings else ""
         return (
-            f"{nodes} x {node.processes} = {ranks}; this is {node.describe()}, {on}, interface "
+            f"{each} = {ranks}; this is {node.describe()}, {on}, interface "
             f"{node.interface or 'unknown'}; profile {self.strategy or 'chosen by the script'}{changed}; "
             f"logs in {self.log_dir}"
         )
@@ -127,7 +128,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile
     check_program(request)
     strategy, profile = (None, offered) if offered else load_strategy(request.strategy, request.settings)
     node = place(request, machine)
-    check_ports(node)
+    node = take_ports(node, request)
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
     check_paddle(machine, profile)
@@ -261,7 +262,7 @@ def facts_of(node: Node, machine: Machine, profile: Profile | None, request: Lau
     """What must be equal on every node, by the names used to report a difference."""
     facts: Facts = {
         "the node list": ",".join(node.every_host),
-        "the number of processes per node (--nproc_per_node)": node.processes,
+        "the number of processes per node (--nproc_per_node)": node.processes_in_words,
         "--started_port": node.started_port,
         "--strategy": f"{Path(request.strategy).stem} (digest {profile.digest()[:12]})"
         if profile and request.strategy

@@ -259,7 +259,7 @@ class Rendezvous:
         count = len(self.node.addresses)
         if count <= _MOST_READ:
             return set(range(count)) - {self.node.index}
-        first = [report.rank // self.node.processes for report in self.reports()]
+        first = [self.node.node_of(report.rank) for report in self.reports()]
         return {index for index in list(dict.fromkeys(first))[:_MOST_READ] if index < count} - {self.node.index}
 
     def _ended_nodes(self) -> set[int]:
@@ -321,4 +321,9 @@ def difference_of(there: str, here: str, ours: Mapping[str, Any], theirs: Mappin
         f"{there} and {here} were started differently: {'; '.join(parts)}; start every node with the same flags "
         "(except --node_ip) and the same installation"
     )
+    if any("processes per node" in name for name in different):
+        said += (
+            "; for unlike numbers of processes write each node's number into the list, the same on every node: "
+            "--cluster_node_ips=A:2,B:1"
+        )
     return said if different else ""

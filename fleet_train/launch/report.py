@@ -165,7 +165,7 @@ def with_reports(ends: Iterable[WorkerResult], reports: Iterable[FailureReport],
 
 
 def _not_ended(rank: int, report: FailureReport, node: Node) -> WorkerResult:
-    index = rank // node.processes
+    index = node.node_of(rank)
     return WorkerResult(rank, node.endpoint_of(rank), index, None, None, report.seconds, False, "", has_ended=False)
 
 

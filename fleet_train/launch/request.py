@@ -54,6 +54,8 @@ class LaunchRequest:
     command: tuple[str, ...]  # script (or module) and its arguments
     is_module: bool = False
     hosts: tuple[str, ...] | None = None
+    counts: tuple[int | None, ...] = ()
+    """The numbers of processes that the node list gives, one for each of ``hosts``. Empty: it gives none."""
     node_host: str | None = None
     by_name: bool = False
     """Whether ``hosts`` are names that stay the same when their addresses change."""

@@ -53,7 +53,7 @@ class Signpost:
     def __init__(self, node: Node, access: Access, program: list[str], facts: Mapping[str, Any]) -> None:
         self._node = node
         self._access = replace(access, job="waiting launchers")
-        place = [",".join(node.every_host), node.started_port, node.processes, access.job]
+        place = [",".join(node.every_host), node.started_port, node.processes_in_words, access.job]
         self._card: Card = {"host": node.address, "program": program, "place": place, "facts": dict(facts)}
         self._server: StoreServer | None = None
         self.difference = ""

@@ -300,8 +300,7 @@ class Connections:
     ``init_parallel_env`` forms a process group, is at rank 0's."""
 
     def __init__(self, node: Node) -> None:
-        ports = range(node.started_port, node.started_port + node.processes)
-        self._endpoints = [(address, port) for address in node.addresses for port in ports]
+        self._endpoints = [(rank.host, rank.port) for rank in node.cluster(0).ranks]
         self._before = connections_at(self._endpoints)
         self.seen = False
 

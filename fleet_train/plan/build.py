@@ -100,7 +100,7 @@ def without_buckets(cluster: Cluster, profile: Profile) -> CommPlan:
         node_num=cluster.node_num,
         communicators=1,
         buckets=(),
-        group_size=_group_size(cluster, profile),
+        group_size=group_size_of(cluster, profile),
         owners=owners_of(cluster, profile),
         accumulate_steps=profile.accumulate_steps,
         waits_for_each=profile.sync_nccl_allreduce,
@@ -175,8 +175,9 @@ def _split_tail(bucket: list[TensorSpec], limit_megabytes: float) -> list[list[T
     return [part for part in (bucket[:start], bucket[start:]) if part]
 
 
-def _group_size(cluster: Cluster, profile: Profile) -> int:
-    """Ranks per local group of the hierarchical allreduce; 0 if the groups would be single ranks or the whole job."""
+def group_size_of(cluster: Cluster, profile: Profile) -> int:
+    """Ranks per local group of the hierarchical allreduce; 0 if the groups would be single ranks or the whole job.
+    Raises ProfileError if the nodes have unlike numbers, and none is asked for."""
     if not profile.use_hierarchical_allreduce:
         return 0
     asked = profile.hierarchical_allreduce_inter_nranks

@@ -92,9 +92,10 @@ def profile_text(results: Results, options: RecommendOptions, cluster: Cluster, 
     tried = results.tried[best.name]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     link = results.measured.network.between if cluster.node_num > 1 else results.measured.network.inside
-    per_node = cluster.world_size // cluster.node_num
+    sizes = [len(cluster.ranks_on_node(node)) for node in range(cluster.node_num)]
+    where = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
     reasons = [
-        f"Recommended on {today} for {_script(options)} on {cluster.node_num} x {per_node} ranks: {best.name}, "
+        f"Recommended on {today} for {_script(options)} on {where} ranks: {best.name}, "
         f"{tried.step_ms:.1f} ms per step measured, {1e3 * best.step:.1f} predicted, of which "
         f"{1e3 * results.measured.compute_seconds:.1f} are computing; the link has {_rate(link)}, "
         f"{1e3 * link.latency_seconds:.2f} ms. Risk to accuracy: {best.risk.replace('_', ' ')}."
@@ -129,7 +130,7 @@ def _allowed(results: Results, options: RecommendOptions) -> list[Candidate]:
 def _conditions(results: Results, cluster: Cluster) -> list[str]:
     measured = results.measured
     links = {"between nodes": measured.network.between} if cluster.node_num > 1 else {}
-    if len(cluster.ranks_on_node(0)) > 1:
+    if cluster.world_size > cluster.node_num:
         links["inside a node"] = measured.network.inside
     lines = [
         f"{where}: {_rate(link)}, {1e3 * link.latency_seconds:.2f} ms per message" for where, link in links.items()

@@ -18,8 +18,9 @@ from fleet_train.collectives.engines import CALC, OWN, StreamEngine
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.paddle_compat import backend_name, dynamic_mode
 from fleet_train.convert.passes.precision import lower_precision, refuse_unusable
-from fleet_train.errors import ConversionError
+from fleet_train.errors import ConversionError, ProfileError
 from fleet_train.files import read_regular, write_new
+from fleet_train.plan.build import group_size_of
 from fleet_train.plan.simulate import Adam, Local, Momentum, NumpyOptimizer, Sgd, SimulatedJob, Step
 from fleet_train.plan.trial import deviation, short_periods, short_warm_ups
 from fleet_train.profile import Profile, load_profile, profile_names
@@ -98,6 +99,10 @@ def _check_profile(job: Job, name: str, steps: int, seed: int) -> Result:
     precision = None if level == "O0" else Profile(amp_level=level, amp_dtype=dtype)
     if precision is not None and (reason := _unusable(precision)):
         return Result("profiles", label, SKIP, reason)
+    try:
+        group_size_of(job.cluster, fitted.profile)
+    except ProfileError as refusal:
+        return Result("profiles", label, SKIP, str(refusal))
     before = dict(os.environ)
     try:
         paddle.seed(seed * 1000 + job.cluster.rank)  # a different start on every rank: rank 0's must be used

@@ -107,10 +107,11 @@ def without_names(text: str, cluster: Cluster) -> str:
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> Path:
-    """``<date>-selftest-<backend>-<nodes>x<ranks>.json`` (``ladder`` for ``selftest``), and a page of the same name;
-    returns the first one's path."""
+    """``<date>-selftest-<backend>-<nodes>x<ranks>.json`` (``ladder`` for ``selftest``; ``1+2`` for unlike nodes), and a
+    page of the same name; returns the first one's path."""
     what = "ladder" if record["options"]["ladder"] else "selftest"
-    ranks = "x".join(map(str, (record["nodes"], max(record["ranks"]))))
+    each = record["ranks"]
+    ranks = f"{len(each)}x{each[0]}" if len(set(each)) == 1 else "+".join(map(str, each))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['circumstances']['date'][:10]}-{what}-{record['backend']}-{ranks}.json"
     write_new(path, f"{json.dumps(record, indent=1)}\n".encode())

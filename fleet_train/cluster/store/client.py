@@ -426,10 +426,10 @@ def job_at(address: str, access: Access) -> tuple[str, Access]:
         raise ClusterError(f"no job answers at {address} ({error})") from None
     client = StoreClient.connect(address, 0, group="visitor", timeout_seconds=0, watched=False, access=access)
     try:
-        name = client.get(ROUND)
+        name = str(client.get(ROUND) or "")
     finally:
         client.close()
-    return (address if name is None else f"{address}/{name}"), access
+    return (name if "/" in name else f"{address}/{name}".rstrip("/")), access
 
 
 def _greeted(sock: socket.socket, caller: Caller, answer_seconds: float) -> socket.socket:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import re
 import signal
 import socket
@@ -11,6 +14,8 @@ import time
 import pytest
 
 from tests.integration.launch.conftest import HOSTS, SECRET, Bench, send
+from tests.support.processes import RESULTS_VARIABLE, ROOT, clean_environ, python
+from tests.support.ranks import read_results
 
 _TWO = ["--nproc_per_node=2"]
 
@@ -119,3 +124,25 @@ def test_each_launch_has_an_identifier_of_its_own_for_all_its_ranks(bench: Bench
     assert next_one == next_other
     assert len(one) == len(next_one) == 16
     assert one != next_one
+
+
+def test_jobs_of_one_machine_without_a_port_do_not_meet(bench: Bench) -> None:
+    """Three at once, while another program listens at the default port."""
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # then some other program listens there
+            other.bind(("127.0.0.1", 6170))
+            other.listen(1)
+        for job in ("a", "b", "c"):
+            where = bench.folder / job
+            command = python(
+                "-m", "fleet_train", "launch", "--nproc_per_node=2", str(ROOT / "tests/support/train_few_steps.py")
+            )
+            bench.job.start(job, command, clean_environ({RESULTS_VARIABLE: str(where)}), where)
+        stores = [f"{job}/log/job.json" for job in ("a", "b", "c")]
+        bench.wait_for(lambda: all(map(bench.log, stores)), "three jobs run", 60.0)
+        assert all("6170 is in use by" in bench.log(f"{job}.log") for job in ("a", "b", "c"))
+        assert [one.exit_code for one in bench.ended(100.0)] == [0, 0, 0], bench.job.report()
+    ports = [int(json.loads(bench.log(each))["store"].partition("/")[0].rpartition(":")[2]) for each in stores]
+    assert all(abs(one - other) > 2 for one, other in itertools.combinations(ports, 2)), ports
+    for job in ("a", "b", "c"):
+        assert [each["world_size"] for each in read_results(bench.folder / job).values()] == [2, 2]

@@ -114,7 +114,7 @@ def test_a_command_that_is_no_more_is_refused_with_what_to_use(
     assert ended.value.code == 2
     (said,) = re.findall("No such command 'manifest': copy a file of (\\S+) .*", capsys.readouterr().err)
     assert [path.name for path in sorted((ROOT / said).iterdir())] == [
-        "job.yaml", "paddlejob.yaml", "train.sbatch", "trainjob.yaml",
+        "Dockerfile", "job.yaml", "paddlejob.yaml", "train.sbatch", "trainjob.yaml",
     ]  # fmt: skip
 
 

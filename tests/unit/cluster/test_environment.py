@@ -29,6 +29,7 @@ OLD_COMMAND = (
     "--started_port=6170 --selected_gpus=0 --log_dir mylog train.py --lr 0.1"
 ).split()
 TWO_GPUS = [word.replace("=0", "=0,1") if "gpus" in word else word for word in OLD_COMMAND]
+UNLIKE = [word.replace("10.0.0.1,10.0.0.2", "10.0.0.1,10.0.0.2:2") for word in OLD_COMMAND]
 PADDLECLOUD = "python -m paddle.distributed.launch --use_paddlecloud train.py".split()
 # What the stock launcher's compatible mode tells each of its processes: a job of this machine alone.
 LONELY = {
@@ -62,6 +63,9 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
     assert cluster_from_environ(rank_variables(cluster)).endpoints == cluster.endpoints
     cluster = cluster_from_environ(LEGACY, TWO_GPUS)
     assert (cluster.rank, cluster.world_size, cluster.this.endpoint) == (3, 4, "10.0.0.2:6171")
+    cluster = cluster_from_environ(LEGACY, UNLIKE)
+    assert cluster.endpoints == ["10.0.0.1:6170", "10.0.0.2:6170", "10.0.0.2:6171"]
+    assert (cluster.rank, cluster.node_num, cluster.local_rank) == (2, 2, 1)
     cluster = cluster_from_environ(MODERN)
     assert (cluster.rank, cluster.world_size, cluster.node_num, cluster.local_rank) == (2, 4, 2, 0)
     assert cluster_from_environ({"PADDLE_TRAINER_ID": "0"}).world_size == 1
@@ -74,7 +78,12 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
     [
         (LONELY, [*OLD_COMMAND[:5], "--node_ip=10.0.0.9"], r"--node_ip=10\.0\.0\.9 is not one of --cluster"),
         (LONELY, [*PADDLECLOUD[:3], "--nproc_per_nodes=2"], "'--nproc_per_nodes'; did you mean '--nproc_per_node'"),
-        ({}, [*OLD_COMMAND[:4], "--cluster_node_ips=10.0.0.1,10.0.0.1"], r"10\.0\.0\.1 twice; list every"),
+        ({}, [*OLD_COMMAND[:4], "--cluster_node_ips=10.0.0.1,10.0.0.1"], r"10\.0\.0\.1 is listed more than once"),
+        (
+            LONELY,
+            UNLIKE,
+            r"(?s)asked for 2 .* started 1.*=10\.0\.0\.1,10\.0\.0\.2:2 --node_ip=10\.0\.0\.2 --started_port=6170 train",
+        ),
         (
             LONELY,
             TWO_GPUS,
@@ -157,6 +166,11 @@ def test_flags_of_a_program_win_over_the_launchers_and_rank_0_says_so() -> None:
 
 
 def test_ranks_are_counted_through_the_hosts_and_endpoints_on_one_form_a_node() -> None:
+    assert assign(["a", "b"], [1, 2], 6170) == (
+        Rank(0, "a", 6170, 0, 0),
+        Rank(1, "b", 6170, 1, 0),
+        Rank(2, "b", 6171, 1, 1),
+    )
     assert assign(["a", "b"], 2, 6170) == (
         Rank(0, "a", 6170, 0, 0),
         Rank(1, "a", 6171, 0, 1),

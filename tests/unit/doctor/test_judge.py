@@ -190,7 +190,23 @@ FAULTS |= {
 
 
 ROUTES = {0: Route("", ""), 2: Route("eth0", ADDRESSES[1])}
+_ALONE = with_network(0, held={6170: "process 5 (python)"})
+FAULTS["held, alone"] = (
+    replace(
+        _ALONE, addresses=ADDRESSES[:1], reports={0: NodeReport(_ALONE.reports[0].facts)}, groups={0: HEALTHY.groups[0]}
+    ),
+    WARN,
+    "ports_held",
+    ("this machine",),
+)
 FAULTS["no route"] = (with_network(1, routes=ROUTES), FAIL, "route", (host(1), host(0)))
+
+
+def test_unlike_numbers_of_processes_are_no_fault_if_the_node_list_gives_them() -> None:
+    unlike = with_facts(1, processes=1)
+    assert [one.id for one in judge(unlike, tuple(GROUPS)) if one.level == FAIL] == ["flags"]
+    assert [one for one in judge(replace(unlike, counts=(2, 1, 2)), tuple(GROUPS)) if one.level == FAIL] == []
+    assert [one.id for one in judge(replace(unlike, counts=(1, 2, 2)), tuple(GROUPS)) if one.level == FAIL] == ["flags"]
 
 
 @pytest.mark.parametrize(("examined", "level", "id", "hosts"), FAULTS.values(), ids=FAULTS.keys())

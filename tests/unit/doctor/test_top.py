@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli import cli
+from fleet_train.cli.options import with_store_port
 from fleet_train.cli.top import lines
 from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.cluster.flight.ring import EVENTS, Event, Ring
@@ -171,10 +172,16 @@ def test_a_process_that_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ended.exception.exit_code == 1
 
 
+def test_a_machine_of_the_node_list_has_its_store_behind_its_own_ranks() -> None:
+    nodes = ["10.0.0.1", "10.0.0.2:2", "gpu-a:1000", "10.0.0.3:6180"]
+    stores = ["10.0.0.1", "10.0.0.2:6172", "gpu-a:7170", "10.0.0.3:6180"]
+    assert [with_store_port(node, 6170) for node in nodes] == stores
+
+
 @pytest.mark.parametrize(
     ("ips", "words"),
     [
-        ("localhost:1", "no job answers at localhost:1 "),
+        ("localhost:1009", "no job answers at localhost:1009 "),
         ("a..b", "is no host name"),
         ("127.0.0.1:x", "not of the form host:port"),
         ("\x1b[31m", r"\\x1b\[31m' is neither"),

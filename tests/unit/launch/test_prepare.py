@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli import launch as cli
 from fleet_train.cluster.at_import import advised
-from fleet_train.cluster.cluster import Cluster, assign, parse_hosts
+from fleet_train.cluster.cluster import Cluster, assign, parse_hosts, parse_nodes
 from fleet_train.cluster.environment import SETTINGS, asked_settings
 from fleet_train.cluster.store.access import Access
 from fleet_train.errors import ClusterError, PaddleUnusable, ProfileError
@@ -131,6 +133,73 @@ def test_with_fewer_nodes_ranks_are_renumbered_and_nodes_keep_their_numbers() ->
 
 
 AMD = Machine({"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}, 8, True, None, {})
+
+
+def test_a_container_in_a_network_of_its_own_is_told_so() -> None:
+    hosts, bridge = ("10.0.0.1", "10.0.0.2"), ("127.0.0.1", "172.17.0.2")
+    for asked, said in [
+        (None, "none of them is its own (this machine has 127.0.0.1, 172.17.0.2); this is a container (Docker), which"),
+        (
+            "10.0.0.2",
+            "--node_ip=10.0.0.2 is not an address of this machine: this machine has 127.0.0.1, 172.17.0.2; this",
+        ),
+        ("172.17.0.2", "is not among --cluster_node_ips=10.0.0.1,10.0.0.2"),
+    ]:
+        with pytest.raises(ClusterError, match=re.escape(said)) as refusal:
+            choose_node(hosts, hosts, asked, bridge, "Docker")
+        assert "docker run --network=host" in str(refusal.value)
+    with pytest.raises(ClusterError, match=r"are its own .*; add --node_ip=") as refusal:
+        choose_node(hosts, hosts, None, hosts, "Docker")
+
+
+def test_nodes_with_unlike_numbers_of_processes_have_ranks_in_the_order_of_the_list() -> None:
+    hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+    node = place(asked(hosts=hosts, counts=(None, 2, None), node_host="127.0.0.3"), CPU)
+    assert node == Node(hosts, 1, 6170, 2, None, "lo", counts=(1, 2, 1))
+    assert node.world_size == 4
+    assert [list(node.ranks_of(index)) for index in range(3)] == [[0], [1, 2], [3]]
+    assert [node.node_of(rank) for rank in range(5)] == [0, 1, 1, 2, 3]
+    assert node.cluster(3).endpoints == ["127.0.0.2:6170", "127.0.0.3:6170", "127.0.0.3:6171", "127.0.0.4:6170"]
+    assert [node.endpoint_of(rank) for rank in range(4)] == node.cluster(3).endpoints
+    assert [node.store_of(index) for index in range(3)] == ["127.0.0.2:6171", "127.0.0.3:6172", "127.0.0.4:6171"]
+    left = node.among((0, 1))  # the third machine is lost
+    assert (left.counts, left.world_size, left.ranks, left.describe(0)) == (
+        (1, 2),
+        3,
+        range(1, 3),
+        "node 0 (127.0.0.2)",
+    )
+    variables = prepare.variables_of_rank(node.cluster(2), None)
+    wanted = "TRAINER_ID TRAINERS_NUM NNODES LOCAL_SIZE LOCAL_RANK GLOBAL_RANK GLOBAL_SIZE RANK_IN_NODE".split()
+    assert [variables[f"PADDLE_{name}"] for name in wanted] == ["2", "4", "3", "2", "1", "2", "4", "1"]
+    assert place(asked(hosts=hosts, counts=(2, 2, 2), node_host="127.0.0.3"), CPU).counts == ()  # as --nproc_per_node=2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"counts": (1, 2), "processes_per_node": 1}, "gives 127.0.0.3:2; leave --nproc_per_node out"),
+        ({"counts": (1, 2), "selected_gpus": ("0",)}, "names 1 devices, but --cluster_node_ips gives 127.0.0.3:2"),
+        ({"counts": (1, 3)}, "gives 127.0.0.3:3: the visible GPUs are 0,1"),
+        ({"counts": (1, None)}, "none to 127.0.0.3, which has 2 visible GPUs; write 127.0.0.3:2, or fewer"),
+    ],
+)
+def test_a_number_in_the_node_list_that_something_contradicts_is_refused(given: dict[str, object], said: str) -> None:
+    two_gpus = replace(CPU, gpus=("0", "1"))
+    with pytest.raises(ClusterError, match=re.escape(said)):
+        place(asked(hosts=("127.0.0.2", "127.0.0.3"), node_host="127.0.0.3", **given), two_gpus)
+
+
+def test_a_node_without_a_number_in_the_list_has_nproc_per_node_or_one() -> None:
+    def counts(**given: object) -> tuple[int, ...]:
+        return place(asked(hosts=("127.0.0.2", "127.0.0.3"), node_host="127.0.0.3", **given), CPU).every_count
+
+    assert counts(counts=(None, 2)) == (1, 2)
+    assert counts(counts=(None, 2), processes_per_node=4) == (4, 2)
+    assert counts(counts=(3, 2), processes_per_node=2) == (3, 2)
+    assert counts(counts=(3, 2), selected_gpus=("0", "1")) == (3, 2)
+
+
 TWO_NODES = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, None, "eth0")
 GPU_NODE = Node(("10.0.0.1", "10.0.0.2"), 0, 6170, 2, ("0", "1"), "eth0")
 
@@ -456,7 +525,12 @@ def test_numbers_that_are_right_are_read() -> None:
         (parse_hosts, "10.0.0.1,", "a comma with no address on one side"),
         (parse_hosts, "", "a comma with no address on one side"),
         (parse_hosts, "10.0.0.1,10.0.0.2,10.0.0.1", "10.0.0.1 is listed more than once"),
-        (parse_hosts, "10.0.0.1:6170,10.0.0.2:6170", "carries a port"),
+        (parse_hosts, "10.0.0.1:2", "it takes addresses only"),
+        (parse_nodes, "10.0.0.1:6170,10.0.0.2:6170", "10.0.0.1:6170 is not an address with its number of processes"),
+        (parse_nodes, "10.0.0.1:0", "of 1 to 1000; ports come from --started_port"),
+        (parse_nodes, "10.0.0.1:two", "10.0.0.1:two is not an address with"),
+        (parse_nodes, "[fd00::1]:", "such as 10.0.0.2:2, of"),
+        (parse_nodes, "10.0.0.1,10.0.0.1:2", "written behind it: A,B:2"),
         (parse_devices, "0,x", "'x' is not a device number"),
         (parse_devices, "0,,1", "'' is not"),
         (parse_devices, "1,1", "more than once"),
@@ -466,4 +540,7 @@ def test_lists_that_cannot_be_meant_are_refused(parse: Callable[[str], object], 
     with pytest.raises(ClusterError, match=said):
         parse(text)
     assert parse_hosts("10.0.0.1, node-b,10.0.0.3") == ("10.0.0.1", "node-b", "10.0.0.3")
+    assert parse_nodes("10.0.0.1,node-b") == (("10.0.0.1", "node-b"), ())
+    assert parse_nodes("10.0.0.1, node-b:2") == (("10.0.0.1", "node-b"), (None, 2))
+    assert parse_nodes("[fd00::1]:2,fd00::2,[fd00::3]") == (("fd00::1", "fd00::2", "fd00::3"), (2, None, None))
     assert parse_devices("3, 01") == ("3", "1")
