@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleet_train.cli.on_hosts import on_hosts, words
 from fleet_train.cli.options import (
     DASHES_ALLOWED,
     Command,
@@ -27,6 +28,9 @@ from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
 from fleet_train.lazy import part_if_there
+
+if TYPE_CHECKING:
+    from fleet_train.hosts.job import Where
 
 _EXAMPLES = """
 \b
@@ -102,12 +106,28 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
 
 
+def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
+    from fleet_train.hosts.job import Command as OnHosts
+    from fleet_train.hosts.job import launch
+    from fleet_train.launch.prepare import check_program
+
+    request = read_request(**{name: value for name, value in flags.items() if name != "dry_run"})
+    if not request.is_module:
+        check_program(request)
+    files = [each for each in (request.command[0], request.strategy or "") if Path(each).is_file()]
+    command = OnHosts("launch", words(context, without={"log_dir", "job_secret_file"}), tuple(files))
+    faults = request.faults
+    needed = faults.min_nodes if faults.min_nodes and faults.max_restarts else len(where.hosts)
+    return launch(command, where, request.log_dir, faults.grace_seconds, needed, flags["dry_run"])
+
+
 @click.command(
     name="launch",
     cls=_LaunchCommand,
     epilog=_EXAMPLES,
     context_settings=DASHES_ALLOWED,
 )
+@on_hosts(_launch_on_hosts)
 @click.option(
     "--cluster_node_ips", "--ips", metavar="A,B", help="All nodes, the same list on each. [default: 127.0.0.1]"
 )

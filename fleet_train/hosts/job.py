@@ -1,0 +1,117 @@
+"""A command on all hosts, as it is typed once: a job, an examination, or a look at running ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_train.hosts.entries import Host, node_flags
+from fleet_train.hosts.output import Lines, LogFiles
+from fleet_train.hosts.session import Session, environment_for
+from fleet_train.launch.logs import take_log_dir
+from fleet_train.launch.terminal import messages_in_order, show, show_lines
+from fleet_train.log import logger
+
+
+@dataclass(frozen=True)
+class Command:
+    """``python -m fleet_train NAME WORDS``, on every host."""
+
+    name: str
+    words: tuple[str, ...]
+    """Its flags and arguments, without those that say where it runs."""
+    files: tuple[str, ...] = ()
+    """Files that must be the same everywhere."""
+
+    def on(self, *flags: str) -> list[str]:
+        return [sys.executable, "-m", "fleet_train", self.name, *flags, *self.words]
+
+
+@dataclass(frozen=True)
+class Where:
+    hosts: tuple[Host, ...]
+    config: Path | None = None
+
+
+class _Show:
+    """Shows what hosts write, each line after its host's name; a report that all of them make once, at the end."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path | None = None, plain: int | None = None) -> None:
+        """``plain``: the host whose standard output is shown as it is, and no other one's."""
+        width = max(len(host.name) for host in hosts)
+        self._logs = [LogFiles(folder / host.name) if folder is not None else None for host in hosts]
+        self._streams = {}
+        for index, host in enumerate(hosts):
+            prefix = f"{host.name + ':':<{width + 1}} ".encode()
+            self._streams[index, "err"] = Lines(prefix, _show_err)
+            if plain is None:
+                self._streams[index, "out"] = Lines(prefix, show)
+            elif plain == index:
+                self._streams[index, "out"] = Lines(b"", show)
+        self._reports: dict[int, str] = {}
+
+    def take(self, index: int, message: Mapping[str, Any]) -> None:
+        for kind in ("out", "err"):
+            if kind in message and (index, kind) in self._streams:
+                self._streams[index, kind].feed(message[kind].encode("latin-1"))
+        logs = self._logs[index]
+        if "log" in message and logs is not None:
+            logs.write(message["log"], message["at"], message["data"])
+        if "report" in message:
+            self._reports[index] = message["report"]
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        if self._reports:
+            message, _, table = self._reports[min(self._reports)].partition("\n")
+            logger.info(message)
+            if table:
+                show_lines(table)
+
+
+def _show_err(text: bytes) -> None:
+    show_lines(text.decode(errors="replace").replace("\r\n", "\n").rstrip("\r\n"))
+
+
+def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, needed: int, dry_run: bool) -> int:
+    """A job whose nodes are the hosts; returns its exit code. Raises FleetTrainError if it cannot start."""
+    with messages_in_order(), _met(command, where, stop_seconds) as (session, addresses):
+        log_dir = log_dir.absolute() if dry_run else take_log_dir(log_dir.absolute())
+        commands = [
+            command.on(*node_flags(where.hosts, addresses, index), f"--log_dir={log_dir / host.name}")
+            for index, host in enumerate(where.hosts)
+        ]
+        for host, here, words in zip(where.hosts, session.is_here, commands, strict=True):
+            if dry_run:
+                show_lines(f"{host.name}, {'this machine' if here else 'over ssh'}: {shlex.join(words)}")
+        show_to = _Show(where.hosts, None if dry_run else log_dir)
+        with contextlib.closing(show_to):
+            if dry_run:
+                return session.run(commands, show_to, len(where.hosts))
+            logger.info(f"{len(where.hosts)} hosts; their logs come to {log_dir}/HOST")
+            with tempfile.NamedTemporaryFile(dir=log_dir, prefix=".hosts-") as marker:
+                return session.run(commands, show_to, needed, Path(marker.name))
+
+
+def examine(command: Command, where: Where, stop_seconds: float, as_json: bool) -> int:
+    """A command whose first rank reports: that host's output is shown as it is. This machine is the first, if listed."""
+    with messages_in_order(), _met(command, where, stop_seconds) as (session, addresses):
+        hosts = where.hosts
+        commands = [command.on(*node_flags(hosts, addresses, index)) for index in range(len(hosts))]
+        with contextlib.closing(_Show(hosts, plain=0)) as show_to:
+            return session.run(commands, show_to, len(hosts))
+
+
+@contextlib.contextmanager
+def _met(command: Command, where: Where, stop_seconds: float) -> Iterator[tuple[Session, list[str]]]:
+    with Session(where.hosts, where.config, stop_seconds) as session:
+        found = session.look(command.files, environment_for(where.hosts, os.environ))
+        yield session, session.addresses(found)
