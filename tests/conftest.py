@@ -25,6 +25,7 @@ from fleet_train.cluster.flight.ring import recorder
 from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces
+from tests.support.ssh import why_no_sshd
 from tests.support.processes import ROOT
 from tests.support.slurm import why_no_slurm
 
@@ -181,6 +182,7 @@ def why_no_site() -> str | None:
 # Markers of tests that need something of the machine: why it cannot run them, or None.
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "root": why_no_namespaces,
+    "sshd": why_no_sshd,
     "browser": why_no_browser,
     "slurm": why_no_slurm,
     "mpi": why_no_mpi,
