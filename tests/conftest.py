@@ -25,9 +25,9 @@ from fleet_train.cluster.flight.ring import recorder
 from tests.support import ports
 from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces
-from tests.support.ssh import why_no_sshd
 from tests.support.processes import ROOT
 from tests.support.slurm import why_no_slurm
+from tests.support.ssh import why_no_sshd
 
 _GRACE_SECONDS = 10.0
 # Set by pytest itself, or by importing Paddle and scikit-learn into the test process.

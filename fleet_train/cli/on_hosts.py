@@ -21,23 +21,25 @@ FOUND_BY_HOSTS = {
     "cluster_node_ips": "the addresses are found on the hosts",
     "ips": "the addresses are found on the hosts",
     "node_ip": "each host's own address is found there",
-    "outcome": "it is for a rank that this command started",
     "use_paddlecloud": "the hosts are given",
     "engine": "the hosts are given",
 }
 """Flags that --hosts replaces, with the reason."""
 
+OF_HOSTS = dict.fromkeys(
+    ("log_dir", "ips", "nproc", "started_port", "job_secret_file"), "each host is asked for its own ranks"
+)
+"""The same for commands that look at a running job."""
 
-def on_hosts(
-    run: Callable[..., int], refused: Mapping[str, str] = FOUND_BY_HOSTS
-) -> Callable[[Command], Command]:
+
+def on_hosts(run: Callable[..., int], refused: Mapping[str, str] = FOUND_BY_HOSTS) -> Callable[[Command], Command]:
     """Add the options to a command. With hosts, ``run(context, where, **flags)`` is called instead of it."""
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
         @click.pass_context
         def either(
-            context: click.Context, hosts: str | None, hosts_file: Path | None, ssh_config: Path | None, **flags: Any
+            context: click.Context, /, hosts: str | None, hosts_file: Path | None, ssh_config: Path | None, **flags: Any
         ) -> None:
             where = _where(hosts, hosts_file, ssh_config)
             if where is None:
@@ -55,6 +57,19 @@ def on_hosts(
     return add
 
 
+def examine_on_hosts(name: str, leaves: str = "") -> Callable[..., int]:
+    """``run`` of `on_hosts` for a command whose first rank reports."""
+
+    def run(context: click.Context, where: Where, **flags: Any) -> int:
+        from fleet_train.hosts.job import Command as OnHosts
+        from fleet_train.hosts.job import examine
+
+        shared = [each for each in (flags.get("script"), flags.get("strategy")) if each and Path(each).is_file()]
+        return examine(OnHosts(name, words(context), tuple(shared)), where, leaves)
+
+    return run
+
+
 _OPTIONS = all_of(
     click.option(
         "--hosts",
@@ -69,9 +84,7 @@ _OPTIONS = all_of(
         help="The same from a file, a host a line; pc2 slots=2 is pc2:2.",
         shell_complete=files,
     ),
-    click.option(
-        "--ssh_config", type=Path, metavar="FILE", help="With --hosts: ssh -F FILE.", shell_complete=files
-    ),
+    click.option("--ssh_config", type=Path, metavar="FILE", help="With --hosts: ssh -F FILE.", shell_complete=files),
 )
 
 

@@ -93,7 +93,10 @@ class Agent:
                 check=False,
             )  # fmt: skip
             lines = (asked.stderr if asked.returncode else asked.stdout).decode(errors="replace").strip().splitlines()
-            found |= {"works": asked.returncode == 0, "version": lines[-1] if lines else f"exit code {asked.returncode}"}
+            found |= {
+                "works": asked.returncode == 0,
+                "version": lines[-1] if lines else f"exit code {asked.returncode}",
+            }
         except subprocess.TimeoutExpired:
             found |= {"works": False, "version": f"no answer within {_LOOK_SECONDS:g} s"}
         return self._say(found=found)
@@ -114,7 +117,8 @@ class Agent:
             preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
         os.close(write_end)
-        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
         logs = Logs(self._say) if marker and not os.path.exists(marker) else None
         readers = [
             self._in_thread(self._pass_on, child.stdout.fileno(), "out"),

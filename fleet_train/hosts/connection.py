@@ -103,14 +103,14 @@ class Connection:
             start_new_session=True,  # Ctrl-C reaches it by us only
             preexec_fn=dying_with_us(),
         )
-        assert self._popen.stdin and self._popen.stdout and self._popen.stderr
+        assert self._popen.stdin is not None
         self._stdin: IO[bytes] = self._popen.stdin
         self._write(source.encode())
-        self._words = threading.Thread(target=self._hear_words, args=(self._popen.stderr,), daemon=True)
+        self._words = threading.Thread(target=self._hear_words, args=(self._popen.stderr or (),), daemon=True)
         self._words.start()
-        threading.Thread(target=self._hear, args=(self._popen.stdout,), daemon=True).start()
+        threading.Thread(target=self._hear, args=(self._popen.stdout or (),), daemon=True).start()
 
-    def _hear(self, stream: IO[bytes]) -> None:
+    def _hear(self, stream: Iterable[bytes]) -> None:
         for line in stream:
             self._heard_at = time.monotonic()
             message = None
@@ -124,7 +124,7 @@ class Connection:
         self._words.join(_CLOSE_SECONDS)
         self._events.put((self._index, None))
 
-    def _hear_words(self, stream: IO[bytes]) -> None:
+    def _hear_words(self, stream: Iterable[bytes]) -> None:
         for line in stream:
             if text := line.decode(errors="replace").strip():
                 self._last_words.append(text)

@@ -19,6 +19,9 @@ from fleet_train.launch.logs import take_log_dir
 from fleet_train.launch.terminal import messages_in_order, show, show_lines
 from fleet_train.log import logger
 
+_LAUNCH_PATIENCE_SECONDS, _EXAMINE_PATIENCE_SECONDS = 2.0, 60.0
+"""How long the other hosts have to end by themselves when one is lost, or has ended before the job began."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -83,7 +86,7 @@ def _show_err(text: bytes) -> None:
 
 def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, needed: int, dry_run: bool) -> int:
     """A job whose nodes are the hosts; returns its exit code. Raises FleetTrainError if it cannot start."""
-    with messages_in_order(), _met(command, where, stop_seconds) as (session, addresses):
+    with messages_in_order(), _met(command, where, stop_seconds=stop_seconds) as (session, addresses):
         log_dir = log_dir.absolute() if dry_run else take_log_dir(log_dir.absolute())
         commands = [
             command.on(*node_flags(where.hosts, addresses, index), f"--log_dir={log_dir / host.name}")
@@ -95,23 +98,27 @@ def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, n
         show_to = _Show(where.hosts, None if dry_run else log_dir)
         with contextlib.closing(show_to):
             if dry_run:
-                return session.run(commands, show_to, len(where.hosts))
+                return session.run(commands, show_to, 0, _LAUNCH_PATIENCE_SECONDS)
             logger.info(f"{len(where.hosts)} hosts; their logs come to {log_dir}/HOST")
             with tempfile.NamedTemporaryFile(dir=log_dir, prefix=".hosts-") as marker:
-                return session.run(commands, show_to, needed, Path(marker.name))
+                return session.run(commands, show_to, needed, _LAUNCH_PATIENCE_SECONDS, marker=Path(marker.name))
 
 
-def examine(command: Command, where: Where, stop_seconds: float, as_json: bool) -> int:
-    """A command whose first rank reports: that host's output is shown as it is. This machine is the first, if listed."""
-    with messages_in_order(), _met(command, where, stop_seconds) as (session, addresses):
-        hosts = where.hosts
+def examine(command: Command, where: Where, leaves: str) -> int:
+    """A command whose first rank reports, and ``leaves`` files there: this machine is the first if it is listed. The
+    first one's standard output is shown as it is, and no other one's."""
+    with messages_in_order(), _met(command, where, here_first=True) as (session, addresses):
+        hosts = session.hosts
+        if leaves and not session.is_here[0]:
+            logger.info(f"this machine is not among the hosts: {leaves} will be on {hosts[0].name}")
         commands = [command.on(*node_flags(hosts, addresses, index)) for index in range(len(hosts))]
         with contextlib.closing(_Show(hosts, plain=0)) as show_to:
-            return session.run(commands, show_to, len(hosts))
+            return session.run(commands, show_to, len(hosts), _EXAMINE_PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager
-def _met(command: Command, where: Where, stop_seconds: float) -> Iterator[tuple[Session, list[str]]]:
-    with Session(where.hosts, where.config, stop_seconds) as session:
+def _met(command: Command, where: Where, **how: Any) -> Iterator[tuple[Session, list[str]]]:
+    """All hosts can take part; with the address of each."""
+    with Session(where.hosts, where.config, **how) as session:
         found = session.look(command.files, environment_for(where.hosts, os.environ))
         yield session, session.addresses(found)

@@ -13,7 +13,7 @@ _ENDS = re.compile(rb"(?<=[\n\r])(?<!\r(?=\n))")
 
 
 class Lines:
-    """One stream of a host: whole lines go to ``show``, each after ``prefix``. A progress bar's states count as lines."""
+    """One stream of a host: whole lines go to ``show``, each after ``prefix``; a progress bar's states are lines."""
 
     def __init__(self, prefix: bytes, show: Callable[[bytes], None]) -> None:
         self._prefix, self._show = prefix, show

@@ -23,16 +23,14 @@ from fleet_train.hosts import checks
 from fleet_train.hosts.agent import BEAT_SECONDS, HELLO, digest_of
 from fleet_train.hosts.connection import CONNECT_SECONDS, Connection, Events, is_here, own_user, ssh_settings
 from fleet_train.hosts.entries import Host
-from fleet_train.launch.prepare import import_path_for_ranks
 from fleet_train.launch.node import appended
+from fleet_train.launch.prepare import import_path_for_ranks
 from fleet_train.log import logger
 
 _LOOK_SECONDS = 60.0
 _TICK_SECONDS = 0.2
-_SOON_SECONDS = 2.0
-"""How long launchers have to end by themselves when one has ended before the job began."""
 _LATER_SECONDS = 60.0
-"""The same once it has begun: they find out together what has failed."""
+"""How long launchers that have met have to end by themselves: they find out together what has failed."""
 _MARGIN_SECONDS = 20.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _HERE = -1
@@ -61,8 +59,11 @@ def environment_for(hosts: Sequence[Host], environ: Mapping[str, str]) -> dict[s
 class Session:
     """As a context manager, nothing that it has started runs afterwards, here or there."""
 
-    def __init__(self, hosts: Sequence[Host], config: Path | None, stop_seconds: float = 0.0) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], config: Path | None, stop_seconds: float = 0.0, *, here_first: bool = False
+    ) -> None:
         self.hosts = tuple(hosts)
+        self._here_first = here_first
         self._stop_seconds = stop_seconds + _MARGIN_SECONDS
         self._events: Events = queue.SimpleQueue()
         self._connections: list[Connection] = []
@@ -71,9 +72,11 @@ class Session:
 
     def __enter__(self) -> Session:
         own, user = local_addresses(), own_user()
-        here = [is_here(ssh_settings(host, self._config), own, user) for host in self.hosts]
+        here = {host: is_here(ssh_settings(host, self._config), own, user) for host in self.hosts}
+        if self._here_first:
+            self.hosts = tuple(sorted(self.hosts, key=lambda host: not here[host]))
         self._connections = [
-            Connection(index, host, self._config, here[index], self._events) for index, host in enumerate(self.hosts)
+            Connection(index, host, self._config, here[host], self._events) for index, host in enumerate(self.hosts)
         ]
         return self
 
@@ -89,10 +92,18 @@ class Session:
     def is_here(self) -> list[bool]:
         return [each.here for each in self._connections]
 
+    @property
+    def open(self) -> set[int]:
+        """The hosts whose connection is open."""
+        return {index for index, each in enumerate(self._connections) if each.is_open}
+
     # questions
 
-    def look(self, files: Sequence[str], environ: Mapping[str, str]) -> list[dict[str, Any]]:
-        """What the hosts have. Raises ClusterError that names every host that cannot take part, and why."""
+    def look(
+        self, files: Sequence[str], environ: Mapping[str, str], all_needed: bool = True
+    ) -> dict[int, dict[str, Any]]:
+        """What the hosts have. Raises ClusterError that names every host that cannot take part, and why; unless some
+        can and not all are needed."""
         mine = {
             "folder": os.getcwd(),
             "interpreter": sys.executable,
@@ -105,12 +116,17 @@ class Session:
         for index, answer in found.items():
             if differences := checks.problems_of(answer, mine, self.hosts[index].destination):
                 problems[index] = differences
-        self._refuse(problems)
-        return [found[index] for index in range(len(self.hosts))]
+        if all_needed or len(problems) == len(self.hosts):
+            self._refuse(problems)
+        for index, why in problems.items():
+            logger.warning(f"{self.hosts[index].name} is left out: {why[0]}")
+            self._connections[index].close()
+            self._connections[index].is_open = False
+        return found
 
-    def addresses(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
+    def addresses(self, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
         """Each host's own address on the route to the others. Raises ClusterError."""
-        reached = [checks.reachable(each["address"]) for each in found]
+        reached = [checks.reachable(found[index]["address"]) for index in range(len(self.hosts))]
         addresses = reached
         if len(self.hosts) > 1:
             # Twice: a host that ssh has not reached by a usable address learns its own from its route to the others.
@@ -177,14 +193,23 @@ class Session:
 
     # commands
 
-    def run(self, commands: Sequence[Sequence[str]], sink: Sink, needed: int, marker: Path | None = None) -> int:
+    def run(
+        self,
+        commands: Sequence[Sequence[str]],
+        sink: Sink,
+        needed: int,
+        patience_seconds: float,
+        *,
+        marker: Path | None = None,
+        forwards_signals: bool = True,
+    ) -> int:
         """A command on each host, to the end of all; returns the job's exit code. Signals go to all of them.
 
-        ``needed``: of so many hosts the commands must go on, or all end. ``marker``: hosts that do not see this file
-        send what appears in their log folder.
+        ``needed``: on so many hosts the commands must go on, or all have to end after ``patience_seconds``. ``marker``:
+        hosts that do not see this file send what appears in their log folder.
         """
-        run = _Run(self, sink, needed)
-        with self._signals_as_events():
+        run = _Run(self, sink, needed, patience_seconds)
+        with self._signals_as_events() if forwards_signals else contextlib.nullcontext():
             for each, command in zip(self._connections, commands, strict=True):
                 each.send(
                     run={
@@ -230,9 +255,10 @@ class Session:
 class _Run:
     """Commands that run on all hosts: how each has ended, and whether the others have to end."""
 
-    def __init__(self, session: Session, sink: Sink, needed: int) -> None:
+    def __init__(self, session: Session, sink: Sink, needed: int, patience_seconds: float) -> None:
         self._session, self._sink, self._needed = session, sink, needed
-        self._running = set(range(len(session.hosts)))
+        self._patience_seconds = patience_seconds
+        self._running = session.open
         self._done = 0
         self._begun = False
         self._codes: list[int] = []
@@ -263,7 +289,7 @@ class _Run:
         self._running.discard(index)
         self._codes.append(code)
         self._done += code == 0
-        self._decide(_LATER_SECONDS if self._begun else _SOON_SECONDS)
+        self._decide(_LATER_SECONDS if self._begun else self._patience_seconds)
 
     def _lost(self, index: int) -> None:
         if index not in self._running:
@@ -273,7 +299,7 @@ class _Run:
         ends = self._running and len(self._running) + self._done < self._needed
         then = "; the job ends on the other hosts" if ends else ""
         logger.info(f"{self._session.hosts[index].name} is lost: {self._session.lose(index)}{then}")
-        self._decide(0.0)
+        self._decide(self._patience_seconds)
 
     def _decide(self, seconds: float) -> None:
         if len(self._running) + self._done < self._needed:

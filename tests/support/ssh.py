@@ -42,7 +42,9 @@ class Machines:
 
 def _with_disk(disk: Path, work: Path, command: Sequence[str], before: str = "true") -> list[str]:
     # ``ip netns exec`` has made a mount namespace: nothing of this is seen outside.
-    script = f"mount --bind {shlex.quote(str(disk))} {shlex.quote(str(work))} && cd {shlex.quote(str(work))} && {before}"
+    script = (
+        f"mount --bind {shlex.quote(str(disk))} {shlex.quote(str(work))} && cd {shlex.quote(str(work))} && {before}"
+    )
     return ["sh", "-c", f'{script} && exec "$@"', "sh", *command]
 
 

@@ -28,10 +28,12 @@ class Desk:
         typed = python("-m", "fleet_train", command, f"--hosts={hosts}", f"--ssh_config={self.machines.config}", *words)
         return self.job.start(command, self.machines.on(at, typed), clean_environ(variables), cwd=self.machines.work)
 
-    def run(self, command: str, *words: str, seconds: float = 60.0, **where: str) -> tuple[int, str]:
+    def run(
+        self, command: str, *words: str, hosts: str = "pc1,pc2,pc3", at: int = 0, **variables: str
+    ) -> tuple[int, str]:
         """(exit code, output) of a command that leaves nothing behind."""
-        self.type(command, *words, **where)  # type: ignore[arg-type]
-        (ended,) = self.job.wait(seconds)
+        self.type(command, *words, hosts=hosts, at=at, **variables)
+        (ended,) = self.job.wait(90)
         assert not ended.killed, ended.output
         self.all_end_within(5)
         return ended.exit_code, ended.output

@@ -108,9 +108,7 @@ def test_a_folder_that_is_not_there_is_named(desk: Desk) -> None:
 def _typed(desk: Desk, *words: str) -> list[str]:
     from tests.support.processes import python
 
-    return python(
-        "-m", "fleet_train", "launch", "--hosts=pc1,pc2,pc3", f"--ssh_config={desk.machines.config}", *words
-    )
+    return python("-m", "fleet_train", "launch", "--hosts=pc1,pc2,pc3", f"--ssh_config={desk.machines.config}", *words)
 
 
 def test_a_failure_is_reported_once_with_its_exit_code(desk: Desk) -> None:
